@@ -1,0 +1,40 @@
+# make install | demo | test | test-all | lint | clean        (see README.md)
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+# On a machine where `pip install torch` brings the CUDA build, name PyTorch's CPU wheel index here.
+TORCH_INDEX ?=
+PIP_FLAGS := --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+STAMP  := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install demo test test-all lint clean
+
+install: $(STAMP)
+
+$(STAMP): requirements/cpu.lock pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the pinned packages into $(VENV) (a minute or two) ..."
+	@$(BIN)/pip install $(PIP_FLAGS) --no-deps -r requirements/cpu.lock
+	@$(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@true
+	@touch $@
+
+demo: install
+	$(BIN)/dmt demo $(if $(DATA),--data $(DATA)) $(DEMO_FLAGS)
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf build/typecheck && mkdir -p build/typecheck && cp -r dmt build/typecheck/dmt && \
+	  for part in models partitioner training; do cp -r $$part build/typecheck/dmt/$$part; done
+	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p dmt
+
+clean:
+	rm -rf $(VENV) build runs demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache

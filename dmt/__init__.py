@@ -1,0 +1,55 @@
+"""Disaggregated Multi-Tower (DMT) training of recommendation models on top of TorchRec.
+
+Importing this package is light: TorchRec and FBGEMM are loaded when a name that needs them is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dmt.errors import InputError as InputError
+    from dmt.mesh import TowerMesh as TowerMesh
+    from dmt.plan import TowerPlan as TowerPlan
+    from dmt.planner import TowerShardingPlanner as TowerShardingPlanner
+    from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder as SPTTEmbeddingBagCollectionSharder
+    from dmt.sharded_towers import TowerCollectionSharder as TowerCollectionSharder
+    from dmt.tables import TableSpec as TableSpec
+    from dmt.topology import TowerTopology as TowerTopology
+    from dmt.traffic import TrafficMeter as TrafficMeter
+
+_HOME = {
+    "InputError": "dmt.errors",
+    "SPTTEmbeddingBagCollectionSharder": "dmt.sharded_ebc",
+    "TableSpec": "dmt.tables",
+    "TowerCollectionSharder": "dmt.sharded_towers",
+    "TowerMesh": "dmt.mesh",
+    "TowerPlan": "dmt.plan",
+    "TowerShardingPlanner": "dmt.planner",
+    "TowerTopology": "dmt.topology",
+    "TrafficMeter": "dmt.traffic",
+}
+
+__all__ = [
+    "InputError",
+    "SPTTEmbeddingBagCollectionSharder",
+    "TableSpec",
+    "TowerCollectionSharder",
+    "TowerMesh",
+    "TowerPlan",
+    "TowerShardingPlanner",
+    "TowerTopology",
+    "TrafficMeter",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dmt' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

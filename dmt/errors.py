@@ -1,0 +1,33 @@
+"""The one exception a user can cause; the command line prints it in one line and exits with 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["InputError", "nearest"]
+
+
+class InputError(ValueError):
+    """Something the user gave (argument, file, configuration, data) breaks a rule.
+
+    The message names the argument, the value got, the rule, the place and what to do. Faults that only
+    this library can cause are ``assert`` statements with a message instead.
+
+    Example:
+        >>> raise InputError("num_towers=0 is not positive. Give at least one tower.")
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: num_towers=0 is not positive. Give at least one tower.
+    """
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns `` Did you mean 'x'?`` for the closest known word, or an empty string.
+
+    Example:
+        >>> nearest("leraning_rate", ["learning_rate", "seed"])
+        " Did you mean 'learning_rate'?"
+    """
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,77 @@
+"""`TableSpec`: what plans and costs need to know of an embedding table, without TorchRec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dmt.errors import InputError
+
+__all__ = ["TableSpec", "feature_names", "table_specs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """One embedding table.
+
+    TorchRec's ``EmbeddingBagConfig`` has the same fields; `table_specs` converts.
+
+    Example:
+        >>> TableSpec(name="t_ad", num_embeddings=1000, embedding_dim=64, feature_names=("ad",)).num_bytes
+        256000
+    """
+
+    name: str
+    """Unique name of the table."""
+    num_embeddings: int
+    """Rows."""
+    embedding_dim: int
+    """Columns."""
+    feature_names: tuple[str, ...]
+    """The features that look up in this table; usually one, more when a table is shared."""
+
+    def __post_init__(self) -> None:
+        for field in ("num_embeddings", "embedding_dim"):
+            if getattr(self, field) < 1:
+                raise InputError(
+                    f"Table {self.name!r} has {field}={getattr(self, field)}; it must be positive."
+                )
+        if not self.feature_names:
+            raise InputError(f"Table {self.name!r} has no feature; give at least one in feature_names.")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the weights in bytes at 32-bit floats."""
+        return 4 * self.num_embeddings * self.embedding_dim
+
+
+def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
+    """Converts TorchRec ``EmbeddingBagConfig`` (or anything with the same fields) to `TableSpec`.
+
+    Raises:
+        InputError: two tables have one name, or a feature looks up in two tables.
+    """
+    specs = tuple(
+        TableSpec(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=tuple(table.feature_names),
+        )
+        for table in tables
+    )
+    for kind, names in (("Table", [s.name for s in specs]), ("Feature", feature_names(specs))):
+        doubled = (
+            sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        )
+        if doubled:
+            raise InputError(
+                f"{kind} {doubled[0]!r} is given {names.count(doubled[0])} times; names must be unique."
+            )
+    return specs
+
+
+def feature_names(tables: Sequence[Any]) -> list[str]:
+    """The features of all tables, in the order of the tables."""
+    return [feature for table in tables for feature in table.feature_names]

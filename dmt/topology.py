@@ -1,0 +1,151 @@
+"""`TowerTopology`: which rank belongs to which replica, tower and local slot. Pure arithmetic.
+
+Legend: R replicas, T towers, L ranks per tower; R * T * L ranks in the job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from dmt.errors import InputError
+
+__all__ = ["RankCoordinates", "TowerTopology"]
+
+
+class RankCoordinates(NamedTuple):
+    """Where a rank stands on the mesh axes ``"replica"``, ``"tower"`` and ``"local"``."""
+
+    replica: int
+    tower: int
+    local: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerTopology:
+    """The mesh of a job: R replicas x T towers x L ranks per tower.
+
+    Sizes are arguments: nothing is guessed from the environment, so two hosts can be played on one
+    machine, a tower may span several hosts, and several towers may share one.
+
+    The group methods return lists of *global* ranks, ascending, in one order that is the same on every rank.
+
+    Raises:
+        InputError: a size is not positive or ``replica_placement`` is unknown.
+
+    Example:
+        The walk-through of the DMT paper (arXiv 2403.00877, section 3.1.1): 4 ranks on 2 hosts.
+
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
+        >>> topology.tower_groups(), topology.peer_groups()
+        ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+        >>> topology.peer_order()
+        [0, 2, 1, 3]
+    """
+
+    num_towers: int
+    """T: towers of one replica. A tower is usually one host."""
+    ranks_per_tower: int
+    """L: ranks that share the tables of one tower over fast links."""
+    num_replicas: int = 1
+    """R: copies of the whole model-parallel part (2D sparse parallelism)."""
+    replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
+    """``"inter_host"``: a replica is a contiguous block of ranks. ``"intra_host"``: the replicas of one
+    shard are neighbouring ranks."""
+
+    def __post_init__(self) -> None:
+        for field in ("num_towers", "ranks_per_tower", "num_replicas"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InputError(f"TowerTopology: {field}={value!r} must be a whole number of at least 1.")
+        if self.replica_placement not in ("inter_host", "intra_host"):
+            raise InputError(
+                f"TowerTopology: replica_placement={self.replica_placement!r} is unknown; "
+                "use 'inter_host' or 'intra_host'."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """R * T * L, the number of ranks in the job."""
+        return self.num_replicas * self.num_towers * self.ranks_per_tower
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises `InputError` unless the job has exactly R * T * L ranks."""
+        if world_size != self.world_size:
+            raise InputError(
+                f"The topology has num_replicas * num_towers * ranks_per_tower = {self.num_replicas} * "
+                f"{self.num_towers} * {self.ranks_per_tower} = {self.world_size} ranks, but the job was "
+                f"started with WORLD_SIZE={world_size}. Change one of them."
+            )
+
+    def rank(self, replica: int, tower: int, local: int) -> int:
+        """The global rank at these coordinates."""
+        for name, value, size in (
+            ("replica", replica, self.num_replicas),
+            ("tower", tower, self.num_towers),
+            ("local", local, self.ranks_per_tower),
+        ):
+            if not 0 <= value < size:
+                raise InputError(f"TowerTopology: {name}={value} is outside 0..{size - 1}.")
+        in_replica = tower * self.ranks_per_tower + local
+        if self.replica_placement == "inter_host":
+            return replica * self.num_towers * self.ranks_per_tower + in_replica
+        return in_replica * self.num_replicas + replica
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """The coordinates of a global rank; the inverse of `rank`."""
+        if not 0 <= rank < self.world_size:
+            raise InputError(f"TowerTopology: rank={rank} is outside 0..{self.world_size - 1}.")
+        sharding_size = self.num_towers * self.ranks_per_tower
+        if self.replica_placement == "inter_host":
+            replica, in_replica = divmod(rank, sharding_size)
+        else:
+            in_replica, replica = divmod(rank, self.num_replicas)
+        tower, local = divmod(in_replica, self.ranks_per_tower)
+        return RankCoordinates(replica, tower, local)
+
+    def tower_groups(self) -> list[list[int]]:
+        """Ranks of one tower in one replica (fast links): R * T groups of L."""
+        return [
+            [self.rank(r, t, i) for i in range(self.ranks_per_tower)]
+            for r in range(self.num_replicas)
+            for t in range(self.num_towers)
+        ]
+
+    def peer_groups(self) -> list[list[int]]:
+        """Ranks with one local index, one per tower of a replica (slow links): R * L groups of T."""
+        return [
+            [self.rank(r, t, i) for t in range(self.num_towers)]
+            for r in range(self.num_replicas)
+            for i in range(self.ranks_per_tower)
+        ]
+
+    def sharding_groups(self) -> list[list[int]]:
+        """Ranks over which one copy of the tables is split: R groups of T * L."""
+        return [
+            [self.rank(r, t, i) for t in range(self.num_towers) for i in range(self.ranks_per_tower)]
+            for r in range(self.num_replicas)
+        ]
+
+    def replica_groups(self) -> list[list[int]]:
+        """Ranks that hold one shard in the different replicas: T * L groups of R."""
+        return [
+            [self.rank(r, t, i) for r in range(self.num_replicas)]
+            for t in range(self.num_towers)
+            for i in range(self.ranks_per_tower)
+        ]
+
+    def tower_module_groups(self) -> list[list[int]]:
+        """Ranks that hold a copy of one tower's dense module (all replicas): T groups of R * L."""
+        return [
+            sorted(self.rank(r, t, i) for r in range(self.num_replicas) for i in range(self.ranks_per_tower))
+            for t in range(self.num_towers)
+        ]
+
+    def peer_order(self) -> list[int]:
+        """The ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c.
+
+        The paper prints ``g % T`` as the first key; its own definition of peers (``g_i % L == g_j % L``)
+        and its example (0, 2, 1, 3) give ``g % L``.
+        """
+        return [rank for group in self.peer_groups()[: self.ranks_per_tower] for rank in group]
