@@ -64,9 +64,7 @@ class TowerPlan:
             raise InputError("A TowerPlan needs at least one tower.")
         for tower in self.towers:
             if not tower.features:
-                raise InputError(
-                    f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it."
-                )
+                raise InputError(f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it.")
         for kind, names in (("Tower", [t.name for t in self.towers]), ("Feature", self.features)):
             doubled = [name for name, count in Counter(names).items() if count > 1]
             if doubled:
@@ -90,9 +88,7 @@ class TowerPlan:
             InputError: ``num_towers`` is not between 1 and the number of features.
         """
         if not 1 <= num_towers <= len(features):
-            raise InputError(
-                f"num_towers={num_towers} must lie between 1 and the number of features, {len(features)}."
-            )
+            raise InputError(f"num_towers={num_towers} must lie between 1 and the number of features, {len(features)}.")
         return cls.from_lists([features[i::num_towers] for i in range(num_towers)], strategy="strided")
 
     @property
@@ -217,8 +213,7 @@ class TowerPlan:
                 seed=record.get("seed"),
                 affinity=record.get("affinity", {}),
                 tables=tuple(
-                    TableSpec(**{**t, "feature_names": _names(t["feature_names"])})
-                    for t in record.get("tables", [])
+                    TableSpec(**{**t, "feature_names": _names(t["feature_names"])}) for t in record.get("tables", [])
                 ),
                 command=record.get("command", ""),
             )

@@ -34,9 +34,7 @@ class TableSpec:
     def __post_init__(self) -> None:
         for field in ("num_embeddings", "embedding_dim"):
             if getattr(self, field) < 1:
-                raise InputError(
-                    f"Table {self.name!r} has {field}={getattr(self, field)}; it must be positive."
-                )
+                raise InputError(f"Table {self.name!r} has {field}={getattr(self, field)}; it must be positive.")
         if not self.feature_names:
             raise InputError(f"Table {self.name!r} has no feature; give at least one in feature_names.")
 
@@ -62,13 +60,9 @@ def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
         for table in tables
     )
     for kind, names in (("Table", [s.name for s in specs]), ("Feature", feature_names(specs))):
-        doubled = (
-            sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        )
+        doubled = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         if doubled:
-            raise InputError(
-                f"{kind} {doubled[0]!r} is given {names.count(doubled[0])} times; names must be unique."
-            )
+            raise InputError(f"{kind} {doubled[0]!r} is given {names.count(doubled[0])} times; names must be unique.")
     return specs
 
 

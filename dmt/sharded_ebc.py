@@ -1,0 +1,202 @@
+"""`SPTTEmbeddingBagCollectionSharder`: the tower dataflow for a flat model, with no change to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.plan import TowerPlan
+from dmt.sptt import SPTTModule, shard_in_tower
+from dmt.tables import feature_names
+
+__all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
+
+
+class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollection]):
+    """Gives any plain ``EmbeddingBagCollection`` the SPTT dataflow (DMT section 3.1); pass-through towers.
+
+    The result is bitwise the unsharded module's ``KeyedTensor``: same keys, same order, same values. Tables get fresh
+    weights from their ``init_fn``: load weights after constructing DMP.
+
+    Args:
+        mesh: the groups of this job.
+        plan: which features go to which tower; as many towers as the mesh has.
+        fused_params: of FBGEMM's fused optimizer.
+        qcomm_codecs_registry: TorchRec's quantised communication; applies to the exchange of outputs too.
+
+    Raises:
+        InputError: the plan has another number of towers than the mesh.
+
+    Example::
+
+        sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.load("towers.json"))]
+        plan = TowerShardingPlanner(mesh.topology).plan(model, sharders)
+        model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+    """
+
+    def __init__(
+        self,
+        mesh: TowerMesh,
+        plan: TowerPlan,
+        *,
+        fused_params: dict[str, Any] | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        if plan.num_towers != mesh.topology.num_towers:
+            raise InputError(
+                f"The tower plan has {plan.num_towers} towers but the topology num_towers={mesh.topology.num_towers}. "
+                "Make them equal."
+            )
+        self.mesh = mesh
+        self.plan = plan
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedSPTTEmbeddingBagCollection:
+        """Called by DMP; ``env`` is ignored, the mesh says where things go."""
+        return ShardedSPTTEmbeddingBagCollection(
+            module,
+            params,
+            mesh=self.mesh,
+            tables_by_tower=self.tables_by_tower(module),
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+        )
+
+    def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
+        """The table configs that each mesh tower holds, after checking the plan against them."""
+        return self.plan.tables_by_tower(module.embedding_bag_configs())
+
+    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """The table weights, by table name."""
+        return {name.split(".")[0]: p for name, p in module.embedding_bags.named_parameters()}
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        """What this sharder shards."""
+        return EmbeddingBagCollection
+
+
+class ShardedSPTTEmbeddingBagCollection(SPTTModule):
+    """The tables of one mesh tower on one of its ranks; made by `SPTTEmbeddingBagCollectionSharder`.
+
+    State is keyed as in the unsharded collection, ``embedding_bags.<table>.weight``.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollection,
+        sharding: Mapping[str, ParameterSharding],
+        *,
+        mesh: TowerMesh,
+        tables_by_tower: list[list[Any]],
+        fused_params: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        features_by_tower = [feature_names(tables) for tables in tables_by_tower]
+        super().__init__(
+            mesh=mesh,
+            features_by_tower=features_by_tower,
+            is_weighted=module.is_weighted(),
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+        )
+        self.embedding = shard_in_tower(
+            _sub_collection(module, tables_by_tower[mesh.tower]),
+            sharding,
+            mesh,
+            fused_params=fused_params,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+        )
+        width = {f: t.embedding_dim for tables in tables_by_tower for t in tables for f in t.feature_names}
+        self._my_features = features_by_tower[mesh.tower]
+        self._output_sizes = [sum(width[f] for f in features) for features in features_by_tower]
+        arrival = [f for features in features_by_tower for f in features]
+        self._column_split = [width[f] for f in arrival]
+        self._keys = feature_names(module.embedding_bag_configs())
+        self._key_widths = [width[f] for f in self._keys]
+        self._column_order = [arrival.index(f) for f in self._keys]
+
+    def tower_output(self, ids: KeyedJaggedTensor) -> Tensor:
+        """This tower's embeddings side by side, in plan order: [sum of B, sum of N over the tower's features]."""
+        embeddings: KeyedTensor = self.embedding(ids).wait()
+        if embeddings.keys() == self._my_features:
+            return embeddings.values()
+        # The key order of a sharded collection depends on the sharding plan: always by name.
+        return torch.cat([embeddings[f] for f in self._my_features], dim=1)
+
+    def output_sizes(self, output: Tensor) -> list[int]:
+        """The summed embedding dims of each tower."""
+        return self._output_sizes
+
+    def finish(self, columns: Tensor) -> KeyedTensor:
+        """The ``KeyedTensor`` of the unsharded collection."""
+        if self._column_order != list(range(len(self._column_order))):
+            parts = columns.split(self._column_split, dim=1)
+            columns = torch.cat([parts[i] for i in self._column_order], dim=1)
+        return KeyedTensor(self._keys, self._key_widths, columns)
+
+    def state_dict(  # type: ignore[override]
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Tables as sharded tensors, of this rank's tower."""
+        return self.embedding.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(  # type: ignore[override]
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads this rank's tables."""
+        return self.embedding.load_state_dict(state_dict, strict=strict)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """Parameters under the unsharded collection's names."""
+        yield from self.embedding.named_parameters(prefix, recurse)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """Buffers under the unsharded collection's names."""
+        yield from self.embedding.named_buffers(prefix, recurse)
+
+    def sharded_parameter_names(self, prefix: str = "") -> Any:
+        """The table weights, which DMP's data parallel must leave alone."""
+        yield from self.embedding.sharded_parameter_names(prefix)
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The tables' optimizers, which update in the backward pass."""
+        return self.embedding.fused_optimizer
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+        """What this module was before sharding."""
+        return EmbeddingBagCollection
+
+
+def _sub_collection(module: EmbeddingBagCollection, tables: list[Any]) -> EmbeddingBagCollection:
+    """The collection restricted to some tables, sharing their parameters.
+
+    The parameters must be the same objects: ``apply_optimizer_in_backward`` leaves each table's optimizer as an
+    attribute on them, and new ones would train with the default optimizer without a word.
+    """
+    part = EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=module.is_weighted())
+    for table in tables:
+        part.embedding_bags[table.name] = module.embedding_bags[table.name]
+    return part

@@ -1,0 +1,7 @@
+"""Warnings that others raise and we cannot mend are ignored here, each with its reason."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
