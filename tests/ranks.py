@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -41,8 +42,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 for pipe in ready:
                     rank, process = processes[pipe]
                     try:
-                        ok, value = pipe.recv()
-                    except EOFError:
+                        ok, value = pickle.loads(pipe.recv_bytes())
+                    except (EOFError, ConnectionResetError):
                         process.join(5)
                         raise AssertionError(f"rank {rank} died with exit code {process.exitcode}") from None
                     if not ok:
@@ -79,7 +80,8 @@ def _rank_main(
         # Leaving while a peer still talks aborts it now and then.
         dist.barrier()
         dist.destroy_process_group()
-        pipe.send((True, value))
+        # Plain pickle: multiprocessing's own would share tensor memory with a process that is about to end.
+        pipe.send_bytes(pickle.dumps((True, value)))
     except BaseException:
         with contextlib.suppress(OSError):
-            pipe.send((False, traceback.format_exc()))
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -131,7 +130,9 @@ def parity_on_rank(rank: int, case: Case) -> dict[str, float]:
         result, logits = model(ids)
         result = result.wait()
         if step == 0:  # equal weights: only bytes have moved
-            if case.kind in ("pass", "flat"):
+            # FBGEMM averages a bag as a sum of v/n, the plain module as (sum of v)/n.
+            inexact_mean = case.pooling == "MEAN" and case.max_bag > 1
+            if case.kind in ("pass", "flat") and not inexact_mean:
                 assert torch.equal(columns_of(result), columns_of(expected))
             else:  # a matrix product of other row counts may round differently
                 torch.testing.assert_close(columns_of(result), columns_of(expected), rtol=1e-6, atol=1e-6)

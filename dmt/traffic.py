@@ -1,0 +1,151 @@
+"""`TrafficMeter`: counts the bytes that every collective of a step sends, and how many of them leave the host.
+
+Counted where PyTorch hands a collective to the backend, so TorchRec's exchanges, DDP's gradient reduction and this
+library's own are all seen, flat or with towers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmt.collectives import gather_objects
+
+__all__ = ["Traffic", "TrafficMeter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes sent by all ranks of the job in one measured step."""
+
+    ids: int = 0
+    """Across hosts, sparse ids, lengths and sizes (integer tensors)."""
+    forward: int = 0
+    """Across hosts, embeddings or tower outputs on their way to the samples."""
+    backward: int = 0
+    """Across hosts, their gradients on the way back."""
+    dense: int = 0
+    """Across hosts, gradients of replicated parameters (all-reduce)."""
+    inside: int = 0
+    """Inside hosts, everything."""
+
+    @property
+    def across(self) -> int:
+        """Everything that crosses hosts."""
+        return self.ids + self.forward + self.backward + self.dense
+
+
+class TrafficMeter(TorchDispatchMode):
+    """Counts bytes sent by this rank while it is active; ``with meter.phase("backward"):`` names what runs inside.
+
+    An all-to-all counts exactly what is addressed to each rank. An all-reduce of S bytes over n ranks on h hosts
+    counts what a ring in host order sends: 2 S (n - 1) / n per rank, of which h of the n ring links cross hosts;
+    broadcasts and gathers count S to every other rank, as an algorithm without relays would send.
+
+    Args:
+        host_of: the host of a global rank. Two hosts can be played on one machine by saying so.
+
+    Example::
+
+        meter = TrafficMeter(host_of=lambda rank: rank // ranks_per_host)
+        with meter:
+            with meter.phase("forward"):
+                loss = model(batch)
+            with meter.phase("backward"):
+                loss.backward()
+        traffic = meter.total(mesh.global_group)
+    """
+
+    def __init__(self, host_of: Callable[[int], int]) -> None:
+        super().__init__()
+        self._host_of = host_of
+        self._phase = "forward"
+        self._bytes: dict[str, float] = defaultdict(float)
+        self._rank = dist.get_rank()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Books floating-point exchanges under ``"forward"`` or ``"backward"``."""
+        assert name in ("forward", "backward"), f"unknown phase {name!r}"
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def total(self, group: dist.ProcessGroup) -> Traffic:
+        """The sum over all ranks of the group."""
+        booked: dict[str, float] = defaultdict(float)
+        for part in gather_objects(dict(self._bytes), group):
+            for kind, number in part.items():
+                booked[kind] += number
+        return Traffic(**{kind: round(number) for kind, number in booked.items()})
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._count(func.__name__.split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        # Collectives take the group as their first script object; a second one is the reduction.
+        boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        if boxed is None or name == "barrier":
+            return
+        group = dist.ProcessGroup.unbox(boxed)
+        ranks = dist.get_process_group_ranks(group)
+        if name == "alltoall_base_":
+            tensor, splits = args[1], list(args[4])
+            rows = splits or [tensor.shape[0] // len(ranks)] * len(ranks)
+            row_bytes = tensor.nbytes / max(1, tensor.shape[0])
+            self._send([tensor], {rank: n * row_bytes for rank, n in zip(ranks, rows, strict=True)})
+        elif name == "alltoall_":
+            self._send(args[1], {rank: tensor.nbytes for rank, tensor in zip(ranks, args[1], strict=True)})
+        elif name.startswith("allreduce"):
+            self._all_reduce(args[0], ranks)
+        elif name.startswith("broadcast"):
+            if ranks[args[2]] == self._rank:
+                self._send(args[0], dict.fromkeys(ranks, _nbytes(args[0])))
+        elif "gather" in name:
+            self._send(args[1], dict.fromkeys(ranks, _nbytes(args[1])))
+        elif "reduce_scatter" in name:
+            self._send(args[1], dict.fromkeys(ranks, _nbytes(args[1]) / len(ranks)))
+        else:
+            raise NotImplementedError(f"TrafficMeter does not know the collective c10d.{name}")
+
+    def _send(self, tensors: Any, to: dict[int, float]) -> None:
+        kind = self._phase if next(_flat(tensors)).dtype.is_floating_point else "ids"
+        for rank, size in to.items():
+            if rank == self._rank:
+                continue
+            across = self._host_of(rank) != self._host_of(self._rank)
+            self._bytes[kind if across else "inside"] += size
+
+    def _all_reduce(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:
+        order = sorted(ranks, key=lambda rank: (self._host_of(rank), rank))
+        to = order[(order.index(self._rank) + 1) % len(order)]
+        size = 2 * _nbytes(tensors) * (len(ranks) - 1) / len(ranks)
+        across = self._host_of(to) != self._host_of(self._rank)
+        kind = "dense" if tensors[0].dtype.is_floating_point else "ids"
+        self._bytes[kind if across else "inside"] += size
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in _flat(tensors))
+
+
+def _flat(tensors: Any) -> Iterator[Tensor]:
+    if isinstance(tensors, Tensor):
+        yield tensors
+        return
+    for part in tensors:
+        yield from _flat(part)

@@ -1,0 +1,73 @@
+"""Rank arithmetic: no process starts here."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dmt import InputError, TowerTopology
+
+
+@pytest.mark.parametrize("placement", ["inter_host", "intra_host"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (2, 2, 3), (3, 1, 2), (2, 3, 1), (4, 3, 2)])
+def test_rank_and_coordinates_are_inverse(sizes: tuple[int, int, int], placement: str) -> None:
+    replicas, towers, locals_ = sizes
+    topology = TowerTopology(
+        num_towers=towers, ranks_per_tower=locals_, num_replicas=replicas, replica_placement=placement
+    )
+    seen = set()
+    for where in itertools.product(range(replicas), range(towers), range(locals_)):
+        rank = topology.rank(*where)
+        assert topology.coordinates(rank) == where
+        seen.add(rank)
+    assert seen == set(range(topology.world_size))
+
+
+@pytest.mark.parametrize("placement", ["inter_host", "intra_host"])
+def test_groups_partition_the_job(placement: str) -> None:
+    topology = TowerTopology(num_towers=3, ranks_per_tower=2, num_replicas=2, replica_placement=placement)
+    for groups, size in (
+        (topology.tower_groups(), 2),
+        (topology.peer_groups(), 3),
+        (topology.sharding_groups(), 6),
+        (topology.replica_groups(), 2),
+        (topology.tower_module_groups(), 4),
+    ):
+        assert sorted(rank for group in groups for rank in group) == list(range(12))
+        assert {len(group) for group in groups} == {size}
+        assert all(group == sorted(group) for group in groups)
+
+
+def test_intra_host_replicas_are_neighbours() -> None:
+    topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2, replica_placement="intra_host")
+    assert topology.replica_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert topology.tower_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+
+
+def test_inter_host_replicas_are_blocks() -> None:
+    topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2)
+    assert topology.sharding_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_peer_order_of_the_paper() -> None:
+    assert TowerTopology(num_towers=2, ranks_per_tower=2).peer_order() == [0, 2, 1, 3]
+    assert TowerTopology(num_towers=3, ranks_per_tower=2).peer_order() == [0, 2, 4, 1, 3, 5]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_sizes_must_be_positive_whole_numbers(value: object) -> None:
+    with pytest.raises(InputError, match="ranks_per_tower=.* must be a whole number of at least 1"):
+        TowerTopology(num_towers=2, ranks_per_tower=value)
+
+
+def test_wrong_use_is_named() -> None:
+    topology = TowerTopology(num_towers=2, ranks_per_tower=2)
+    with pytest.raises(InputError, match=r"1 \* 2 \* 2 = 4 ranks, but the job was started with WORLD_SIZE=6"):
+        topology.check_world_size(6)
+    with pytest.raises(InputError, match="rank=4 is outside 0..3"):
+        topology.coordinates(4)
+    with pytest.raises(InputError, match="tower=2 is outside 0..1"):
+        topology.rank(0, 2, 0)
+    with pytest.raises(InputError, match="replica_placement='diagonal' is unknown"):
+        TowerTopology(num_towers=2, ranks_per_tower=2, replica_placement="diagonal")
