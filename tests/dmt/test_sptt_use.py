@@ -341,5 +341,5 @@ def test_modules_may_be_built_on_meta() -> None:
 
 
 def test_a_mesh_needs_a_process_group() -> None:
-    with pytest.raises(InputError, match="TowerMesh needs torch.distributed"):
+    with pytest.raises(InputError, match=r"TowerMesh needs torch\.distributed"):
         TowerMesh(TWO_BY_TWO)

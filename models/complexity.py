@@ -1,0 +1,252 @@
+"""MFLOPs per sample, parameters and compression ratio of a model, counted on the built model; needs no TorchRec.
+
+A model is built on PyTorch's meta device (sizes without memory, so Criteo-1TB's 22.78 G parameters cost nothing), run
+forward and backward once, and the operators that really ran are counted by ``torch.utils.flop_counter``: matrix
+products, at two FLOPs per multiply-accumulate; additions and activations count nothing, as in the paper. A training
+step is so six FLOPs per multiply-accumulate, less the input gradient of the very first layer, which nobody asks for.
+These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dmt.errors import InputError, nearest
+from dmt.models.dcn import DCN
+from dmt.models.dlrm import DLRM
+from dmt.models.dmt_dcn import DMTDCN
+from dmt.models.dmt_dlrm import DMTDLRM
+from dmt.models.options import ModelOptions
+from dmt.models.presets import CRITEO_DENSE_FEATURES, criteo_1tb_tables
+from dmt.models.sparse import check_tower_modules
+from dmt.plan import TowerPlan
+from dmt.tables import feature_names, table_specs
+
+__all__ = ["ARCHS", "Complexity", "complexity_of", "compression_ratio", "count_complexity", "paper_complexity"]
+
+ARCHS = ("dlrm", "dcn")
+"""The architectures that `complexity_of` knows."""
+
+_COUNTED_SAMPLES = 2
+_PAPER_TOWER_DIM = {"dlrm": 64, "dcn": 128}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Complexity:
+    """What a model costs.
+
+    Example:
+        >>> Complexity(mflops_per_sample=14.74, parameters=22_780_000_000, compression_ratio=1.0).parameters
+        22780000000
+    """
+
+    mflops_per_sample: float
+    """Millions of FLOPs of one training step (forward and backward), for one sample."""
+    parameters: int
+    """All parameters, tables included."""
+    compression_ratio: float
+    """Embedding numbers per sample over the numbers that the towers send on: |F| N / sum O_t, 1 for a flat model.
+
+    Section 4 of the paper prints the inverse; its Table 5 calls D=64 of N=128 a ratio of 2, as here."""
+
+
+def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: Any) -> Complexity:
+    """Counts a built, unsharded model by running it forward and backward once on a batch.
+
+    Weights, gradients and hooks of optimizers are left alone.
+
+    Args:
+        model: any model called as ``model(dense_features, sparse_features)`` that returns a tensor; on any device.
+        dense_features: [B, dense_in_features] float32. Nothing is counted for its gradient unless it requires one.
+        sparse_features: whatever the model takes, of B samples.
+
+    Raises:
+        InputError: the batch is empty.
+
+    Example:
+        >>> class Linear(nn.Linear):
+        ...     def forward(self, dense_features, sparse_features):
+        ...         return super().forward(dense_features)
+        >>> count_complexity(Linear(1000, 500), torch.zeros(4, 1000), None)  # 2 + 2 FLOPs for each weight
+        Complexity(mflops_per_sample=2.0, parameters=500500, compression_ratio=1.0)
+    """
+    num_samples = dense_features.shape[0]
+    if num_samples < 1:
+        raise InputError("count_complexity: dense_features has no row; give a batch of at least one sample.")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        output = model(dense_features, sparse_features)
+        if trained:
+            # Not backward(): it would add to .grad and set off optimizers that are fused into the backward pass.
+            torch.autograd.grad(output.sum(), trained, allow_unused=True)
+    return Complexity(
+        mflops_per_sample=counter.get_total_flops() / num_samples / 1e6,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        compression_ratio=compression_ratio(model),
+    )
+
+
+def compression_ratio(model: nn.Module) -> float:
+    """Numbers per sample that enter the tower modules over those that leave them; 1.0 for a model without towers.
+
+    Args:
+        model: with its towers in a TorchRec ``EmbeddingTowerCollection``, unsharded.
+
+    Example:
+        >>> compression_ratio(nn.Linear(2, 1))
+        1.0
+    """
+    modules: list[Any] = [
+        tower.interaction
+        for collection in model.modules()
+        if isinstance(towers := getattr(collection, "towers", None), nn.ModuleList)
+        for tower in towers
+    ]
+    if not modules:
+        return 1.0
+    return sum(module.in_features for module in modules) / sum(module.out_features for module in modules)
+
+
+def complexity_of(
+    *,
+    arch: str,
+    tables: Sequence[Any],
+    tower_plan: TowerPlan | None = None,
+    tower_dim: int | None = None,
+    c: int = 1,
+    p: int = 0,
+    dense_in_features: int = CRITEO_DENSE_FEATURES,
+    options: ModelOptions | None = None,
+) -> Complexity:
+    """Builds DLRM, DCN or their multi-tower form on the meta device and counts it.
+
+    Args:
+        arch: ``"dlrm"`` or ``"dcn"``.
+        tables: `dmt.tables.TableSpec` or TorchRec ``EmbeddingBagConfig``.
+        tower_plan: the towers; without it the flat model is counted.
+        tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
+        c: projections of each feature (DLRM).
+        p: linear combinations of a tower's features (DLRM).
+        dense_in_features: columns of the dense input.
+        options: sizes of the MLPs; by default the paper's. Their device does not matter here.
+
+    Raises:
+        InputError: an unknown architecture, tower settings without towers, c or p with DCN, or anything that the
+            model refuses.
+
+    Example:
+        >>> from dmt.tables import TableSpec
+        >>> tables = [
+        ...     TableSpec(name=f"t{i}", num_embeddings=10**9, embedding_dim=64, feature_names=(f"f{i}",))
+        ...     for i in range(8)
+        ... ]
+        >>> complexity_of(arch="dlrm", tables=tables).parameters
+        512001964353
+        >>> plan = TowerPlan.strided([f"f{i}" for i in range(8)], num_towers=2)
+        >>> complexity_of(arch="dlrm", tables=tables, tower_plan=plan, tower_dim=16).compression_ratio
+        4.0
+    """
+    _check_settings(arch, tower_plan is not None, tower_dim, c, p)
+    common: dict[str, Any] = {
+        "tables": table_specs(tables),
+        "dense_in_features": dense_in_features,
+        "options": dataclasses.replace(options or ModelOptions(), device="meta"),
+    }
+    tower_dim = _PAPER_TOWER_DIM[arch] if tower_dim is None else tower_dim
+    model: nn.Module
+    if tower_plan is None:
+        model = (DLRM if arch == "dlrm" else DCN)(make_sparse_arch=_MetaTables, **common)
+    elif arch == "dlrm":
+        model = DMTDLRM(tower_plan=tower_plan, tower_dim=tower_dim, c=c, p=p, make_sparse_arch=_MetaTowers, **common)
+    else:
+        model = DMTDCN(tower_plan=tower_plan, tower_dim=tower_dim, make_sparse_arch=_MetaTowers, **common)
+    dense_features = torch.empty(_COUNTED_SAMPLES, dense_in_features, device="meta")
+    return count_complexity(model, dense_features, torch.empty(_COUNTED_SAMPLES, dtype=torch.long, device="meta"))
+
+
+def paper_complexity(
+    arch: str, num_towers: int | None = None, *, tower_dim: int | None = None, c: int = 1, p: int = 0
+) -> Complexity:
+    """A model of the paper's size on Criteo-1TB: a cell of its Tables 3, 4 and 5.
+
+    Args:
+        arch: ``"dlrm"`` or ``"dcn"``.
+        num_towers: T, with the naive strided assignment of features; ``None`` for the flat model.
+        tower_dim: D; by default 64 for DLRM and 128 for DCN. The paper's 16-tower DLRM has D=128, c=0, p=1.
+        c: projections of each feature (DLRM).
+        p: linear combinations of a tower's features (DLRM).
+
+    Raises:
+        InputError: as `complexity_of`, or ``num_towers`` is not between 1 and 26.
+
+    Example:
+        >>> round(paper_complexity("dlrm").mflops_per_sample, 2)
+        14.74
+        >>> paper_complexity("dlrm", num_towers=8, tower_dim=64).compression_ratio
+        2.0
+    """
+    tables = criteo_1tb_tables()
+    plan = None if num_towers is None else TowerPlan.strided(feature_names(tables), num_towers)
+    return complexity_of(arch=arch, tables=tables, tower_plan=plan, tower_dim=tower_dim, c=c, p=p)
+
+
+def _check_settings(arch: str, has_towers: bool, tower_dim: int | None, c: int, p: int) -> None:
+    if arch not in ARCHS:
+        raise InputError(f"arch={arch!r} is unknown; use {' or '.join(map(repr, ARCHS))}.{nearest(arch, ARCHS)}")
+    if not has_towers and (tower_dim is not None or (c, p) != (1, 0)):
+        raise InputError(
+            f"tower_dim={tower_dim}, c={c}, p={p} are settings of towers, but the flat {arch} was asked for. Give the "
+            "number of towers or a tower plan too."
+        )
+    if arch == "dcn" and (c, p) != (1, 0):
+        raise InputError(f"c={c}, p={p} are settings of DLRM's tower module; dcn has none. Leave them out.")
+
+
+class _MetaTables(nn.Module):
+    """Stands in for TorchRec's tables: weights of the true sizes on the meta device, one id per feature and sample."""
+
+    def __init__(self, tables: Sequence[Any], device: torch.device | str | None) -> None:
+        super().__init__()
+        self._tables = nn.ModuleList(nn.Embedding(t.num_embeddings, t.embedding_dim, device=device) for t in tables)
+        self._features = [tuple(table.feature_names) for table in tables]
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        """Ids [B], used for every feature -> [B, N] by feature name."""
+        pairs = zip(self._tables, self._features, strict=True)
+        return {feature: table(ids) for table, features in pairs for feature in features}
+
+
+class _MetaTower(nn.Module):
+    def __init__(self, embedding: nn.Module, interaction: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.interaction = embedding, interaction
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.interaction(self.embedding(ids))
+
+
+class _MetaTowers(nn.Module):
+    """Stands in for TorchRec's ``EmbeddingTowerCollection``: true tower modules over `_MetaTables`."""
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        plan: TowerPlan,
+        tower_modules: Sequence[nn.Module],
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        check_tower_modules(plan, tower_modules)
+        pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
+        self.towers = nn.ModuleList(_MetaTower(_MetaTables(of_tower, device), module) for of_tower, module in pairs)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Ids [B] -> [B, sum O_t]."""
+        return torch.cat([tower(ids) for tower in self.towers], dim=1)

@@ -1,0 +1,240 @@
+"""The dense parts of DLRM and DCN in plain PyTorch: no TorchRec, so they can be counted anywhere.
+
+Parameter names and arithmetic are those of ``torchrec.modules.mlp``, ``torchrec.modules.crossnet`` and
+``torchrec.models.dlrm``, so the state dict of each part loads into its TorchRec counterpart and back. Two things
+are better here: every part may be built on the meta device and initialised later (``DistributedModelParallel`` calls
+``reset_parameters`` and fills buffers with zeros), and no part holds a buffer that this would damage.
+
+Legend: B samples, F vectors (features, or what the towers put out), D their dimension, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dmt.models.options import check_layer_sizes, check_size
+
+__all__ = ["CrossInteraction", "DenseArch", "DotInteraction", "LowRankCrossNet", "MLP", "OverArch", "Perceptron"]
+
+Device = torch.device | str | None
+
+
+class Perceptron(nn.Module):
+    """One linear layer and a ReLU: [B, I] -> [B, O], float32.
+
+    Example:
+        >>> Perceptron(4, 3)(torch.zeros(2, 4)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, device: Device = None) -> None:
+        super().__init__()
+        self._linear = nn.Linear(in_features, out_features, device=device)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[B, I] -> [B, O]."""
+        return torch.relu(self._linear(features))
+
+
+class MLP(nn.Module):
+    """Linear layers, each followed by a ReLU, the last one too: [B, I] -> [B, O], float32.
+
+    Args:
+        in_features: I.
+        layer_sizes: output size of each layer; O is the last. Without any, the input is passed on.
+        device: where the parameters are made.
+
+    Raises:
+        InputError: a size is not a positive whole number.
+
+    Example:
+        >>> MLP(13, [8, 4])(torch.zeros(2, 13)).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
+        super().__init__()
+        check_size("MLP: in_features", in_features)
+        check_layer_sizes("MLP: layer_sizes", layer_sizes)
+        sizes = [in_features, *layer_sizes]
+        self.out_features = sizes[-1]
+        self._mlp = nn.Sequential(*(Perceptron(i, o, device=device) for i, o in itertools.pairwise(sizes)))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[B, I] -> [B, O]."""
+        return self._mlp(features)
+
+
+class DenseArch(nn.Module):
+    """The bottom MLP: dense features [B, I] -> one vector [B, D] beside the embeddings (DLRM, arXiv 1906.00091).
+
+    Example:
+        >>> DenseArch(13, [512, 256, 128])(torch.zeros(2, 13)).shape
+        torch.Size([2, 128])
+    """
+
+    def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
+        super().__init__()
+        self.model = MLP(in_features, layer_sizes, device=device)
+
+    def forward(self, dense_features: Tensor) -> Tensor:
+        """[B, I] -> [B, D]."""
+        return self.model(dense_features)
+
+
+class OverArch(nn.Module):
+    """The top MLP: interactions [B, I] -> logits [B, O]; the last layer is linear.
+
+    Args:
+        in_features: I, the ``out_features`` of the interaction.
+        layer_sizes: output size of each layer; the last is O, usually 1.
+        device: where the parameters are made.
+
+    Raises:
+        InputError: no layer, or a size that is not a positive whole number.
+
+    Example:
+        >>> OverArch(479, [512, 256, 1])(torch.zeros(2, 479)).shape
+        torch.Size([2, 1])
+    """
+
+    def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
+        super().__init__()
+        check_layer_sizes("OverArch: layer_sizes", layer_sizes, at_least=1)
+        hidden = MLP(in_features, layer_sizes[:-1], device=device)
+        self.model = nn.Sequential(hidden, nn.Linear(hidden.out_features, layer_sizes[-1], device=device))
+
+    def forward(self, interactions: Tensor) -> Tensor:
+        """[B, I] -> [B, O]."""
+        return self.model(interactions)
+
+
+class DotInteraction(nn.Module):
+    """DLRM's interaction: the dense vector and the dot products of all pairs of the F + 1 vectors.
+
+    All (F + 1)^2 products are computed by one batched matrix product, then the strict upper triangle is taken; the
+    paper's MFLOPs (Table 3) count the full product.
+
+    Args:
+        num_vectors: F, the sparse vectors; the dense one comes on top.
+        dim: D.
+
+    Raises:
+        InputError: a size is not a positive whole number.
+
+    Example:
+        >>> interaction = DotInteraction(num_vectors=26, dim=128)
+        >>> interaction.out_features, interaction(torch.zeros(2, 128), torch.zeros(2, 26, 128)).shape
+        (479, torch.Size([2, 479]))
+    """
+
+    def __init__(self, *, num_vectors: int, dim: int) -> None:
+        super().__init__()
+        check_size("DotInteraction: num_vectors", num_vectors)
+        check_size("DotInteraction: dim", dim)
+        self.out_features = dim + num_vectors * (num_vectors + 1) // 2
+
+    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        """Dense [B, D] and sparse [B, F, D] -> [B, D + F (F + 1) / 2]; pairs in row-major order, dense vector first."""
+        vectors = torch.cat((dense.unsqueeze(1), sparse), dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        return torch.cat((dense, _strict_upper(products)), dim=1)
+
+
+def _strict_upper(products: Tensor) -> Tensor:
+    """[B, M, M] -> [B, M (M - 1) / 2], the entries above the diagonal, row by row."""
+    # The indices are made here and not kept in a buffer: DistributedModelParallel overwrites buffers of a model built
+    # on the meta device with zeros, and nothing would fail.
+    rows, columns = torch.triu_indices(products.shape[1], products.shape[1], offset=1, device=products.device)
+    return products[:, rows, columns]
+
+
+# The train pipeline traces the model with torch.fx, to which triu_indices cannot be shown: it needs real sizes.
+torch.fx.wrap("_strict_upper")
+
+
+class _Kernels(nn.ParameterList):
+    """Matrices drawn Xavier-normal and biases of zero; can be redrawn in place, as a list of PyTorch cannot."""
+
+    def __init__(self, count: int, shape: tuple[int, ...], *, device: Device) -> None:
+        super().__init__([nn.Parameter(torch.empty(shape, device=device)) for _ in range(count)])
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all anew; `DistributedModelParallel` calls this after building on the meta device."""
+        for kernel in self:
+            if kernel.dim() == 2:
+                nn.init.xavier_normal_(kernel)
+            else:
+                nn.init.zeros_(kernel)
+
+
+class LowRankCrossNet(nn.Module):
+    """Low-rank cross layers of DCN v2 (arXiv 2008.13535, section 3): x' = x0 * (W V x + b) + x.
+
+    Args:
+        in_features: I, inputs and outputs.
+        num_layers: cross layers.
+        rank: rows of V [rank, I] and columns of W [I, rank]; called ``low_rank`` in TorchRec.
+        device: where the parameters are made.
+
+    Raises:
+        InputError: a size is not a positive whole number.
+
+    Example:
+        >>> LowRankCrossNet(8, num_layers=3, rank=2)(torch.zeros(5, 8)).shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(self, in_features: int, *, num_layers: int, rank: int, device: Device = None) -> None:
+        super().__init__()
+        for name, size in (("in_features", in_features), ("num_layers", num_layers), ("rank", rank)):
+            check_size(f"LowRankCrossNet: {name}", size)
+        self.num_layers = num_layers
+        self.W_kernels = _Kernels(num_layers, (in_features, rank), device=device)
+        self.V_kernels = _Kernels(num_layers, (rank, in_features), device=device)
+        self.bias = _Kernels(num_layers, (in_features,), device=device)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """[B, I] -> [B, I]."""
+        crossed = features
+        for layer in range(self.num_layers):
+            projected = functional.linear(crossed, self.V_kernels[layer])
+            crossed = features * (functional.linear(projected, self.W_kernels[layer]) + self.bias[layer]) + crossed
+        return crossed
+
+
+class CrossInteraction(nn.Module):
+    """DCN's interaction: cross layers over the dense vector and all sparse vectors side by side.
+
+    Args:
+        num_vectors: F, the sparse vectors; the dense one comes on top.
+        dim: D.
+        num_layers: cross layers.
+        rank: rank of each.
+        device: where the parameters are made.
+
+    Raises:
+        InputError: a size is not a positive whole number.
+
+    Example:
+        >>> interaction = CrossInteraction(num_vectors=2, dim=4, num_layers=3, rank=2)
+        >>> interaction.out_features, interaction(torch.zeros(5, 4), torch.zeros(5, 2, 4)).shape
+        (12, torch.Size([5, 12]))
+    """
+
+    def __init__(self, *, num_vectors: int, dim: int, num_layers: int, rank: int, device: Device = None) -> None:
+        super().__init__()
+        check_size("CrossInteraction: num_vectors", num_vectors)
+        check_size("CrossInteraction: dim", dim)
+        self.out_features = (num_vectors + 1) * dim
+        self.crossnet = LowRankCrossNet(self.out_features, num_layers=num_layers, rank=rank, device=device)
+
+    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        """Dense [B, D] and sparse [B, F, D] -> [B, (F + 1) D]."""
+        return self.crossnet(torch.cat((dense, sparse.flatten(1)), dim=1))

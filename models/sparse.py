@@ -1,0 +1,246 @@
+"""The sparse parts of the models, TorchRec's own: flat (`EmbeddingBagCollection`) or in towers.
+
+TorchRec and FBGEMM are imported when a sparse part is built, so the dense parts and the complexity accounting work
+without them. What is built here is plain and unsharded; a sharder distributes it from outside.
+
+Example:
+    A model of your own: your tower module, your over arch, TorchRec's tables. Distribution finds the sparse part by its
+    type, and the train pipeline finds its input by tracing ``forward``: hand ``sparse_features`` to it as it is.
+
+    >>> from dmt.models.dense import DenseArch
+    >>> from dmt.models.tower_modules import DCNTowerModule
+    >>> class SumOverArch(nn.Module):
+    ...     def __init__(self, in_features):
+    ...         super().__init__()
+    ...         self.linear = nn.Linear(in_features, 1)
+    ...
+    ...     def forward(self, dense, towers):
+    ...         return self.linear(torch.cat((dense, towers), dim=1))
+    >>> class MyModel(nn.Module):
+    ...     def __init__(self, tables, plan):
+    ...         super().__init__()
+    ...         towers = [DCNTowerModule(t.features, embedding_dim=8, tower_dim=4, rank=2) for t in plan.towers]
+    ...         self.dense_arch = DenseArch(13, [8])
+    ...         self.sparse_arch = tower_sparse_arch(tables, plan, towers)
+    ...         self.over_arch = SumOverArch(8 + sum(tower.out_features for tower in towers))
+    ...
+    ...     def forward(self, dense_features, sparse_features):
+    ...         return self.over_arch(self.dense_arch(dense_features), self.sparse_arch(sparse_features))
+    >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+    >>> tables = [
+    ...     TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=8, feature_names=(f"f{i}",)) for i in range(4)
+    ... ]
+    >>> model = MyModel(tables, TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]]))
+    >>> two_samples = KeyedJaggedTensor.from_lengths_sync(
+    ...     keys=["f0", "f1", "f2", "f3"], values=torch.arange(8), lengths=torch.ones(8, dtype=torch.int32)
+    ... )
+    >>> model(torch.zeros(2, 13), two_samples).shape
+    torch.Size([2, 1])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from dmt.errors import InputError
+from dmt.plan import TowerPlan
+from dmt.tables import TableSpec, table_specs
+
+if TYPE_CHECKING:
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.modules.embedding_tower import EmbeddingTowerCollection
+
+__all__ = [
+    "MakeFlatSparseArch",
+    "MakeTowerSparseArch",
+    "check_tower_modules",
+    "common_embedding_dim",
+    "embedding_bag_configs",
+    "flat_sparse_arch",
+    "tower_embedding_dims",
+    "tower_sparse_arch",
+]
+
+Device = torch.device | str | None
+MakeFlatSparseArch = Callable[[Sequence[Any], Device], nn.Module]
+"""``(tables, device)`` -> module whose output is indexed by feature name, each [B, N]."""
+MakeTowerSparseArch = Callable[[Sequence[Any], TowerPlan, Sequence[nn.Module], Device], nn.Module]
+"""``(tables, plan, tower_modules, device)`` -> module whose output is [B, sum O_t], towers in the plan's order."""
+
+
+def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
+    """TorchRec's configurations of the tables; a `TableSpec` becomes one with sum pooling and 32-bit floats.
+
+    Args:
+        tables: TorchRec ``EmbeddingBagConfig``, which stay as they are, or `TableSpec`.
+
+    Raises:
+        InputError: two tables have one name, or a feature looks up in two tables.
+
+    Example:
+        >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
+        >>> embedding_bag_configs([spec])[0].feature_names
+        ['f0']
+    """
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+    table_specs(tables)
+    return [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=list(table.feature_names),
+        )
+        if isinstance(table, TableSpec)
+        else table
+        for table in tables
+    ]
+
+
+def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> EmbeddingBagCollection:
+    """All tables in one TorchRec ``EmbeddingBagCollection``.
+
+    Its result is a ``KeyedTensor``; read it by name, since the order of its keys changes with the sharding.
+
+    Args:
+        tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`.
+        device: where the tables are made; ``"meta"`` for tables that only the sharded ranks will hold.
+
+    Raises:
+        InputError: two tables have one name, or a feature looks up in two tables.
+
+    Example:
+        >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
+        >>> flat_sparse_arch([spec]).embedding_bags["t0"].weight.shape
+        torch.Size([10, 8])
+    """
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    return EmbeddingBagCollection(tables=embedding_bag_configs(tables), device=_torch_device(device))
+
+
+def tower_sparse_arch(
+    tables: Sequence[Any], plan: TowerPlan, tower_modules: Sequence[nn.Module], device: Device = None
+) -> EmbeddingTowerCollection:
+    """The tables in towers, each with its tower module: TorchRec's ``EmbeddingTowerCollection``.
+
+    Its result is [B, sum O_t], the towers side by side in the plan's order.
+
+    Args:
+        tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, in any order.
+        plan: which features form which tower.
+        tower_modules: one module for each tower of the plan (`dmt.models.tower_modules`).
+        device: where the tables are made; the tower modules are already made.
+
+    Raises:
+        InputError: the plan does not fit the tables, or the tower modules do not fit the plan.
+
+    Example:
+        >>> from dmt.models.tower_modules import PassThroughTowerModule
+        >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
+        >>> towers = tower_sparse_arch(
+        ...     [spec], TowerPlan.from_lists([["f0"]]), [PassThroughTowerModule(["f0"], embedding_dims=[8])]
+        ... )
+        >>> len(towers.towers)
+        1
+    """
+    from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+
+    check_tower_modules(plan, tower_modules)
+    by_tower = plan.tables_by_tower(tables)
+    return EmbeddingTowerCollection(
+        [
+            EmbeddingTower(flat_sparse_arch(of_tower, device), module)
+            for of_tower, module in zip(by_tower, tower_modules, strict=True)
+        ]
+    )
+
+
+def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> None:
+    """Checks that there is one tower module for each tower and that it reads that tower's features.
+
+    Raises:
+        InputError: naming the tower that does not fit.
+
+    Example:
+        >>> check_tower_modules(TowerPlan.from_lists([["f0"]]), [])
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: 0 tower modules for 1 towers; give one for each tower of the plan, in its order.
+    """
+    if len(tower_modules) != plan.num_towers:
+        raise InputError(
+            f"{len(tower_modules)} tower modules for {plan.num_towers} towers; give one for each tower of the plan, "
+            "in its order."
+        )
+    module: Any  # its three attributes are of the user's making
+    for tower, module in zip(plan.towers, tower_modules, strict=True):
+        kind = type(module).__name__
+        absent = [name for name in ("features", "in_features", "out_features") if not hasattr(module, name)]
+        if absent:
+            raise InputError(
+                f"The tower module {kind} of tower {tower.name!r} has no attribute {absent[0]!r}; set it in __init__ "
+                "(see dmt.models.tower_modules)."
+            )
+        if tuple(module.features) != tower.features:
+            raise InputError(
+                f"The tower module {kind} of tower {tower.name!r} reads features {list(module.features)}, but the plan "
+                f"gives that tower {list(tower.features)}. Pass the plan's features, in its order."
+            )
+
+
+def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
+    """The one embedding dimension of the tables.
+
+    Args:
+        tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, at least one.
+        owner: who needs it, for the message.
+
+    Raises:
+        InputError: there is no table, or two differ; names both.
+
+    Example:
+        >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
+        >>> common_embedding_dim([spec], "DLRM")
+        8
+    """
+    if not tables:
+        raise InputError(f"{owner}: tables is empty; give at least one table.")
+    first = tables[0]
+    for table in tables:
+        if table.embedding_dim != first.embedding_dim:
+            raise InputError(
+                f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but {owner} needs the same for all its "
+                f"tables and table {first.name!r} has {first.embedding_dim}. Make them equal, or compose a model with "
+                "tower modules of your own (see dmt.models.sparse)."
+            )
+    return first.embedding_dim
+
+
+def tower_embedding_dims(tables: Sequence[Any], plan: TowerPlan, owner: str) -> list[int]:
+    """For each tower of the plan the one embedding dimension N of its tables; towers may differ.
+
+    Raises:
+        InputError: the plan does not fit the tables, or the tables of a tower differ in dimension.
+
+    Example:
+        >>> tables = [
+        ...     TableSpec(name=f"t{n}", num_embeddings=10, embedding_dim=n, feature_names=(f"f{n}",)) for n in (4, 8)
+        ... ]
+        >>> tower_embedding_dims(tables, TowerPlan.from_lists([["f8"], ["f4"]]), "DMTDLRM")
+        [8, 4]
+    """
+    return [
+        common_embedding_dim(of_tower, f"{owner}, tower {tower.name!r},")
+        for tower, of_tower in zip(plan.towers, plan.tables_by_tower(tables), strict=True)
+    ]
+
+
+def _torch_device(device: Device) -> torch.device | None:
+    return torch.device(device) if isinstance(device, str) else device

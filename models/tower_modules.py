@@ -1,0 +1,215 @@
+"""Tower modules: what a tower makes of its features' embeddings before they leave the host (DMT section 3.2).
+
+A tower module of your own is an ``nn.Module`` with three attributes and a forward:
+
+- ``features: tuple[str, ...]``, the features of its tower, in the plan's order;
+- ``in_features: int``, the numbers that come in per sample (F_t N where all embeddings have dimension N);
+- ``out_features: int`` (O_t), the numbers that leave per sample: what crosses the slow network;
+- ``forward(embeddings) -> [B, O_t]``, where ``embeddings[name]`` is the pooled embedding [B, N] of a feature.
+
+It must read the embeddings **by name**: in a job they come as a TorchRec ``KeyedTensor`` whose order of columns depends
+on how the tables are sharded, so ``embeddings.values()`` would silently be another order. It sees one sample per row
+and must not mix rows (no batch norm): in a job its batch is that of all its peers. `dmt.models.sparse` shows how to
+put it into a model.
+
+Example:
+    A tower that averages its features:
+
+    >>> class MeanTower(nn.Module):
+    ...     def __init__(self, features, *, embedding_dim):
+    ...         super().__init__()
+    ...         self.features = tuple(features)
+    ...         self.in_features = len(self.features) * embedding_dim
+    ...         self.out_features = embedding_dim
+    ...
+    ...     def forward(self, embeddings):
+    ...         return torch.stack([embeddings[name] for name in self.features]).mean(dim=0)
+    >>> MeanTower(["f0", "f1"], embedding_dim=2)({"f1": torch.ones(3, 2), "f0": torch.zeros(3, 2)}).tolist()
+    [[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]
+
+Legend: B samples, F_t features of the tower, N their embedding dimension, D the tower dimension, O_t outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dmt.errors import InputError
+from dmt.models.dense import LowRankCrossNet
+from dmt.models.options import check_size
+from dmt.models.presets import CROSS_RANK
+
+__all__ = ["DCNTowerModule", "DLRMTowerModule", "EmbeddingsByName", "PassThroughTowerModule"]
+
+Device = torch.device | str | None
+
+
+class EmbeddingsByName(Protocol):
+    """What a tower module is given: a TorchRec ``KeyedTensor``, a dict, or anything else indexed by feature name."""
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """The pooled embedding [B, N] of a feature, float32."""
+
+
+class DLRMTowerModule(nn.Module):
+    """DLRM's tower module: linear combinations of the features, and a projection of each (DMT section 4, Listing 1).
+
+    The p combinations [B, p D] of all embeddings come first, then the c projections [B, F_t c D] of each, with one
+    weight for all features of the tower. Together they are p + c F_t vectors of dimension D for the pairwise dot.
+
+    A projection whose input and output sizes agree is skipped: it would compress nothing. The paper's MFLOPs for 16
+    towers (Table 4) show that the authors do so for towers of one feature with p=1 and D=N.
+
+    Args:
+        features: the tower's features, in the plan's order.
+        embedding_dim: N.
+        tower_dim: D.
+        c: projections of each feature, 0 for none.
+        p: linear combinations of all features, 0 for none.
+        device: where the parameters are made.
+
+    Raises:
+        InputError: no feature, a size that is not positive, or c and p both 0.
+
+    Example:
+        >>> tower = DLRMTowerModule(["f0", "f1"], embedding_dim=8, tower_dim=4, c=1, p=1)
+        >>> tower.out_features, tower({"f0": torch.zeros(3, 8), "f1": torch.zeros(3, 8)}).shape
+        (12, torch.Size([3, 12]))
+    """
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        *,
+        embedding_dim: int,
+        tower_dim: int,
+        c: int = 1,
+        p: int = 0,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        self.features = _tower_features("DLRMTowerModule", features)
+        check_size("DLRMTowerModule: embedding_dim", embedding_dim)
+        check_size("DLRMTowerModule: tower_dim", tower_dim)
+        check_size("DLRMTowerModule: c", c, minimum=0)
+        check_size("DLRMTowerModule: p", p, minimum=0)
+        if c == p == 0:
+            raise InputError(
+                f"DLRMTowerModule of features {list(self.features)}: c=0 and p=0 leave the tower without output; "
+                "give c or p at least 1."
+            )
+        self.in_features = len(self.features) * embedding_dim
+        self.num_vectors = p + c * len(self.features)
+        self.out_features = self.num_vectors * tower_dim
+        self.combine = _projection(self.in_features, p * tower_dim, device=device)
+        self.project = _projection(embedding_dim, c * tower_dim, device=device)
+
+    def forward(self, embeddings: EmbeddingsByName) -> Tensor:
+        """Embeddings of [B, N] -> [B, (p + c F_t) D]."""
+        stacked = torch.stack([embeddings[name] for name in self.features], dim=1)
+        outputs = []
+        if self.combine is not None:
+            outputs.append(self.combine(stacked.flatten(1)))
+        if self.project is not None:
+            outputs.append(self.project(stacked).flatten(1))
+        return torch.cat(outputs, dim=1)
+
+
+class DCNTowerModule(nn.Module):
+    """DCN's tower module: one cross layer over the tower's embeddings, then a projection (DMT section 4, Listing 2).
+
+    The listing prints F_t D outputs; the MFLOPs of Table 4 (and D=128=N, which would compress nothing) fit one
+    projection to D *per tower* and no other reading. A projection from F_t N = D inputs is skipped.
+
+    Args:
+        features: the tower's features, in the plan's order.
+        embedding_dim: N.
+        tower_dim: D, the outputs of the tower.
+        rank: rank of the cross layer.
+        device: where the parameters are made.
+
+    Raises:
+        InputError: no feature, or a size that is not positive.
+
+    Example:
+        >>> tower = DCNTowerModule(["f0", "f1"], embedding_dim=8, tower_dim=4, rank=2)
+        >>> tower.out_features, tower({"f0": torch.zeros(3, 8), "f1": torch.zeros(3, 8)}).shape
+        (4, torch.Size([3, 4]))
+    """
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        *,
+        embedding_dim: int,
+        tower_dim: int,
+        rank: int = CROSS_RANK,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        self.features = _tower_features("DCNTowerModule", features)
+        check_size("DCNTowerModule: embedding_dim", embedding_dim)
+        check_size("DCNTowerModule: tower_dim", tower_dim)
+        self.in_features = len(self.features) * embedding_dim
+        self.out_features = tower_dim
+        self.crossnet = LowRankCrossNet(self.in_features, num_layers=1, rank=rank, device=device)
+        self.project = _projection(self.in_features, tower_dim, device=device)
+
+    def forward(self, embeddings: EmbeddingsByName) -> Tensor:
+        """Embeddings of [B, N] -> [B, D]."""
+        crossed = self.crossnet(torch.cat([embeddings[name] for name in self.features], dim=1))
+        return crossed if self.project is None else self.project(crossed)
+
+
+class PassThroughTowerModule(nn.Module):
+    """Hands the embeddings on side by side, in the features' order: SPTT with nothing on top (DMT section 5.2.1).
+
+    It has no parameters; the features may have different dimensions.
+
+    Args:
+        features: the tower's features, in the plan's order.
+        embedding_dims: the dimension of each feature's embedding, in the same order.
+
+    Raises:
+        InputError: no feature, not one dimension for each, or one that is not positive.
+
+    Example:
+        >>> tower = PassThroughTowerModule(["f0", "f1"], embedding_dims=[1, 2])
+        >>> tower({"f1": torch.ones(1, 2), "f0": torch.zeros(1, 1)}).tolist()
+        [[0.0, 1.0, 1.0]]
+    """
+
+    def __init__(self, features: Sequence[str], *, embedding_dims: Sequence[int]) -> None:
+        super().__init__()
+        self.features = _tower_features("PassThroughTowerModule", features)
+        if len(embedding_dims) != len(self.features):
+            raise InputError(
+                f"PassThroughTowerModule: embedding_dims={list(embedding_dims)} must give one dimension for each of "
+                f"the {len(self.features)} features {list(self.features)}."
+            )
+        for name, dim in zip(self.features, embedding_dims, strict=True):
+            check_size(f"PassThroughTowerModule: embedding dimension of feature {name!r}", dim)
+        self.in_features = self.out_features = sum(embedding_dims)
+
+    def forward(self, embeddings: EmbeddingsByName) -> Tensor:
+        """Embeddings of [B, N_i] -> [B, sum N_i]."""
+        return torch.cat([embeddings[name] for name in self.features], dim=1)
+
+
+def _tower_features(owner: str, features: Sequence[str]) -> tuple[str, ...]:
+    if not features or isinstance(features, str):
+        raise InputError(f"{owner}: features={features!r} must be a list of at least one feature name.")
+    return tuple(features)
+
+
+def _projection(in_features: int, out_features: int, *, device: Device) -> nn.Module | None:
+    """A linear layer; the identity where it would change no size, and nothing where there is no output."""
+    if out_features == 0:
+        return None
+    if in_features == out_features:
+        return nn.Identity()
+    return nn.Linear(in_features, out_features, device=device)

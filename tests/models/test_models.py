@@ -1,0 +1,306 @@
+"""The four models in one process: order of features, towers against the flat model, gradients, tracing, errors."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import fx, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTowerCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt.errors import InputError
+from dmt.models import (
+    DCN,
+    DLRM,
+    DMTDCN,
+    DMTDLRM,
+    ModelOptions,
+    PassThroughTowerModule,
+    flat_sparse_arch,
+    tower_sparse_arch,
+)
+from dmt.models.sparse import check_tower_modules
+from dmt.plan import TowerPlan
+from dmt.tables import TableSpec
+
+OPTIONS = ModelOptions(dense_arch_layer_sizes=(16,), over_arch_layer_sizes=(16, 1))
+BUILDERS = {
+    "DLRM": lambda tables, plan, options=OPTIONS: DLRM(tables=tables, dense_in_features=13, options=options),
+    "DCN": lambda tables, plan, options=OPTIONS: DCN(
+        tables=tables, dense_in_features=13, cross_rank=4, options=options
+    ),
+    "DMTDLRM": lambda tables, plan, options=OPTIONS: DMTDLRM(
+        tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, c=1, p=1, options=options
+    ),
+    "DMTDCN": lambda tables, plan, options=OPTIONS: DMTDCN(
+        tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, cross_rank=4, options=options
+    ),
+}
+
+
+@pytest.fixture(params=BUILDERS)
+def build(request):
+    return BUILDERS[request.param]
+
+
+def test_one_logit_per_sample(build, tables, plan, dense_features, sparse_features):
+    model = build(tables, plan)
+    logits = model(dense_features, sparse_features)
+    assert logits.shape == (5, 1)
+    assert logits.dtype == torch.float32
+    assert len(set(logits.flatten().tolist())) == 5
+
+
+def test_attribute_names_are_torchrecs(build, tables, plan):
+    model = build(tables, plan)
+    assert [name for name, _ in model.named_children()] == ["dense_arch", "sparse_arch", "inter_arch", "over_arch"]
+    flat = isinstance(model, DLRM | DCN)
+    assert type(model.sparse_arch) is (EmbeddingBagCollection if flat else EmbeddingTowerCollection)
+
+
+def test_the_order_of_features_in_the_input_is_irrelevant(build, tables, plan, dense_features, sparse_features):
+    model = build(tables, plan)
+    by_name = sparse_features.to_dict()
+    shuffled = ["f3", "f1", "f0", "f2"]
+    reordered = KeyedJaggedTensor.from_lengths_sync(
+        keys=shuffled,
+        values=torch.cat([by_name[name].values() for name in shuffled]),
+        lengths=torch.cat([by_name[name].lengths() for name in shuffled]),
+    )
+    assert torch.equal(model(dense_features, reordered), model(dense_features, sparse_features))
+
+
+@pytest.mark.parametrize("name", ["DLRM", "DCN"])
+def test_flat_models_read_the_tables_by_name(name, tables, plan, dense_features, sparse_features):
+    """After sharding the KeyedTensor's keys come in another order; played here by a shuffled collection."""
+    model = BUILDERS[name](tables, plan)
+    expected = model(dense_features, sparse_features)
+    shuffled = flat_sparse_arch([tables[i] for i in (2, 0, 3, 1)])
+    shuffled.load_state_dict(model.sparse_arch.state_dict())
+    model.sparse_arch = shuffled
+    assert model.sparse_arch(sparse_features).keys() == ["f2", "f0", "f3", "f1"]
+    assert torch.equal(model(dense_features, sparse_features), expected)
+
+
+def test_bags_are_pooled(build, plan, dense_features):
+    """A bag of two ids gives what two rows summed (or averaged) by hand give; an empty bag gives zeros."""
+    for pooling, scale in ((PoolingType.SUM, 1.0), (PoolingType.MEAN, 0.5)):
+        tables = [
+            EmbeddingBagConfig(
+                name=f"t{i}", num_embeddings=4, embedding_dim=8, feature_names=[f"f{i}"], pooling=pooling
+            )
+            for i in range(4)
+        ]
+        model = build(tables, plan)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if ".embedding_bags." in name:
+                    weight[2] = scale * (weight[0] + weight[1])
+                    weight[3] = 0
+        bags = KeyedJaggedTensor.from_lengths_sync(
+            keys=["f0", "f1", "f2", "f3"],
+            values=torch.tensor([0, 1] * 4),
+            lengths=torch.tensor([2, 0] * 4, dtype=torch.int32),
+        )
+        single = KeyedJaggedTensor.from_lengths_sync(
+            keys=["f0", "f1", "f2", "f3"],
+            values=torch.tensor([2, 3] * 4),
+            lengths=torch.ones(8, dtype=torch.int32),
+        )
+        # The order of two additions differs by rounding.
+        torch.testing.assert_close(model(dense_features[:2], bags), model(dense_features[:2], single))
+
+
+def test_every_parameter_gets_a_gradient(build, tables, plan, dense_features, sparse_features):
+    model = build(tables, plan)
+    model(dense_features, sparse_features).square().sum().backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+
+
+def test_batch_of_one(build, tables, plan, dense_features):
+    features = KeyedJaggedTensor.from_lengths_sync(
+        keys=["f0", "f1", "f2", "f3"], values=torch.arange(4), lengths=torch.ones(4, dtype=torch.int32)
+    )
+    assert build(tables, plan)(dense_features[:1], features).shape == (1, 1)
+
+
+def test_shared_table(build, plan, dense_features):
+    tables = [
+        TableSpec(name="t02", num_embeddings=20, embedding_dim=8, feature_names=("f0", "f2")),
+        TableSpec(name="t1", num_embeddings=20, embedding_dim=8, feature_names=("f1",)),
+        TableSpec(name="t3", num_embeddings=20, embedding_dim=8, feature_names=("f3",)),
+    ]
+    features = KeyedJaggedTensor.from_lengths_sync(
+        keys=["f0", "f1", "f2", "f3"], values=torch.arange(20), lengths=torch.ones(20, dtype=torch.int32)
+    )
+    assert build(tables, plan)(dense_features, features).shape == (5, 1)
+
+
+def test_train_pipeline_can_trace_the_model(build, tables, plan):
+    """TrainPipelineSparseDist traces with the sparse arch as a leaf and needs the bare input as its argument."""
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return name == "sparse_arch" or super().is_leaf_module(module, name)
+
+    graph = Tracer().trace(build(tables, plan))
+    (call,) = [node for node in graph.nodes if node.op == "call_module" and node.target == "sparse_arch"]
+    assert [(node.op, node.target) for node in call.args] == [("placeholder", "sparse_features")]
+    assert not call.kwargs
+
+
+def test_everything_can_be_built_on_meta(build, tables, plan):
+    model = build(tables, plan, ModelOptions(device="meta"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with torch.device("meta"):
+        model = build(tables, plan, ModelOptions())
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_only_the_tables_on_meta(tables, plan):
+    on_meta = functools.partial(_tower_sparse_arch_on, "meta")
+    model = DMTDLRM(tables=tables, tower_plan=plan, dense_in_features=13, make_sparse_arch=on_meta)
+    assert {name for name, weight in model.named_parameters() if weight.is_meta} == {
+        name for name, _ in model.named_parameters() if ".embedding." in name
+    }
+
+
+def _tower_sparse_arch_on(tables_device, tables, plan, tower_modules, device):
+    return tower_sparse_arch(tables, plan, tower_modules, tables_device)
+
+
+def _copy_flat_weights(flat, towered):
+    """Tables and dense parts by name: the towers differ only in where a table's name begins."""
+    state = {name.rpartition("embedding_bags.")[2]: weight for name, weight in flat.state_dict().items()}
+    names = towered.state_dict()
+    towered.load_state_dict({name: state[name.rpartition("embedding_bags.")[2]] for name in names})
+
+
+TABLE_ORDER = TowerPlan.from_lists([["f0", "f1"], ["f2"], ["f3"]])
+
+
+def test_dmt_dlrm_without_compression_is_the_flat_dlrm(tables, dense_features, sparse_features):
+    """c=1, p=0 and D=N skip every projection, so nothing is left but the flat model: equal to the last bit."""
+    flat = BUILDERS["DLRM"](tables, None)
+    towered = DMTDLRM(
+        tables=tables, tower_plan=TABLE_ORDER, dense_in_features=13, tower_dim=8, c=1, p=0, options=OPTIONS
+    )
+    _copy_flat_weights(flat, towered)
+    assert torch.equal(towered(dense_features, sparse_features), flat(dense_features, sparse_features))
+
+
+@pytest.mark.parametrize("name", ["DLRM", "DCN"])
+def test_pass_through_towers_equal_the_flat_model(name, tables, dense_features, sparse_features):
+    """SPTT's claim (Table 3) in one process: pass-through towers under the flat model's own interaction."""
+
+    class Towered(nn.Module):
+        def __init__(self, flat):
+            super().__init__()
+            self.dense_arch, self.inter_arch, self.over_arch = flat.dense_arch, flat.inter_arch, flat.over_arch
+            modules = [
+                PassThroughTowerModule(tower.features, embedding_dims=[8] * len(tower.features))
+                for tower in TABLE_ORDER.towers
+            ]
+            self.sparse_arch = tower_sparse_arch(tables, TABLE_ORDER, modules)
+
+        def forward(self, dense_features, sparse_features):
+            sparse = self.sparse_arch(sparse_features).reshape(-1, 4, 8)
+            return self.over_arch(self.inter_arch(self.dense_arch(dense_features), sparse))
+
+    flat = BUILDERS[name](tables, None)
+    towered = Towered(flat)
+    _copy_flat_weights(flat, towered)
+    assert torch.equal(towered(dense_features, sparse_features), flat(dense_features, sparse_features))
+
+
+def test_towers_come_in_the_order_of_the_plan(tables, plan, sparse_features):
+    modules = [
+        PassThroughTowerModule(tower.features, embedding_dims=[8] * len(tower.features)) for tower in plan.towers
+    ]
+    towers = tower_sparse_arch(tables[::-1], plan, modules)
+    bags = {name: bag.weight for name, bag in _bags(towers)}
+    by_name = sparse_features.to_dict()
+    for column, feature in enumerate(plan.features):
+        jagged = by_name[feature]
+        expected = nn.functional.embedding_bag(
+            jagged.values(), bags[f"t{feature[1]}"], jagged.offsets(), mode="sum", include_last_offset=True
+        )
+        assert torch.equal(towers(sparse_features)[:, 8 * column : 8 * column + 8], expected), feature
+
+
+def _bags(towers):
+    for tower in towers.towers:
+        yield from tower.embedding.embedding_bags.items()
+
+
+def test_table_specs_become_torchrec_configs(plan, sparse_features, dense_features):
+    specs = [TableSpec(name=f"t{i}", num_embeddings=20, embedding_dim=8, feature_names=(f"f{i}",)) for i in range(4)]
+    model = BUILDERS["DMTDLRM"](specs, plan)
+    assert model(dense_features, sparse_features).shape == (5, 1)
+
+
+def _spec(name, feature, dim=8):
+    return TableSpec(name=name, num_embeddings=4, embedding_dim=dim, feature_names=(feature,))
+
+
+MIXED = [_spec("t0", "f0"), _spec("t1", "f1", 16)]
+
+
+@pytest.mark.parametrize(
+    ("build_it", "message"),
+    [
+        (
+            lambda: DLRM(tables=MIXED, dense_in_features=13),
+            "Table 't1' has embedding_dim=16, but DLRM needs the same for all its tables and table 't0' has 8",
+        ),
+        (lambda: DCN(tables=MIXED, dense_in_features=13), "Table 't1' has embedding_dim=16, but DCN needs"),
+        (
+            lambda: DMTDLRM(tables=MIXED, tower_plan=TowerPlan.from_lists([["f0", "f1"]]), dense_in_features=13),
+            "Table 't1' has embedding_dim=16, but DMTDLRM, tower 'tower_0', needs",
+        ),
+        (lambda: DLRM(tables=[], dense_in_features=13), "DLRM: tables is empty"),
+        (lambda: DLRM(tables=MIXED[:1], dense_in_features=0), "in_features=0 must be"),
+        (
+            lambda: DLRM(tables=[_spec("t0", "f0"), _spec("t0", "f1")], dense_in_features=13),
+            "Table 't0' is given 2 times",
+        ),
+        (
+            lambda: DMTDCN(tables=MIXED, tower_plan=TowerPlan.from_lists([["f0"]]), dense_in_features=13),
+            "Feature 'f1' is in no tower",
+        ),
+        (
+            lambda: DMTDCN(tables=MIXED[:1], tower_plan=TowerPlan.from_lists([["f0"], ["g"]]), dense_in_features=13),
+            "Feature 'g' is in the tower plan but not in the model",
+        ),
+    ],
+)
+def test_bad_tables_and_plans(build_it, message):
+    with pytest.raises(InputError, match=message):
+        build_it()
+
+
+class _Nameless(nn.Module):
+    features = ("f0",)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([], "0 tower modules for 1 towers"),
+        ([_Nameless()], "tower module _Nameless of tower 'tower_0' has no attribute 'in_features'"),
+        (
+            [PassThroughTowerModule(["f1"], embedding_dims=[8])],
+            r"of tower 'tower_0' reads features \['f1'\], but the plan gives that tower \['f0'\]",
+        ),
+    ],
+)
+def test_tower_modules_must_fit_the_plan(modules, message):
+    plan = TowerPlan.from_lists([["f0"]])
+    with pytest.raises(InputError, match=message):
+        check_tower_modules(plan, modules)
+    with pytest.raises(InputError, match=message):
+        tower_sparse_arch([_spec("t0", "f0")], plan, modules)

@@ -1,0 +1,125 @@
+"""Tower modules: the listings of the DMT paper (section 4) by hand, and reading by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dmt.errors import InputError
+from dmt.models import DCNTowerModule, DLRMTowerModule, PassThroughTowerModule
+
+
+@pytest.fixture
+def embeddings():
+    # Not in the order of the features, as after sharding.
+    return {name: torch.randn(3, 8) for name in ("f2", "f0", "f1")}
+
+
+FEATURES = ["f0", "f1", "f2"]
+
+
+@pytest.mark.parametrize(("c", "p"), [(1, 0), (0, 1), (2, 3)])
+def test_dlrm_tower_is_listing_1(embeddings, c, p):
+    tower = DLRMTowerModule(FEATURES, embedding_dim=8, tower_dim=5, c=c, p=p)
+    stacked = torch.stack([embeddings[name] for name in FEATURES], dim=1)
+    parts = []
+    if p:
+        parts.append(functional.linear(stacked.view(3, -1), tower.combine.weight, tower.combine.bias))
+    if c:
+        flat = functional.linear(stacked.view(9, 8), tower.project.weight, tower.project.bias)
+        parts.append(flat.view(3, -1))
+    expected = torch.cat(parts, dim=1)
+    output = tower(embeddings)
+    assert output.shape == (3, tower.out_features) == (3, 5 * (c * 3 + p))
+    # Two ways to batch one product: rounding may differ.
+    torch.testing.assert_close(output, expected)
+
+
+def test_dlrm_tower_skips_projections_that_change_no_size(embeddings):
+    single = DLRMTowerModule(["f0"], embedding_dim=8, tower_dim=8, c=0, p=1)
+    assert torch.equal(single(embeddings), embeddings["f0"])
+    each = DLRMTowerModule(FEATURES, embedding_dim=8, tower_dim=8, c=1, p=0)
+    assert torch.equal(each(embeddings), torch.cat([embeddings[name] for name in FEATURES], dim=1))
+    assert not list(single.parameters())
+    assert not list(each.parameters())
+
+
+def test_dlrm_tower_projects_two_features_at_the_same_dim(embeddings):
+    tower = DLRMTowerModule(["f0", "f1"], embedding_dim=8, tower_dim=8, c=0, p=1)
+    assert [tuple(parameter.shape) for parameter in tower.parameters()] == [(8, 16), (8,)]
+    assert tower(embeddings).shape == (3, 8)
+
+
+def test_dcn_tower_is_listing_2(embeddings):
+    tower = DCNTowerModule(FEATURES, embedding_dim=8, tower_dim=5, rank=4)
+    x = torch.cat([embeddings[name] for name in FEATURES], dim=1)
+    w, v, b = tower.crossnet.W_kernels[0], tower.crossnet.V_kernels[0], tower.crossnet.bias[0]
+    crossed = x * (x @ v.T @ w.T + b) + x
+    torch.testing.assert_close(tower(embeddings), crossed @ tower.project.weight.T + tower.project.bias)
+
+
+def test_dcn_tower_of_one_feature_has_no_projection(embeddings):
+    tower = DCNTowerModule(["f1"], embedding_dim=8, tower_dim=8, rank=4)
+    assert [name for name, _ in tower.named_parameters()] == [
+        "crossnet.W_kernels.0",
+        "crossnet.V_kernels.0",
+        "crossnet.bias.0",
+    ]
+    assert torch.equal(tower(embeddings), tower.crossnet(embeddings["f1"]))
+
+
+def test_pass_through_tower_takes_mixed_dims():
+    embeddings = {"b": torch.randn(3, 2), "a": torch.randn(3, 4)}
+    tower = PassThroughTowerModule(["a", "b"], embedding_dims=[4, 2])
+    assert torch.equal(tower(embeddings), torch.cat([embeddings["a"], embeddings["b"]], dim=1))
+    assert tower.in_features == tower.out_features == 6
+    assert not list(tower.parameters())
+
+
+@pytest.mark.parametrize(
+    "tower",
+    [
+        DLRMTowerModule(FEATURES, embedding_dim=8, tower_dim=4, c=1, p=1),
+        DCNTowerModule(FEATURES, embedding_dim=8, tower_dim=4, rank=2),
+        PassThroughTowerModule(FEATURES, embedding_dims=[8, 8, 8]),
+    ],
+    ids=lambda tower: type(tower).__name__,
+)
+def test_towers_read_keyed_tensors_by_name(tower, embeddings):
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    in_order = KeyedTensor.from_tensor_list(FEATURES, [embeddings[name] for name in FEATURES])
+    shuffled = KeyedTensor.from_tensor_list(["f2", "f0", "f1"], [embeddings[name] for name in ("f2", "f0", "f1")])
+    assert torch.equal(tower(in_order), tower(shuffled))
+    assert torch.equal(tower(in_order), tower(embeddings))
+    assert tower.in_features == 24
+    assert tower(embeddings).shape == (3, tower.out_features)
+
+
+def test_projection_is_trained(embeddings):
+    tower = DLRMTowerModule(FEATURES, embedding_dim=8, tower_dim=4, c=1, p=1)
+    tower(embeddings).square().sum().backward()
+    assert isinstance(tower.project, nn.Linear)
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in tower.parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: DLRMTowerModule([], embedding_dim=8, tower_dim=4), r"DLRMTowerModule: features=\[\] must be a list"),
+        (lambda: DCNTowerModule("f0", embedding_dim=8, tower_dim=4), "DCNTowerModule: features='f0' must be a list"),
+        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, c=0), r"\['a'\]: c=0 and p=0 leave the tower"),
+        (
+            lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1),
+            "p=-1 must be a whole number of at least 0",
+        ),
+        (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=4, rank=0), "rank=0 must be"),
+        (lambda: PassThroughTowerModule(["a", "b"], embedding_dims=[4]), r"embedding_dims=\[4\] must give one"),
+        (lambda: PassThroughTowerModule(["a"], embedding_dims=[0]), "dimension of feature 'a'=0 must be"),
+    ],
+)
+def test_bad_arguments(build, message):
+    with pytest.raises(InputError, match=message):
+        build()
