@@ -29,7 +29,16 @@ from dmt.models.sparse import check_tower_modules
 from dmt.plan import TowerPlan
 from dmt.tables import feature_names, table_specs
 
-__all__ = ["ARCHS", "Complexity", "complexity_of", "compression_ratio", "count_complexity", "paper_complexity"]
+__all__ = [
+    "ARCHS",
+    "Complexity",
+    "MetaTables",
+    "MetaTowers",
+    "complexity_of",
+    "compression_ratio",
+    "count_complexity",
+    "paper_complexity",
+]
 
 ARCHS = ("dlrm", "dcn")
 """The architectures that `complexity_of` knows."""
@@ -162,11 +171,11 @@ def complexity_of(
     tower_dim = _PAPER_TOWER_DIM[arch] if tower_dim is None else tower_dim
     model: nn.Module
     if tower_plan is None:
-        model = (DLRM if arch == "dlrm" else DCN)(make_sparse_arch=_MetaTables, **common)
+        model = (DLRM if arch == "dlrm" else DCN)(make_sparse_arch=MetaTables, **common)
     elif arch == "dlrm":
-        model = DMTDLRM(tower_plan=tower_plan, tower_dim=tower_dim, c=c, p=p, make_sparse_arch=_MetaTowers, **common)
+        model = DMTDLRM(tower_plan=tower_plan, tower_dim=tower_dim, c=c, p=p, make_sparse_arch=MetaTowers, **common)
     else:
-        model = DMTDCN(tower_plan=tower_plan, tower_dim=tower_dim, make_sparse_arch=_MetaTowers, **common)
+        model = DMTDCN(tower_plan=tower_plan, tower_dim=tower_dim, make_sparse_arch=MetaTowers, **common)
     dense_features = torch.empty(_COUNTED_SAMPLES, dense_in_features, device="meta")
     return count_complexity(model, dense_features, torch.empty(_COUNTED_SAMPLES, dtype=torch.long, device="meta"))
 
@@ -209,7 +218,7 @@ def _check_settings(arch: str, has_towers: bool, tower_dim: int | None, c: int, 
         raise InputError(f"c={c}, p={p} are settings of DLRM's tower module; dcn has none. Leave them out.")
 
 
-class _MetaTables(nn.Module):
+class MetaTables(nn.Module):
     """Stands in for TorchRec's tables: weights of the true sizes on the meta device, one id per feature and sample."""
 
     def __init__(self, tables: Sequence[Any], device: torch.device | str | None) -> None:
@@ -232,8 +241,8 @@ class _MetaTower(nn.Module):
         return self.interaction(self.embedding(ids))
 
 
-class _MetaTowers(nn.Module):
-    """Stands in for TorchRec's ``EmbeddingTowerCollection``: true tower modules over `_MetaTables`."""
+class MetaTowers(nn.Module):
+    """Stands in for TorchRec's ``EmbeddingTowerCollection``: true tower modules over `MetaTables`."""
 
     def __init__(
         self,
@@ -245,7 +254,7 @@ class _MetaTowers(nn.Module):
         super().__init__()
         check_tower_modules(plan, tower_modules)
         pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
-        self.towers = nn.ModuleList(_MetaTower(_MetaTables(of_tower, device), module) for of_tower, module in pairs)
+        self.towers = nn.ModuleList(_MetaTower(MetaTables(of_tower, device), module) for of_tower, module in pairs)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [B] -> [B, sum O_t]."""

@@ -1,1 +1,18 @@
-"""partitioner"""
+"""The Tower Partitioner: from a trained model's embeddings to a balanced `TowerPlan` (DMT paper, section 3.3).
+
+Runs offline and on a laptop: neither TorchRec nor FBGEMM is needed to partition a saved affinity, and importing this
+package loads numpy only (torch, matplotlib and the K-means solver when they are first used).
+
+Example:
+    >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
+    >>> TowerPartitioner(num_towers=2, seed=0).fit(affinity).to_lists()
+    [['a', 'b'], ['c']]
+"""
+
+from __future__ import annotations
+
+from dmt.partitioner.affinity import FeatureAffinity
+from dmt.partitioner.partitioner import TowerPartitioner, tower_affinity
+from dmt.partitioner.pictures import plot_affinity
+
+__all__ = ["FeatureAffinity", "TowerPartitioner", "plot_affinity", "tower_affinity"]

@@ -1,0 +1,220 @@
+"""`FeatureAffinity.collect` on small TorchRec models in one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+
+from dmt.errors import InputError
+from dmt.partitioner import FeatureAffinity, TowerPartitioner
+from dmt.partitioner import collection as collection_module
+from tests.partitioner.planted import FlatModel, batch, collection, rand_index
+
+NAMES = ["a", "b", "c", "d"]
+
+
+@pytest.fixture
+def generator():
+    torch.manual_seed(0)  # TorchRec draws initial weights from the global generator.
+    return torch.Generator().manual_seed(1)
+
+
+def brute_force(model, batches, names):
+    """The definition, sample by sample and pair by pair, in float64."""
+    total, count = np.zeros((len(names), len(names))), 0
+    tables = {
+        config.feature_names[0]: ebc.embedding_bags[config.name].weight.detach().double().numpy()
+        for ebc in model.sparse_arch.values()
+        for config in ebc.embedding_bag_configs()
+    }
+    for one in batches:
+        bags = one.sparse_features.to_dict()
+        for sample in range(len(one.dense_features)):
+            unit = {}
+            for name in names:
+                first, last = bags[name].offsets()[sample : sample + 2].tolist()
+                vector = tables[name][bags[name].values()[first:last].numpy()].sum(axis=0)
+                norm = np.linalg.norm(vector)
+                unit[name] = vector / norm if norm else vector
+            total += [[unit[i] @ unit[j] for j in names] for i in names]
+            count += 1
+    return np.abs(total / count)
+
+
+def test_it_equals_the_definition(generator):
+    model = FlatModel(collection(NAMES))
+    batches = [batch(NAMES, n, generator=generator) for n in (5, 1, 8)]
+    affinity = FeatureAffinity.collect(model, iter(batches))
+    assert affinity.features == tuple(NAMES)
+    assert affinity.num_samples == 14
+    # One id per bag: no float32 sum is taken, both sides work in float64 from the same float32 weights.
+    np.testing.assert_allclose(affinity.matrix, brute_force(model, batches, NAMES), rtol=0, atol=1e-14)
+
+
+def test_empty_and_multi_hot_bags(generator):
+    model = FlatModel(collection(NAMES))
+    batches = [batch(NAMES, 16, generator=generator, least=0, most=3) for _ in range(2)]
+    affinity = FeatureAffinity.collect(model, batches)
+    # The bags are pooled in float32, whose rounding is 6e-8 of the largest summand.
+    np.testing.assert_allclose(affinity.matrix, brute_force(model, batches, NAMES), rtol=0, atol=1e-6)
+    present = np.mean([(b.sparse_features["a"].lengths() > 0).double().mean() for b in batches])
+    assert present < 1
+    assert affinity.matrix[0, 0] == pytest.approx(present, abs=1e-12)
+
+
+def test_blocks_of_samples_add_up(generator, monkeypatch):
+    model = FlatModel(collection(NAMES))
+    batches = [batch(NAMES, 11, generator=generator)]
+    whole = FeatureAffinity.collect(model, batches)
+    monkeypatch.setattr(collection_module, "BLOCK_ELEMENTS", 3 * 4 * 8)
+    np.testing.assert_allclose(FeatureAffinity.collect(model, batches).matrix, whole.matrix, rtol=0, atol=1e-15)
+
+
+def test_tiny_and_huge_embeddings_are_normalised(generator):
+    model = FlatModel(collection(["a", "b"]))
+    with torch.no_grad():
+        model.sparse_arch["ebc_0"].embedding_bags["t_a"].weight.fill_(1e-30)
+        model.sparse_arch["ebc_0"].embedding_bags["t_b"].weight.fill_(-1e30)
+    affinity = FeatureAffinity.collect(model, [batch(["a", "b"], 4, generator=generator)])
+    np.testing.assert_allclose(affinity.matrix, np.ones((2, 2)), rtol=0, atol=1e-12)
+
+
+def test_several_collections_are_gathered_in_one_forward(generator):
+    split, whole = FlatModel(collection(["a", "b"]), collection(["c", "d"])), FlatModel(collection(NAMES))
+    for name in NAMES:
+        source = split.sparse_arch["ebc_0" if name in "ab" else "ebc_1"].embedding_bags[f"t_{name}"]
+        whole.sparse_arch["ebc_0"].embedding_bags[f"t_{name}"].load_state_dict(source.state_dict())
+    batches = [batch(NAMES, 6, generator=generator)]
+    found = FeatureAffinity.collect(split, batches)
+    assert found.features == tuple(NAMES)
+    np.testing.assert_array_equal(found.matrix, FeatureAffinity.collect(whole, batches).matrix)
+    part = FeatureAffinity.collect(split, batches, module_path="sparse_arch.ebc_1")
+    assert part.features == ("c", "d")
+    # Another matrix size sums in another order.
+    np.testing.assert_allclose(part.matrix, found.matrix[2:, 2:], rtol=0, atol=1e-15)
+    assert FeatureAffinity.collect(split, batches, module_path="sparse_arch").features == tuple(NAMES)
+
+
+def test_towers_of_an_embedding_tower_collection(generator):
+    class First(nn.Module):
+        def forward(self, embeddings):
+            return embeddings["d" if "d" in embeddings.keys() else "a"]  # noqa: SIM118 - a KeyedTensor is no dict
+
+    towers = EmbeddingTowerCollection(
+        [EmbeddingTower(collection(["d", "b"]), First()), EmbeddingTower(collection(["a", "c"]), First())]
+    )
+    affinity = FeatureAffinity.collect(
+        towers, [batch(NAMES, 4, generator=generator)], forward=lambda model, one: model(one.sparse_features)
+    )
+    assert affinity.features == ("d", "b", "a", "c")
+    np.testing.assert_allclose(np.diag(affinity.matrix), 1, rtol=0, atol=1e-12)
+
+
+def test_planted_groups_are_recovered_from_a_model(generator):
+    # 12 features in 4 groups: the embeddings of a group point near one common direction, whatever the id.
+    names = [f"f{i}" for i in range(12)]
+    model, groups = FlatModel(collection(names, dim=16)), {name: i % 4 for i, name in enumerate(names)}
+    directions, _ = torch.linalg.qr(torch.randn(16, 4, generator=generator))
+    with torch.no_grad():
+        for name in names:
+            weight = model.sparse_arch["ebc_0"].embedding_bags[f"t_{name}"].weight
+            noise = 0.15 * torch.randn(weight.shape, generator=generator)
+            # Some tables point the opposite way: strongly negative relations count as much (absolute value).
+            weight.copy_((-1.0 if int(name[1:]) % 5 == 0 else 1.0) * directions[:, groups[name]] + noise)
+    affinity = FeatureAffinity.collect(model, [batch(names, 64, generator=generator) for _ in range(2)])
+    assert rand_index(TowerPartitioner(num_towers=4).fit(affinity), groups) == 1.0
+
+
+class Failing(FlatModel):
+    def forward(self, dense_features, sparse_features):
+        super().forward(dense_features, sparse_features)
+        raise RuntimeError("out of memory, say")
+
+
+def test_the_model_is_left_as_it_was(generator):
+    for model in (FlatModel(collection(NAMES)), Failing(collection(NAMES))):
+        model.train()
+        model.sparse_arch.eval()
+        modes = []
+        model.dropout.register_forward_hook(lambda module, args, output, modes=modes: modes.append(module.training))
+        before = [part.training for part in model.modules()]
+        try:
+            FeatureAffinity.collect(model, [batch(NAMES, 2, generator=generator)])
+        except RuntimeError:
+            assert isinstance(model, Failing)
+        assert modes == [False], "run in eval mode"
+        assert [part.training for part in model.modules()] == before
+        hooks = model.sparse_arch["ebc_0"]._forward_hooks
+        assert not hooks, "no hook stays behind"
+
+
+def _set_nan(model):
+    with torch.no_grad():
+        model.sparse_arch["ebc_0"].embedding_bags["t_c"].weight.fill_(float("nan"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "keywords", "message"),
+    [
+        (lambda: nn.Linear(2, 2), {}, "Linear holds no EmbeddingBagCollection"),
+        (
+            lambda: FlatModel(collection(NAMES)),
+            {"module_path": "sparse_arch.ebc_9"},
+            r"Did you mean 'sparse_arch.ebc_0'",
+        ),
+        (lambda: FlatModel(collection(NAMES)), {"module_path": "dropout"}, "no EmbeddingBagCollection at module_path="),
+        (lambda: FlatModel(collection(NAMES)), {"forward": lambda model, one: None}, "batch 0 ran no EmbeddingBagColl"),
+        (
+            lambda: FlatModel(collection(["a", "b"]), collection(["b"])),
+            {},
+            "'b' is looked up by .*ebc_0.* and by .*ebc_1",
+        ),
+        (
+            lambda: FlatModel(collection(["a"]), collection(["b"], dim=16)),
+            {},
+            r"\[3, 8\] for feature 'a' but \[3, 16\] for 'b'",
+        ),
+        (lambda: _set_nan(FlatModel(collection(NAMES))), {}, "feature 'c' is not finite in batch 0"),
+        (
+            lambda: FlatModel(collection(NAMES)),
+            {"forward": lambda model, one: [model(one.dense_features, one.sparse_features) for _ in "12"]},
+            "'sparse_arch.ebc_0' ran twice in one forward",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(generator, make, keywords, message):
+    with pytest.raises(InputError, match=message):
+        FeatureAffinity.collect(make(), [batch(NAMES, 3, generator=generator)], **keywords)
+
+
+def test_batches_that_are_missing_or_unknown_are_refused(generator):
+    model = FlatModel(collection(NAMES))
+    with pytest.raises(InputError, match="batches gave no sample"):
+        FeatureAffinity.collect(model, [])
+    with pytest.raises(InputError, match=r"a batch is a tuple without dense_features .*forward="):
+        FeatureAffinity.collect(model, [(1, 2)])
+
+
+def test_batches_with_other_features_are_refused(generator):
+    model = FlatModel(collection(["a", "b"]), collection(["c", "d"]))
+    alternate = iter(["ebc_0", "ebc_1"])
+    with pytest.raises(InputError, match=r"feature 'a' is not in every batch \(see batch 1\)"):
+        FeatureAffinity.collect(
+            model,
+            [batch(NAMES, 2, generator=generator) for _ in range(2)],
+            forward=lambda model, one: model.sparse_arch[next(alternate)](one.sparse_features),
+        )
+
+
+def test_a_shared_table_gives_each_feature_its_own_row(generator):
+    ebc = EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(name="t", num_embeddings=20, embedding_dim=8, feature_names=["a", "b"])]
+    )
+    affinity = FeatureAffinity.collect(FlatModel(ebc), [batch(["a", "b"], 64, generator=generator)])
+    assert affinity.features == ("a", "b")
+    assert affinity.matrix[0, 1] < 0.5, "the two features look up unrelated rows"

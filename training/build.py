@@ -1,0 +1,184 @@
+"""From a config to a model, its optimizers and its sharded form. The model itself stays plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from dmt.mesh import TowerMesh
+from dmt.models import (
+    DCN,
+    DLRM,
+    DMTDCN,
+    DMTDLRM,
+    Complexity,
+    ModelOptions,
+    count_complexity,
+    flat_sparse_arch,
+    tower_sparse_arch,
+)
+from dmt.models.complexity import MetaTables, MetaTowers
+from dmt.plan import TowerPlan
+from dmt.planner import TowerShardingPlanner
+from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder
+from dmt.sharded_towers import TowerCollectionSharder
+from dmt.tables import TableSpec, feature_names
+from dmt.training.config import OptimizerConfig, TrainingConfig
+from dmt.training.data.batch import ClickBatch
+
+__all__ = ["ClickTask", "build_model", "build_optimizer", "count_model", "shard_model", "tower_plan"]
+
+_FUSED = {
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+    "sgd": EmbOptimType.EXACT_SGD,
+}
+_DENSE = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+
+
+class ClickTask(nn.Module):
+    """A click model with its loss, in the form TorchRec's train pipelines take.
+
+    Args:
+        model: ``model(dense_features, sparse_features) -> logits [B, 1]``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: ClickBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The mean binary cross entropy of the batch, and (logits, labels, weights) of [B] each."""
+        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, (logits.detach(), batch.labels, batch.weights)
+
+
+def tower_plan(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan:
+    """The tower plan the config names, checked against the tables.
+
+    Raises:
+        InputError: the file is bad, does not fit the tables, or more towers are asked for than there are features.
+    """
+    if config.towers.plan == "strided":
+        plan = TowerPlan.strided(feature_names(tables), config.topology.num_towers)
+    else:
+        plan = TowerPlan.load(config.towers.plan)
+    plan.tables_by_tower(tables)
+    return plan
+
+
+def build_model(
+    config: TrainingConfig,
+    tables: Sequence[TableSpec],
+    num_dense: int,
+    *,
+    device: str | None = None,
+    without_tables: bool = False,
+) -> nn.Module:
+    """The plain single-process model of the config.
+
+    Args:
+        config: the run.
+        tables: the tables of the data source.
+        num_dense: dense columns of the data source.
+        device: where parameters are made; ``"meta"`` makes none.
+        without_tables: use the complexity counter's stand-ins for TorchRec's tables.
+
+    Raises:
+        InputError: sizes or the tower plan do not fit.
+    """
+    model = config.model
+    options = ModelOptions(
+        dense_arch_layer_sizes=model.dense_arch, over_arch_layer_sizes=model.over_arch, device=device
+    )
+    shared: dict[str, Any] = {"tables": tables, "dense_in_features": num_dense, "options": options}
+    if "dcn" in model.arch:
+        shared |= {"num_cross_layers": model.cross_layers, "cross_rank": model.cross_rank}
+    if not model.has_towers:
+        shared["make_sparse_arch"] = MetaTables if without_tables else flat_sparse_arch
+        return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
+    shared |= {"tower_plan": tower_plan(config, tables), "tower_dim": model.tower_dim}
+    shared["make_sparse_arch"] = MetaTowers if without_tables else tower_sparse_arch
+    return DMTDLRM(**shared, c=model.c, p=model.p) if model.arch == "dmt-dlrm" else DMTDCN(**shared)
+
+
+def count_model(config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int) -> Complexity:
+    """MFLOPs per sample, parameters and compression ratio of the config's model, counted on the meta device."""
+    model = build_model(config, tables, num_dense, device="meta", without_tables=True)
+    ids = torch.empty(1, dtype=torch.long, device="meta")
+    return count_complexity(model, torch.empty(1, num_dense, device="meta"), ids)
+
+
+def shard_model(
+    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, mesh: TowerMesh
+) -> DistributedModelParallel:
+    """Builds the model and distributes it over the mesh, ready to train.
+
+    Everything is built on the meta device, so a rank never holds tables that are not its own. Dense parts start equal
+    on all ranks (data parallel broadcasts them). Tables are drawn by the rank that holds them, each rank from a seed of
+    its own: with a shared one, tables of equal size would start equal, and features look alike that are not.
+    """
+    model = ClickTask(build_model(config, tables, num_dense, device="meta"))
+    fused = fused_params(config.optimizer)
+    device = torch.device("cpu")
+    torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
+    if config.dataflow == "flat":
+        topology = config.topology
+        sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(
+                world_size=dist.get_world_size(),
+                local_world_size=topology.ranks_per_tower,
+                compute_device=device.type,
+            )
+        )
+        plan = planner.collective_plan(model, sharders, mesh.global_group)
+    else:
+        if config.model.has_towers:
+            sharders = [TowerCollectionSharder(mesh, fused_params=fused)]
+        else:
+            towers = tower_plan(config, tables)
+            sharders = [SPTTEmbeddingBagCollectionSharder(mesh, towers, fused_params=fused)]
+        plan = TowerShardingPlanner(mesh.topology, scheme=config.sharding.scheme).plan(model, sharders)
+    return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
+
+
+def fused_params(config: OptimizerConfig) -> dict[str, Any]:
+    """FBGEMM's settings of the tables' fused optimizer."""
+    return {"optimizer": _FUSED[config.sparse], "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
+
+
+def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
+    """The optimizer of everything: the tables' fused ones and one for tower modules and dense parts.
+
+    Both learning rates rise linearly over ``warmup_steps``.
+    """
+    trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    dense: KeyedOptimizer = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(trainable)),
+        lambda parameters: _DENSE[config.dense](parameters, lr=config.dense_lr),
+    )
+    parts: list[tuple[str, KeyedOptimizer]] = [("tables", model.fused_optimizer), ("dense", dense)]
+    if config.warmup_steps:
+        stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=config.warmup_steps, value=1 / config.warmup_steps)]
+        rates = (config.sparse_lr, config.dense_lr)
+        parts = [(name, WarmupOptimizer(part, stages, lr=lr)) for (name, part), lr in zip(parts, rates, strict=True)]
+    return CombinedOptimizer(parts)

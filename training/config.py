@@ -1,0 +1,273 @@
+"""`TrainingConfig`: everything a run is told, from a TOML file and ``key=value`` overrides, typed and checked."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dmt.errors import InputError, nearest
+from dmt.topology import TowerTopology
+from dmt.training.data.config import DataConfig
+
+__all__ = [
+    "ModelConfig",
+    "OptimizerConfig",
+    "ShardingConfig",
+    "TopologyConfig",
+    "TowersConfig",
+    "TrainConfig",
+    "TrainingConfig",
+    "load_config",
+    "shipped_configs",
+    "to_toml",
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """Which model, and its sizes (DESIGN section 7; DMT paper section 4)."""
+
+    arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"] = "dmt-dlrm"
+    """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``)."""
+    embedding_dim: int = Field(default=128, ge=4)
+    """N, columns of every table; a multiple of 4."""
+    dense_arch: tuple[int, ...] = (512, 256)
+    """Hidden layers of the bottom MLP; the last layer follows from N or tower_dim."""
+    over_arch: tuple[int, ...] | None = None
+    """Layers of the over arch, ending in 1; by default the paper's for the arch."""
+    tower_dim: int = Field(default=64, ge=1)
+    """D, dimension of what a tower puts out (multi-tower models)."""
+    c: int = Field(default=1, ge=0)
+    """Outputs of dimension D per feature (``dmt-dlrm``)."""
+    p: int = Field(default=0, ge=0)
+    """Outputs of dimension D per tower (``dmt-dlrm``)."""
+    cross_layers: int = Field(default=3, ge=1)
+    """Cross layers of the interaction (``dcn``, ``dmt-dcn``)."""
+    cross_rank: int = Field(default=512, ge=1)
+    """Rank of a cross layer (``dcn``, ``dmt-dcn``)."""
+
+    @property
+    def has_towers(self) -> bool:
+        """Whether the model is made of towers."""
+        return self.arch.startswith("dmt-")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.embedding_dim % 4:
+            raise InputError(f"embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels).")
+        return self
+
+
+class TopologyConfig(_Section):
+    """The mesh: R replicas x T towers x L ranks. Their product must be the world size."""
+
+    num_towers: int = Field(default=1, ge=1)
+    """T; a tower is usually one host."""
+    ranks_per_tower: int = Field(default=1, ge=1)
+    """L."""
+    num_replicas: int = Field(default=1, ge=1, le=1)
+    """R; more than one needs ReplicaSync, which is not built yet."""
+
+    def build(self) -> TowerTopology:
+        """The topology of these sizes."""
+        return TowerTopology(
+            num_towers=self.num_towers, ranks_per_tower=self.ranks_per_tower, num_replicas=self.num_replicas
+        )
+
+
+class TowersConfig(_Section):
+    """Which features form which tower."""
+
+    plan: str = "strided"
+    """Path of a ``towers.json`` that ``dmt partition`` wrote, or ``strided``: feature i in tower i mod T."""
+
+
+class ShardingConfig(_Section):
+    """How embedding tables are spread and moved."""
+
+    dataflow: Literal["auto", "flat", "sptt"] = "auto"
+    """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
+    multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
+    scheme: Literal["auto", "table_wise", "column_wise"] = "auto"
+    """Of the tables inside a tower."""
+
+
+class OptimizerConfig(_Section):
+    """One place for tables, tower modules and the dense parts."""
+
+    sparse: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
+    """Of the tables; fused into their backward pass by FBGEMM."""
+    sparse_lr: float = Field(default=0.05, gt=0)
+    """Learning rate of the tables."""
+    sparse_eps: float = Field(default=1e-8, gt=0)
+    """Epsilon of the tables' optimizer."""
+    dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
+    """Of tower modules and all other dense parts."""
+    dense_lr: float = Field(default=1e-3, gt=0)
+    """Learning rate of the dense parts."""
+    warmup_steps: int = Field(default=100, ge=0)
+    """Steps over which both learning rates rise linearly to their value."""
+
+
+class TrainConfig(_Section):
+    """The loop."""
+
+    batch_size: int = Field(default=1024, ge=1)
+    """B, rows per rank and step."""
+    eval_batch_size: int = Field(default=4096, ge=1)
+    """Rows per rank and step in evaluation."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the training rows."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many steps in all."""
+    eval_every: int | None = Field(default=None, ge=1)
+    """Evaluate every so many steps, besides at the end."""
+    log_every: int = Field(default=50, ge=1)
+    """Write the training loss every so many steps."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the weights."""
+    output_dir: str = "runs/latest"
+    """Where the run's config, metrics, TensorBoard files and checkpoint go."""
+
+
+class TrainingConfig(_Section):
+    """A whole run.
+
+    Example:
+        >>> config = TrainingConfig(topology={"num_towers": 2, "ranks_per_tower": 2})
+        >>> config.topology.build().world_size, config.dataflow
+        (4, 'sptt')
+    """
+
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    data: DataConfig = DataConfig()
+    """The data."""
+    topology: TopologyConfig = TopologyConfig()
+    """The mesh."""
+    towers: TowersConfig = TowersConfig()
+    """The tower plan."""
+    sharding: ShardingConfig = ShardingConfig()
+    """How tables are spread."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizers."""
+    train: TrainConfig = TrainConfig()
+    """The loop."""
+
+    @property
+    def dataflow(self) -> Literal["flat", "sptt"]:
+        """The embedding exchange that is used, ``auto`` resolved."""
+        if self.sharding.dataflow == "auto":
+            return "sptt" if self.model.has_towers else "flat"
+        return self.sharding.dataflow
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if self.model.has_towers and self.sharding.dataflow == "flat":
+            raise InputError(
+                f"sharding.dataflow='flat' cannot carry towers, but model.arch={self.model.arch!r}. "
+                "Use 'sptt' or 'auto', or a flat arch."
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """Reads a TOML file, applies ``section.key=value`` overrides, and checks everything.
+
+    Args:
+        path: the file, or the bare name of a shipped config such as ``"demo"``.
+        overrides: e.g. ``["train.batch_size=512", "model.arch=dlrm"]``; values are TOML, bare words are strings.
+
+    Raises:
+        InputError: the file is absent or not TOML, a key is unknown (the nearest valid one is suggested), or a value
+            has the wrong type or range.
+    """
+    values = _read(path)
+    for override in overrides:
+        _apply(values, override)
+    _check_keys(values, TrainingConfig, ())
+    try:
+        return TrainingConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        got = f" (got {first['input']!r})" if first["type"] != "value_error" else ""
+        raise InputError(f"Config {path}: {key + ': ' if key else ''}{reason}{got}") from error
+
+
+def to_toml(config: BaseModel) -> str:
+    """The resolved config as TOML that `load_config` reads again; unset optional values are left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=False, by_alias=False))
+
+
+def shipped_configs() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(path.stem for path in (Path(__file__).parent / "configs").glob("*.toml"))
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    file = Path(path)
+    if not file.exists() and file.suffix == "" and str(path) in shipped_configs():
+        file = Path(__file__).parent / "configs" / f"{path}.toml"
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise InputError(
+            f"Config {path}: cannot be read ({error.strerror}). Give a TOML file or one of {shipped_configs()}."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"Config {path}: not TOML: {error}") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise InputError(f"Override {override!r} is not of the form section.key=value, e.g. train.batch_size=512.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word: model.arch=dlrm
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise InputError(f"Override {override!r}: {section!r} is a value, not a section.")
+    values[last] = value
+
+
+def _check_keys(values: dict[str, Any], section: type[BaseModel], path: tuple[str, ...]) -> None:
+    for key, value in values.items():
+        if key not in section.model_fields:
+            where = ".".join((*path, key))
+            known = list(section.model_fields)
+            elsewhere = [f"{'.'.join(full)}" for full in _all_keys(TrainingConfig, ()) if full[-1] == key]
+            hint = nearest(key, known) or (f" Did you mean {elsewhere[0]!r}?" if elsewhere else "")
+            raise InputError(f"Config key {where!r} is unknown.{hint} Valid here: {', '.join(known)}.")
+        inner = _section_of(section, key)
+        if inner is not None and isinstance(value, dict):
+            _check_keys(value, inner, (*path, key))
+
+
+def _section_of(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    annotation = section.model_fields[key].annotation
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _all_keys(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for key in section.model_fields:
+        inner = _section_of(section, key)
+        if inner is None:
+            yield (*path, key)
+        else:
+            yield from _all_keys(inner, (*path, key))

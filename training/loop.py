@@ -1,0 +1,173 @@
+"""Training and evaluation, the same for flat and multi-tower models."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from tqdm import tqdm
+
+from dmt.collectives import sum_over_ranks
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.traffic import Traffic, TrafficMeter
+from dmt.training.config import TrainConfig
+from dmt.training.data import ClickData
+from dmt.training.data.batch import ClickBatch
+from dmt.training.metrics import ClickMetrics, MetricValues
+from dmt.training.records import RunRecord
+
+__all__ = ["Trainer", "TrainingTime"]
+
+# Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
+_WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """How long training took, without evaluation."""
+
+    steps: int
+    seconds: float
+    samples_per_second: float
+    """Rows of all ranks per second, without the first few steps."""
+
+
+class Trainer:
+    """Trains a sharded click model.
+
+    Args:
+        config: the loop's settings.
+        data: where batches come from.
+        mesh: the groups.
+        model: the sharded `ClickTask`.
+        optimizer: of everything.
+        record: where numbers go.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        data: ClickData,
+        mesh: TowerMesh,
+        model: DistributedModelParallel,
+        optimizer: Any,
+        record: RunRecord,
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._mesh = mesh
+        self._model = model
+        self._optimizer = optimizer
+        self._record = record
+        self._pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
+        self._step = 0
+        self._timed_steps = 0
+        self._timed_seconds = 0.0
+
+    def train(self) -> TrainingTime:
+        """Trains for the epochs or steps of the config, evaluating on the way where asked.
+
+        Raises:
+            InputError: there are fewer rows than one step needs.
+        """
+        config = self._config
+        began = time.perf_counter()
+        with tqdm(desc="train", unit="step", disable=self._mesh.rank != 0, mininterval=1.0) as bar:
+            for epoch in range(config.epochs):
+                batches = self._batches("train", config.batch_size, epoch)
+                while (budget := self._budget()) > 0:
+                    # The pipeline runs a batch ahead; ending each stretch lets it drain before an evaluation.
+                    first = next(batches, None)
+                    if first is None:
+                        break
+                    self._stretch(chain([first], islice(batches, budget - 1)), bar)
+                    if config.eval_every and self._step % config.eval_every == 0 and self._budget() > 0:
+                        self._record.scalars(self._step, _named("eval", self.evaluate()))
+        if self._step == 0:
+            raise InputError(
+                f"No training step was possible: the data has fewer rows than one step of "
+                f"{self._mesh.topology.world_size} ranks x train.batch_size={config.batch_size}. Lower batch_size."
+            )
+        rows = config.batch_size * self._mesh.topology.world_size
+        speed = rows * self._timed_steps / self._timed_seconds if self._timed_steps else math.nan
+        return TrainingTime(steps=self._step, seconds=time.perf_counter() - began, samples_per_second=speed)
+
+    def evaluate(self) -> MetricValues:
+        """Evaluates on the evaluation rows of all ranks; collective."""
+        metrics = ClickMetrics(self._mesh.global_group)
+        self._model.eval()
+        with torch.no_grad():
+            for output in self._progress(self._batches("eval", self._config.eval_batch_size, 0)):
+                metrics.update(*output)
+        self._model.train()
+        return metrics.compute()
+
+    def measure_traffic(self) -> Traffic:
+        """Trains one more step and counts the bytes it sends; towers are hosts here. Collective.
+
+        Runs outside the pipeline, so call it when training is done.
+        """
+        batch = next(self._batches("train", self._config.batch_size, 0))
+        self._pipeline.detach()
+        meter = TrafficMeter(host_of=lambda rank: self._mesh.topology.coordinates(rank).tower)
+        self._optimizer.zero_grad()
+        with meter:
+            loss, _ = self._model(batch)
+            with meter.phase("backward"):
+                loss.backward()
+        return meter.total(self._mesh.global_group)
+
+    def _batches(self, split: str, batch_size: int, epoch: int) -> Iterator[ClickBatch]:
+        world_size = self._mesh.topology.world_size
+        return self._data.batches(
+            split, rank=self._mesh.rank, world_size=world_size, batch_size=batch_size, epoch=epoch
+        )
+
+    def _budget(self) -> int:
+        """Steps until the next evaluation or the end."""
+        config = self._config
+        left = [2**62 if config.max_steps is None else config.max_steps - self._step]
+        if config.eval_every:
+            left.append(config.eval_every - self._step % config.eval_every)
+        return min(left)
+
+    def _stretch(self, batches: Iterator[ClickBatch], bar: Any) -> None:
+        start = time.perf_counter()
+        for logits, labels, _ in self._progress(batches):
+            self._step += 1
+            bar.update(1)
+            now = time.perf_counter()
+            if self._step > _WARM_UP_STEPS:
+                self._timed_steps += 1
+                self._timed_seconds += now - start
+            start = now
+            if self._step % self._config.log_every == 0:
+                loss = self._mean_loss(logits, labels)
+                bar.set_postfix(loss=f"{loss:.4f}")
+                self._record.scalars(self._step, {"train/loss": loss})
+                start = time.perf_counter()
+
+    def _progress(self, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        while True:
+            try:
+                yield self._pipeline.progress(batches)
+            except StopIteration:
+                return
+
+    def _mean_loss(self, logits: Tensor, labels: Tensor) -> float:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        return float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
+
+
+def _named(prefix: str, values: MetricValues) -> dict[str, float]:
+    return {f"{prefix}/{name}": float(value) for name, value in asdict(values).items()}

@@ -1,0 +1,76 @@
+"""What a run leaves behind, written by rank 0: resolved config, metrics, TensorBoard scalars, the result."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from dmt.training.config import TrainingConfig, to_toml
+
+__all__ = ["RunRecord", "read_curves", "versions"]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's numbers; "absent" where one is missing."""
+    found = {"python": platform.python_version()}
+    for name in ("dmt-recsys", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+class RunRecord:
+    """Files of one run in its output directory; does nothing on ranks other than 0.
+
+    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line), ``tensorboard/`` and
+    ``result.json``.
+
+    Args:
+        config: the run.
+        enabled: whether this is rank 0.
+    """
+
+    def __init__(self, config: TrainingConfig, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self.folder = Path(config.train.output_dir)
+        if not enabled:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in ("metrics.jsonl", "result.json"):
+            (self.folder / stale).unlink(missing_ok=True)
+        (self.folder / "config.toml").write_text(to_toml(config))
+        self._board = SummaryWriter(str(self.folder / "tensorboard"))
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Adds numbers at a training step; names such as ``"train/loss"``."""
+        if not self._enabled:
+            return
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+        with (self.folder / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"step": step, **values}) + "\n")
+
+    def close(self, result: dict[str, Any]) -> None:
+        """Writes the result and the versions, and closes TensorBoard's file."""
+        if not self._enabled:
+            return
+        self._board.close()
+        (self.folder / "result.json").write_text(json.dumps({**result, "versions": versions()}, indent=1) + "\n")
+
+
+def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curves of a finished run: for each name its (step, value) pairs."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        step = values.pop("step")
+        for name, value in values.items():
+            curves.setdefault(name, []).append((step, value))
+    return curves

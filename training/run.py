@@ -1,0 +1,162 @@
+"""One training run on this rank, from a checked config to ``result.json``."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.plan import TowerPlan
+from dmt.tables import TableSpec
+from dmt.training.build import build_model, build_optimizer, count_model, shard_model, tower_plan
+from dmt.training.checkpoint import save_model
+from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.data import ClickData, open_source
+from dmt.training.loop import Trainer
+from dmt.training.records import RunRecord, versions
+
+__all__ = ["auc_warning", "preflight", "train"]
+
+logger = logging.getLogger(__name__)
+# Nearer to chance than this, an AUC is called chance.
+_CHANCE = 0.02
+
+
+def preflight(config: TrainingConfig, world_size: int) -> ClickData:
+    """Finds what is wrong with a run before any rank trains: sizes, plan, data columns, layer sizes.
+
+    Args:
+        config: the run.
+        world_size: ranks of the job.
+
+    Returns:
+        The opened data source.
+
+    Raises:
+        InputError: anything the user can mend.
+    """
+    config.topology.build().check_world_size(world_size)
+    data = open_source(config.data, embedding_dim=config.model.embedding_dim)
+    tables = data.tables
+    if config.dataflow == "sptt":
+        plan = tower_plan(config, tables)
+        if plan.num_towers != config.topology.num_towers:
+            raise InputError(
+                f"The tower plan {config.towers.plan} has {plan.num_towers} towers, but topology.num_towers="
+                f"{config.topology.num_towers}. Make them equal."
+            )
+    build_model(config, tables, len(data.dense_names), device="meta")
+    return data
+
+
+def train(config: TrainingConfig) -> dict[str, Any]:
+    """Trains, evaluates, saves and measures; to be called on every rank that torchrun started.
+
+    Returns:
+        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample.
+
+    Raises:
+        InputError: anything the user can mend; raised before training wherever it can be known by then.
+    """
+    rank, world_size = _place()
+    if rank == 0:
+        data = preflight(config, world_size)
+        # Rank 0 alone reads ahead; the others wait at the rendezvous, and torchrun stops them if it fails.
+        data.validate()
+        print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
+    with _process_group():
+        if rank != 0:
+            data = preflight(config, world_size)
+        mesh = TowerMesh(config.topology.build())
+        tables = data.tables
+        record = RunRecord(config, enabled=rank == 0)
+        model = shard_model(config, tables, len(data.dense_names), mesh)
+        trainer = Trainer(
+            config=config.train,
+            data=data,
+            mesh=mesh,
+            model=model,
+            optimizer=build_optimizer(config.optimizer, model),
+            record=record,
+        )
+        time = trainer.train()
+        metrics = trainer.evaluate()
+        save_model(model, record.folder / "checkpoint")
+        traffic = trainer.measure_traffic()
+        rows = config.train.batch_size * world_size
+        result = {
+            "arch": config.model.arch,
+            "dataflow": config.dataflow,
+            "world_size": world_size,
+            **{f"eval_{name}": value for name, value in asdict(metrics).items()},
+            **asdict(count_model(config, tables, len(data.dense_names))),
+            **asdict(time),
+            "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
+            "bad_lines": data.bad_lines,
+        }
+        record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
+        record.close(result)
+        if rank == 0 and config.dataflow == "sptt":
+            _save_plan(tower_plan(config, tables), tables, record.folder / "towers.json")
+        warning = auc_warning(metrics.auc)
+        if rank == 0 and warning:
+            logger.warning(warning)
+        return result
+
+
+def auc_warning(auc: float) -> str:
+    """A text that says so, and why, when an AUC is no better than chance; else an empty string."""
+    if math.isnan(auc):
+        return "AUC is undefined: the evaluation rows have one label only. Check data.label and the split."
+    if abs(auc - 0.5) > _CHANCE:
+        return ""
+    return (
+        f"AUC {auc:.4f} is close to chance (0.5). Likely causes: too few training steps or too small a learning rate "
+        "(train.max_steps, optimizer.*_lr); labels not aligned with the features or drawn from another column "
+        "(data.label); categorical values that never repeat, so nothing can be learned of them; training and "
+        "evaluation files from unrelated sources."
+    )
+
+
+def _save_plan(plan: TowerPlan, tables: Sequence[TableSpec], path: Path) -> None:
+    TowerPlan(
+        towers=plan.towers,
+        strategy=plan.strategy,
+        seed=plan.seed,
+        affinity=plan.affinity,
+        tables=tuple(tables),
+        command=plan.command,
+    ).save(path)
+
+
+def _place() -> tuple[int, int]:
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise InputError(
+            f"{error.args[0]} is not set: start training with torchrun, e.g. "
+            "`torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml`."
+        ) from error
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    try:
+        yield
+        # Leaving while a peer still talks aborts it now and then.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
