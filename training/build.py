@@ -11,11 +11,12 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
+from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.models import (
     DCN,
@@ -29,6 +30,7 @@ from dmt.models import (
     tower_sparse_arch,
 )
 from dmt.models.complexity import MetaTables, MetaTowers
+from dmt.placement import SCHEMES
 from dmt.plan import TowerPlan
 from dmt.planner import TowerShardingPlanner
 from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder
@@ -45,6 +47,7 @@ _FUSED = {
     "adam": EmbOptimType.ADAM,
     "sgd": EmbOptimType.EXACT_SGD,
 }
+_NOT_ON_CPU = ("adam",)
 _DENSE = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -148,7 +151,10 @@ def shard_model(
                 world_size=dist.get_world_size(),
                 local_world_size=topology.ranks_per_tower,
                 compute_device=device.type,
-            )
+            ),
+            # Left free, it makes small tables data parallel: TorchRec then drops their fused optimizer, and the dense
+            # one trains them at the dense learning rate, without a word.
+            constraints={table.name: ParameterConstraints(sharding_types=list(SCHEMES)) for table in tables},
         )
         plan = planner.collective_plan(model, sharders, mesh.global_group)
     else:
@@ -162,7 +168,17 @@ def shard_model(
 
 
 def fused_params(config: OptimizerConfig) -> dict[str, Any]:
-    """FBGEMM's settings of the tables' fused optimizer."""
+    """FBGEMM's settings of the tables' fused optimizer.
+
+    Raises:
+        InputError: FBGEMM has no kernel of this optimizer for the CPU, where the tables live.
+    """
+    if config.sparse in _NOT_ON_CPU:
+        able = [name for name in _FUSED if name not in _NOT_ON_CPU]
+        raise InputError(
+            f"optimizer.sparse={config.sparse!r}: FBGEMM has no CPU kernel for it, and tables live on the CPU here. "
+            f"Use one of {able}."
+        )
     return {"optimizer": _FUSED[config.sparse], "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
 
 

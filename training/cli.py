@@ -1,0 +1,171 @@
+"""The ``dmt`` command. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dmt import __version__
+from dmt.errors import InputError
+
+__all__ = ["main"]
+
+# Packages of the full installation; without them plans, partitions of saved affinities and complexity still work.
+_FULL = ("torchrec", "fbgemm_gpu", "pydantic", "pyarrow", "pandas", "tensorboard", "tomli_w", "jinja2", "torchmetrics")
+
+
+class _Commands(click.Group):
+    """Turns what the user can mend into one line and exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            click.echo(f"error: {error}", err=True)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in _FULL:
+                raise
+            click.echo(f"error: {error.name} is not installed. `dmt doctor` tells how to mend it.", err=True)
+        return ctx.exit(2)
+
+
+@click.group(cls=_Commands)
+@click.version_option(__version__, prog_name="dmt")
+def main() -> None:
+    """Disaggregated Multi-Tower training of recommendation models."""
+
+
+@main.command(epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
+@click.option("--data", metavar="PATH", help="A Criteo TSV, or a Parquet or CSV file with label, c_* and d_* columns.")
+@click.option(
+    "--out", default="demo_output", show_default=True, help="Folder for towers.json, pictures and the report."
+)
+@click.argument("overrides", nargs=-1)
+def demo(data: str | None, out: str, overrides: tuple[str, ...]) -> None:
+    """Trains a flat model, learns its towers, trains the multi-tower model, compares them.
+
+    Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.
+    """
+    from dmt.training.demo import demo as run_demo
+
+    results = run_demo(data, out, overrides, command=_command())
+    if as_json:
+        click.echo(json.dumps(results, indent=1))
+        return
+    from dmt.training.summary import print_summary
+
+    print_summary(results)
+
+
+@main.command(epilog="Example: dmt doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Says which versions are installed, what is missing, and the command that mends it."""
+    from dmt.training.doctor import diagnose
+
+    findings = diagnose()
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+    else:
+        _table(
+            ["", "found", "tested with", ""],
+            [[f.what, f.found, f.expected, "ok" if f.ok else "MEND"] for f in findings],
+        )
+        for finding in findings:
+            if finding.mend:
+                click.echo(f"{finding.what}: {finding.mend}")
+    if any(not finding.ok for finding in findings):
+        sys.exit(1)
+
+
+@main.command(
+    epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --out towers.json; "
+    "or without torchrec: dmt partition --affinity affinity.npz --towers 8"
+)
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a finished training run.")
+@click.option("--affinity", type=click.Path(path_type=Path), help="A saved affinity matrix (.npz) instead.")
+@click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
+@click.option("--towers", type=int, required=True, help="Number of towers.")
+@click.option("--strategy", default="coherent", show_default=True, help="coherent or diverse.")
+@click.option("--balance-ratio", default=1.0, show_default=True, help="Largest tower over smallest, at most.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the partitioner.")
+@click.option("--out", default="towers.json", show_default=True, type=click.Path(path_type=Path))
+@click.option("--picture", type=click.Path(path_type=Path), help="Also draw the affinity matrix here.")
+@click.option("--save-affinity", type=click.Path(path_type=Path), help="Also keep the collected affinity (.npz).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def partition(**options: Any) -> None:
+    """Learns which features belong together and writes the tower plan."""
+    from dmt.partitioner import FeatureAffinity, TowerPartitioner, plot_affinity
+
+    if (options["checkpoint"] is None) == (options["affinity"] is None):
+        raise InputError("Give either --checkpoint RUN_DIR or --affinity FILE.npz.")
+    tables: Sequence[Any] = ()
+    if options["checkpoint"] is not None:
+        from dmt.training.partition import affinity_of_run
+
+        affinity, tables = affinity_of_run(options["checkpoint"], data_path=options["data"])
+    else:
+        affinity = FeatureAffinity.load(options["affinity"])
+    partitioner = TowerPartitioner(
+        num_towers=options["towers"],
+        strategy=options["strategy"],
+        balance_ratio=options["balance_ratio"],
+        seed=options["seed"],
+    )
+    plan = dataclasses.replace(partitioner.fit(affinity, tables=tables), command=_command())
+    plan.save(options["out"])
+    if options["save_affinity"]:
+        affinity.save(options["save_affinity"])
+    if options["picture"]:
+        plot_affinity(affinity, plan, options["picture"])
+    if options["as_json"]:
+        click.echo(options["out"].read_text().rstrip())
+        return
+    _table(["tower", "features", ""], [[t.name, str(len(t.features)), " ".join(t.features)] for t in plan.towers])
+    click.echo(f"Written to {options['out']}.")
+
+
+@main.command(epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
+@click.option("--arch", required=True, help="dlrm or dcn.")
+@click.option("--towers", type=int, help="Number of towers; the flat model without it.")
+@click.option("--tower-dim", type=int, help="D; by default 64 for dlrm, 128 for dcn.")
+@click.option("--c", default=1, show_default=True, help="Outputs per feature (dlrm).")
+@click.option("--p", default=0, show_default=True, help="Outputs per tower (dlrm).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def complexity(*, arch: str, towers: int | None, tower_dim: int | None, c: int, p: int, as_json: bool) -> None:
+    """Counts MFLOPs per sample, parameters and compression ratio of a model of the paper's size (Criteo-1TB)."""
+    from dmt.models.complexity import paper_complexity
+
+    counted = paper_complexity(arch, towers, tower_dim=tower_dim, c=c, p=p)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(counted)))
+        return
+    _table(
+        ["", f"{arch}, {towers} towers" if towers else arch],
+        [
+            ["MFLOPs/sample", f"{counted.mflops_per_sample:.2f}"],
+            ["parameters", f"{counted.parameters:,} ({counted.parameters / 1e9:.2f} G)"],
+            ["compression ratio", f"{counted.compression_ratio:.2f}"],
+        ],
+    )
+
+
+def _command() -> str:
+    return shlex.join(["dmt", *sys.argv[1:]])
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

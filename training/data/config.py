@@ -1,0 +1,161 @@
+"""What the data of a run are: `DataConfig`, and `SyntheticConfig` for the built-in generator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dmt.errors import InputError
+
+__all__ = ["DataConfig", "SyntheticConfig"]
+
+
+class SyntheticConfig(BaseModel):
+    """The synthetic click log: Criteo's shape, Zipf ids, planted feature groups.
+
+    Example:
+        >>> SyntheticConfig(num_features=8, num_groups=2).num_rows
+        1000000
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    num_dense: int = Field(default=13, ge=0)
+    """Dense features, named I1, I2, ..."""
+    num_features: int = Field(default=26, ge=1)
+    """Categorical features, named C1, C2, ...; the last ``num_multi_hot`` of them have bags of ids."""
+    num_rows: int = Field(default=1_000_000, ge=1)
+    """Training rows of one epoch."""
+    num_eval_rows: int = Field(default=65_536, ge=1)
+    """Evaluation rows; they are drawn apart from the training rows."""
+    rows_per_table: int = Field(default=1000, ge=2)
+    """Ids of every categorical feature, and rows of its table."""
+    zipf_exponent: float = Field(default=1.05, ge=0.0)
+    """The i-th most frequent id has a probability in proportion to i ** -zipf_exponent; 0 is uniform."""
+    num_groups: int = Field(default=4, ge=1)
+    """Groups of features that share a hidden variable and interact in the label."""
+    group_correlation: float = Field(default=0.7, ge=0.0, lt=1.0)
+    """Share of a feature's variance that comes from its group's hidden variable."""
+    signal: float = Field(default=1.3, ge=0.0)
+    """Standard deviation of the logit's predictable part; larger is easier."""
+    noise: float = Field(default=0.3, ge=0.0)
+    """Standard deviation of unpredictable noise added to the logit."""
+    base_rate: float = Field(default=0.25, gt=0.0, lt=1.0)
+    """Share of clicks."""
+    num_multi_hot: int = Field(default=0, ge=0)
+    """How many features have bags of 0 to ``max_bag`` ids instead of exactly one."""
+    max_bag: int = Field(default=3, ge=1)
+    """Largest bag of a multi-hot feature."""
+    seed: int = Field(default=0, ge=0)
+    """Everything follows from it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SyntheticConfig:
+        if self.num_groups > self.num_features:
+            raise InputError(f"num_groups={self.num_groups} exceeds num_features={self.num_features}.")
+        if self.num_multi_hot > self.num_features:
+            raise InputError(f"num_multi_hot={self.num_multi_hot} exceeds num_features={self.num_features}.")
+        return self
+
+
+class DataConfig(BaseModel):
+    """Where rows come from, which columns they have, and how values become inputs of a model.
+
+    Example:
+        >>> config = DataConfig(kind="columns", train_path="day_*.parquet", categorical=("c_*",), dense=("d_*",))
+        >>> config.label, config.id_mode
+        ('label', 'hash')
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kind: Literal["synthetic", "criteo_tsv", "columns"] = "synthetic"
+    """``synthetic``: the built-in generator; ``criteo_tsv``: Criteo's click logs (label, I1-I13, C1-C26; also
+    .gz); ``columns``: .parquet, .csv or .tsv files with named columns (text also .gz)."""
+    train_path: str | None = None
+    """A file, a directory (all its data files) or a glob; several files are read in the order of their names."""
+    eval_path: str | None = None
+    """The same for evaluation. Without it, rows of ``train_path`` are set apart by ``split_column`` or
+    ``eval_fraction``."""
+    eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Share of rows set apart for evaluation, evenly spread over the files (about every tenth row at 0.1): row
+    i, counted from 0, is one when ``floor((i + 1) * eval_fraction)`` exceeds ``floor(i * eval_fraction)``. Not
+    used with ``eval_path``, ``split_column`` or synthetic data."""
+    split_column: str | None = None
+    """A column that says which part a row belongs to (``columns`` only)."""
+    train_split: str = "train"
+    """The value of ``split_column`` in training rows."""
+    eval_split: str = "test"
+    """The value of ``split_column`` in evaluation rows."""
+    label: str = "label"
+    """The column of 0/1 labels (``columns`` only)."""
+    dense: tuple[str, ...] = ()
+    """Dense columns, by name or by glob such as ``"d_*"``, in this order. ``criteo_tsv``: empty is all 13."""
+    categorical: tuple[str, ...] = ()
+    """Categorical columns, by name or glob, in this order. ``criteo_tsv``: empty is all 26."""
+    multi_hot: tuple[str, ...] = ()
+    """Categorical columns whose text is a list of values, by name or glob. Parquet lists need no mention."""
+    list_separator: str = Field(default="|", min_length=1)
+    """Between the values of a ``multi_hot`` text column."""
+    csv_separator: str | None = Field(default=None, min_length=1, max_length=1)
+    """Between the columns of a text file; by default a comma, or a tab in .tsv files."""
+    dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
+    """``signed_log1p``: sign(x) * log(1 + abs(x)). A missing value becomes 0 afterwards."""
+    id_mode: Literal["hash", "index"] = "hash"
+    """``hash``: any value is hashed into its table. ``index``: values are row numbers of the table, and checked.
+    A missing value is row 0 in both; an empty or missing list is an empty bag."""
+    num_embeddings: int = Field(default=100_000, ge=1)
+    """Rows of every table (synthetic data: ``synthetic.rows_per_table`` instead)."""
+    num_embeddings_per_feature: dict[str, int] = Field(default_factory=dict)
+    """Rows of single tables, by feature, where they differ from ``num_embeddings``."""
+    max_train_rows: int | None = Field(default=None, ge=1)
+    """Training rows used at most, from the front."""
+    max_eval_rows: int | None = Field(default=None, ge=1)
+    """Evaluation rows used at most, from the front."""
+    shuffle_rows: int = Field(default=100_000, ge=0)
+    """Training rows are shuffled within consecutive blocks of this many rows, anew in each epoch; 0 keeps the
+    order of the files. Synthetic rows are independent draws and are not shuffled."""
+    shuffle_seed: int = Field(default=0, ge=0)
+    """Seed of the shuffling."""
+    skip_bad_lines: bool = False
+    """Leave out and count rows that are malformed instead of stopping at the first."""
+    validate_rows: int = Field(default=1_000_000, ge=-1)
+    """Rows of each part that are checked before training starts; -1 checks all, 0 none."""
+    synthetic: SyntheticConfig = SyntheticConfig()
+    """Settings of ``kind="synthetic"``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.kind == "synthetic":
+            # Compared with the defaults, not with what was set: a resolved config that is read again sets everything.
+            of_files = ("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature")
+            given = [
+                name
+                for name in of_files
+                if getattr(self, name) != DataConfig.model_fields[name].get_default(call_default_factory=True)
+            ]
+            if given:
+                raise InputError(
+                    f"{min(given)} has no meaning for kind='synthetic'; use the settings under `synthetic` "
+                    "(rows_per_table, num_rows, num_eval_rows), or set kind."
+                )
+            return self
+        if not self.train_path:
+            raise InputError(f"kind={self.kind!r} needs train_path: a file, a directory or a glob.")
+        if self.kind == "criteo_tsv":
+            if self.id_mode == "index":
+                raise InputError(
+                    "id_mode='index' needs columns of row numbers, but Criteo's categories are hexadecimal text. "
+                    "Use id_mode='hash', or kind='columns'."
+                )
+            if self.split_column or self.multi_hot:
+                raise InputError("split_column and multi_hot are for kind='columns'; Criteo's format has neither.")
+        elif not self.categorical:
+            raise InputError("kind='columns' needs categorical: names or globs of columns, such as ['c_*'].")
+        if self.eval_path and self.split_column:
+            raise InputError("eval_path and split_column both say what evaluation rows are; give one of them.")
+        wrong = {name: rows for name, rows in self.num_embeddings_per_feature.items() if rows < 1}
+        if wrong:
+            raise InputError(f"num_embeddings_per_feature: {min(wrong)!r} has {wrong[min(wrong)]} rows; at least 1.")
+        return self

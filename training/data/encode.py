@@ -1,0 +1,196 @@
+"""`Encoder`: Arrow columns of some rows -> `Rows`; `FileBlock`: rows of a file that are encoded when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+from dmt.training.data.hashing import FractionError, hash_rows
+from dmt.training.data.rows import Bags, Place, Rows
+
+__all__ = ["Encoder", "FileBlock", "is_list", "out_of_range"]
+
+
+def is_list(type_: pa.DataType) -> bool:
+    """Whether an Arrow type is one of the list types.
+
+    Example:
+        >>> is_list(pa.list_(pa.string())), is_list(pa.string())
+        (True, False)
+    """
+    return pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)
+
+
+def out_of_range(feature: str, value: int, num_embeddings: int, *, table: str, place: str) -> InputError:
+    """The error for an id that its table has no row for.
+
+    Example:
+        >>> str(out_of_range("C3", 120, 100, table="t_C3", place="a.csv, line 7"))[:69]
+        "Feature 'C3': id 120 is outside the table t_C3 of 100 rows (a.csv, li"
+    """
+    return InputError(
+        f"Feature {feature!r}: id {value} is outside the table {table} of {num_embeddings} rows ({place}). Set "
+        f"num_embeddings_per_feature[{feature!r}] to more than the largest id, or id_mode='hash'."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """How columns become model inputs.
+
+    Example:
+        >>> encoder = Encoder(dense=("d",), num_embeddings={"c": 10}, multi_hot=frozenset(), list_separator="|",
+        ...                   id_mode="index", signed_log1p=False)
+        >>> table = pa.table({"d": [0.5, None], "c": [3, 9]})
+        >>> rows = encoder.encode(table, np.zeros(2, np.float32), Place("a.csv", "line", np.array([1, 2])))
+        >>> rows.dense.tolist(), rows.bags[0].values.tolist()
+        ([[0.5], [0.0]], [3, 9])
+    """
+
+    dense: Sequence[str]
+    """Dense columns."""
+    num_embeddings: Mapping[str, int]
+    """Categorical columns with the rows of their tables."""
+    multi_hot: frozenset[str]
+    """Which categorical columns have bags."""
+    list_separator: str
+    """Between the values of a bag in a text column."""
+    id_mode: Literal["hash", "index"]
+    """Hash values into the table, or take them as its row numbers."""
+    signed_log1p: bool
+    """Whether dense values x become sign(x) * log(1 + abs(x))."""
+
+    def encode(self, table: pa.Table, labels: NDArray[np.float32], place: Place) -> Rows:
+        """Decodes all rows of a table.
+
+        Args:
+            table: the dense (numbers) and categorical columns, n rows.
+            labels: float32 [n].
+            place: where the rows stand, for messages.
+
+        Raises:
+            InputError: an infinite dense value, an id outside its table, or a category that is no text, whole
+                number or boolean; with file, row and column.
+        """
+        dense = np.empty((table.num_rows, len(self.dense)), dtype=np.float32)
+        for i, name in enumerate(self.dense):
+            dense[:, i] = self._dense(_array(table, name), name, place)
+        bags = tuple(self._bags(_array(table, name), name, place) for name in self.num_embeddings)
+        return Rows(labels, dense, bags)
+
+    def _dense(self, column: pa.Array, name: str, place: Place) -> NDArray[np.float32]:
+        numbers = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        if self.signed_log1p:
+            numbers = np.sign(numbers) * np.log1p(np.abs(numbers))
+        with np.errstate(over="ignore"):  # the overflow is what the next line looks for
+            numbers = numbers.astype(np.float32)
+        infinite = np.isinf(numbers)
+        if infinite.any():
+            raise InputError(
+                f"{place(int(infinite.argmax()))}: dense column {name!r} is infinite as a 32-bit float. "
+                "Clip the column or leave the value empty."
+            )
+        return np.nan_to_num(numbers, copy=False, nan=0.0)
+
+    def _bags(self, column: pa.Array, name: str, place: Place) -> Bags:
+        if name not in self.multi_hot:
+            return Bags(self._ids(column, name, place, rows=None))
+        if not is_list(column.type):  # text with separators; a missing text splits into a missing list
+            column = pc.split_pattern(column.cast(pa.string()), self.list_separator)
+        column = column.cast(pa.list_(column.type.value_type))
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        values = column.flatten()  # leaves out what lies under a missing list
+        kept = pc.is_valid(values)
+        if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+            kept = pc.and_(kept, pc.fill_null(pc.not_equal(values, ""), False))
+        # A missing element is left out of its bag: count the kept ones before each boundary.
+        before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
+        offsets = before[np.concatenate([[0], np.cumsum(lengths)])]
+        rows = np.repeat(np.arange(len(lengths)), np.diff(offsets))
+        return Bags(self._ids(values.filter(kept), name, place, rows), offsets)
+
+    def _ids(self, values: pa.Array, name: str, place: Place, rows: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """Ids of values; ``rows[i]`` is the row of value i (None: i)."""
+        num_embeddings = self.num_embeddings[name]
+
+        def where(wrong: NDArray[np.bool_]) -> str:
+            first = int(wrong.argmax())
+            return place(first if rows is None else int(rows[first]))
+
+        if self.id_mode == "hash":
+            try:
+                return hash_rows(values, feature=name, num_embeddings=num_embeddings)
+            except FractionError as error:
+                wrong = pc.fill_null(pc.equal(values, error.value), False).to_numpy(zero_copy_only=False)
+                raise InputError(f"{where(wrong)}: {error}") from error
+            except pa.ArrowInvalid as error:
+                raise InputError(f"{place.file}: column {name!r} is not text in UTF-8 ({error}).") from error
+        if pa.types.is_dictionary(values.type):
+            values = values.dictionary_decode()
+        try:
+            ids = pc.fill_null(values.cast(pa.int64()), 0).to_numpy(zero_copy_only=False)
+        except pa.ArrowInvalid:
+            wrong = np.array([not _is_whole(value) for value in values.to_pylist()])
+            value = values[int(wrong.argmax())].as_py()
+            raise InputError(
+                f"{where(wrong)}: column {name!r} has {value!r}, expected the number of a table row "
+                "(id_mode='index'). Use id_mode='hash' for other values."
+            ) from None
+        wrong = (ids < 0) | (ids >= num_embeddings)
+        if wrong.any():
+            worst = int(ids[int(wrong.argmax())])
+            raise out_of_range(name, worst, num_embeddings, table=f"t_{name}", place=where(wrong))
+        return ids
+
+
+@dataclass(frozen=True)
+class FileBlock:
+    """Rows of a file as Arrow columns. Only rows that are asked for are encoded.
+
+    Example:
+        >>> encoder = Encoder(dense=(), num_embeddings={"c": 10}, multi_hot=frozenset(), list_separator="|",
+        ...                   id_mode="index", signed_log1p=False)
+        >>> place = Place("a.csv", "line", np.array([1, 2]))
+        >>> block = FileBlock(pa.table({"c": [3, 9]}), np.zeros(2, np.float32), place, encoder)
+        >>> block.rows(np.array([1])).bags[0].values.tolist()
+        [9]
+    """
+
+    table: pa.Table
+    labels: NDArray[np.float32]
+    place: Place
+    encoder: Encoder
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the block holds."""
+        return len(self.labels)
+
+    def rows(self, index: NDArray[np.int64]) -> Rows:
+        """Encodes the rows at these positions.
+
+        Raises:
+            InputError: see `Encoder.encode`.
+        """
+        if len(index) == self.num_rows and (np.diff(index) == 1).all():  # all of them, in order
+            return self.encoder.encode(self.table, self.labels, self.place)
+        return self.encoder.encode(self.table.take(pa.array(index)), self.labels[index], self.place.take(index))
+
+
+def _array(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name)
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _is_whole(value: object) -> bool:
+    try:
+        return value is None or abs(int(str(value))) < 2**63
+    except ValueError:
+        return False

@@ -1,0 +1,183 @@
+"""A click log that is made up as it is read: Criteo's shape, Zipf ids, and groups of features that belong together.
+
+How a row comes about (n rows, F categorical features in G groups, D dense features):
+
+1. Every group g has a hidden variable z_g ~ N(0, 1); feature j in it has t_j = sqrt(rho) z_g + sqrt(1 - rho) e_j with
+   e_j ~ N(0, 1) of its own, so t_j ~ N(0, 1) and two features of one group have correlation rho.
+2. The line of t is cut into as many pieces as the feature has ids, in an order drawn once, each as probable as its
+   Zipf share: the piece that t_j falls in is the id. Ids are thus exactly Zipf-distributed, yet neighbours on the line
+   occur in the same rows. The id's score u_j is the mean of t over its piece: all that an id tells about t.
+3. logit = intercept + signal * (standardised sum of: a main effect and the pairwise products of the u_j within each
+   group, and effects of a few dense features) + noise. Features of different groups never interact.
+
+A model can learn every u_j from the label alone, and embeddings of one group then vary together over the rows: the
+affinity that DMT's Tower Partitioner reads (section 3.3) shows the groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dmt.training.data.config import SyntheticConfig
+from dmt.training.data.rows import Bags, Rows
+
+__all__ = ["BLOCK_ROWS", "SyntheticBlock", "SyntheticClicks"]
+
+BLOCK_ROWS = 1024
+"""Rows that are drawn together. Small, so that a rank draws little more than its own rows."""
+
+_SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent streams of random numbers of one seed
+_PROBE_ROWS = 32_768
+_MAIN_WEIGHT, _PAIR_WEIGHT = 1.0, 1.0
+
+
+class SyntheticClicks:
+    """The generator: everything that is drawn once; blocks of rows are functions of (seed, split, block index).
+
+    Args:
+        config: sizes, strengths and the seed.
+
+    Example:
+        >>> clicks = SyntheticClicks(SyntheticConfig(num_features=6, num_groups=2, rows_per_table=50))
+        >>> sorted(len(group) for group in clicks.planted_groups)
+        [3, 3]
+        >>> clicks.draw("train", 0).dense.shape
+        (1024, 13)
+    """
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        self.config = config
+        self.dense_names = tuple(f"I{i + 1}" for i in range(config.num_dense))
+        self.feature_names = tuple(f"C{i + 1}" for i in range(config.num_features))
+        rng = np.random.default_rng([config.seed, _SETUP])
+        # Neither runs nor strides of the feature order make good towers by accident.
+        self._group = rng.permutation(np.arange(config.num_features) % config.num_groups)
+        self._cuts, self._scores = zip(*(self._pieces(rng) for _ in self.feature_names), strict=True)
+        self._main = rng.choice([-1.0, 1.0], size=config.num_groups)
+        effects = rng.normal(size=config.num_dense)
+        effects[4:] = 0.0  # a few dense features matter, the others are there to be ignored
+        self._dense_effects = 0.6 * effects / max(float(np.linalg.norm(effects)), 1e-9)
+        self._calibrate()
+
+    @property
+    def planted_groups(self) -> list[list[str]]:
+        """The features of each group."""
+        return [
+            [name for name, of in zip(self.feature_names, self._group, strict=True) if of == group]
+            for group in range(self.config.num_groups)
+        ]
+
+    def num_rows(self, split: Literal["train", "eval"]) -> int:
+        """Rows of a split."""
+        return self.config.num_rows if split == "train" else self.config.num_eval_rows
+
+    def draw(self, split: Literal["train", "eval"], block: int) -> Rows:
+        """Draws a block of `BLOCK_ROWS` rows; dense features are raw counts (before any transform)."""
+        rng = np.random.default_rng([self.config.seed, _TRAIN if split == "train" else _EVAL, block])
+        rows, _ = self._draw(rng, BLOCK_ROWS)
+        return rows
+
+    def bayes_auc(self, num_rows: int = 131_072) -> float:
+        """About the AUC of the best possible model: ranking fresh rows by their noise-free logit.
+
+        Its standard error is about ``0.7 / sqrt(num_rows)``.
+
+        Example:
+            >>> 0.5 < SyntheticClicks(SyntheticConfig(rows_per_table=50)).bayes_auc(20_000) < 1
+            True
+        """
+        rows, logits = self._draw(np.random.default_rng([self.config.seed, _PROBE, 1]), num_rows)
+        ranks = np.empty(num_rows)
+        ranks[np.argsort(logits)] = np.arange(num_rows)
+        clicks = rows.labels.sum(dtype=np.float64)
+        return float((ranks[rows.labels == 1].sum() - clicks * (clicks - 1) / 2) / (clicks * (num_rows - clicks)))
+
+    def _pieces(self, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Where the line of t is cut, and the mean of t in each piece: [rows - 1], [rows]."""
+        share = np.arange(1, self.config.rows_per_table + 1) ** -self.config.zipf_exponent
+        share = rng.permutation(share / share.sum())
+        cuts = torch.special.ndtri(torch.from_numpy(np.cumsum(share)[:-1])).numpy()
+        density = np.concatenate([[0.0], np.exp(-(cuts**2) / 2) / np.sqrt(2 * np.pi), [0.0]])
+        return cuts, (density[:-1] - density[1:]) / share
+
+    def _calibrate(self) -> None:
+        """Sets the scale and intercept of the logit from a probe of rows."""
+        self._scale, self._intercept = 1.0, 0.0
+        rng = np.random.default_rng([self.config.seed, _PROBE, 0])
+        _, logits = self._draw(rng, _PROBE_ROWS)
+        spread = float(logits.std())
+        self._scale = self.config.signal / spread if spread else 0.0
+        centred = logits * self._scale + self.config.noise * rng.normal(size=_PROBE_ROWS)
+        low, high = -50.0, 50.0
+        for _ in range(50):  # bisection: the share of clicks grows with the intercept
+            middle = (low + high) / 2
+            low, high = (middle, high) if _sigmoid(centred + middle).mean() < self.config.base_rate else (low, middle)
+        self._intercept = low
+
+    def _draw(self, rng: np.random.Generator, n: int) -> tuple[Rows, NDArray[np.float64]]:
+        """Rows and their noise-free logits [n]."""
+        config = self.config
+        hidden = rng.normal(size=(config.num_groups, n))
+        shared, own = np.sqrt(config.group_correlation), np.sqrt(1 - config.group_correlation)
+        bags: list[Bags] = []
+        scores = np.empty((config.num_features, n))
+        for j, group in enumerate(self._group):
+            if j < config.num_features - config.num_multi_hot:
+                ids = self._cuts[j].searchsorted(shared * hidden[group] + own * rng.normal(size=n))
+                bags.append(Bags(ids))
+                scores[j] = self._scores[j][ids]
+            else:
+                lengths = rng.integers(0, config.max_bag + 1, size=n)
+                of_row = np.repeat(np.arange(n), lengths)
+                ids = self._cuts[j].searchsorted(shared * hidden[group][of_row] + own * rng.normal(size=len(of_row)))
+                bags.append(Bags(ids, np.concatenate([[0], np.cumsum(lengths)])))
+                scores[j] = np.bincount(of_row, self._scores[j][ids], minlength=n) / np.maximum(lengths, 1)
+        # Counts like Criteo's: whole numbers with a long tail, near normal after log(1 + x).
+        dense = np.floor(np.exp(1.5 + rng.normal(size=(n, config.num_dense)))).astype(np.float32)
+        logits = self._logits(scores, dense)
+        chance = _sigmoid(logits + config.noise * rng.normal(size=n))
+        labels = (rng.random(size=n) < chance).astype(np.float32)
+        return Rows(labels, dense, tuple(bags)), logits
+
+    def _logits(self, scores: NDArray[np.float64], dense: NDArray[np.float32]) -> NDArray[np.float64]:
+        total = (np.log1p(dense) - 1.7) @ self._dense_effects if len(self._dense_effects) else np.zeros(scores.shape[1])
+        for group in range(self.config.num_groups):
+            members = scores[self._group == group]
+            sums, squares, count = members.sum(axis=0), (members**2).sum(axis=0), len(members)
+            # Mean of u_i u_j over the pairs i < j of the group, by the identity of factorisation machines.
+            pairs = (sums**2 - squares) / max(count * (count - 1), 1)
+            total += _MAIN_WEIGHT * self._main[group] * (sums / count) + _PAIR_WEIGHT * pairs
+        return self._intercept + self._scale * total
+
+
+@dataclass(frozen=True)
+class SyntheticBlock:
+    """A block that is drawn when rows of it are asked for.
+
+    Example:
+        >>> clicks = SyntheticClicks(SyntheticConfig(rows_per_table=50))
+        >>> SyntheticBlock(clicks, "train", 0, 1000, signed_log1p=True).rows(np.array([3, 5])).num_rows
+        2
+    """
+
+    clicks: SyntheticClicks
+    split: Literal["train", "eval"]
+    index: int
+    num_rows: int
+    """At most `BLOCK_ROWS`; less in the last block."""
+    signed_log1p: bool
+    """Whether dense counts x become log(1 + x)."""
+
+    def rows(self, index: NDArray[np.int64]) -> Rows:
+        """Draws the block and returns the rows at these positions."""
+        rows = self.clicks.draw(self.split, self.index).rows(index)
+        return Rows(rows.labels, np.log1p(rows.dense) if self.signed_log1p else rows.dense, rows.bags)
+
+
+def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    return 0.5 * (1 + np.tanh(0.5 * x))

@@ -1,0 +1,191 @@
+"""Text files, plain or gzip, as blocks of whole lines with exact line numbers, and blocks as Arrow columns.
+
+Own blocks instead of Arrow's streaming CSV reader, because its row numbers start anew or are unknown after rows that
+it leaves out, and it says of text that is not UTF-8 only that some is there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+
+__all__ = ["TextFormat", "parse_block", "text_blocks"]
+
+_BLOCK_BYTES = 4 << 20
+_MAX_LINE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFormat:
+    """How a line is cut into columns.
+
+    Example:
+        >>> TextFormat(names=("a", "b"), separator=",", quotes=True, types={"b": pa.string()}, expected="a,b").names
+        ('a', 'b')
+    """
+
+    names: tuple[str, ...]
+    """All columns of a line, in order."""
+    separator: str
+    """Between columns."""
+    quotes: bool
+    """Whether ``"`` quotes a column; otherwise it is a character like any other."""
+    types: dict[str, pa.DataType]
+    """The columns to keep, with the type to read them as (text or dictionary of text)."""
+    expected: str
+    """What a line should look like, for messages."""
+
+
+def text_blocks(path: str, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, bytes]]:
+    r"""Reads a file in blocks of whole lines, in constant memory.
+
+    Gzip is recognised by its first bytes. Line ends become ``\n``, a last line without one gets it, a byte order
+    mark is dropped, and a carriage return inside a line becomes a space.
+
+    Args:
+        path: the file.
+        block_bytes: about how much to read at a time.
+
+    Yields:
+        The 1-based number of the block's first line, and the block.
+
+    Raises:
+        InputError: the file cannot be read, is a broken or cut-off gzip, or has a line of more than 16 MiB.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     _ = file.write(b"a\r\nb")
+        ...     file.flush()
+        ...     list(text_blocks(file.name))
+        [(1, b'a\n'), (2, b'b\n')]
+    """
+    line = 1
+    rest: list[bytes] = []
+    try:
+        for piece in _pieces(path, block_bytes):
+            cut = piece.rfind(b"\n") + 1
+            if not cut:
+                rest.append(piece)
+                if sum(map(len, rest)) > _MAX_LINE_BYTES:
+                    raise InputError(f"{path}, line {line}: longer than 16 MiB. Is this text with one row a line?")
+                continue
+            block = _clean(b"".join([*rest, piece[:cut]]), first=line == 1)
+            rest = [piece[cut:]]
+            yield line, block
+            line += block.count(b"\n")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(
+            f"{path}, line {line} or soon after: the gzip file is cut off or damaged ({error}). Fetch it again."
+        ) from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    tail = _clean(b"".join(rest), first=line == 1)
+    if tail:
+        yield line, tail + b"\n"
+
+
+def parse_block(block: bytes, form: TextFormat) -> tuple[pa.Table, NDArray[np.int64], dict[int, str]]:
+    r"""Cuts a block's lines into columns of text; an empty column is missing.
+
+    Args:
+        block: whole lines, as `text_blocks` yields them.
+        form: the columns.
+
+    Returns:
+        The kept columns of the well-formed lines (an empty line is one with every column missing); the 0-based place
+        of each in the block, int64; and for every other line by its place what is wrong with it.
+
+    Example:
+        >>> form = TextFormat(names=("a", "b"), separator=",", quotes=False, types={"b": pa.string()}, expected="a,b")
+        >>> table, lines, faults = parse_block(b"1,2\n3\n4,\n", form)
+        >>> table.to_pydict(), lines.tolist(), faults
+        ({'b': ['2', None]}, [0, 2], {1: 'expected 2 columns (a,b), found 1'})
+    """
+    unreadable = _unreadable_lines(block, quotes=form.quotes)
+    if unreadable:  # Arrow would refuse the block, or lose its line count: blank these lines, drop their rows below.
+        block = b"\n".join(b"" if i in unreadable else text for i, text in enumerate(block.split(b"\n")))
+    cut_wrong: dict[int, str] = {}
+
+    def on_invalid(row: pa.csv.InvalidRow) -> str:
+        found = f"expected {row.expected_columns} columns ({form.expected}), found {row.actual_columns}"
+        cut_wrong[row.number - 1] = found
+        return "skip"
+
+    table = pa.csv.read_csv(
+        pa.py_buffer(block),
+        # One Arrow block: only then are row numbers those of the lines. Threads would lose them.
+        read_options=pa.csv.ReadOptions(use_threads=False, column_names=list(form.names), block_size=len(block) + 1),
+        parse_options=pa.csv.ParseOptions(
+            delimiter=form.separator,
+            quote_char='"' if form.quotes else False,
+            ignore_empty_lines=False,
+            invalid_row_handler=on_invalid,
+        ),
+        convert_options=pa.csv.ConvertOptions(
+            column_types=form.types,
+            include_columns=list(form.types),
+            null_values=[""],
+            strings_can_be_null=True,
+        ),
+    )
+    present = np.ones(block.count(b"\n"), dtype=bool)
+    present[list(cut_wrong)] = False
+    lines = np.flatnonzero(present)
+    assert len(lines) == table.num_rows, f"{len(lines)} lines gave {table.num_rows} rows"
+    if unreadable:
+        readable = ~np.isin(lines, list(unreadable))
+        table, lines = table.filter(pa.array(readable)), lines[readable]
+    # A one-column format takes a blanked line as a row, any other may call it cut wrong: the first reason stands.
+    return table, lines, {**cut_wrong, **unreadable}
+
+
+def _pieces(path: str, size: int) -> Iterator[bytes]:
+    """Decompressed pieces of a file."""
+    with open(path, "rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        if not packed and path.endswith(".gz") and raw.read(1):
+            raise InputError(f"{path}: not a gzip file, in spite of its name. Rename it or compress it.")
+        with gzip.open(raw) if packed else raw as file:
+            while piece := file.read(size):
+                yield piece
+
+
+def _clean(text: bytes, *, first: bool) -> bytes:
+    if first:
+        text = text.removeprefix(b"\xef\xbb\xbf")
+    if b"\r" in text:
+        # Arrow takes a lone carriage return for a line end, which would break the line count.
+        text = text.replace(b"\r\n", b"\n").replace(b"\r", b" ")
+    return text
+
+
+def _unreadable_lines(block: bytes, *, quotes: bool) -> dict[int, str]:
+    """Lines that are not UTF-8, or that leave a quote open."""
+    faults: dict[int, str] = {}
+    try:
+        block.decode()
+    except UnicodeDecodeError:
+        for i, text in enumerate(block.split(b"\n")):
+            try:
+                text.decode()
+            except UnicodeDecodeError as error:
+                faults[i] = (
+                    f"expected text in UTF-8, found byte 0x{text[error.start]:02x} at position {error.start + 1}"
+                )
+    # An even count in the block can still hide two open quotes, so every line is looked at once there are quotes.
+    if quotes and b'"' in block:
+        for i, text in enumerate(block.split(b"\n")):
+            if text.count(b'"') % 2:
+                faults[i] = 'expected quotes in pairs, found an open quote (") (a line end inside quotes is not read)'
+    return faults

@@ -1,0 +1,149 @@
+"""``dmt demo``: the whole job on one machine, from clicks to a comparison of the flat and the multi-tower model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dmt.errors import InputError
+from dmt.partitioner import TowerPartitioner, plot_affinity
+from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file
+from dmt.training.partition import affinity_of_run
+from dmt.training.report import plot_curves, write_report
+from dmt.training.run import auc_warning, preflight
+
+__all__ = ["demo", "demo_settings", "step_settings"]
+
+_STEPS = 400  # about so many steps tell the models apart and end within minutes
+_TABLE_ROWS = 20_000
+
+
+def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:
+    """Trains the flat model, partitions its features, trains the multi-tower model, and compares them.
+
+    Args:
+        data: a file of clicks (see `demo_settings`), None for the built-in generator.
+        output_dir: where everything goes.
+        overrides: ``section.key=value`` for both runs.
+        command: what the user typed, for the report.
+
+    Returns:
+        The results of both runs, by model.
+
+    Raises:
+        InputError: anything the user can mend; raised before training wherever it can be known by then.
+    """
+    console = Console(stderr=True, highlight=False)
+    out = Path(output_dir)
+    settings = [] if data is None else demo_settings(Path(data))
+    console.print("[bold]1/4[/] checking data and sizes")
+    config = load_config("demo", [*settings, *overrides])
+    arch, ranks = config.model.arch, config.topology.build().world_size
+    if not config.model.has_towers:
+        raise InputError(
+            f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
+        )
+    checked = preflight(config, ranks).validate()
+    if data is not None:
+        settings += step_settings(checked.train_rows, ranks)
+    shared = [*settings, *overrides]
+    flat_arch = arch.removeprefix("dmt-")
+
+    console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
+    flat = load_config("demo", [*shared, f"model.arch={flat_arch}", f'train.output_dir="{out / flat_arch}"'])
+    runs = {flat_arch: _train(flat)}
+
+    console.print("[bold]3/4[/] learning which features belong together")
+    affinity, tables = affinity_of_run(Path(flat.train.output_dir))
+    affinity.save(out / "affinity.npz")
+    partitioner = TowerPartitioner(num_towers=config.topology.num_towers, seed=config.train.seed)
+    plan = replace(partitioner.fit(affinity, tables=tables), command=command)
+    plan.save(out / "towers.json")
+
+    console.print(f"[bold]4/4[/] training the multi-tower model, {arch}, with these towers")
+    towers = load_config("demo", [*shared, f'towers.plan="{out / "towers.json"}"', f'train.output_dir="{out / arch}"'])
+    runs[arch] = _train(towers)
+
+    page = write_report(
+        out / "report.html",
+        runs=runs,
+        plan=plan,
+        affinity_picture=plot_affinity(affinity, plan, out / "affinity.png"),
+        curves_picture=plot_curves({name: out / name for name in runs}, out / "curves.png"),
+        data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
+        notes=[f"{name}: {text}" for name, run in runs.items() if (text := auc_warning(run["eval_auc"]))],
+    )
+    for tower in plan.towers:
+        console.print(f"{tower.name}: {' '.join(tower.features)}")
+    console.print(f"Report: {page}   towers: {out / 'towers.json'}   curves: tensorboard --logdir {out}")
+    return runs
+
+
+def demo_settings(data: Path) -> list[str]:
+    """The overrides that point the demo's config at a file of clicks.
+
+    Criteo's format (``.tsv``, ``.txt``, also ``.gz``) is read as such; its evaluation rows come from the file whose
+    name has "test" for "train", where there is one. Parquet and CSV files need the columns ``label``, ``c_*``
+    (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
+
+    Raises:
+        InputError: the file does not exist or its kind is unknown.
+    """
+    criteo = data.name.removesuffix(".gz").endswith((".tsv", ".txt"))
+    kind = "criteo_tsv" if criteo else "columns"
+    settings = [f'data.kind="{kind}"', f'data.train_path="{data}"', f"data.num_embeddings={_TABLE_ROWS}"]
+    file = expand_path("--data", str(data), columns=not criteo)[0]
+    if criteo:
+        partner = data.with_name(data.name.replace("train", "test"))
+        if partner != data and partner.exists():
+            settings.append(f'data.eval_path="{partner}"')
+        return settings
+    settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
+    if "split" in (parquet_file(file).schema_arrow.names if is_parquet(file) else csv_header(file, ",")):
+        settings.append('data.split_column="split"')
+    return settings
+
+
+def step_settings(rows: int, ranks: int) -> list[str]:
+    """Batch size and epochs that make some hundred steps of this many rows.
+
+    Example:
+        >>> step_settings(rows=262_144, ranks=4)
+        ['train.batch_size=128', 'train.epochs=1']
+        >>> step_settings(rows=6_000, ranks=4)
+        ['train.batch_size=16', 'train.epochs=3']
+    """
+    epochs = 1 if rows >= 200_000 else 2 if rows >= 50_000 else 3
+    wanted = max(1, rows * epochs // (_STEPS * ranks))
+    size = min(512, max(16, 2 ** (wanted.bit_length() - 1)))
+    return [f"train.batch_size={size}", f"train.epochs={epochs}"]
+
+
+def _train(config: TrainingConfig) -> dict[str, Any]:
+    """Runs torchrun on a config; its table goes to ``train.log``, its progress bar and warnings to the terminal."""
+    folder = Path(config.train.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(to_toml(config))
+    ranks = config.topology.build().world_size
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    log = folder / "train.log"
+    with log.open("w") as stream:
+        run = subprocess.run(
+            [*launcher, "-m", "dmt.training", str(folder / "run.toml")],
+            stdout=stream,
+            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            check=False,
+        )
+    if run.returncode:
+        raise InputError(f"Training {config.model.arch} ended with exit code {run.returncode}; see above and {log}.")
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result

@@ -1,0 +1,51 @@
+"""From the output of a training run to the affinity of its features: loads the plain model and runs data through it."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from dmt.errors import InputError
+from dmt.partitioner import FeatureAffinity
+from dmt.tables import TableSpec
+from dmt.training.build import ClickTask, build_model
+from dmt.training.checkpoint import load_plain
+from dmt.training.config import load_config
+from dmt.training.data import open_source
+
+__all__ = ["affinity_of_run"]
+
+_BATCH_ROWS = 2048
+
+
+def affinity_of_run(
+    run: Path, *, data_path: str | None = None, max_rows: int = 65_536
+) -> tuple[FeatureAffinity, list[TableSpec]]:
+    """Collects the feature affinity of a trained model on its training rows.
+
+    Args:
+        run: the ``output_dir`` of a finished run, with ``config.toml`` and ``checkpoint/``.
+        data_path: rows from here instead of the run's own ``data.train_path``.
+        max_rows: rows to average over; the mean settles quickly.
+
+    Returns:
+        The affinity and the tables of the model.
+
+    Raises:
+        InputError: the folder holds no run, or the data do not fit it.
+    """
+    if not (run / "config.toml").exists():
+        raise InputError(f"{run} is not the output_dir of a training run: it has no config.toml.")
+    overrides = [] if data_path is None else [f'data.train_path="{data_path}"']
+    config = load_config(run / "config.toml", overrides)
+    data = open_source(config.data, embedding_dim=config.model.embedding_dim)
+    task = ClickTask(build_model(config, data.tables, len(data.dense_names)))
+    load_plain(task, run / "checkpoint")
+    rows = data.num_rows("train")
+    size = _BATCH_ROWS if rows is None else max(1, min(_BATCH_ROWS, rows))
+    batches = data.batches("train", rank=0, world_size=1, batch_size=size)
+    with torch.no_grad():
+        affinity = FeatureAffinity.collect(task.model, islice(batches, max(1, max_rows // size)))
+    return affinity, data.tables
