@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
+import time
 
 import click
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError
-from dmt.training.config import load_config
+from dmt.training.config import TrainingConfig, load_config
+from dmt.training.console import quiet_libraries
 
 EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
+# Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
+_LET_RANK_0_SPEAK_S = 10
 
 
 @click.command(epilog=f"Example: {EXAMPLE}")
@@ -23,16 +26,17 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
 
     OVERRIDES replace single values, as section.key=value.
     """
-    _quiet()
     rank = int(os.environ.get("RANK", "0"))
+    quiet_libraries(rank=rank)
     try:
-        settings = load_config(config, overrides)
+        settings = _load(config, overrides, rank)
         from dmt.training.run import train
 
         result = train(settings)
     except InputError as error:
-        # One line, from the rank it concerns; faults every rank sees alike are told by rank 0 only.
         print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+        # torchrun ends with a long report of its own; this puts the reason at its end too.
+        get_error_handler().record_exception(error)
         sys.exit(2)
     if rank == 0:
         from dmt.training.summary import print_summary
@@ -40,16 +44,13 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         print_summary({settings.model.arch: result})
 
 
-def _quiet() -> None:
-    """Leaves our own messages, of rank 0; what TorchRec and FBGEMM say at INFO on every rank helps nobody here."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    ours = logging.getLogger("dmt")
-    ours.addHandler(handler)
-    ours.propagate = False
-    ours.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+def _load(config: str, overrides: tuple[str, ...], rank: int) -> TrainingConfig:
+    try:
+        return load_config(config, overrides)
+    except InputError:
+        if rank != 0:
+            time.sleep(_LET_RANK_0_SPEAK_S)
+        raise
 
 
 if __name__ == "__main__":

@@ -39,7 +39,15 @@ from dmt.tables import TableSpec, feature_names
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["ClickTask", "build_model", "build_optimizer", "count_model", "shard_model", "tower_plan"]
+__all__ = [
+    "ClickTask",
+    "build_model",
+    "build_optimizer",
+    "count_model",
+    "fused_params",
+    "shard_model",
+    "tower_plan",
+]
 
 _FUSED = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,

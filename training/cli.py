@@ -14,6 +14,7 @@ import click
 
 from dmt import __version__
 from dmt.errors import InputError
+from dmt.training.console import quiet_libraries
 
 __all__ = ["main"]
 
@@ -25,6 +26,7 @@ class _Commands(click.Group):
     """Turns what the user can mend into one line and exit code 2."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        quiet_libraries(rank=0)
         try:
             return super().invoke(ctx)
         except InputError as error:
@@ -44,11 +46,10 @@ def main() -> None:
 
 @main.command(epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
 @click.option("--data", metavar="PATH", help="A Criteo TSV, or a Parquet or CSV file with label, c_* and d_* columns.")
-@click.option(
-    "--out", default="demo_output", show_default=True, help="Folder for towers.json, pictures and the report."
-)
+@click.option("--out", default="demo_output", show_default=True, help="Folder for towers.json, pictures, the report.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.argument("overrides", nargs=-1)
-def demo(data: str | None, out: str, overrides: tuple[str, ...]) -> None:
+def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Trains a flat model, learns its towers, trains the multi-tower model, compares them.
 
     Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.

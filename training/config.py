@@ -63,6 +63,8 @@ class ModelConfig(_Section):
     def _check(self) -> ModelConfig:
         if self.embedding_dim % 4:
             raise InputError(f"embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels).")
+        if self.over_arch is not None and self.over_arch[-1:] != (1,):
+            raise InputError(f"over_arch={list(self.over_arch)} must end in 1, the logit.")
         return self
 
 
@@ -251,7 +253,7 @@ def _check_keys(values: dict[str, Any], section: type[BaseModel], path: tuple[st
             where = ".".join((*path, key))
             known = list(section.model_fields)
             elsewhere = [f"{'.'.join(full)}" for full in _all_keys(TrainingConfig, ()) if full[-1] == key]
-            hint = nearest(key, known) or (f" Did you mean {elsewhere[0]!r}?" if elsewhere else "")
+            hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else nearest(key, known)
             raise InputError(f"Config key {where!r} is unknown.{hint} Valid here: {', '.join(known)}.")
         inner = _section_of(section, key)
         if inner is not None and isinstance(value, dict):

@@ -33,12 +33,13 @@ _WARM_UP_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTime:
-    """How long training took, without evaluation."""
+    """How long training took."""
 
     steps: int
     seconds: float
+    """Wall time, with the evaluations on the way."""
     samples_per_second: float
-    """Rows of all ranks per second, without the first few steps."""
+    """Rows of all ranks per second, without the first few steps and without evaluation; NaN after fewer steps."""
 
 
 class Trainer:
@@ -90,9 +91,10 @@ class Trainer:
                     first = next(batches, None)
                     if first is None:
                         break
-                    self._stretch(chain([first], islice(batches, budget - 1)), bar)
-                    if config.eval_every and self._step % config.eval_every == 0 and self._budget() > 0:
+                    # Only once it is known that training goes on: the caller evaluates at the end.
+                    if config.eval_every and self._step and self._step % config.eval_every == 0:
                         self._record.scalars(self._step, _named("eval", self.evaluate()))
+                    self._stretch(chain([first], islice(batches, budget - 1)), bar)
         if self._step == 0:
             raise InputError(
                 f"No training step was possible: the data has fewer rows than one step of "

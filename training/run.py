@@ -19,7 +19,7 @@ from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
 from dmt.tables import TableSpec
-from dmt.training.build import build_model, build_optimizer, count_model, shard_model, tower_plan
+from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model, tower_plan
 from dmt.training.checkpoint import save_model
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, open_source
@@ -34,7 +34,7 @@ _CHANCE = 0.02
 
 
 def preflight(config: TrainingConfig, world_size: int) -> ClickData:
-    """Finds what is wrong with a run before any rank trains: sizes, plan, data columns, layer sizes.
+    """Finds what is wrong with a run before any rank trains: sizes, plan, data columns, layer sizes, optimizer.
 
     Args:
         config: the run.
@@ -56,6 +56,7 @@ def preflight(config: TrainingConfig, world_size: int) -> ClickData:
                 f"The tower plan {config.towers.plan} has {plan.num_towers} towers, but topology.num_towers="
                 f"{config.topology.num_towers}. Make them equal."
             )
+    fused_params(config.optimizer)
     build_model(config, tables, len(data.dense_names), device="meta")
     return data
 

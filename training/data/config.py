@@ -35,7 +35,7 @@ class SyntheticConfig(BaseModel):
     """The i-th most frequent id has a probability in proportion to i ** -zipf_exponent; 0 is uniform."""
     num_groups: int = Field(default=4, ge=1)
     """Groups of features that share a hidden variable and interact in the label."""
-    group_correlation: float = Field(default=0.7, ge=0.0, lt=1.0)
+    group_correlation: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Share of a feature's variance that comes from its group's hidden variable."""
     signal: float = Field(default=1.3, ge=0.0)
     """Standard deviation of the logit's predictable part; larger is easier."""

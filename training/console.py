@@ -1,0 +1,27 @@
+"""What reaches the terminal: our own messages, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+__all__ = ["quiet_libraries"]
+
+
+def quiet_libraries(*, rank: int) -> None:
+    """Sends this package's log to the terminal and silences what others say on every rank at INFO or by warning.
+
+    For programs only: a library that changes logging when it is imported takes the choice from its user.
+
+    Args:
+        rank: of this process; ranks other than 0 report errors only.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    ours = logging.getLogger("dmt")
+    ours.handlers = [handler]
+    ours.propagate = False
+    ours.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    warnings.simplefilter("ignore")
+    # PyTorch sets its loggers' levels itself, but leaves those that have one.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -1,0 +1,189 @@
+"""The training curves of one or more runs in one picture, drawn without a display and without global state."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dmt.errors import InputError
+from dmt.training.records import read_curves
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["RUN_COLORS", "plot_curves", "smooth"]
+
+# Told apart by colour-blind readers and by lightness alone; none of them is one of the first tower colours, so that a
+# run is not taken for a tower on the page that shows both.
+RUN_COLORS = ("#46506B", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C7A00")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_PANELS = (
+    ("train/loss", "Training loss (binary cross entropy, lower is better)"),
+    ("eval/auc", "AUC on evaluation rows (higher is better)"),
+    ("eval/ne", "Normalized entropy on evaluation rows (lower is better)"),
+)
+# An axis never shows less than this, so that noise in the fourth decimal does not fill a panel.
+_LEAST_SPAN = 0.01
+
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
+    """Draws training loss, evaluation AUC and normalized entropy over training steps, one colour per run.
+
+    The loss is shown as recorded (faint) and smoothed by a centred mean; evaluations are marked one by one, so that a
+    run with a single evaluation shows too. Values that are not finite are left out.
+
+    Args:
+        runs: output folders of finished runs (with ``metrics.jsonl``), by the name to show.
+        path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
+
+    Returns:
+        The path written.
+
+    Raises:
+        InputError: no run, a folder without readable curves, or an unknown picture format.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     record = '{"step": 20, "train/loss": 0.6}\\n{"step": 20, "eval/auc": 0.7, "eval/ne": 0.9}\\n'
+        ...     _ = Path(folder, "metrics.jsonl").write_text(record)
+        ...     plot_curves({"flat": Path(folder)}, Path(folder, "curves.png")).name
+        'curves.png'
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not runs:
+        raise InputError("plot_curves: runs is empty. Give at least one name and its output folder.")
+    target = Path(path)
+    curves = {name: _read(name, Path(folder)) for name, folder in runs.items()}
+    figure = Figure(figsize=(8.4, 6.2), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, hspace=0.04)  # type: ignore[union-attr, call-arg]
+    formats = FigureCanvasAgg(figure).get_supported_filetypes()
+    if target.suffix.lstrip(".").lower() not in formats:
+        raise InputError(
+            f"plot_curves: path={str(path)!r} needs a suffix that is one of {', '.join(sorted(formats))}."
+        )
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.05))
+    places = (grid[0, :], grid[1, 0], grid[1, 1])
+    last = max(float(steps[-1]) for run in curves.values() for steps, _ in run.values())
+    for place, (key, title) in zip(places, _PANELS, strict=True):
+        axes = figure.add_subplot(place)
+        _draw(axes, [run.get(key) for run in curves.values()], smoothed=key == "train/loss")
+        _dress(axes, title if place is places[0] else title.replace(" (", "\n("), last)
+    handles = [
+        figure.axes[1].plot([], [], color=_color(i), marker=_marker(i), linewidth=2.2, label=name)[0]
+        for i, name in enumerate(curves)
+    ]
+    # "_x" is how matplotlib hides a label; names come from outside.
+    labels = [f" {name}" if name.startswith("_") else name for name in curves]
+    figure.legend(handles, labels, loc="outside upper left", ncols=min(3, len(labels)), frameon=False, fontsize=11)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=150)
+    return target
+
+
+def smooth(values: ArrayLike) -> NDArray[np.float64]:
+    """A centred mean over about a tenth of the values, which does not lag behind as an exponential one does.
+
+    Towards the ends the window shrinks on both sides, so a steep beginning is not flattened.
+
+    Args:
+        values: [n], any real dtype.
+
+    Returns:
+        [n], float64.
+
+    Example:
+        >>> smooth([0.0, 3.0, 0.0, 3.0]).tolist()
+        [0.0, 1.0, 2.0, 3.0]
+    """
+    series = np.asarray(values, dtype=np.float64)
+    size = len(series)
+    half = max(1, size // 20)
+    sums = np.concatenate([[0.0], np.cumsum(series)])
+    index = np.arange(size)
+    reach = np.minimum(half, np.minimum(index, size - 1 - index))
+    return (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+
+
+def _read(name: str, folder: Path) -> dict[str, Curve]:
+    try:
+        recorded = read_curves(folder)
+    except (OSError, json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"plot_curves, run {name!r}: {folder / 'metrics.jsonl'} cannot be read ({error!r}). Give the output_dir of "
+            "a training run that has ended."
+        ) from error
+    curves = {}
+    for key, _ in _PANELS:
+        finite = [(step, value) for step, value in recorded.get(key, []) if math.isfinite(value)]
+        if finite:
+            steps, values = np.asarray(finite, dtype=np.float64).T
+            curves[key] = (steps, values)
+    if not curves:
+        raise InputError(
+            f"plot_curves, run {name!r}: {folder / 'metrics.jsonl'} holds none of "
+            f"{', '.join(key for key, _ in _PANELS)}, but {sorted(recorded) or 'nothing'}."
+        )
+    return curves
+
+
+def _draw(axes: Axes, curves: Sequence[Curve | None], *, smoothed: bool) -> None:
+    shown = [(i, curve) for i, curve in enumerate(curves) if curve is not None]
+    if not shown:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color="#777777")
+        axes.set_yticks([])
+        return
+    for i, (steps, values) in shown:
+        if smoothed:
+            axes.plot(steps, values, color=_color(i), linewidth=1.0, alpha=0.3)
+            alone = {"marker": _marker(i)} if len(steps) == 1 else {}
+            axes.plot(steps, smooth(values), color=_color(i), linewidth=2.2, **alone)
+        else:
+            axes.plot(
+                steps,
+                values,
+                color=_color(i),
+                linewidth=1.8,
+                marker=_marker(i),
+                markersize=6.5,
+                markeredgecolor="white",
+                markeredgewidth=0.8,
+                clip_on=False,
+                zorder=3,
+            )
+    every = np.concatenate([values for _, (_, values) in shown])
+    low, high = float(every.min()), float(every.max())
+    slack = max(0.06 * (high - low), (_LEAST_SPAN - (high - low)) / 2)
+    axes.set_ylim(low - slack, high + slack)
+
+
+def _dress(axes: Axes, title: str, last: float) -> None:
+    axes.set_title(title, fontsize=10.5, loc="left", color="#222222")
+    axes.set_xlim(0.0, last * 1.01)
+    axes.set_xlabel("training step", fontsize=9.5, color="#444444")
+    axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9, length=0, labelcolor="#444444")
+    # Without this, a narrow range is labelled with differences from an offset.
+    axes.ticklabel_format(axis="both", useOffset=False)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color("#BBBBBB")
+
+
+def _color(run: int) -> str:
+    return RUN_COLORS[run % len(RUN_COLORS)]
+
+
+def _marker(run: int) -> str:
+    return _MARKERS[run % len(_MARKERS)]
