@@ -17,7 +17,7 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	@echo "Installing the pinned packages into $(VENV) (a minute or two) ..."
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps -r requirements/cpu.lock
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
-	@true
+	@$(BIN)/dmt doctor
 	@touch $@
 
 demo: install

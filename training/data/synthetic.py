@@ -11,7 +11,8 @@ How a row comes about (n rows, F categorical features in G groups, D dense featu
    group, and effects of a few dense features) + noise. Features of different groups never interact.
 
 A model can learn every u_j from the label alone, and embeddings of one group then vary together over the rows: the
-affinity that DMT's Tower Partitioner reads (section 3.3) shows the groups.
+affinity that DMT's Tower Partitioner reads (section 3.3) shows the groups. Warm the tables' learning rate up: otherwise
+the first steps push all embeddings the same way, to learn the base rate, and that common part hides the groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What two runs say about each other: the difference of AUC against its noise, and the ratios of cost. Arithmetic only."""
+"""What two runs say about each other: the difference of AUC against its noise, and the ratios of cost."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class Finding:
     """The comparison of a second run with a first one, as numbers and as sentences."""
 
     auc_difference: float
-    """AUC of the second run minus that of the first; NaN where one of them is undefined."""
+    """AUC of the second run minus that of the first; NaN where they cannot be compared."""
     auc_noise: float
     """The larger standard error of the two AUCs (`auc_standard_error`); NaN as above."""
+    obstacle: str
+    """Why the AUCs cannot be compared; empty where they can."""
     embedding_bytes: tuple[float, float]
     """Bytes per sample across hosts, forward and backward, of the first and the second run."""
     all_bytes: tuple[float, float]
@@ -41,11 +43,9 @@ class Finding:
     mflops: tuple[float, float]
     """MFLOPs per sample of a training step, of the first and the second run."""
     accuracy: str
-    """One sentence about AUC that claims no more than the noise allows."""
+    """A sentence about AUC that claims no more than the noise allows."""
     cost: str
-    """One sentence about bytes and MFLOPs."""
-    cautions: tuple[str, ...] = ()
-    """What makes the comparison weaker than it looks; empty where nothing does."""
+    """A sentence about bytes and MFLOPs."""
 
     @property
     def within_noise(self) -> bool:
@@ -74,9 +74,9 @@ def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float
 
     Example:
         >>> round(auc_standard_error(0.8, num_rows=200, label_rate=0.5), 4)
-        0.0315
+        0.0314
         >>> round(auc_standard_error(0.8, num_rows=65_536, label_rate=0.25), 4)
-        0.002
+        0.0022
     """
     if num_rows < 0 or not 0.0 <= label_rate <= 1.0 or auc < 0.0 or auc > 1.0:
         raise InputError(
@@ -145,22 +145,23 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> Finding:
     for name, run in runs.items():
         _check(name, run)
     (first_name, first), (second_name, second) = runs.items()
-    errors = [_standard_error(run) for run in (first, second)]
-    noise = math.nan if any(map(math.isnan, errors)) else max(errors)
+    obstacle = _obstacle(first, second)
+    aucs = (first["eval_auc"], second["eval_auc"])
+    noise = math.nan if obstacle else max(_standard_error(run) for run in (first, second))
     embedding, everything = (
         tuple(sum(lookup(run, f"bytes_per_sample.{kind}") for kind in kinds) for run in (first, second))
         for kinds in (("forward", "backward"), ("ids", "forward", "backward", "dense"))
     )
     mflops = (first["mflops_per_sample"], second["mflops_per_sample"])
     return Finding(
-        auc_difference=second["eval_auc"] - first["eval_auc"],
+        auc_difference=math.nan if obstacle else aucs[1] - aucs[0],
         auc_noise=noise,
+        obstacle=obstacle,
         embedding_bytes=(embedding[0], embedding[1]),
         all_bytes=(everything[0], everything[1]),
         mflops=mflops,
-        accuracy=_accuracy(first_name, second_name, (first["eval_auc"], second["eval_auc"]), noise),
+        accuracy=_accuracy((first_name, second_name), aucs, noise, obstacle) + _chance(runs),
         cost=_cost(second_name, (embedding[0], embedding[1]), mflops),
-        cautions=tuple(_cautions(runs)),
     )
 
 
@@ -180,11 +181,21 @@ def _standard_error(run: Mapping[str, Any]) -> float:
     return auc_standard_error(run["eval_auc"], num_rows=run["eval_num_rows"], label_rate=run["eval_label_rate"])
 
 
-def _accuracy(first: str, second: str, aucs: tuple[float, float], noise: float) -> str:
-    if math.isnan(noise):
-        return f"The AUCs of {first} and {second} cannot be compared: at least one is undefined."
+def _obstacle(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Why two AUCs cannot be compared, or an empty string."""
+    for key, what in (("eval_num_rows", "rows"), ("eval_label_rate", "as the share of clicks")):
+        if first[key] != second[key]:
+            return f"they were measured on different evaluation rows ({first[key]:,} and {second[key]:,} {what})"
+    if any(math.isnan(_standard_error(run)) for run in (first, second)):
+        return "the evaluation rows have one label only"
+    return ""
+
+
+def _accuracy(names: tuple[str, str], aucs: tuple[float, float], noise: float, obstacle: str) -> str:
+    values = f"{names[1]} has AUC {aucs[1]:.4f} and {names[0]} {aucs[0]:.4f}"
+    if obstacle:
+        return f"{values}; the two cannot be compared, as {obstacle}."
     difference = aucs[1] - aucs[0]
-    values = f"{second} has AUC {aucs[1]:.4f} and {first} {aucs[0]:.4f}"
     if abs(difference) < noise:
         return (
             f"{values}: the difference of {difference:+.4f} is within the noise of the evaluation (one standard error "
@@ -217,21 +228,10 @@ def _cost(second: str, embedding: tuple[float, float], mflops: tuple[float, floa
     )
 
 
-def _cautions(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    found = []
-    for name, run in runs.items():
-        error = _standard_error(run)
-        if abs(run["eval_auc"] - 0.5) < _CLEAR * error:
-            found.append(f"{name}: AUC {run['eval_auc']:.4f} cannot be told from chance (0.5) on this many rows.")
-    for key, word in (("eval_num_rows", "number"), ("eval_label_rate", "label rate")):
-        values = [run[key] for run in runs.values()]
-        if values[0] != values[1]:
-            found.append(
-                f"The runs were evaluated on different rows ({word} {values[0]:,} and {values[1]:,}): their AUCs are "
-                "not comparable."
-            )
-            break
-    return found
+def _chance(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """A further sentence about runs that have learned nothing that shows, or an empty string."""
+    idle = [name for name, run in runs.items() if abs(run["eval_auc"] - 0.5) < _CLEAR * _standard_error(run)]
+    return f" On so few rows, {' and '.join(idle)} cannot be told from chance (0.5)." if idle else ""
 
 
 def _small(value: float) -> str:

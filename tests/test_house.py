@@ -1,0 +1,214 @@
+"""The house rules of DESIGN section 2 and STYLE section 2, checked on the source."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"dmt": "dmt", "dmt.partitioner": "partitioner", "dmt.models": "models", "dmt.training": "training"}
+SOURCES = [path for folder in FOLDERS.values() for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def package_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return next(package for package, folder in FOLDERS.items() if relative.parts[0] == folder)
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield path, node
+
+
+def code_lines(node: ast.FunctionDef) -> int:
+    has_docstring = ast.get_docstring(node) is not None
+    body = node.body[1:] if has_docstring else node.body
+    lines = {child.lineno for statement in body for child in ast.walk(statement) if hasattr(child, "lineno")}
+    return len(lines)
+
+
+# What each part may import of the others; everything else points the wrong way.
+ALLOWED = {
+    "dmt": {"dmt"},
+    "dmt.partitioner": {"dmt", "dmt.partitioner"},
+    "dmt.models": {"dmt", "dmt.models"},
+    "dmt.training": {"dmt", "dmt.partitioner", "dmt.models", "dmt.training"},
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_dependencies_point_one_way(path: Path) -> None:
+    for module in imports_of(path):
+        if module.partition(".")[0] != "dmt":
+            continue
+        target = next((p for p in list(FOLDERS)[1:] if module == p or module.startswith(f"{p}.")), "dmt")
+        assert target in ALLOWED[package_of(path)], f"{path} imports {module}"
+
+
+# Inside dmt: plan and topology <- collectives <- SPTT <- sharded towers.
+LAYERS = [
+    {"errors"},
+    {"tables", "topology"},
+    {"plan", "placement", "mesh"},
+    {"_torchrec", "collectives"},
+    {"traffic", "sptt"},
+    {"sharded_towers", "sharded_ebc", "planner"},
+]
+
+
+def test_the_layers_of_the_runtime_point_down() -> None:
+    level = {name: i for i, names in enumerate(LAYERS) for name in names}
+    files = {path.stem for path in (ROOT / "dmt").glob("*.py")} - {"__init__"}
+    assert files == set(level), "a file of dmt/ is in no layer, or a layer names a file that is gone"
+    for name in files:
+        for module in imports_of(ROOT / "dmt" / f"{name}.py"):
+            other = module.removeprefix("dmt.")
+            if module.startswith("dmt.") and other != name:
+                assert level[other] <= level[name], f"dmt/{name}.py imports dmt.{other} from a layer above"
+
+
+WITHOUT_TORCHREC = """
+    import sys
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in ("torchrec", "fbgemm_gpu"):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    sys.meta_path.insert(0, Absent())
+"""
+
+
+def run_without_torchrec(code: str) -> subprocess.CompletedProcess[str]:
+    program = textwrap.dedent(WITHOUT_TORCHREC) + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+
+
+def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
+    result = run_without_torchrec(
+        """
+        import numpy as np
+        import dmt, dmt.partitioner, dmt.models.complexity
+        from dmt import TowerPlan, TowerTopology
+        from dmt.partitioner import FeatureAffinity, TowerPartitioner
+        from dmt.placement import place_tables
+        from dmt.tables import TableSpec
+
+        TowerTopology(num_towers=2, ranks_per_tower=2).peer_order()
+        affinity = FeatureAffinity(matrix=np.eye(4), features=list("abcd"))
+        plan = TowerPartitioner(num_towers=2).fit(affinity)
+        place_tables([TableSpec(name="t", num_embeddings=1, embedding_dim=8, feature_names=("a",))], 2)
+        print(plan.num_towers, round(dmt.models.complexity.paper_complexity("dlrm", 8).mflops_per_sample, 2))
+        assert "torchrec" not in sys.modules and "fbgemm_gpu" not in sys.modules
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["2", "8.95"]
+
+
+def test_commands_without_torchrec() -> None:
+    result = run_without_torchrec(
+        """
+        from click.testing import CliRunner
+        from dmt.training.cli import main
+
+        run = CliRunner().invoke(main, ["complexity", "--arch", "dlrm", "--json"])
+        assert run.exit_code == 0, run.output
+        run = CliRunner().invoke(main, ["demo"])
+        assert run.exit_code == 2, run.output
+        print(run.output)
+        """
+    )
+    assert result.returncode == 0, result.stderr
+    assert "is not installed. `dmt doctor` tells how to mend it." in result.stdout
+
+
+def test_importing_dmt_is_light() -> None:
+    code = "import sys, dmt; print([m for m in ('torch', 'torchrec', 'fbgemm_gpu', 'pandas') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there_and_sorted() -> None:
+    import dmt
+
+    assert list(dmt.__all__) == sorted(dmt.__all__)
+    for name in dmt.__all__:
+        assert getattr(dmt, name).__name__ == name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_all_lists_exist(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    bodies = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    public = [node.name for node in bodies if not node.name.startswith("_")]
+    has_all = any(isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__" for n in tree.body)
+    assert has_all or not public or path.stem == "__main__", f"{path} defines {public} and has no __all__"
+
+
+def test_file_sizes() -> None:
+    sizes = sorted(len(path.read_text().splitlines()) for path in SOURCES)
+    assert statistics.median(sizes) <= 200
+    assert sizes[int(0.95 * len(sizes))] <= 500
+    assert sizes[-1] <= 800
+
+
+def test_function_sizes_and_arguments() -> None:
+    for path, node in functions():
+        where = f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        assert code_lines(node) <= 60, f"{where} has {code_lines(node)} code lines"
+        arguments = node.args
+        positional = [a for a in arguments.posonlyargs + arguments.args if a.arg not in ("self", "cls")]
+        total = len(positional) + len(arguments.kwonlyargs)
+        assert total <= 8, f"{where} has {total} arguments"
+        overrides_torchrec = node.name in ("shard", "__torch_dispatch__")
+        if total >= 5 and not node.name.startswith("_") and not overrides_torchrec:
+            assert len(positional) <= 3, f"{where} has {total} arguments; from five on they are keyword-only"
+
+
+def test_asserts_have_messages_and_nothing_is_global() -> None:
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                assert node.msg is not None, f"{path}:{node.lineno}: assert without a message"
+            assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: global"
+
+
+def test_no_file_names_a_registrys_host() -> None:
+    hosts = ["pypi" + ".org", "download.pytorch" + ".org", "files.pythonhosted" + ".org", "registry.npmjs" + ".org"]
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in tracked:
+        text = (ROOT / name).read_text(errors="ignore") if (ROOT / name).exists() else ""
+        assert not any(host in text for host in hosts), name
+
+
+DOCTESTED = [path for path in SOURCES if ">>>" in path.read_text()]
+
+
+def test_docstring_examples_run() -> None:
+    """One process for all of them: starting one each would cost more than running them."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "--doctest-modules", "-p", "no:cacheprovider", *map(str, DOCTESTED)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]

@@ -1,0 +1,29 @@
+"""Small files and short cuts for the tests of `dmt.training.data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+REAL = Path("/work/shared/data")
+needs_real_data = pytest.mark.skipif(not (REAL / "flights.parquet").exists(), reason="the shared real data are absent")
+
+
+def criteo_line(label="0", integers=None, categories=None):
+    return "\t".join([label, *(integers or ["1"] * 13), *(categories or ["0a"] * 26)])
+
+
+def numbered_lines(count):
+    """Rows that can be told apart by I1 = 0, 1, 2, ..."""
+    return [criteo_line(str(i % 2), [str(i), *["1"] * 12]) for i in range(count)]
+
+
+def write(path, lines, end="\n"):
+    path.write_bytes((end.join(lines) + end).encode())
+    return str(path)
+
+
+def real_rows(batches):
+    """The rows of batches that count, by their first dense value."""
+    return [x for b in batches for x in b.dense_features[b.weights > 0, 0].tolist()]

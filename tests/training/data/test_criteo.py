@@ -1,0 +1,170 @@
+"""Criteo's format: exact values, and for each malformed line the file, the line and the reason."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import math
+import random
+
+import numpy as np
+import pytest
+
+from dmt.errors import InputError
+from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE, criteo_blocks
+from dmt.training.data.encode import Encoder
+from dmt.training.data.hashing import hash_rows
+from dmt.training.data.rows import BadRows, Rows
+from dmt.training.data.stream import every_row
+from dmt.training.data.textfile import text_blocks
+
+from .helpers import criteo_line, numbered_lines, write
+
+ENCODER = Encoder(
+    dense=CRITEO_DENSE,
+    num_embeddings=dict.fromkeys(CRITEO_CATEGORICAL, 1000),
+    multi_hot=frozenset(),
+    list_separator="|",
+    id_mode="hash",
+    signed_log1p=True,
+)
+
+
+def read(*paths, skip=False):
+    bad = BadRows(skip=skip)
+    blocks = list(criteo_blocks(paths, ENCODER, bad))
+    rows = Rows.concat([b.rows(every_row(b)) for b in blocks]) if blocks else None
+    return rows, [int(n) for b in blocks for n in b.place.numbers], bad
+
+
+def test_exact_values(tmp_path):
+    lines = [
+        criteo_line("1", ["3", "-2", "", *["0"] * 10], ["68fd1e64", "", *["FF"] * 24]),
+        criteo_line("0", [*["1"] * 12, "999999999999"], ["0"] * 26),
+    ]
+    rows, numbers, _ = read(write(tmp_path / "a.tsv", lines))
+    assert numbers == [1, 2]
+    assert rows.labels.tolist() == [1, 0]
+    expected = np.array([[math.log(4), -math.log(3), 0, *[0] * 10], [*[math.log(2)] * 12, math.log1p(999999999999)]])
+    np.testing.assert_array_equal(rows.dense, expected.astype(np.float32))
+    import pyarrow as pa
+
+    assert rows.bags[0].values[0] == hash_rows(pa.array(["68fd1e64"]), feature="C1", num_embeddings=1000)[0]
+    assert rows.bags[1].values[0] == 0
+    assert rows.bags[25].values[0] == hash_rows(pa.array(["FF"]), feature="C26", num_embeddings=1000)[0]
+    assert all(bags.offsets is None for bags in rows.bags)
+
+
+@pytest.mark.parametrize("variant", ["plain", "gz", "crlf", "no_last_newline", "bom"])
+def test_variants_of_a_file_give_the_same_rows(tmp_path, variant):
+    lines = numbered_lines(50)
+    text = "\n".join(lines) + "\n"
+    data = {
+        "plain": text.encode(),
+        "gz": gzip.compress(text.encode()),
+        "crlf": text.replace("\n", "\r\n").encode(),
+        "no_last_newline": text[:-1].encode(),
+        "bom": b"\xef\xbb\xbf" + text.encode(),
+    }[variant]
+    path = tmp_path / ("a.tsv.gz" if variant == "gz" else "a.tsv")
+    path.write_bytes(data)
+    rows, numbers, _ = read(str(path))
+    np.testing.assert_allclose(np.expm1(rows.dense[:, 0]), np.arange(50), rtol=1e-6)
+    assert rows.labels.tolist() == [i % 2 for i in range(50)]
+    assert numbers == list(range(1, 51))
+
+
+def test_files_follow_one_another_with_line_numbers_of_their_own(tmp_path):
+    first, second = (write(tmp_path / f"{n}.tsv", numbered_lines(n)) for n in (3, 2))
+    rows, numbers, _ = read(first, second)
+    assert numbers == [1, 2, 3, 1, 2]
+    assert rows.num_rows == 5
+
+
+BAD = {
+    "columns": ("\t".join(["1"] * 39), r"expected 40 columns \(tab-separated: label, I1-I13, C1-C26\), found 39"),
+    "more columns": (criteo_line() + "\t5", r"expected 40 columns .*, found 41"),
+    "label": (criteo_line("2"), r"column label: expected 0 or 1, found '2'"),
+    "no label": (criteo_line(""), r"column label: expected 0 or 1, found nothing"),
+    "empty line": ("", r"column label: expected 0 or 1, found nothing"),
+    "integer": (criteo_line("0", [*["1"] * 4, "x7", *["1"] * 8]), r"column I5: .*whole number.*found 'x7'"),
+    "float": (criteo_line("0", ["1.5", *["1"] * 12]), r"column I1: expected a whole number or nothing, found '1\.5'"),
+    "0x": (criteo_line("0", ["0x10", *["1"] * 12]), r"column I1: .*found '0x10'"),
+    "huge": (criteo_line("0", ["9" * 30, *["1"] * 12]), r"column I1: .*found '9{30}'"),
+    "hex": (criteo_line("0", None, ["0g", *["0a"] * 25]), r"column C1: expected a hexadecimal number.*found '0g'"),
+    "quote": (criteo_line("0", None, ['"', *["0a"] * 25]), r"column C1: .*found '\"'"),
+    "lone carriage return": (criteo_line("0", None, ["0a\r0b", *["0a"] * 25]), r"column C1: .*found '0a 0b'"),
+    "utf-8": (
+        criteo_line("0", None, ["\udcff", *["0a"] * 25]),
+        r"expected text in UTF-8, found byte 0xff at position 29",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
+def test_a_malformed_line_is_named(tmp_path, kind, packed):
+    line, reason = BAD[kind]
+    data = "\n".join([*numbered_lines(6), line, *numbered_lines(3), "later fault", ""]).encode(errors="surrogateescape")
+    path = tmp_path / ("bad.tsv.gz" if packed else "bad.tsv")
+    path.write_bytes(gzip.compress(data) if packed else data)
+    with pytest.raises(InputError, match=rf"bad\.tsv(\.gz)?, line 7: {reason}.*skip_bad_lines"):
+        read(str(path))
+    rows, numbers, bad = read(str(path), skip=True)
+    assert numbers == [1, 2, 3, 4, 5, 6, 8, 9, 10]
+    assert rows.num_rows == 9
+    assert bad.counts == {str(path): 2}
+
+
+def test_left_out_lines_are_counted_and_warned_of_once(tmp_path, caplog):
+    path = write(tmp_path / "a.tsv", [criteo_line(), "x", criteo_line(), "", "y"])
+    bad = BadRows(skip=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert sum(b.num_rows for b in criteo_blocks([path], ENCODER, bad)) == 2
+    assert bad.counts == {path: 3}
+    assert [r.getMessage() for r in caplog.records] == [f"{path}: left out 3 malformed rows (skip_bad_lines=true)."]
+
+
+def test_line_numbers_across_blocks_match_a_line_by_line_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr("dmt.training.data.criteo.text_blocks", lambda path: text_blocks(path, block_bytes=700))
+    rng = random.Random(0)
+    lines = [rng.choice(["", "x", criteo_line("3"), criteo_line(), criteo_line("1")]) for _ in range(300)]
+    _, numbers, bad = read(write(tmp_path / "a.tsv", lines), skip=True)
+    good = [i + 1 for i, line in enumerate(lines) if line in (criteo_line(), criteo_line("1"))]
+    assert numbers == good
+    assert sum(bad.counts.values()) == 300 - len(good)
+
+
+def test_an_empty_file_has_no_rows(tmp_path):
+    for name in ("a.tsv", "a.tsv.gz"):
+        (tmp_path / name).touch()
+        assert read(str(tmp_path / name))[0] is None
+
+
+def test_a_cut_off_gzip_is_an_error(tmp_path):
+    rng = random.Random(0)
+    whole = gzip.compress(
+        "\n".join(criteo_line("0", [str(rng.getrandbits(30)), *["1"] * 12]) for _ in range(500)).encode()
+    )
+    path = tmp_path / "a.tsv.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"a\.tsv\.gz, line \d+ or soon after: the gzip file is cut off or damaged"):
+        read(str(path))
+    path.write_bytes(whole[:-20] + b"x" * 20)
+    with pytest.raises(InputError, match=r"a\.tsv\.gz, line \d+ or soon after: the gzip file is cut off or damaged"):
+        read(str(path))
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(InputError, match=r"none\.tsv: cannot be read \(No such file"):
+        read(str(tmp_path / "none.tsv"))
+    write(tmp_path / "plain.tsv.gz", numbered_lines(1))
+    with pytest.raises(InputError, match=r"plain\.tsv\.gz: not a gzip file, in spite of its name"):
+        read(str(tmp_path / "plain.tsv.gz"))
+
+
+def test_a_file_without_line_ends_is_refused(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"0" * (17 << 20))
+    with pytest.raises(InputError, match=r"a\.bin, line 1: longer than 16 MiB"):
+        read(str(tmp_path / "a.bin"))

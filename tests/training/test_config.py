@@ -1,0 +1,154 @@
+"""`TrainingConfig`: files, overrides and what a wrong one is told. Pure Python, no rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmt.errors import InputError
+from dmt.training.config import TrainingConfig, load_config, shipped_configs, to_toml
+
+COLUMNS = {"kind": "columns", "train_path": "day_*.csv", "categorical": ["c_*"], "num_embeddings_per_feature": {"c": 7}}
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_every_shipped_config_loads_and_reads_again(name: str, tmp_path: Path) -> None:
+    config = load_config(name)
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "resolved.toml") == config
+
+
+def test_the_demo_config_is_shipped() -> None:
+    assert "demo" in shipped_configs()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"data": COLUMNS},
+        {"model": {"arch": "dcn", "over_arch": [8, 1]}, "train": {"max_steps": 3, "eval_every": 2}},
+        {"data": {"kind": "criteo_tsv", "train_path": 'quote"d\\ back.tsv', "max_eval_rows": 5}},
+    ],
+    ids=["defaults", "columns", "optional values", "criteo"],
+)
+def test_a_resolved_config_reads_again_as_the_same(values: dict[str, Any], tmp_path: Path) -> None:
+    config = TrainingConfig.model_validate(values)
+    file = tmp_path / "resolved.toml"
+    file.write_text(to_toml(config))
+    assert load_config(file) == config
+    assert to_toml(load_config(file)) == file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("train.batch_size=512", lambda c: c.train.batch_size, 512),
+        ("train.batch_size = 512 ", lambda c: c.train.batch_size, 512),
+        ("optimizer.dense_lr=1e-4", lambda c: c.optimizer.dense_lr, 1e-4),
+        ("model.arch=dcn", lambda c: c.model.arch, "dcn"),
+        ('model.arch="dcn"', lambda c: c.model.arch, "dcn"),
+        ("model.arch='dcn'", lambda c: c.model.arch, "dcn"),
+        ("model.over_arch=[8, 1]", lambda c: c.model.over_arch, (8, 1)),
+        ("towers.plan=runs/a=b.json", lambda c: c.towers.plan, "runs/a=b.json"),
+        ("data.synthetic.num_rows=7", lambda c: c.data.synthetic.num_rows, 7),
+        ("data.skip_bad_lines=true", lambda c: c.data.skip_bad_lines, True),
+        ("train={epochs = 3}", lambda c: c.train.epochs, 3),
+    ],
+)
+def test_overrides(override: str, read: Any, value: Any) -> None:
+    found = read(load_config("demo", [override]))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_of_two_overrides_the_later_wins_and_the_file_keeps_the_rest() -> None:
+    config = load_config("demo", ["train.epochs=2", "train.epochs=3"])
+    assert config.train.epochs == 3
+    assert config.train.batch_size == load_config("demo").train.batch_size
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # unknown keys
+        ("train.batchsize=3", r"'train\.batchsize' is unknown\. Did you mean 'batch_size'\? Valid here: batch_size, "),
+        ("modle.arch=dcn", r"'modle' is unknown\. Did you mean 'model'\?"),
+        ("data.synthetic.num_grups=3", r"'data\.synthetic\.num_grups' is unknown\. Did you mean 'num_groups'\?"),
+        ("train.xyz=1", r"'train\.xyz' is unknown\. Valid here: batch_size"),
+        # keys of another section
+        ("model.batch_size=2", r"'model\.batch_size' is unknown\. Did you mean 'train\.batch_size'\?"),
+        ("batch_size=2", r"'batch_size' is unknown\. Did you mean 'train\.batch_size'\?"),
+        # here a name of this section looks alike; the key that exists elsewhere is what is meant
+        ("data.num_rows=2", r"'data\.num_rows' is unknown\. Did you mean 'data\.synthetic\.num_rows'\?"),
+        # types and ranges
+        ("train.batch_size=many", r"train\.batch_size: .*valid integer.* \(got 'many'\)"),
+        ("train.batch_size=1.5", r"train\.batch_size: .* \(got 1\.5\)"),
+        ("train.batch_size=0", r"train\.batch_size: .*greater than or equal to 1 \(got 0\)"),
+        ("optimizer.sparse_lr=-1", r"optimizer\.sparse_lr: .*greater than 0 \(got -1\)"),
+        ("train.output_dir=7", r"train\.output_dir: .*valid string \(got 7\)"),
+        ("model.arch=dlm", r"model\.arch: .*'dlrm', 'dcn', 'dmt-dlrm' or 'dmt-dcn' \(got 'dlm'\)"),
+        ("model.over_arch=[8, 0.5]", r"model\.over_arch\.1: .* \(got 0\.5\)"),
+        ("topology.num_replicas=2", r"topology\.num_replicas: .* \(got 2\)"),
+        # rules between values
+        ("model.embedding_dim=6", r"model: embedding_dim=6 must be a multiple of 4"),
+        ("model.over_arch=[8, 4]", r"model: over_arch=\[8, 4\] must end in 1"),
+        ("sharding.dataflow=flat", r"sharding\.dataflow='flat' cannot carry towers, but model\.arch='dmt-dlrm'"),
+        # what the data's own config says comes through
+        ("data.kind=criteo_tsv", r"data: kind='criteo_tsv' needs train_path"),
+        ("data.synthetic.num_groups=99", r"data\.synthetic: num_groups=99 exceeds num_features=26"),
+        # not an override, and sections and values mixed up
+        ("train.batch_size", r"'train\.batch_size' is not of the form section\.key=value"),
+        ("=3", r"'=3' is not of the form section\.key=value"),
+        ("train=3", r"train: .*TrainConfig \(got 3\)"),
+        ("train.batch_size.x=3", r"'train\.batch_size\.x=3': 'batch_size' is a value, not a section"),
+        ("train.max_steps.x=3", r"train\.max_steps: .*valid integer \(got \{'x': 3\}\)"),
+    ],
+)
+def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_config("demo", [override])
+
+
+def test_an_absent_file_and_a_folder_are_named_with_the_shipped_ones(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"Config .*nowhere\.toml: cannot be read \(No such file.*'demo'"):
+        load_config(tmp_path / "nowhere.toml")
+    with pytest.raises(InputError, match=r"cannot be read \(Is a directory\)"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"[model\narch = 1", b"a,b,c\n", b"\xff\xfe"])
+def test_a_file_that_is_not_toml_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=r"Config .*bad\.toml: not TOML"):
+        load_config(file)
+
+
+def test_a_wrong_key_in_a_file_is_told_like_one_in_an_override(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[train]\nepoch = 3\n")
+    with pytest.raises(InputError, match=r"'train\.epoch' is unknown\. Did you mean 'epochs'\?"):
+        load_config(file)
+
+
+def test_a_file_of_the_name_of_a_shipped_config_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").write_text("[train]\nepochs = 9\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config("demo").train.epochs == 9
+
+
+@pytest.mark.parametrize(
+    ("arch", "dataflow", "resolved"),
+    [
+        ("dlrm", "auto", "flat"),
+        ("dcn", "sptt", "sptt"),
+        ("dlrm", "flat", "flat"),
+        ("dmt-dcn", "auto", "sptt"),
+        ("dmt-dlrm", "sptt", "sptt"),
+    ],
+)
+def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) -> None:
+    assert load_config("demo", [f"model.arch={arch}", f"sharding.dataflow={dataflow}"]).dataflow == resolved

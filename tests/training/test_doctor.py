@@ -1,0 +1,67 @@
+"""`dmt doctor`: every way the torch x torchrec x fbgemm triangle is usually broken, and the command that mends it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dmt.training.doctor import TESTED, diagnose
+
+GOOD = {
+    "torch": "2.13.0",
+    "torchrec": "1.8.0",
+    "fbgemm-gpu-cpu": "1.8.0",
+    **dict.fromkeys(
+        ["torchmetrics", "tensordict", "pyre-extensions", "tqdm", "pydantic", "pyarrow", "pandas", "tensorboard"], "1"
+    ),
+    "tomli-w": "1",
+    "jinja2": "1",
+}
+
+
+def mends(changes: dict[str, str | None], *, gpu: bool = False, error: str = "") -> dict[str, str]:
+    versions = {**GOOD, **changes}
+    return {f.what: f.mend for f in diagnose(versions.get, lambda module: error, has_gpu=gpu) if f.mend}
+
+
+def test_a_good_installation_needs_nothing() -> None:
+    assert mends({}) == {}
+    assert mends({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, gpu=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "what", "command"),
+    [
+        ({"torch": "2.12.0"}, False, "torch", "pip install torch==2.13.0"),
+        ({"torch": None}, False, "torch", "pip install torch==2.13.0"),
+        ({"torchrec": "1.9.0"}, False, "torchrec", "pip install --no-deps torchrec==1.8.0 && pip install torchmetrics"),
+        ({"fbgemm-gpu-cpu": None}, False, "fbgemm", "pip install fbgemm-gpu-cpu==1.8.0"),
+        ({"fbgemm-gpu-cpu": None}, True, "fbgemm", "pip install fbgemm-gpu==1.8.0"),
+        ({"fbgemm-gpu-cpu": "1.7.0"}, False, "fbgemm", "pip install fbgemm-gpu-cpu==1.8.0"),
+        (
+            {"fbgemm-gpu": "1.8.0"},
+            False,
+            "fbgemm",
+            "pip uninstall -y fbgemm-gpu-cpu fbgemm-gpu && pip install fbgemm-gpu-cpu",
+        ),
+        ({"tensordict": None}, False, "tensordict", "pip install tensordict"),
+        ({"torchmetrics": None}, False, "torchmetrics", "pip install torchmetrics==1.0.3"),
+        ({"tomli-w": None}, False, "tomli-w", "pip install tomli-w"),
+    ],
+)
+def test_what_is_wrong_is_mended(changes: dict[str, str | None], gpu: bool, what: str, command: str) -> None:
+    found = mends(changes, gpu=gpu)
+    assert list(found) == [what]
+    assert found[what].startswith(command)
+
+
+def test_a_library_that_does_not_load_is_reported_with_its_error() -> None:
+    findings = diagnose(
+        GOOD.get, lambda module: "undefined symbol: _ZN" if module == "fbgemm_gpu" else "", has_gpu=False
+    )
+    assert findings[-1].found == "undefined symbol: _ZN"
+    assert findings[-1].what == "import fbgemm_gpu"
+    assert f"torch=={TESTED['torch']}" in findings[-1].mend
+
+
+def test_this_installation_is_good() -> None:
+    assert [f for f in diagnose() if not f.ok] == []

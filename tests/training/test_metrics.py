@@ -1,0 +1,126 @@
+"""AUC and normalized entropy of several ranks against scikit-learn and the formula, on the union of their rows."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from sklearn.metrics import roc_auc_score
+
+from dmt.errors import InputError
+from dmt.training.metrics import ClickMetrics, MetricValues
+from dmt.training.run import auc_warning
+from tests.ranks import run_ranks
+
+Batch = tuple[list[float], list[float], list[float]]  # logits, labels, weights
+
+
+def compute_on_rank(rank: int, cases: list[list[list[Batch]]]) -> list[MetricValues | str]:
+    """For each case the values that rank ``rank`` computes of its batches, or the message of the error."""
+    found: list[MetricValues | str] = []
+    for by_rank in cases:
+        metrics = ClickMetrics(dist.group.WORLD)
+        for batch in by_rank[rank]:
+            metrics.update(*(torch.tensor(part) for part in batch))
+        try:
+            found.append(metrics.compute())
+        except InputError as error:
+            found.append(str(error))
+    return found
+
+
+def draw(seed: int, rows: int, *, distinct: int | None = None, padding: int = 0) -> Batch:
+    """Logits that know something of the labels; with few ``distinct`` values they tie. Padding would mislead."""
+    rng = np.random.default_rng(seed)
+    labels = (rng.random(rows) < 0.3).astype(np.float32)
+    logits = rng.normal(size=rows) + labels - 1.0
+    if distinct:
+        logits = np.round(logits * distinct) / distinct
+    weights = np.ones(rows)
+    if padding:
+        labels, logits = np.append(labels, np.zeros(padding)), np.append(logits, np.full(padding, 9.0))
+        weights = np.append(weights, np.zeros(padding))
+    return logits.tolist(), labels.tolist(), weights.tolist()
+
+
+def expected(by_rank: list[list[Batch]]) -> tuple[float, float, float]:
+    """AUC by scikit-learn, NE and the loss by their formulas in float64, of all rows with a weight."""
+    rows = np.concatenate([np.array(batch) for batches in by_rank for batch in batches], axis=1)
+    logits, labels, _ = rows[:, rows[2] > 0]
+    chance = 1 / (1 + np.exp(-logits))
+    loss = np.mean(np.logaddexp(0, logits) - labels * logits)  # cross entropy of the sigmoid, without log(0)
+    rate = labels.mean()
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
+    return float(roc_auc_score(labels, chance)), float(loss / entropy), float(loss)
+
+
+CASES = {
+    "uneven ranks": [[draw(0, 50), draw(1, 7)], [draw(2, 3)], [draw(3, 200)]],
+    "a rank without rows": [[draw(4, 60)], [], [draw(5, 30)]],
+    "a rank with padding only": [[draw(6, 60)], [([9.0, 9.0], [0.0, 0.0], [0.0, 0.0])], [draw(7, 30)]],
+    "padding": [[draw(8, 60, padding=20)], [draw(9, 5, padding=100)], [draw(10, 1, padding=3)]],
+    "ties": [[draw(11, 400, distinct=2)], [draw(12, 300, distinct=1)], [draw(13, 5, distinct=1)]],
+    "all tied": [[([0.5] * 4, [0.0, 1.0, 1.0, 0.0], [1.0] * 4)], [], [([0.5], [0.0], [1.0])]],
+    "certain and wrong": [[([40.0, -40.0], [0.0, 1.0], [1.0, 1.0])], [], [([0.0], [1.0], [1.0])]],
+}
+ONE_LABEL = [[([0.1, 0.2], [0.0, 0.0], [1.0, 1.0])], [], [([0.3, 0.4], [0.0, 1.0], [1.0, 0.0])]]
+NAN = [[draw(14, 5)], [([math.nan], [1.0], [1.0])], [draw(15, 5)]]
+NAN_IN_PADDING = [[draw(14, 5)], [([math.nan], [1.0], [0.0])], [draw(15, 5)]]
+NOTHING: list[list[Batch]] = [[], [([1.0], [1.0], [0.0])], []]
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[list[MetricValues | str]]:
+    # One start of the ranks for all cases.
+    return run_ranks(compute_on_rank, 3, [*CASES.values(), ONE_LABEL, NAN, NAN_IN_PADDING, NOTHING])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_the_values_are_those_of_the_union_of_rows(name: str, of_ranks: list[list[MetricValues | str]]) -> None:
+    index = list(CASES).index(name)
+    auc, ne, loss = expected(CASES[name])
+    values = of_ranks[0][index]
+    assert isinstance(values, MetricValues), values
+    # Predictions are float32 (the sigmoid is taken there), sums are float64.
+    assert values.auc == pytest.approx(auc, abs=1e-6)
+    if name != "certain and wrong":  # there float32 rounds a chance to 1, and only the clamp keeps it finite
+        assert values.ne == pytest.approx(ne, rel=1e-6)
+        assert values.loss == pytest.approx(loss, rel=1e-6)
+    assert math.isfinite(values.ne)
+    kept = [label for batches in CASES[name] for _, labels, w in batches for label, on in zip(labels, w) if on]
+    assert values.num_rows == len(kept)
+    assert values.label_rate == pytest.approx(sum(kept) / len(kept), rel=1e-6)
+    assert all(rank[index] == values for rank in of_ranks), "ranks differ"
+
+
+@pytest.mark.ranks
+def test_one_label_only_gives_nan_and_a_warning_that_says_so(of_ranks: list[list[MetricValues | str]]) -> None:
+    values = of_ranks[1][len(CASES)]
+    assert isinstance(values, MetricValues), values
+    assert math.isnan(values.auc)
+    assert math.isnan(values.ne)
+    assert (values.num_rows, values.label_rate) == (3, 0.0)
+    assert math.isfinite(values.loss)
+    assert "AUC is undefined: the evaluation rows have one label only" in auc_warning(values.auc)
+
+
+@pytest.mark.ranks
+def test_a_prediction_of_nan_is_told_on_every_rank(of_ranks: list[list[MetricValues | str]]) -> None:
+    for rank in of_ranks:
+        assert str(rank[len(CASES) + 1]).startswith("The model predicts NaN: training has diverged. Lower optimizer.")
+        assert isinstance(rank[len(CASES) + 2], MetricValues), "NaN in a row that only fills up must not count"
+
+
+@pytest.mark.ranks
+def test_nothing_to_evaluate_is_told_on_every_rank(of_ranks: list[list[MetricValues | str]]) -> None:
+    for rank in of_ranks:
+        assert str(rank[len(CASES) + 3]).startswith("There is no row to evaluate; check data.eval_path")
+
+
+@pytest.mark.parametrize(("auc", "warned"), [(0.5, True), (0.515, True), (0.485, True), (0.53, False), (0.4, False)])
+def test_an_auc_of_chance_is_warned_of(auc: float, warned: bool) -> None:
+    assert ("close to chance" in auc_warning(auc)) == warned
