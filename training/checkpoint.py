@@ -40,7 +40,7 @@ def load_plain(model: nn.Module, folder: Path) -> None:
     """Loads a checkpoint of any layout into the plain model in this process; needs no process group.
 
     Raises:
-        InputError: there is no checkpoint, or it is of another model.
+        InputError: there is no checkpoint, it is damaged, or it is of another model.
     """
     if not (folder / ".metadata").exists():
         raise InputError(f"{folder} holds no checkpoint. Give the output_dir of a finished training run.")
@@ -53,11 +53,21 @@ def load_plain(model: nn.Module, folder: Path) -> None:
             f"{folder} is a checkpoint of another model: it lacks {missing[:3] or 'nothing'} and has "
             f"{unknown[:3] or 'nothing'} besides. Use the config of the run that wrote it."
         )
+    for name, value in state["model"].items():
+        size = tuple(saved[f"model.{name}"].size)
+        if size != tuple(value.shape):
+            raise InputError(
+                f"{folder} is a checkpoint of another model: its {name} is {list(size)}, the model's is "
+                f"{list(value.shape)}. Use the config of the run that wrote it."
+            )
     with warnings.catch_warnings():
         # That this is one process without a group is the point here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(state, checkpoint_id=folder, no_dist=True)
-        except (ValueError, RuntimeError) as error:
-            raise InputError(f"{folder} does not fit the model: {error}") from error
+        except dcp.CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise InputError(
+                f"{folder} cannot be read, a file of it is damaged or absent ({cause}). Save it anew."
+            ) from error
     model.load_state_dict(state["model"])

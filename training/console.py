@@ -23,5 +23,6 @@ def quiet_libraries(*, rank: int) -> None:
     ours.propagate = False
     ours.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     warnings.simplefilter("ignore")
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
     # PyTorch sets its loggers' levels itself, but leaves those that have one.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)

@@ -114,18 +114,17 @@ def demo_settings(data: Path) -> list[str]:
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:
-    """Batch size and epochs that make some hundred steps of this many rows.
+    """A batch size that makes some hundred steps of one pass over this many rows; click models overfit in the second.
 
     Example:
         >>> step_settings(rows=262_144, ranks=4)
-        ['train.batch_size=128', 'train.epochs=1']
-        >>> step_settings(rows=6_000, ranks=4)
-        ['train.batch_size=16', 'train.epochs=3']
+        ['train.batch_size=128', 'train.eval_every=102']
+        >>> step_settings(rows=6_381, ranks=4)
+        ['train.batch_size=16', 'train.eval_every=19']
     """
-    epochs = 1 if rows >= 200_000 else 2 if rows >= 50_000 else 3
-    wanted = max(1, rows * epochs // (_STEPS * ranks))
+    wanted = max(1, rows // (_STEPS * ranks))
     size = min(512, max(16, 2 ** (wanted.bit_length() - 1)))
-    return [f"train.batch_size={size}", f"train.epochs={epochs}"]
+    return [f"train.batch_size={size}", f"train.eval_every={max(10, rows // (size * ranks) // 5)}"]
 
 
 def _train(config: TrainingConfig) -> dict[str, Any]:

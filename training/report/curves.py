@@ -64,13 +64,13 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     if not runs:
         raise InputError("plot_curves: runs is empty. Give at least one name and its output folder.")
     target = Path(path)
     curves = {name: _read(name, Path(folder)) for name, folder in runs.items()}
-    figure = Figure(figsize=(8.4, 6.2), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, hspace=0.04)  # type: ignore[union-attr, call-arg]
+    figure = Figure(figsize=(8.4, 6.2), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, hspace=0.04))
     formats = FigureCanvasAgg(figure).get_supported_filetypes()
     if target.suffix.lstrip(".").lower() not in formats:
         raise InputError(f"plot_curves: path={str(path)!r} needs a suffix that is one of {', '.join(sorted(formats))}.")
@@ -150,8 +150,8 @@ def _draw(axes: Axes, curves: Sequence[Curve | None], *, smoothed: bool) -> None
     for i, (steps, values) in shown:
         if smoothed:
             axes.plot(steps, values, color=_color(i), linewidth=1.0, alpha=0.3)
-            alone = {"marker": _marker(i)} if len(steps) == 1 else {}
-            axes.plot(steps, smooth(values), color=_color(i), linewidth=2.2, **alone)
+            alone = _marker(i) if len(steps) == 1 else "none"
+            axes.plot(steps, smooth(values), color=_color(i), linewidth=2.2, marker=alone)
         else:
             axes.plot(
                 steps,

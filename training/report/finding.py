@@ -50,7 +50,7 @@ class Finding:
     @property
     def within_noise(self) -> bool:
         """Whether the AUCs differ by less than one standard error, or cannot be compared at all."""
-        return not abs(self.auc_difference) >= self.auc_noise
+        return not _shows(self.auc_difference, self.auc_noise)
 
 
 def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float:
@@ -196,7 +196,7 @@ def _accuracy(names: tuple[str, str], aucs: tuple[float, float], noise: float, o
     if obstacle:
         return f"{values}; the two cannot be compared, as {obstacle}."
     difference = aucs[1] - aucs[0]
-    if abs(difference) < noise:
+    if not _shows(difference, noise):
         return (
             f"{values}: the difference of {difference:+.4f} is within the noise of the evaluation (one standard error "
             f"is {_small(noise)}), so neither is better by this measure."
@@ -228,10 +228,15 @@ def _cost(second: str, embedding: tuple[float, float], mflops: tuple[float, floa
     )
 
 
+def _shows(difference: float, noise: float) -> bool:
+    """Whether a difference is at least one standard error; False for NaN, and for none at all without noise."""
+    return difference != 0 and abs(difference) >= noise
+
+
 def _chance(runs: Mapping[str, Mapping[str, Any]]) -> str:
     """A further sentence about runs that have learned nothing that shows, or an empty string."""
     idle = [name for name, run in runs.items() if abs(run["eval_auc"] - 0.5) < _CLEAR * _standard_error(run)]
-    return f" On so few rows, {' and '.join(idle)} cannot be told from chance (0.5)." if idle else ""
+    return f" On these rows, {' and '.join(idle)} cannot be told from chance (0.5)." if idle else ""
 
 
 def _small(value: float) -> str:

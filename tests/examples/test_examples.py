@@ -1,0 +1,83 @@
+"""The examples run as their docstrings say, and print what they promise."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dmt import TowerPlan
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+
+
+def command_of(name: str) -> list[str]:
+    """The command in an example's docstring, with this interpreter; ``[OPTIONAL]`` arguments are left out."""
+    docstring = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text())) or ""
+    lines = [line.strip() for line in docstring.splitlines() if line.startswith("    ")]
+    assert len(lines) == 1, f"{name}: expected one indented command in the docstring, found {lines}"
+    program, *arguments = shlex.split(lines[0])
+    return [*PROGRAMS[program], *(argument for argument in arguments if not argument.startswith("["))]
+
+
+def output_of(command: list[str], folder: Path = ROOT) -> str:
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short_and_says_what_it_shows(path: Path) -> None:
+    text = path.read_text()
+    assert 30 <= len(text.splitlines()) <= 80
+    assert f"examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.name for path in EXAMPLES} == {
+        "flat_model_over_towers.py",
+        "learn_towers.py",
+        "own_tower_module.py",
+    }
+
+
+def test_learn_towers_finds_the_planted_groups(tmp_path: Path) -> None:
+    out = output_of([*command_of("learn_towers.py"), str(tmp_path / "out")])
+    assert "planted groups found: True" in out
+    within = {name: float(value) for name, value in re.findall(r"(\w+): mean affinity ([\d.]+) within", out)}
+    assert within["learned"] > 0.6 > within["strided"]
+    plan = TowerPlan.load(tmp_path / "out" / "towers.json")
+    assert [f"{tower.name}: {' '.join(tower.features)}" for tower in plan.towers] == out.splitlines()[:3]
+    assert (tmp_path / "out" / "affinity.png").stat().st_size > 1000
+
+
+@pytest.mark.ranks
+def test_a_flat_model_over_towers_is_bitwise_the_plain_one() -> None:
+    out = output_of(command_of("flat_model_over_towers.py"))
+    assert "bit for bit, on 4 of 4 ranks" in out
+    booked = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", out)}
+    assert booked["forward"] == booked["backward"] == int(out.rstrip().rpartition("= ")[2])
+
+
+@pytest.mark.ranks
+def test_an_own_tower_module_compresses_and_learns() -> None:
+    out = output_of(command_of("own_tower_module.py"))
+    ratio, first, last = (float(x) for x in re.findall(r"(?:ratio|loss|10,) ([\d.]+)", out))
+    assert ratio == 6.0
+    assert last < first - 0.05, out

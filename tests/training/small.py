@@ -1,0 +1,48 @@
+"""Small runs for the tests of the trainer: a config, its data and its plain model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dmt.training.build import ClickTask, build_model
+from dmt.training.config import TrainingConfig
+from dmt.training.data import ClickData, open_source
+
+NUM_DENSE = 3
+# Every model with every dataflow it can take.
+ARCHS = [
+    ("dlrm", "flat"),
+    ("dlrm", "sptt"),
+    ("dcn", "flat"),
+    ("dcn", "sptt"),
+    ("dmt-dlrm", "sptt"),
+    ("dmt-dcn", "sptt"),
+]
+
+
+def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, Any]) -> TrainingConfig:
+    """A run of 2 towers x 2 ranks on tables of equal size; ``sections`` change single values."""
+    synthetic = {"num_features": 6, "num_dense": NUM_DENSE, "rows_per_table": 11, "num_groups": 2}
+    values: dict[str, dict[str, Any]] = {
+        "model": {"arch": arch, "embedding_dim": 8, "dense_arch": [6], "over_arch": [4, 1], "tower_dim": 4},
+        "data": {"synthetic": synthetic | sections.pop("synthetic", {})},
+        "topology": {"num_towers": 2, "ranks_per_tower": 2},
+        "sharding": {"dataflow": dataflow},
+        "optimizer": {"warmup_steps": 0},
+        "train": {"batch_size": 16, "eval_batch_size": 16},
+    }
+    values["model"] |= {"cross_layers": 1, "cross_rank": 2}
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return TrainingConfig.model_validate(values)
+
+
+def source(config: TrainingConfig) -> ClickData:
+    """The data of a run."""
+    return open_source(config.data, embedding_dim=config.model.embedding_dim)
+
+
+def plain(config: TrainingConfig) -> ClickTask:
+    """The model of a run in one process, unsharded."""
+    data = source(config)
+    return ClickTask(build_model(config, data.tables, len(data.dense_names)))

@@ -1,0 +1,288 @@
+"""Building, sharding and optimizing: what a config says is what tables and dense parts do, on ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model
+from dmt.training.checkpoint import load_plain, save_model
+from dmt.training.config import OptimizerConfig, TrainingConfig
+from dmt.training.data import ClickBatch
+from dmt.training.loop import Trainer
+from dmt.training.records import RunRecord
+from tests.parity import full_state, load_full
+from tests.ranks import run_ranks
+from tests.training.small import ARCHS, NUM_DENSE, plain, small, source
+
+CPU = torch.device("cpu")
+SPARSE = ["rowwise_adagrad", "adagrad", "sgd"]
+DENSE = ["adam", "adamw", "adagrad", "sgd"]
+State = dict[str, torch.Tensor]
+
+
+def batches(config: TrainingConfig, rank: int, world_size: int) -> Iterator[ClickBatch]:
+    size = config.train.batch_size
+    return source(config).batches("train", rank=rank, world_size=world_size, batch_size=size)
+
+
+# Pure arithmetic first.
+
+
+@pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"])
+def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
+    config = small(arch)
+    tables = source(config).tables
+    built = build_model(config, tables, NUM_DENSE, device="meta")
+    assert count_model(config, tables, NUM_DENSE).parameters == sum(p.numel() for p in built.parameters())
+    assert all(p.is_meta for p in built.parameters())
+
+
+def test_an_optimizer_without_a_cpu_kernel_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"optimizer\.sparse='adam': FBGEMM has no CPU kernel.*\['rowwise_adagrad', 'adagrad', 'sgd'\]"
+    ):
+        fused_params(OptimizerConfig(sparse="adam"))
+    assert [fused_params(OptimizerConfig(sparse=name))["learning_rate"] for name in SPARSE] == [0.05] * 3
+
+
+# Then ranks.
+
+
+def every_optimizer_on_rank(rank: int) -> list[str]:
+    """Parameters that three steps leave as they were, or break, over all models, dataflows and optimizers."""
+    mesh = TowerMesh(small(topology={"ranks_per_tower": 1}).topology.build())
+    still = []
+    dense_names = itertools.cycle(DENSE)  # 18 cases, so every dense optimizer meets every sparse one
+    for sparse, (arch, dataflow) in itertools.product(SPARSE, ARCHS):
+        dense = next(dense_names)
+        config = small(
+            arch,
+            dataflow,
+            topology={"ranks_per_tower": 1},
+            optimizer={"sparse": sparse, "dense": dense, "warmup_steps": 2},
+        )
+        model = shard_model(config, source(config).tables, NUM_DENSE, mesh)
+        optimizer = build_optimizer(config.optimizer, model)
+        before = full_state(model)
+        for batch in itertools.islice(batches(config, rank, 2), 3):
+            optimizer.zero_grad()
+            model(batch)[0].backward()
+            optimizer.step()
+        after = full_state(model)
+        case = f"{arch} {dataflow} {sparse} {dense}: "
+        still += [case + name for name, old in before.items() if torch.equal(old, after[name])]
+        still += [case + name + " is not finite" for name, new in after.items() if not new.isfinite().all()]
+        assert sum("embedding_bags" in name for name in before) == 6, case
+    return still
+
+
+@pytest.mark.ranks
+def test_every_optimizer_moves_every_table_and_dense_part() -> None:
+    assert run_ranks(every_optimizer_on_rank, 2) == [[], []]
+
+
+def parity_on_rank(rank: int, steps: int) -> dict[str, tuple[State, State]]:
+    """For each model and dataflow the weights after training on 2 x 2 ranks, and of the plain model on the union."""
+    found = {}
+    for arch, dataflow in ARCHS:
+        config = small(
+            arch,
+            dataflow,
+            synthetic={"num_multi_hot": 2},
+            optimizer={"sparse": "sgd", "sparse_lr": 2.0, "dense": "sgd", "dense_lr": 0.2},
+            train={"max_steps": steps},
+        )
+        mesh = TowerMesh(config.topology.build())
+        model = shard_model(config, source(config).tables, NUM_DENSE, mesh)
+        torch.manual_seed(5)
+        oracle = plain(config)
+        load_full(model, oracle.state_dict())
+        Trainer(
+            config=config.train,
+            data=source(config),
+            mesh=mesh,
+            model=model,
+            optimizer=build_optimizer(config.optimizer, model),
+            record=RunRecord(config, enabled=False),
+        ).train()
+        groups: dict[bool, list[Any]] = {True: [], False: []}
+        for name, parameter in oracle.named_parameters():
+            groups["embedding_bags" in name].append(parameter)
+        optimizer = torch.optim.SGD([{"params": groups[True], "lr": 2.0}, {"params": groups[False], "lr": 0.2}])
+        union = source(config).batches("train", rank=0, world_size=1, batch_size=4 * config.train.batch_size)
+        for batch in itertools.islice(union, steps):
+            optimizer.zero_grad()
+            oracle(batch)[0].backward()
+            optimizer.step()
+        found[f"{arch} {dataflow}"] = (full_state(model), {n: p.detach() for n, p in oracle.state_dict().items()})
+    return found
+
+
+@pytest.mark.ranks
+def test_training_on_ranks_is_training_on_the_union_of_their_batches() -> None:
+    by_case = run_ranks(parity_on_rank, 4, 6)[0]
+    assert len(by_case) == len(ARCHS)
+    for case, (ours, oracle) in by_case.items():
+        assert ours.keys() == oracle.keys()
+        for name, value in oracle.items():
+            # Same sums in another order: a few units in the last place of numbers up to 1, over six steps. A wrong
+            # gradient division, learning rate or batch differs by 1e-3 and more.
+            torch.testing.assert_close(
+                ours[name], value, rtol=0, atol=2e-6, msg=lambda m, n=name, c=case: f"{c}, {n}: {m}"
+            )
+
+
+def learning_rates(rank: int, arch: str, warmup: int, steps: int) -> list[tuple[float, float]]:
+    """The learning rates of tables and dense parts at each step: what SGD did, over the gradient of the plain model."""
+    config = small(
+        arch,
+        topology={"ranks_per_tower": 1},
+        optimizer={"sparse": "sgd", "sparse_lr": 0.5, "dense": "sgd", "dense_lr": 0.25, "warmup_steps": warmup},
+    )
+    model = shard_model(config, source(config).tables, NUM_DENSE, TowerMesh(config.topology.build()))
+    # The pipeline the trainer uses: it decides when zero_grad and step are called.
+    pipeline = TrainPipelineSparseDist(model, build_optimizer(config.optimizer, model), CPU, execute_all_batches=True)
+    mine = itertools.islice(batches(config, rank, 2), steps)
+    union = source(config).batches("train", rank=0, world_size=1, batch_size=2 * config.train.batch_size)
+    oracle = plain(config)
+    rates = []
+    for _ in range(steps):
+        before = full_state(model)
+        oracle.load_state_dict(before)
+        oracle.zero_grad()
+        oracle(next(union))[0].backward()
+        pipeline.progress(mine)
+        after = full_state(model)
+        products = {True: [0.0, 0.0], False: [0.0, 0.0]}
+        for name, parameter in oracle.named_parameters():
+            assert parameter.grad is not None, name
+            product = products["embedding_bags" in name]
+            product[0] += float((parameter.grad.double() * (before[name] - after[name])).sum())
+            product[1] += float(parameter.grad.double().pow(2).sum())
+        rates.append((products[True][0] / products[True][1], products[False][0] / products[False][1]))
+    return rates
+
+
+# model, warm-up steps -> share of the full rates at each step
+WARMUPS = {
+    ("dmt-dlrm", 4): [4 / 16, 7 / 16, 10 / 16, 13 / 16, 1, 1, 1],  # from 1/4 in 4 equal steps to 1
+    ("dlrm", 2): [1 / 2, 3 / 4, 1, 1],
+    ("dmt-dcn", 1): [1, 1],
+    ("dlrm", 0): [1, 1],
+}
+
+
+def rates_on_rank(rank: int) -> list[list[tuple[float, float]]]:
+    return [learning_rates(rank, arch, warmup, len(shares)) for (arch, warmup), shares in WARMUPS.items()]
+
+
+@pytest.mark.ranks
+def test_both_learning_rates_warm_up() -> None:
+    for found in run_ranks(rates_on_rank, 2):
+        for shares, rates in zip(WARMUPS.values(), found, strict=True):
+            # Weights of about 1 have a float32 spacing of 1e-7, and the steps here are about 1e-3 of them.
+            assert [table for table, _ in rates] == pytest.approx([0.5 * share for share in shares], rel=2e-3)
+            assert [dense for _, dense in rates] == pytest.approx([0.25 * share for share in shares], rel=2e-3)
+
+
+def start_on_rank(rank: int) -> dict[str, tuple[State, State, list[State]]]:
+    """For each model: the whole start, this rank's dense parts, and starts of the same and another seed."""
+    found = {}
+    for arch, dataflow in [("dlrm", "flat"), ("dlrm", "sptt"), ("dmt-dlrm", "sptt")]:
+        starts = []
+        for seed in (0, 0, 1) if arch == "dmt-dlrm" else (0,):
+            config = small(arch, dataflow, train={"seed": seed})
+            model = shard_model(config, source(config).tables, NUM_DENSE, TowerMesh(config.topology.build()))
+            starts.append(full_state(model))
+        dense = {name: v.clone() for name, v in model.state_dict().items() if not isinstance(v, ShardedTensor)}
+        found[f"{arch} {dataflow}"] = (starts[0], dense, starts[1:])
+    return found
+
+
+@pytest.fixture(scope="module")
+def starts() -> list[Any]:
+    return run_ranks(start_on_rank, 4)
+
+
+@pytest.mark.ranks
+def test_tables_start_apart_and_dense_parts_equal(starts: list[Any]) -> None:
+    for case, (start, _, _) in starts[0].items():
+        tables = {name: value for name, value in start.items() if "embedding_bags" in name}
+        assert len(tables) == 6
+        for (one, first), (two, second) in itertools.combinations(tables.items(), 2):
+            # The correlation of independent draws of 88 numbers; its standard deviation is 0.11.
+            together = torch.stack([first.flatten(), second.flatten()])
+            assert abs(float(torch.corrcoef(together)[0, 1])) < 0.5, f"{case}: {one} and {two} start alike"
+        for rank in range(1, 4):
+            dense, mine = starts[0][case][1], starts[rank][case][1]
+            # Ranks of another tower hold another tower module, of another name.
+            shared = dense.keys() & mine.keys()
+            assert len(shared) >= 8, case
+            assert rank != 1 or shared == dense.keys(), "ranks 0 and 1 are one tower"
+            for name in shared:
+                assert torch.equal(dense[name], mine[name]), f"{case}: {name} of rank {rank} is not that of rank 0"
+
+
+@pytest.mark.ranks
+def test_the_seed_decides_the_start(starts: list[Any]) -> None:
+    start, _, (same, other) = starts[0]["dmt-dlrm sptt"]
+    for name, value in start.items():
+        assert torch.equal(value, same[name]), f"{name} differs from one start to the next"
+        assert not torch.equal(value, other[name]), f"{name} is the same with another seed"
+
+
+def few_tables(rank: int, folder: str, arch: str, dataflow: str) -> tuple[int, State, bool]:
+    """Trains and saves two tables on four ranks; returns this rank's tables, the weights, and whether they moved."""
+    config = small(
+        arch,
+        dataflow,
+        synthetic={"num_features": 2, "num_groups": 1},
+        sharding={"dataflow": dataflow, "scheme": "table_wise"},
+        optimizer={"warmup_steps": 2},
+        train={"max_steps": 3},
+    )
+    mesh = TowerMesh(config.topology.build())
+    data = source(config)
+    model = shard_model(config, data.tables, NUM_DENSE, mesh)
+    before = full_state(model)
+    Trainer(
+        config=config.train,
+        data=data,
+        mesh=mesh,
+        model=model,
+        optimizer=build_optimizer(config.optimizer, model),
+        record=RunRecord(config, enabled=False),
+    ).train()
+    after = full_state(model)
+    save_model(model, Path(folder) / arch)
+    held = sum(len(v.local_shards()) for v in model.state_dict().values() if isinstance(v, ShardedTensor))
+    return held, after, all(not torch.equal(before[name], after[name]) for name in before)
+
+
+FEW = [("dlrm", "flat"), ("dmt-dlrm", "sptt")]
+
+
+def few_tables_on_rank(rank: int, folder: str) -> list[tuple[int, State, bool]]:
+    return [few_tables(rank, folder, *case) for case in FEW]
+
+
+@pytest.mark.ranks
+def test_ranks_without_tables_train_and_save(tmp_path: Path) -> None:
+    by_rank = run_ranks(few_tables_on_rank, 4, str(tmp_path))
+    for (arch, dataflow), results in zip(FEW, zip(*by_rank, strict=True), strict=True):
+        assert sorted(held for held, _, _ in results) == [0, 0, 1, 1], arch
+        assert all(moved for _, _, moved in results), arch
+        model = plain(small(arch, dataflow, synthetic={"num_features": 2, "num_groups": 1}))
+        load_plain(model, tmp_path / arch)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, results[0][1][name]), name

@@ -1,0 +1,384 @@
+"""The report: noise arithmetic first, then the sentences, the curves, and the page as a browser would read it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from dmt.errors import InputError
+from dmt.partitioner.pictures import TOWER_COLORS
+from dmt.plan import TowerPlan
+from dmt.training.report import auc_standard_error, compare_runs, plot_curves, write_report
+from dmt.training.report.curves import RUN_COLORS, smooth
+from dmt.training.summary import ROWS
+
+AFFINITY = {"within_towers": 0.4567, "between_towers": 0.3214, "within_strided_towers": 0.3456}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def result(auc=0.78, *, rows=65_536, rate=0.25, embedding=1664.0, mflops=0.499, **more):
+    """A result.json of a run; ``embedding`` bytes each way."""
+    return {
+        "world_size": 4,
+        "eval_auc": auc,
+        "eval_ne": 0.8102,
+        "eval_num_rows": rows,
+        "eval_label_rate": rate,
+        "mflops_per_sample": mflops,
+        "parameters": 892_449,
+        "compression_ratio": 1.0,
+        "samples_per_second": 27_921.4,
+        "bytes_per_sample": {
+            "ids": 208.0,
+            "forward": embedding,
+            "backward": embedding,
+            "dense": 354.2,
+            "inside": 2122.0,
+        },
+        "versions": {"torch": "2.13.0+cpu", "fbgemm-gpu": "absent"},
+        **more,
+    }
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_standard_error_is_hanley_and_mcneils():
+    # By hand for A = 3/4 and 10 rows of each label: Q1 = 3/5, Q2 = 9/14, A^2 = 9/16, so the numerator is
+    # 3/16 + 9 * (3/80) + 9 * (9/112) = 0.1875 + 0.3375 + 0.723214... = 1.248214...; over 100, the root is 0.111724.
+    assert auc_standard_error(0.75, num_rows=20, label_rate=0.5) == pytest.approx(0.111724, abs=5e-7)
+
+
+def test_the_standard_error_agrees_with_a_simulation():
+    # The formula's Q1 and Q2 are exact for exponential scores: A = s / (1 + s) where positives have scale s.
+    rng = np.random.default_rng(0)
+    positive, negative = rng.exponential(3.0, (4000, 30)), rng.exponential(1.0, (4000, 90))
+    aucs = (positive[:, :, None] > negative[:, None, :]).mean(axis=(1, 2))
+    expected = auc_standard_error(0.75, num_rows=120, label_rate=0.25)
+    # The standard deviation of 4000 draws is known to about 1 / sqrt(2 * 4000) = 1.1 %.
+    assert aucs.std() == pytest.approx(expected, rel=0.04)
+
+
+def test_the_standard_error_falls_with_rows_and_knows_its_edges():
+    errors = [auc_standard_error(0.78, num_rows=rows, label_rate=0.25) for rows in (100, 400, 1600)]
+    assert errors[0] / errors[1] == pytest.approx(2, rel=0.02)
+    assert errors[1] / errors[2] == pytest.approx(2, rel=0.02)
+    assert auc_standard_error(1.0, num_rows=100, label_rate=0.5) == 0.0
+    assert math.isnan(auc_standard_error(math.nan, num_rows=100, label_rate=0.5))
+    assert math.isnan(auc_standard_error(0.7, num_rows=100, label_rate=0.0))
+    with pytest.raises(InputError, match=r"auc=1\.5.*between 0 and 1"):
+        auc_standard_error(1.5, num_rows=100, label_rate=0.5)
+
+
+# --- finding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("difference", "words", "within"),
+    [
+        (0.0, "within the noise", True),
+        (+0.9, "within the noise", True),
+        (-0.9, "within the noise", True),
+        (+1.1, "higher by", False),
+        (-1.1, "which one run each does not settle", False),
+        (-2.5, "lower by 0.0057, 2.5 standard errors (0.0023), more than the choice", False),
+    ],
+)
+def test_a_difference_of_auc_is_claimed_only_beyond_its_noise(difference, words, within):
+    """``difference`` is in standard errors of the first AUC."""
+    error = auc_standard_error(0.78, num_rows=65_536, label_rate=0.25)
+    finding = compare_runs({"flat": result(), "towers": result(0.78 + difference * error)})
+    assert finding.within_noise == within
+    assert words in finding.accuracy
+    assert within == ("higher" not in finding.accuracy and "lower" not in finding.accuracy)
+    assert finding.auc_noise == pytest.approx(error, rel=0.02)
+
+
+def test_bytes_and_mflops_are_compared_second_to_first():
+    finding = compare_runs({"flat": result(), "towers": result(embedding=832.0, mflops=0.4)})
+    assert finding.embedding_bytes == (3328.0, 1664.0)
+    assert finding.all_bytes == pytest.approx((3890.2, 2226.2))
+    assert finding.cost == (
+        "Per sample, towers sends 50% of the embedding bytes across hosts (1,664 instead of 3,328, forward and "
+        "backward) and computes 80% of the MFLOPs (0.400 instead of 0.499)."
+    )
+    # More is said as plainly as less.
+    assert "sends 200% of the embedding bytes" in compare_runs({"a": result(), "b": result(embedding=3328.0)}).cost
+
+
+def test_on_a_single_host_no_ratio_of_bytes_is_made_up():
+    lone, other = result(embedding=0.0), result(embedding=0.0)
+    assert compare_runs({"a": lone, "b": other}).cost.startswith("No embedding bytes cross hosts in either run")
+    assert "the other model none" in compare_runs({"a": lone, "b": result()}).cost
+
+
+def test_aucs_that_cannot_be_compared_are_not():
+    undefined = compare_runs({"flat": result(math.nan, rate=0.0), "towers": result(math.nan, rate=0.0)})
+    apart = compare_runs({"flat": result(0.6), "towers": result(0.9, rows=1000)})
+    for finding, why in ((undefined, "one label only"), (apart, "different evaluation rows (65,536 and 1,000 rows)")):
+        assert finding.within_noise
+        assert math.isnan(finding.auc_difference)
+        assert "cannot be compared" in finding.accuracy
+        assert why in finding.accuracy
+
+
+def test_runs_that_learned_nothing_that_shows_are_named():
+    finding = compare_runs({"flat": result(0.51, rows=500), "towers": result(0.75, rows=500)})
+    assert "On these rows, flat cannot be told from chance" in finding.accuracy
+    assert "chance" not in compare_runs({"flat": result(), "towers": result()}).accuracy
+
+
+def test_a_missing_number_or_run_is_named():
+    with pytest.raises(InputError, match=r"two runs.* got 1: \['flat'\]"):
+        compare_runs({"flat": result()})
+    lacking = result()
+    lacking["eval_acu"] = lacking.pop("eval_auc")
+    with pytest.raises(InputError, match=r"run 'towers': 'eval_auc' is missing\. Did you mean 'eval_acu'\?.*result"):
+        compare_runs({"flat": result(), "towers": lacking})
+    lacking = result()
+    del lacking["bytes_per_sample"]["dense"]
+    with pytest.raises(InputError, match=r"run 'flat': 'bytes_per_sample\.dense' is missing"):
+        compare_runs({"flat": lacking, "towers": result()})
+    with pytest.raises(InputError, match=r"'mflops_per_sample' is '0\.5', not a number"):
+        compare_runs({"flat": result(), "towers": result(mflops="0.5")})
+
+
+# --- curves ----------------------------------------------------------------------------------------------------------
+
+
+def record(folder, *lines):
+    """The ``metrics.jsonl`` of a run."""
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def evaluation(step, auc, ne=0.9):
+    return {"step": step, "eval/auc": auc, "eval/ne": ne, "eval/num_rows": 2000.0, "eval/label_rate": 0.25}
+
+
+def drawn(path):
+    """The text of an .svg picture, lower case, with letters kept as letters."""
+    return path.read_text().lower()
+
+
+def test_smoothing_keeps_lines_and_ends_and_tames_noise():
+    line = np.linspace(1.0, 0.0, 200)
+    np.testing.assert_allclose(smooth(line), line, atol=1e-12)  # a mean of cumulative sums is exact to rounding
+    noise = np.random.default_rng(0).normal(size=1000)
+    # A mean of about 101 values has a tenth of the spread.
+    assert smooth(noise)[100:-100].std() < 0.2
+    assert smooth(noise)[0] == noise[0]
+    assert smooth([5.0]).tolist() == [5.0]
+
+
+def test_curves_of_two_runs_are_drawn_in_their_colours(tmp_path):
+    losses = [{"step": step, "train/loss": 0.7 - step / 1000} for step in range(20, 200, 20)]
+    flat = record(tmp_path / "flat", *losses, evaluation(100, 0.7), evaluation(200, 0.75))
+    towers = record(tmp_path / "towers", *losses, evaluation(100, 0.69), evaluation(200, 0.76))
+    picture = plot_curves({"flat": flat, "towers": towers}, tmp_path / "new" / "curves.svg")
+    for color in RUN_COLORS[:2]:
+        assert color.lower() in drawn(picture)
+    assert RUN_COLORS[2].lower() not in drawn(picture)
+    assert "fill-opacity: 0.13" in drawn(picture)  # the band of one standard error
+    assert plot_curves({"flat": flat}, tmp_path / "curves.png").read_bytes()[:8] == PNG
+
+
+def test_a_single_evaluation_without_a_loss_is_drawn(tmp_path):
+    import matplotlib as mpl
+
+    run = record(tmp_path / "run", evaluation(7, 0.7), {"step": 7, "train/loss": math.nan})
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        text = drawn(plot_curves({"_only": run}, tmp_path / "curves.svg"))
+    assert "not recorded" in text  # the loss
+    assert "auc on evaluation rows" in text
+    assert "_only" in text  # matplotlib hides such a label unless told otherwise
+
+
+def test_folders_without_curves_are_refused(tmp_path):
+    with pytest.raises(InputError, match="runs is empty"):
+        plot_curves({}, tmp_path / "curves.png")
+    with pytest.raises(InputError, match=r"run 'flat': .*nowhere/metrics\.jsonl cannot be read.*output_dir"):
+        plot_curves({"flat": tmp_path / "nowhere"}, tmp_path / "curves.png")
+    torn = record(tmp_path / "torn")
+    (torn / "metrics.jsonl").write_text('{"step": 1, "train/lo')
+    with pytest.raises(InputError, match=r"run 'flat': .*torn/metrics\.jsonl cannot be read"):
+        plot_curves({"flat": torn}, tmp_path / "curves.png")
+    other = record(tmp_path / "other", {"step": 1, "lr": 0.1})
+    with pytest.raises(InputError, match=r"none of train/loss, eval/auc, eval/ne, but \['lr'\]"):
+        plot_curves({"flat": other}, tmp_path / "curves.png")
+    good = record(tmp_path / "good", evaluation(1, 0.7))
+    with pytest.raises(InputError, match=r"curves\.doc.*one of .*png"):
+        plot_curves({"flat": good}, tmp_path / "curves.doc")
+
+
+# --- page ------------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a browser would find: balanced tags, the text, the pictures, and every address that it would load."""
+
+    VOID = ("meta", "img", "br", "link")
+    LOADING = ("src", "href", "srcset", "poster", "action", "data", "background")
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.tags, self.addresses, self.pieces = [], [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert self.open == [], "every tag is closed"
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.pieces).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in self.LOADING]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> is out of place at {self.getpos()}"
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.pieces.append(data)
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """Arguments of `write_report`, with two pictures that are told apart by their bytes."""
+    for name in ("affinity", "curves"):
+        (tmp_path / f"{name}.png").write_bytes(PNG + name.encode())
+    plan = TowerPlan.from_lists(
+        [["C1", "<b>bold</b>"], ["C2", "C&3"]], strategy="coherent", seed=7, affinity=AFFINITY, command="dmt demo --x"
+    )
+    return {
+        "runs": {"dlrm": result(0.7834), "dmt-dlrm": result(0.7842, embedding=832.0, mflops=0.491)},
+        "plan": plan,
+        "affinity_picture": tmp_path / "affinity.png",
+        "curves_picture": tmp_path / "curves.png",
+        "data_description": "clicks of <Tuesday>",
+    }
+
+
+def test_the_page_is_whole_and_loads_nothing_else(tmp_path, arguments):
+    path = write_report(tmp_path / "new" / "report.html", **arguments)
+    page = Page(path)
+    assert path == tmp_path / "new" / "report.html"
+    assert page.addresses == [
+        "data:image/png;base64," + base64.b64encode(PNG + name).decode() for name in (b"affinity", b"curves")
+    ]
+    assert not {"script", "link", "iframe", "object", "a"} & set(page.tags)
+    source = path.read_text()
+    assert "http" not in source
+    assert "url(" not in source
+    assert "@import" not in source
+    assert "prefers-color-scheme: dark" in source
+    assert 'name="viewport"' in source
+
+
+def test_the_page_shows_the_numbers(tmp_path, arguments):
+    text = Page(write_report(tmp_path / "report.html", **arguments)).text
+    for label, _, _ in ROWS:
+        assert label in text
+    for words in (
+        "AUC 0.7834 0.7842 1.001",
+        "samples/s 27,921 27,921 1.000",
+        "parameters 892,449 892,449 1.000",
+        "bytes/sample across hosts: forward 1,664 832 0.500",
+        "MFLOPs/sample 0.499 0.491 0.984",
+        "the difference of +0.0008 is within the noise",
+        "within noise difference of AUC, dmt-dlrm minus dlrm measured +0.0008; one standard error is 0.0023",
+        "50% of the embedding bytes across hosts",
+        "with ids and dense gradients 57%",
+        "98% of the MFLOPs",
+        "Evaluated on 65,536 rows, 25.0% of them clicks. 4 ranks",
+        "says nothing about many hosts; the bytes do",
+        "two features of one tower 0.457",
+        "1.42 times those between different towers and 1.32 times those within strided towers",
+        "Towers 2, coherent, seed 7",
+        "Command dmt demo --x",
+        "Versions torch 2.13.0+cpu Method",
+    ):
+        assert words in text, words
+    assert "Mind:" not in text
+
+
+def test_names_from_outside_are_shown_as_written(tmp_path, arguments):
+    runs = arguments["runs"]
+    arguments |= {"runs": {"<i>flat": runs["dlrm"], "a & b": runs["dmt-dlrm"]}, "notes": ["AUC < 0.5 <script>x()"]}
+    path = write_report(tmp_path / "report.html", **arguments)
+    page = Page(path)
+    for words in ("<b>bold</b>", "C&3", "clicks of <Tuesday>", "<i>flat", "a & b", "Mind: AUC < 0.5 <script>x()"):
+        assert words in page.text, words
+    assert not {"script", "tuesday"} & set(page.tags)
+    assert "<li" in path.read_text()
+    assert "&lt;b&gt;bold&lt;/b&gt;" in path.read_text()
+
+
+def test_towers_have_the_colours_of_the_picture(tmp_path, arguments):
+    names = [f"f{i}" for i in range(2 * len(TOWER_COLORS) + 1)]
+    plan = TowerPlan.strided(names, len(TOWER_COLORS) + 1)
+    arguments["plan"] = TowerPlan(towers=plan.towers, affinity=AFFINITY)
+    source = write_report(tmp_path / "report.html", **arguments).read_text()
+    tops = [part[:7] for part in source.split("border-top:4px solid ")[1:]]
+    assert tops == [*TOWER_COLORS, TOWER_COLORS[0]]
+    text = Page(tmp_path / "report.html").text
+    assert f"tower_{len(TOWER_COLORS)} 1 feature f8" in text
+    assert "coherent plan" not in text
+    assert "looks for" not in text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "within", "words"),
+    [
+        ("coherent", 0.3, "it did not succeed here"),
+        ("diverse", 0.3, "A diverse plan puts features together that are unlike, and it did so here"),
+        ("diverse", 0.4, "it did not succeed here"),
+        ("coherent", None, "two features of one tower no such pair"),
+    ],
+)
+def test_the_partition_is_judged_by_its_own_aim(tmp_path, arguments, strategy, within, words):
+    affinity = AFFINITY | {"within_towers": within}
+    arguments["plan"] = TowerPlan.from_lists([["a", "b"], ["c"]], strategy=strategy, affinity=affinity)
+    text = Page(write_report(tmp_path / "report.html", **arguments)).text
+    assert words in text
+    assert ("times those" in text) == (within is not None)
+
+
+def test_an_absent_value_is_a_dash(tmp_path, arguments):
+    for key in ("samples_per_second", "versions"):
+        del arguments["runs"]["dlrm"][key]
+    arguments["runs"]["dmt-dlrm"]["versions"] = {}
+    text = Page(write_report(tmp_path / "report.html", **arguments)).text
+    assert "samples/s - 27,921 -" in text
+    assert "Versions not recorded" in text
+
+
+def test_undefined_aucs_make_a_page_without_a_claim(tmp_path, arguments):
+    arguments["runs"] = {name: result(math.nan, rate=1.0, eval_ne=math.nan) for name in ("dlrm", "dmt-dlrm")}
+    text = Page(write_report(tmp_path / "report.html", **arguments)).text
+    assert "AUC nan nan -" in text
+    assert "not known difference of AUC, dmt-dlrm minus dlrm the evaluation rows have one label only" in text
+
+
+def test_what_the_page_lacks_is_named(tmp_path, arguments):
+    path = tmp_path / "report.html"
+    with pytest.raises(InputError, match=r"affinity_picture='.*gone\.png' cannot be read \(No such file"):
+        write_report(path, **arguments | {"affinity_picture": tmp_path / "gone.png"})
+    with pytest.raises(InputError, match=r"curves_picture='curves\.pdf' cannot be embedded; give one of \.png"):
+        write_report(path, **arguments | {"curves_picture": "curves.pdf"})
+    plan = TowerPlan.strided(["a", "b"], 2)
+    with pytest.raises(InputError, match=r"no 'within_towers' \(it has nothing; the plan's strategy is 'strided'\)"):
+        write_report(path, **arguments | {"plan": plan})
+    with pytest.raises(InputError, match="run 'dlrm': 'eval_auc' is missing"):
+        write_report(path, **arguments | {"runs": {"dlrm": {}, "dmt-dlrm": result()}})
+    assert not path.exists()

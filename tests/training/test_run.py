@@ -1,0 +1,312 @@
+"""Whole runs: what is refused before training (in this process), then through torchrun as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.plan import TowerPlan
+from dmt.training.build import build_optimizer, shard_model
+from dmt.training.checkpoint import load_plain
+from dmt.training.config import load_config
+from dmt.training.loop import Trainer
+from dmt.training.records import RunRecord, read_curves
+from dmt.training.run import preflight, train
+from dmt.training.summary import ROWS, cells
+from tests.ranks import run_ranks
+from tests.training.small import NUM_DENSE, plain, small, source
+
+# Faults that are found before any rank trains; no rank is started here.
+
+
+def plan_file(folder: Path, towers: list[list[str]]) -> str:
+    """A plan with any fault: `TowerPlan` itself would refuse to be made."""
+    named = [{"name": f"tower_{i}", "features": features} for i, features in enumerate(towers)]
+    (folder / "towers.json").write_text(json.dumps({"format": 1, "towers": named}))
+    return str(folder / "towers.json")
+
+
+@pytest.mark.parametrize(
+    ("towers", "message"),
+    [
+        ([["C1", "C2", "C3"], ["C4", "C5"]], r"Feature 'C6' is in no tower \(6 features, 5 placed\)"),
+        ([["C1", "C2", "C3"], ["C4", "C5", "C6", "C1"]], r"Feature 'C1' occurs more than once .*tower_0, tower_1"),
+        ([["C1", "C2", "C3"], ["C4", "C5", "C6", "D1"]], r"Feature 'D1' is in the tower plan but not in the model"),
+        ([["C1", "C2"], ["C3", "C4"], ["C5", "C6"]], r"has 3 towers, but topology\.num_towers=2"),
+        ([["C1", "C2", "C3", "C4", "C5", "C6"], []], r"Tower 'tower_1' has no feature"),
+    ],
+    ids=["missing", "doubled", "invented", "towers", "empty"],
+)
+@pytest.mark.parametrize(("arch", "dataflow"), [("dmt-dlrm", "auto"), ("dlrm", "sptt")])
+def test_a_bad_plan_is_refused(towers: list[list[str]], message: str, arch: str, dataflow: str, tmp_path: Path) -> None:
+    config = small(arch, dataflow, towers={"plan": plan_file(tmp_path, towers)})
+    with pytest.raises(InputError, match=message):
+        preflight(config, 4)
+
+
+def test_a_plan_of_other_tables_is_refused(tmp_path: Path) -> None:
+    config = small(towers={"plan": str(tmp_path / "towers.json")})
+    other = source(small(synthetic={"rows_per_table": 12})).tables
+    features = [table.feature_names[0] for table in other]
+    TowerPlan.from_lists([features[:3], features[3:]], tables=tuple(other)).save(tmp_path / "towers.json")
+    with pytest.raises(InputError, match=r"Table 't_C1' is 11 x 8 .* was made for 12 x 8"):
+        preflight(config, 4)
+
+
+def test_an_absent_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"Tower plan .*nowhere\.json: cannot be read"):
+        preflight(small(towers={"plan": str(tmp_path / "nowhere.json")}), 4)
+
+
+@pytest.mark.parametrize(
+    ("sections", "world_size", "message"),
+    [
+        ({}, 3, r"1 \* 2 \* 2 = 4 ranks, but the job was started with WORLD_SIZE=3"),
+        ({"topology": {"num_towers": 8}}, 16, r"num_towers=8 must lie between 1 and the number of features, 6"),
+        ({"optimizer": {"sparse": "adam"}}, 4, r"optimizer\.sparse='adam': FBGEMM has no CPU kernel"),
+        ({"model": {"dense_arch": [8, 0]}}, 4, r"dense_arch_layer_sizes\[1\]=0 must be a whole number of at least 1"),
+        ({"model": {"over_arch": [-3, 1]}}, 4, r"over_arch_layer_sizes\[0\]=-3 must be a whole number"),
+        ({"model": {"c": 0, "p": 0}}, 4, r"\bc\b.*\bp\b"),
+    ],
+    ids=["world size", "more towers than features", "no kernel", "dense arch", "over arch", "c and p"],
+)
+def test_sizes_that_cannot_be_are_refused(sections: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        preflight(small(**sections), world_size)
+
+
+def test_a_fit_run_passes() -> None:
+    assert preflight(small(), 4).feature_names == ("C1", "C2", "C3", "C4", "C5", "C6")
+
+
+def csv(folder: Path, ids: list[int]) -> dict[str, Any]:
+    """A CSV file with one feature whose ids are given; rows alternate in label."""
+    lines = [f"{i % 2},{0.1 * i},{number}" for i, number in enumerate(ids)]
+    (folder / "rows.csv").write_text("label,d_1,c_1\n" + "\n".join(lines) + "\n")
+    return {
+        "kind": "columns",
+        "train_path": str(folder / "rows.csv"),
+        "dense": ["d_1"],
+        "categorical": ["c_1"],
+        "id_mode": "index",
+        "num_embeddings": 40,
+    }
+
+
+def test_an_id_beyond_its_table_is_told_with_feature_id_and_rows(tmp_path: Path) -> None:
+    config = small("dlrm", data=csv(tmp_path, [*range(30), 40, 1]))
+    with pytest.raises(InputError, match=r"c_1.*\b40\b.*(\b40 rows|rows)"):
+        preflight(config, 4).validate()
+
+
+def test_a_column_that_is_absent_is_told(tmp_path: Path) -> None:
+    config = small("dlrm", data={**csv(tmp_path, [1, 2]), "label": "lable"})
+    with pytest.raises(InputError, match=r"rows\.csv: label 'lable' matches no column\. Did you mean 'label'\?"):
+        preflight(config, 4)
+
+
+def test_training_without_torchrun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InputError, match=r"RANK is not set: start training with torchrun"):
+        train(small())
+
+
+def test_a_result_without_some_values_still_prints() -> None:
+    assert cells({"eval_auc": 0.75, "bytes_per_sample": {"ids": 1234.5}})[:1] == ["0.7500"]
+    assert cells({"bytes_per_sample": {"ids": 1234.5}})[5:8] == ["-", "1,234", "-"]
+
+
+# Then the loop on ranks, with every row known.
+
+
+class Recorder:
+    """Stands in for `RunRecord`."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, str]] = []
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        self.points += [(step, name) for name in values if name in ("train/loss", "eval/auc")]
+
+
+def loop_on_rank(rank: int, folder: str, **settings: Any) -> tuple[list[int], list[tuple[int, str]], int]:
+    """Trains on numbered rows; returns the rows this rank's model saw in training, what was recorded, the steps."""
+    config = small(
+        "dlrm",
+        topology={"num_towers": 1, "ranks_per_tower": 2},
+        data={**csv(Path(folder), list(range(40))), "eval_path": str(Path(folder) / "rows.csv"), "shuffle_rows": 10},
+        train={"batch_size": 4, "eval_batch_size": 7, "log_every": 2, **settings},
+    )
+    mesh = TowerMesh(config.topology.build())
+    data = source(config)
+    model = shard_model(config, data.tables, 1, mesh)
+    seen: list[int] = []
+
+    def look(module: Any, inputs: tuple[Any, ...]) -> None:
+        if module.training:
+            seen.extend(inputs[0].sparse_features.values().tolist())
+
+    model.register_forward_pre_hook(look)
+    record: Any = Recorder()
+    time = Trainer(
+        config=config.train,
+        data=data,
+        mesh=mesh,
+        model=model,
+        optimizer=build_optimizer(config.optimizer, model),
+        record=record,
+    ).train()
+    return seen, record.points, time.steps
+
+
+# settings -> steps, times that each row is seen, steps at which the loop itself evaluates
+LOOPS: list[tuple[dict[str, Any], int, set[int], list[int]]] = [
+    ({}, 5, {1}, []),
+    ({"epochs": 2}, 10, {2}, []),
+    ({"epochs": 2, "eval_every": 3}, 10, {2}, [3, 6, 9]),
+    ({"epochs": 2, "eval_every": 5}, 10, {2}, [5]),  # not at 10: the end is evaluated by the caller
+    ({"eval_every": 1}, 5, {1}, [1, 2, 3, 4]),
+    ({"epochs": 9, "max_steps": 6, "eval_every": 2}, 6, {1, 2}, [2, 4]),
+    ({"max_steps": 1}, 1, {0, 1}, []),
+    ({"max_steps": 99, "eval_every": 99}, 5, {1}, []),
+]
+
+
+def loops_on_rank(rank: int, folder: str) -> list[tuple[list[int], list[tuple[int, str]], int]]:
+    return [loop_on_rank(rank, folder, **settings) for settings, *_ in LOOPS]
+
+
+@pytest.mark.ranks
+def test_the_loop_sees_each_row_as_often_as_asked_and_evaluates_when_asked(tmp_path: Path) -> None:
+    csv(tmp_path, list(range(40)))
+    first, second = run_ranks(loops_on_rank, 2, str(tmp_path))
+    for (settings, steps, times, points), mine, other in zip(LOOPS, first, second, strict=True):
+        assert mine[2] == other[2] == steps, settings
+        counts = Counter(mine[0] + other[0])
+        assert {counts[row] for row in range(40)} == times, settings
+        assert sum(counts.values()) == steps * 8, settings
+        assert [step for step, name in mine[1] if name == "eval/auc"] == points, settings
+        assert [step for step, name in mine[1] if name == "train/loss"] == list(range(2, steps + 1, 2)), settings
+    epochs = first[1][0]
+    assert epochs[:20] != epochs[20:], "the second epoch has the order of the first"
+
+
+# Then torchrun, as a user starts it: few, because each starts four Python processes.
+
+SMALL_RUN = [
+    "data.synthetic.num_features=6",
+    "data.synthetic.num_groups=2",
+    "data.synthetic.rows_per_table=30",
+    "data.synthetic.num_rows=25700",  # 50 steps of 4 x 128 rows, and 100 rows that are left out
+    "data.synthetic.num_eval_rows=3000",
+    "train.batch_size=128",
+    "train.eval_every=25",
+    "train.log_every=10",
+    "optimizer.warmup_steps=10",
+    "optimizer.dense_lr=0.005",
+]
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "dmt.training"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=180, env=environment, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, str]]:
+    """Trains once for each arch and name; gives the output folder and what was printed."""
+    done: dict[tuple[str, str], tuple[Path, str]] = {}
+
+    def once(arch: str, name: str = "first") -> tuple[Path, str]:
+        if (arch, name) not in done:
+            folder = tmp_path_factory.mktemp(f"{arch}-{name}")
+            result = torchrun("demo", *SMALL_RUN, f"model.arch={arch}", f"train.output_dir={folder}")
+            assert result.returncode == 0, result.stdout + result.stderr
+            done[arch, name] = folder, result.stdout + result.stderr
+        return done[arch, name]
+
+    return once
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("arch", ["dlrm", "dmt-dlrm"])
+def test_a_run_learns_and_leaves_everything_behind(arch: str, run: Callable[..., tuple[Path, str]]) -> None:
+    folder, printed = run(arch)
+    result = json.loads((folder / "result.json").read_text())
+    for label, path, _ in ROWS:
+        value: Any = result
+        for key in path.split("."):
+            value = value[key]
+        assert math.isfinite(value), label
+        assert label in printed
+    assert result["eval_auc"] > 0.6
+    assert result["eval_ne"] < 1.0
+    assert (result["arch"], result["world_size"], result["steps"], result["eval_num_rows"]) == (arch, 4, 50, 3000)
+    assert result["dataflow"] == ("flat" if arch == "dlrm" else "sptt")
+    assert result["versions"]["torchrec"] == "1.8.0"
+
+    curves = read_curves(folder)
+    assert [step for step, _ in curves["train/loss"]] == [10, 20, 30, 40, 50]
+    assert [step for step, _ in curves["eval/auc"]] == [25, 50]
+    assert curves["eval/auc"][-1][1] == result["eval_auc"]
+    assert {rows for _, rows in curves["eval/num_rows"]} == {3000}
+    assert list((folder / "tensorboard").glob("events.*"))
+
+    # The config reads again, and with it the plain model takes the checkpoint.
+    config = load_config(folder / "config.toml")
+    assert (config.model.arch, config.train.eval_every) == (arch, 25)
+    load_plain(plain(config), folder / "checkpoint")
+    printed_config = printed[: printed.index("# versions:")]
+    assert tomllib.loads(printed_config) == tomllib.loads((folder / "config.toml").read_text())
+    plans = sorted(path.name for path in folder.glob("towers.json"))
+    assert plans == ([] if arch == "dlrm" else ["towers.json"])
+    if plans:
+        assert TowerPlan.load(folder / "towers.json").to_lists() == [["C1", "C3", "C5"], ["C2", "C4", "C6"]]
+        assert len(TowerPlan.load(folder / "towers.json").tables) == 6
+
+
+@pytest.mark.ranks
+def test_a_run_is_bitwise_the_same_again(run: Callable[..., tuple[Path, str]]) -> None:
+    (one, _), (two, _) = run("dmt-dlrm"), run("dmt-dlrm", "again")
+    assert read_curves(one) == read_curves(two)
+
+
+def read_errors(output: str) -> list[str]:
+    return [line for line in output.splitlines() if re.match(r"(\[rank \d+\] )?error: ", line)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("fault", ["config key", "line"])
+def test_a_fault_ends_the_job_with_one_line_before_training(fault: str, tmp_path: Path) -> None:
+    if fault == "config key":  # every rank finds it
+        arguments = ["train.batchsize=3"]
+        expected = "error: Config key 'train.batchsize' is unknown. Did you mean 'batch_size'?"
+    else:  # rank 0 finds it, the others wait for rank 0
+        line = "\t".join(["1", *["5"] * 13, *["0a"] * 26])
+        (tmp_path / "day.tsv").write_text("\n".join([line] * 6 + ["1\t2\t3"] + [line] * 6) + "\n")
+        arguments = ["data.kind=criteo_tsv", f"data.train_path={tmp_path / 'day.tsv'}"]
+        expected = f"error: {tmp_path / 'day.tsv'}, line 7: "
+    result = torchrun("demo", *arguments, f"train.output_dir={tmp_path / 'out'}")
+    assert result.returncode != 0
+    errors = read_errors(result.stdout + result.stderr)
+    assert len(errors) == 1, result.stdout + result.stderr
+    assert errors[0].startswith(expected)
+    assert "train:" not in result.stdout + result.stderr
+    assert not (tmp_path / "out").exists()
