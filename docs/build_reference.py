@@ -8,6 +8,7 @@ Everything between the two marker lines is replaced; a test fails when the page 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,6 +29,7 @@ END = "<!-- end: written by docs/build_reference.py -->"
 """The line below it."""
 
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "text"}
+_PLURALS = {int: "integers", str: "texts"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -40,8 +42,9 @@ def reference() -> str:
     """
     parts = []
     for path, section in _sections(TrainingConfig, ()):
-        heading = (section.__doc__ or "").split("\n\n")[0]
-        parts.append(f"### `[{path}]`\n\n{_one_line(heading)}\n")
+        # The class docstrings point developers to the design record, which is not among the user's pages.
+        heading = re.sub(r" \(DESIGN[^)]*\)", "", _one_line((section.__doc__ or "").split("\n\n")[0]))
+        parts.append(f"### `[{path}]`\n\n{heading}\n")
         parts.append("| key | default | values | meaning |\n| --- | --- | --- | --- |")
         parts += [_row(key, field) for key, field in section.model_fields.items() if _model_of(field) is None]
         parts.append("")
@@ -57,7 +60,8 @@ def current_page(page: str) -> str:
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin and end, f"{PAGE} lacks the line {BEGIN!r} or {END!r}"
+    assert begin, f"{PAGE} lacks the line {BEGIN!r}"
+    assert end, f"{PAGE} lacks the line {END!r}"
     return f"{before}{BEGIN}\n\n{reference()}\n{END}{after}"
 
 
@@ -98,9 +102,9 @@ def _kind(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
     if origin is tuple:
-        return f"list of {_kind(arguments[0])}".replace("integer", "integers")
+        return f"list of {_PLURALS[arguments[0]]}"
     if origin is dict:
-        return f"table of {_kind(arguments[1])}s"
+        return f"table of {_PLURALS[arguments[1]]}"
     if origin is UnionType:
         return _kind(next(argument for argument in arguments if argument is not NoneType))
     return _KINDS[annotation]

@@ -26,7 +26,7 @@ group = rng.permutation(np.arange(12) % 3)
 matrix = np.where(group[:, None] == group[None, :], 0.6, 0.1) + 0.05 * rng.random((12, 12))
 matrix = (matrix + matrix.T) / 2
 np.fill_diagonal(matrix, 1.0)
-affinity = FeatureAffinity(matrix=matrix, features=features)
+affinity = FeatureAffinity(matrix=matrix, features=tuple(features))
 
 plan = TowerPartitioner(num_towers=3, strategy="coherent", seed=0).fit(affinity)
 plan.save(folder / "towers.json")

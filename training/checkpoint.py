@@ -54,7 +54,7 @@ def load_plain(model: nn.Module, folder: Path) -> None:
             f"{unknown[:3] or 'nothing'} besides. Use the config of the run that wrote it."
         )
     for name, value in state["model"].items():
-        size = tuple(saved[f"model.{name}"].size)
+        size = tuple(getattr(saved[f"model.{name}"], "size", ()))  # what is not a tensor has none
         if size != tuple(value.shape):
             raise InputError(
                 f"{folder} is a checkpoint of another model: its {name} is {list(size)}, the model's is "

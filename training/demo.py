@@ -23,7 +23,7 @@ from dmt.training.run import auc_warning, preflight
 
 __all__ = ["demo", "demo_settings", "step_settings"]
 
-_STEPS = 400  # about so many steps tell the models apart and end within minutes
+_STEPS = 1000  # about so many steps tell the models apart and end within minutes
 _TABLE_ROWS = 20_000
 
 
@@ -114,17 +114,21 @@ def demo_settings(data: Path) -> list[str]:
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:
-    """A batch size that makes some hundred steps of one pass over this many rows; click models overfit in the second.
+    """Batch size and epochs that make about a thousand steps of this many rows.
+
+    Small sets get one pass: a click model knows their rows by heart in the second.
 
     Example:
         >>> step_settings(rows=262_144, ranks=4)
-        ['train.batch_size=128', 'train.eval_every=102']
+        ['train.batch_size=128', 'train.epochs=2', 'train.eval_every=204']
         >>> step_settings(rows=6_381, ranks=4)
-        ['train.batch_size=16', 'train.eval_every=19']
+        ['train.batch_size=16', 'train.epochs=1', 'train.eval_every=19']
     """
-    wanted = max(1, rows // (_STEPS * ranks))
+    epochs = 2 if rows >= 50_000 else 1
+    wanted = max(1, rows * epochs // (_STEPS * ranks))
     size = min(512, max(16, 2 ** (wanted.bit_length() - 1)))
-    return [f"train.batch_size={size}", f"train.eval_every={max(10, rows // (size * ranks) // 5)}"]
+    eval_every = max(10, rows * epochs // (size * ranks) // 5)
+    return [f"train.batch_size={size}", f"train.epochs={epochs}", f"train.eval_every={eval_every}"]
 
 
 def _train(config: TrainingConfig) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.config import TrainConfig
 from dmt.training.data import ClickData
 from dmt.training.data.batch import ClickBatch
+from dmt.training.data.source import Split
 from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.records import RunRecord
 
@@ -129,7 +130,7 @@ class Trainer:
                 loss.backward()
         return meter.total(self._mesh.global_group)
 
-    def _batches(self, split: str, batch_size: int, epoch: int) -> Iterator[ClickBatch]:
+    def _batches(self, split: Split, batch_size: int, epoch: int) -> Iterator[ClickBatch]:
         world_size = self._mesh.topology.world_size
         return self._data.batches(
             split, rank=self._mesh.rank, world_size=world_size, batch_size=batch_size, epoch=epoch

@@ -40,9 +40,9 @@ def save_on_rank(rank: int, folder: str) -> dict[str, State]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, State]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     # What a save leaves that was stopped half way: the next one must not mix with it.
-    (folder / ".dlrm.partial").mkdir()
-    (folder / ".dlrm.partial" / "__0_0.distcp").write_bytes(b"half a file")
-    (folder / ".dlrm.partial" / "left_over").write_bytes(b"")
+    (folder / ".dmt-dlrm.partial").mkdir()
+    (folder / ".dmt-dlrm.partial" / "__0_0.distcp").write_bytes(b"half a file")
+    (folder / ".dmt-dlrm.partial" / "left_over").write_bytes(b"")
     return folder, run_ranks(save_on_rank, 4, str(folder))[0]
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_left_of_older_and_broken_saves(
 ) -> None:
     folder, _ = saved
     assert sorted(path.name for path in folder.iterdir()) == sorted(arch for arch, _ in SAVED)
-    assert not (folder / "dlrm" / "left_over").exists()
+    assert not list(folder.rglob("left_over"))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def test_the_values_are_those_of_the_union_of_rows(name: str, of_ranks: list[lis
         assert values.ne == pytest.approx(ne, rel=1e-6)
         assert values.loss == pytest.approx(loss, rel=1e-6)
     assert math.isfinite(values.ne)
-    kept = [label for batches in CASES[name] for _, labels, w in batches for label, on in zip(labels, w) if on]
+    kept = [
+        label for batches in CASES[name] for _, labels, w in batches for label, on in zip(labels, w, strict=True) if on
+    ]
     assert values.num_rows == len(kept)
     assert values.label_rate == pytest.approx(sum(kept) / len(kept), rel=1e-6)
     assert all(rank[index] == values for rank in of_ranks), "ranks differ"

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoint import load_plain
 from dmt.training.config import load_config
 from dmt.training.loop import Trainer
-from dmt.training.records import RunRecord, read_curves
+from dmt.training.records import read_curves
 from dmt.training.run import preflight, train
 from dmt.training.summary import ROWS, cells
 from tests.ranks import run_ranks
-from tests.training.small import NUM_DENSE, plain, small, source
+from tests.training.small import plain, small, source
 
 # Faults that are found before any rank trains; no rank is started here.
 
@@ -138,9 +137,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.points: list[tuple[int, str]] = []
+        self.losses: list[float] = []
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         self.points += [(step, name) for name in values if name in ("train/loss", "eval/auc")]
+        self.losses += [value for name, value in values.items() if name in ("train/loss", "eval/loss")]
 
 
 def loop_on_rank(rank: int, folder: str, **settings: Any) -> tuple[list[int], list[tuple[int, str]], int]:
@@ -186,14 +187,55 @@ LOOPS: list[tuple[dict[str, Any], int, set[int], list[int]]] = [
 ]
 
 
-def loops_on_rank(rank: int, folder: str) -> list[tuple[list[int], list[tuple[int, str]], int]]:
-    return [loop_on_rank(rank, folder, **settings) for settings, *_ in LOOPS]
+def losses_on_rank(arch: str, seed: int) -> list[float]:
+    """The losses of a run, in training and evaluation, with the optimizers of every day."""
+    config = small(
+        arch,
+        topology={"ranks_per_tower": 1},
+        synthetic={"num_rows": 400, "num_eval_rows": 90, "num_multi_hot": 2},
+        optimizer={"warmup_steps": 5},
+        train={"seed": seed, "log_every": 1, "eval_every": 5},
+    )
+    mesh = TowerMesh(config.topology.build())
+    data = source(config)
+    model = shard_model(config, data.tables, len(data.dense_names), mesh)
+    record: Any = Recorder()
+    trainer = Trainer(
+        config=config.train,
+        data=data,
+        mesh=mesh,
+        model=model,
+        optimizer=build_optimizer(config.optimizer, model),
+        record=record,
+    )
+    trainer.train()
+    return [*record.losses, trainer.evaluate().loss]
+
+
+def loops_on_rank(rank: int, folder: str) -> tuple[Any, Any]:
+    loops = [loop_on_rank(rank, folder, **settings) for settings, *_ in LOOPS]
+    return loops, [losses_on_rank(arch, seed) for arch in ("dlrm", "dmt-dlrm") for seed in (0, 0, 1)]
+
+
+@pytest.fixture(scope="module")
+def of_loops(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
+    folder = tmp_path_factory.mktemp("loops")
+    csv(folder, list(range(40)))
+    return run_ranks(loops_on_rank, 2, str(folder))
 
 
 @pytest.mark.ranks
-def test_the_loop_sees_each_row_as_often_as_asked_and_evaluates_when_asked(tmp_path: Path) -> None:
-    csv(tmp_path, list(range(40)))
-    first, second = run_ranks(loops_on_rank, 2, str(tmp_path))
+def test_the_losses_of_a_seed_are_bitwise_the_same_again(of_loops: list[tuple[Any, Any]]) -> None:
+    losses = of_loops[0][1]
+    for one, same, other in (losses[:3], losses[3:]):
+        assert len(one) == 12 + 2 + 1  # 12 steps, evaluations after 5, 10 and the last
+        assert one == same
+        assert one[-1] != other[-1]
+
+
+@pytest.mark.ranks
+def test_the_loop_sees_each_row_as_often_as_asked_and_evaluates_when_asked(of_loops: list[tuple[Any, Any]]) -> None:
+    first, second = (loops for loops, _ in of_loops)
     for (settings, steps, times, points), mine, other in zip(LOOPS, first, second, strict=True):
         assert mine[2] == other[2] == steps, settings
         counts = Counter(mine[0] + other[0])
@@ -214,6 +256,7 @@ SMALL_RUN = [
     "data.synthetic.num_rows=25700",  # 50 steps of 4 x 128 rows, and 100 rows that are left out
     "data.synthetic.num_eval_rows=3000",
     "train.batch_size=128",
+    "train.eval_batch_size=512",
     "train.eval_every=25",
     "train.log_every=10",
     "optimizer.warmup_steps=10",
@@ -229,26 +272,13 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, str]]:
-    """Trains once for each arch and name; gives the output folder and what was printed."""
-    done: dict[tuple[str, str], tuple[Path, str]] = {}
-
-    def once(arch: str, name: str = "first") -> tuple[Path, str]:
-        if (arch, name) not in done:
-            folder = tmp_path_factory.mktemp(f"{arch}-{name}")
-            result = torchrun("demo", *SMALL_RUN, f"model.arch={arch}", f"train.output_dir={folder}")
-            assert result.returncode == 0, result.stdout + result.stderr
-            done[arch, name] = folder, result.stdout + result.stderr
-        return done[arch, name]
-
-    return once
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("arch", ["dlrm", "dmt-dlrm"])
-def test_a_run_learns_and_leaves_everything_behind(arch: str, run: Callable[..., tuple[Path, str]]) -> None:
-    folder, printed = run(arch)
+def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    finished = torchrun("demo", *SMALL_RUN, f"model.arch={arch}", f"train.output_dir={folder}")
+    printed = finished.stdout + finished.stderr
+    assert finished.returncode == 0, printed
     result = json.loads((folder / "result.json").read_text())
     for label, path, _ in ROWS:
         value: Any = result
@@ -273,19 +303,13 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, run: Callable[...,
     config = load_config(folder / "config.toml")
     assert (config.model.arch, config.train.eval_every) == (arch, 25)
     load_plain(plain(config), folder / "checkpoint")
-    printed_config = printed[: printed.index("# versions:")]
+    printed_config = finished.stdout[: finished.stdout.index("# versions:")]
     assert tomllib.loads(printed_config) == tomllib.loads((folder / "config.toml").read_text())
     plans = sorted(path.name for path in folder.glob("towers.json"))
     assert plans == ([] if arch == "dlrm" else ["towers.json"])
     if plans:
         assert TowerPlan.load(folder / "towers.json").to_lists() == [["C1", "C3", "C5"], ["C2", "C4", "C6"]]
         assert len(TowerPlan.load(folder / "towers.json").tables) == 6
-
-
-@pytest.mark.ranks
-def test_a_run_is_bitwise_the_same_again(run: Callable[..., tuple[Path, str]]) -> None:
-    (one, _), (two, _) = run("dmt-dlrm"), run("dmt-dlrm", "again")
-    assert read_curves(one) == read_curves(two)
 
 
 def read_errors(output: str) -> list[str]:

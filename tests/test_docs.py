@@ -1,0 +1,250 @@
+"""The pages of docs/ are true: links resolve, code blocks run, commands parse, samples read, the key table is current.
+
+Fenced blocks say what becomes of them: ``python run`` is executed (with ``>>>``: as a doctest), ``python ranks`` is
+executed on two gloo ranks, blocks of one page sharing their names; ``toml`` must load as a configuration; ``text
+sample=NAME`` is a data file that the ``toml`` block naming it reads; ``bash`` lines must parse.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib.util
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [page for page in [ROOT / "README.md", *DOCS] if page.exists()]
+FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    page: Path
+    language: str
+    mark: str
+    text: str
+
+
+BLOCKS = [Block(page, *match.groups()) for page in DOCS for match in FENCE.finditer(page.read_text())]
+COMMANDS = [
+    (block.page.name, line)
+    for block in BLOCKS
+    if block.language == "bash"
+    for line in block.text.splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def blocks(language: str, mark: str = "") -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and block.mark.startswith(mark)]
+
+
+def pages_with(language: str, mark: str) -> list[Path]:
+    return sorted({block.page for block in blocks(language, mark)})
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a Markdown viewer gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name} links to {target}; {file.name} has no such heading"
+
+
+def test_the_map_names_every_page() -> None:
+    linked = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
+    assert {page.name for page in DOCS if page.name != "index.md"} <= linked
+    assert {f"../examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= linked
+
+
+def test_every_block_says_what_becomes_of_it() -> None:
+    known = {"python": ("run", "ranks"), "toml": ("",), "bash": ("",), "text": ("", "sample=")}
+    assert len(BLOCKS) > 20, "the pages have lost their code blocks, or the pattern no longer finds them"
+    for block in BLOCKS:
+        start = block.mark.partition("=")[0] + ("=" if "=" in block.mark else "")
+        assert start in known.get(block.language, ()), f"{block.page.name}: ```{block.language} {block.mark}"
+
+
+@pytest.mark.parametrize("page", pages_with("python", "run"), ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, block in enumerate(blocks("python", "run")):
+        if block.page != page:
+            continue
+        name = f"{page.name}, block {number}"
+        if ">>>" not in block.text:
+            exec(compile(block.text, name, "exec"), {"__name__": "docs"})
+            continue
+        test = doctest.DocTestParser().get_doctest(block.text, {}, name, str(page), 0)
+        report: list[str] = []
+        result = doctest.DocTestRunner(verbose=False).run(test, out=report.append)
+        assert result.attempted, f"{name} has no example"
+        assert not result.failed, "".join(report)
+
+
+def blocks_on_rank(rank: int, code: str, folder: str) -> int:
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "docs"}
+    exec(compile(code, "docs", "exec"), names)
+    return len(names)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", pages_with("python", "ranks"), ids=lambda page: page.name)
+def test_python_blocks_run_on_ranks(page: Path, tmp_path: Path) -> None:
+    code = "\n".join(block.text for block in blocks("python", "ranks") if block.page == page)
+    assert min(run_ranks(blocks_on_rank, 2, code, str(tmp_path))) > 2, "the blocks define nothing"
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.page.name)
+def test_configurations_load(block: Block, tmp_path: Path) -> None:
+    from dmt.training.config import load_config
+
+    file = tmp_path / "run.toml"
+    file.write_text(block.text)
+    load_config(file)
+
+
+@pytest.mark.parametrize("block", blocks("text", "sample="), ids=lambda block: block.mark)
+def test_data_samples_are_read(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dmt.training.config import load_config
+    from dmt.training.data import open_source
+
+    name = block.mark.removeprefix("sample=")
+    config = next(other.text for other in blocks("toml") if f'train_path = "{name}"' in other.text)
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(block.text)
+    Path("run.toml").write_text(config)
+    # A tenth of three rows is none; the page shows the format, not the amount.
+    overrides = [] if "split_column" in config else ["data.eval_fraction=0.4"]
+    data = open_source(load_config("run.toml", overrides).data)
+    header = not name.endswith(".tsv")
+    report = data.validate()
+    assert report.train_rows == len(block.text.splitlines()) - header
+    for split in ("train", "eval"):
+        batch = next(data.batches(split, rank=0, world_size=1, batch_size=1))
+        assert batch.sparse_features.keys() == list(data.feature_names)
+
+
+def parse(command: click.Command, name: str, arguments: list[str]) -> click.Context:
+    """Parses a command line without running it; raises what click raises."""
+    return command.make_context(name, list(arguments))
+
+
+def check_overrides(config: str, overrides: tuple[str, ...]) -> None:
+    from dmt.training.config import load_config
+
+    load_config(config, overrides)
+
+
+def check_dmt(arguments: list[str]) -> None:
+    from dmt.training.cli import main
+
+    name, *rest = arguments
+    assert name in main.commands, f"dmt has no command {name!r}"
+    context = parse(main.commands[name], name, rest)
+    if name == "demo":
+        check_overrides("demo", context.params["overrides"])
+
+
+def check_torchrun(arguments: list[str]) -> None:
+    if "-m" not in arguments:
+        script = next(argument for argument in arguments if argument.endswith(".py"))
+        assert (ROOT / script).exists(), script
+        return
+    from dmt.training.__main__ import main
+
+    module, *rest = arguments[arguments.index("-m") + 1 :]
+    assert module == "dmt.training", module
+    params = parse(main, module, rest).params
+    check_overrides(params["config"], params["overrides"])
+
+
+def check_make(arguments: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for argument in arguments:
+        variable, equals, _ = argument.partition("=")
+        found = f"$({variable})" in makefile or f"{variable} ?=" in makefile if equals else f"\n{variable}:" in makefile
+        assert found, f"the Makefile knows no {argument!r}"
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=lambda value: value)
+def test_commands_parse(page: str, line: str) -> None:
+    program, *arguments = shlex.split(line)
+    checks = {"dmt": check_dmt, "torchrun": check_torchrun, "make": check_make}
+    if program in checks:
+        checks[program](arguments)
+    else:
+        assert program in ("pip", "python3.11", "."), f"{page}: nothing checks {line!r}"
+
+
+def test_commands_of_every_kind_are_found() -> None:
+    programs = [line.split()[0] for _, line in COMMANDS]
+    assert programs.count("dmt") >= 5
+    assert {"make", "torchrun", "pip"} <= set(programs)
+
+
+def test_a_wrong_command_is_noticed() -> None:
+    with pytest.raises(click.NoSuchOption):
+        check_dmt(["doctor", "--jsn"])
+    with pytest.raises(AssertionError, match="no command 'train'"):
+        check_dmt(["train"])
+    with pytest.raises(AssertionError, match="knows no 'DAATA=x'"):
+        check_make(["demo", "DAATA=x"])
+
+
+def test_pinned_versions_are_those_of_the_doctor_and_the_lock() -> None:
+    from dmt.training.doctor import TESTED
+
+    page = (ROOT / "docs" / "install.md").read_text()
+    lock = (ROOT / "requirements" / "cpu.lock").read_text().lower().replace("_", "-")
+    named = set(re.findall(r"(torch|torchrec|fbgemm-gpu|fbgemm-gpu-cpu)==([\d.]+)", page))
+    assert {name for name, _ in named} == {"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}
+    for name, version in named:
+        assert version == TESTED["fbgemm" if name.startswith("fbgemm") else name]
+        assert name == "fbgemm-gpu" or f"\n{name}=={version}\n" in lock
+
+
+def test_the_table_of_keys_is_current() -> None:
+    path = ROOT / "docs" / "build_reference.py"
+    spec = importlib.util.spec_from_file_location("build_reference", path)
+    assert spec is not None
+    assert spec.loader is not None
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    page = builder.PAGE.read_text()
+    assert builder.current_page(page) == page, "run: python docs/build_reference.py"
+    for module in doctest.DocTestFinder().find(builder):
+        assert not doctest.DocTestRunner().run(module).failed
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_pages_are_ascii_but_for_drawn_tables(page: Path) -> None:
+    assert FENCE.sub("", page.read_text()).isascii()
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_python_blocks_are_python(page: Path) -> None:
+    for block in blocks("python"):
+        if block.page == page and ">>>" not in block.text:
+            ast.parse(block.text)
