@@ -155,15 +155,13 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             columns = torch.cat([parts[i] for i in self._column_order], dim=1)
         return KeyedTensor(self._keys, self._key_widths, columns)
 
-    def state_dict(  # type: ignore[override]
+    def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Tables as sharded tensors, of this rank's tower."""
         return self.embedding.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's tables."""
         return self.embedding.load_state_dict(state_dict, strict=strict)
 

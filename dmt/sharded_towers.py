@@ -233,7 +233,7 @@ class ShardedTowerCollection(SPTTModule):
         for i, interaction in self.interactions.by_tower.items():
             yield append_prefix(prefix, f"towers.{i}.interaction"), interaction
 
-    def state_dict(  # type: ignore[override]
+    def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Tables as sharded tensors and tower modules, of this rank's towers."""
@@ -242,9 +242,7 @@ class ShardedTowerCollection(SPTTModule):
             part.state_dict(destination=state, prefix=f"{name}.", keep_vars=keep_vars)
         return state
 
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's towers from a state dict with the keys of `state_dict`."""
         missing: list[str] = []
         unexpected = set(state_dict)

@@ -69,8 +69,7 @@ def test_the_snippet_runs_and_keeps_the_plain_modules_result(tmp_path: Path) -> 
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    printed = sorted(run.stdout.split("\n"))[1:]
-    assert printed == [f"{rank} ['user', 'city', 'item', 'shop'] torch.Size([2, 64])" for rank in range(4)]
+    assert run.stdout == "['user', 'city', 'item', 'shop'] torch.Size([2, 64])\n"
 
 
 def test_the_commands_exist() -> None:

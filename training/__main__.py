@@ -10,7 +10,7 @@ import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError
-from dmt.training.config import TrainingConfig, load_config
+from dmt.training.config import load_config
 from dmt.training.console import quiet_libraries
 
 EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
@@ -29,11 +29,13 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     quiet_libraries(rank=rank)
     try:
-        settings = _load(config, overrides, rank)
+        settings = load_config(config, overrides)
         from dmt.training.run import train
 
         result = train(settings)
     except InputError as error:
+        if rank != 0:
+            time.sleep(_LET_RANK_0_SPEAK_S)
         print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
         # torchrun ends with a long report of its own; this puts the reason at its end too.
         get_error_handler().record_exception(error)
@@ -42,15 +44,6 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         from dmt.training.summary import print_summary
 
         print_summary({settings.model.arch: result})
-
-
-def _load(config: str, overrides: tuple[str, ...], rank: int) -> TrainingConfig:
-    try:
-        return load_config(config, overrides)
-    except InputError:
-        if rank != 0:
-            time.sleep(_LET_RANK_0_SPEAK_S)
-        raise
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,10 +19,15 @@ from dmt.errors import InputError
 __all__ = ["load_plain", "save_model"]
 
 
-def save_model(model: nn.Module, folder: Path) -> None:
-    """Writes the weights of a sharded model; collective over all ranks.
+def save_model(model: nn.Module, folder: Path, describe: Callable[[Path], None] | None = None) -> None:
+    """Writes the weights of a sharded model; collective over all ranks, to a folder that all of them see.
 
     They are written beside ``folder`` and renamed at the end, so an interrupted save leaves no half checkpoint.
+
+    Args:
+        model: the sharded model.
+        folder: the checkpoint; an older one is replaced.
+        describe: called on rank 0 with the folder, to lay files beside the weights that say what they are of.
     """
     scratch = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0 and scratch.exists():
@@ -30,6 +36,8 @@ def save_model(model: nn.Module, folder: Path) -> None:
     dcp.save({"model": model.state_dict()}, checkpoint_id=scratch)
     dist.barrier()
     if dist.get_rank() == 0:
+        if describe is not None:
+            describe(scratch)
         if folder.exists():
             shutil.rmtree(folder)
         scratch.rename(folder)

@@ -19,7 +19,7 @@ from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file
 from dmt.training.partition import affinity_of_run
 from dmt.training.report import plot_curves, write_report
-from dmt.training.run import auc_warning, preflight
+from dmt.training.run import auc_warning, check_writable, preflight
 
 __all__ = ["demo", "demo_settings", "step_settings"]
 
@@ -46,20 +46,21 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     out = Path(output_dir)
     settings = [] if data is None else demo_settings(Path(data))
     console.print("[bold]1/4[/] checking data and sizes")
-    config = load_config("demo", [*settings, *overrides])
+    config = load_config("demo", [*settings, *overrides, _setting("train.output_dir", out)])
     arch, ranks = config.model.arch, config.topology.build().world_size
     if not config.model.has_towers:
         raise InputError(
             f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
         )
     checked = preflight(config, ranks).validate()
+    check_writable(out)
     if data is not None:
         settings += step_settings(checked.train_rows, ranks)
     shared = [*settings, *overrides]
     flat_arch = arch.removeprefix("dmt-")
 
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
-    flat = load_config("demo", [*shared, f"model.arch={flat_arch}", f'train.output_dir="{out / flat_arch}"'])
+    flat = load_config("demo", [*shared, f"model.arch={flat_arch}", _setting("train.output_dir", out / flat_arch)])
     runs = {flat_arch: _train(flat)}
 
     console.print("[bold]3/4[/] learning which features belong together")
@@ -70,7 +71,9 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     plan.save(out / "towers.json")
 
     console.print(f"[bold]4/4[/] training the multi-tower model, {arch}, with these towers")
-    towers = load_config("demo", [*shared, f'towers.plan="{out / "towers.json"}"', f'train.output_dir="{out / arch}"'])
+    towers = load_config(
+        "demo", [*shared, _setting("towers.plan", out / "towers.json"), _setting("train.output_dir", out / arch)]
+    )
     runs[arch] = _train(towers)
 
     page = write_report(
@@ -100,12 +103,12 @@ def demo_settings(data: Path) -> list[str]:
     """
     criteo = data.name.removesuffix(".gz").endswith((".tsv", ".txt"))
     kind = "criteo_tsv" if criteo else "columns"
-    settings = [f'data.kind="{kind}"', f'data.train_path="{data}"', f"data.num_embeddings={_TABLE_ROWS}"]
+    settings = [f'data.kind="{kind}"', _setting("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
     file = expand_path("--data", str(data), columns=not criteo)[0]
     if criteo:
         partner = data.with_name(data.name.replace("train", "test"))
         if partner != data and partner.exists():
-            settings.append(f'data.eval_path="{partner}"')
+            settings.append(_setting("data.eval_path", partner))
         return settings
     settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
     if "split" in (parquet_file(file).schema_arrow.names if is_parquet(file) else csv_header(file, ",")):
@@ -129,6 +132,11 @@ def step_settings(rows: int, ranks: int) -> list[str]:
     size = min(512, max(16, 2 ** (wanted.bit_length() - 1)))
     eval_every = max(10, rows * epochs // (size * ranks) // 5)
     return [f"train.batch_size={size}", f"train.epochs={epochs}", f"train.eval_every={eval_every}"]
+
+
+def _setting(key: str, path: Path) -> str:
+    # A JSON string is a TOML string: paths may hold quotes and backslashes.
+    return f"{key}={json.dumps(str(path))}"
 
 
 def _train(config: TrainingConfig) -> dict[str, Any]:

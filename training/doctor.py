@@ -78,7 +78,7 @@ def diagnose(
             wanted = next((need for need in _TORCHREC_NEEDS if need.startswith(package)), package)
             findings.append(Finding(what=package, found="absent", expected="any", mend=f"pip install {wanted}"))
     if all(finding.ok for finding in findings):
-        findings.append(_loads(load_error or _load_error))
+        findings.append(_loads(load_error or _load_error, version, gpu))
     return findings
 
 
@@ -108,12 +108,15 @@ def _fbgemm(version: Callable[[str], str | None], gpu: bool) -> Finding:
     return Finding(what="fbgemm", found=shown, expected=TESTED["fbgemm"], mend=mend)
 
 
-def _loads(load_error: Callable[[str], str]) -> Finding:
+def _loads(load_error: Callable[[str], str], version: Callable[[str], str | None], gpu: bool) -> Finding:
     for module in ("torch", "fbgemm_gpu", "torchrec"):
         error = load_error(module)
         if error:
-            build = next((p for p in _FBGEMM if installed_version(p)), _FBGEMM[0])
+            build = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu"
             mend = f"pip install --force-reinstall --no-deps torch=={TESTED['torch']} {build}=={TESTED['fbgemm']}"
+            if not gpu and version("fbgemm-gpu") is not None:
+                # The CUDA build needs the driver's libraries even to be imported.
+                mend = f"pip uninstall -y fbgemm-gpu && {mend}"
             return Finding(what=f"import {module}", found=error, expected="loads", mend=mend)
     return Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def affinity_of_run(
     """Collects the feature affinity of a trained model on its training rows.
 
     Args:
-        run: the ``output_dir`` of a finished run, with ``config.toml`` and ``checkpoint/``.
+        run: the ``output_dir`` of a finished run, with its ``checkpoint/``.
         data_path: rows from here instead of the run's own ``data.train_path``.
         max_rows: rows to average over; the mean settles quickly.
 
@@ -36,13 +37,16 @@ def affinity_of_run(
     Raises:
         InputError: the folder holds no run, or the data do not fit it.
     """
-    if not (run / "config.toml").exists():
-        raise InputError(f"{run} is not the output_dir of a training run: it has no config.toml.")
-    overrides = [] if data_path is None else [f'data.train_path="{data_path}"']
-    config = load_config(run / "config.toml", overrides)
+    checkpoint = run / "checkpoint"
+    if not (checkpoint / "config.toml").exists():
+        raise InputError(f"{run} is not the output_dir of a finished training run: it has no checkpoint/config.toml.")
+    overrides = [] if data_path is None else [f"data.train_path={json.dumps(str(data_path))}"]
+    if (checkpoint / "towers.json").exists():
+        overrides.append(f"towers.plan={json.dumps(str(checkpoint / 'towers.json'))}")
+    config = load_config(checkpoint / "config.toml", overrides)
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
     task = ClickTask(build_model(config, data.tables, len(data.dense_names)))
-    load_plain(task, run / "checkpoint")
+    load_plain(task, checkpoint)
     rows = data.num_rows("train")
     size = _BATCH_ROWS if rows is None else max(1, min(_BATCH_ROWS, rows))
     batches = data.batches("train", rank=0, world_size=1, batch_size=size)

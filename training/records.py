@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ class RunRecord:
         if not enabled:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        # What an earlier run left here would be read as this one's.
         for stale in ("metrics.jsonl", "result.json"):
             (self.folder / stale).unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
         (self.folder / "config.toml").write_text(to_toml(config))
         self._board = SummaryWriter(str(self.folder / "tensorboard"))
 

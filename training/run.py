@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ import torch.distributed as dist
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.plan import TowerPlan
 from dmt.tables import TableSpec
 from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model, tower_plan
 from dmt.training.checkpoint import save_model
@@ -26,7 +27,7 @@ from dmt.training.data import ClickData, open_source
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord, versions
 
-__all__ = ["auc_warning", "preflight", "train"]
+__all__ = ["auc_warning", "check_writable", "preflight", "train"]
 
 logger = logging.getLogger(__name__)
 # Nearer to chance than this, an AUC is called chance.
@@ -75,6 +76,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         data = preflight(config, world_size)
         # Rank 0 alone reads ahead; the others wait at the rendezvous, and torchrun stops them if it fails.
         data.validate()
+        check_writable(Path(config.train.output_dir))
         print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
     with _process_group():
         if rank != 0:
@@ -93,7 +95,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         )
         time = trainer.train()
         metrics = trainer.evaluate()
-        save_model(model, record.folder / "checkpoint")
+        save_model(model, record.folder / "checkpoint", partial(_describe, config, tables))
         traffic = trainer.measure_traffic()
         rows = config.train.batch_size * world_size
         result = {
@@ -108,8 +110,6 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         }
         record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
         record.close(result)
-        if rank == 0 and config.dataflow == "sptt":
-            _save_plan(tower_plan(config, tables), tables, record.folder / "towers.json")
         warning = auc_warning(metrics.auc)
         if rank == 0 and warning:
             logger.warning(warning)
@@ -130,15 +130,21 @@ def auc_warning(auc: float) -> str:
     )
 
 
-def _save_plan(plan: TowerPlan, tables: Sequence[TableSpec], path: Path) -> None:
-    TowerPlan(
-        towers=plan.towers,
-        strategy=plan.strategy,
-        seed=plan.seed,
-        affinity=plan.affinity,
-        tables=tuple(tables),
-        command=plan.command,
-    ).save(path)
+def check_writable(folder: Path) -> None:
+    """Makes the folder where it is absent; raises `InputError` when nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"train.output_dir={str(folder)!r} cannot be written: {error.strerror}.") from error
+
+
+def _describe(config: TrainingConfig, tables: Sequence[TableSpec], folder: Path) -> None:
+    """Lays the run's own config and tower plan into a checkpoint: its files elsewhere may change or move."""
+    if config.dataflow == "sptt":
+        replace(tower_plan(config, tables), tables=tuple(tables)).save(folder / "towers.json")
+    (folder / "config.toml").write_text(to_toml(config))
 
 
 def _place() -> tuple[int, int]:

@@ -265,7 +265,16 @@ SMALL_RUN = [
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "dmt.training"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "-m",
+        "dmt.training",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, *arguments], capture_output=True, text=True, timeout=180, env=environment, check=False
@@ -305,11 +314,14 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     load_plain(plain(config), folder / "checkpoint")
     printed_config = finished.stdout[: finished.stdout.index("# versions:")]
     assert tomllib.loads(printed_config) == tomllib.loads((folder / "config.toml").read_text())
-    plans = sorted(path.name for path in folder.glob("towers.json"))
+    plans = sorted(path.name for path in folder.glob("checkpoint/towers.json"))
     assert plans == ([] if arch == "dlrm" else ["towers.json"])
     if plans:
-        assert TowerPlan.load(folder / "towers.json").to_lists() == [["C1", "C3", "C5"], ["C2", "C4", "C6"]]
-        assert len(TowerPlan.load(folder / "towers.json").tables) == 6
+        assert TowerPlan.load(folder / "checkpoint" / "towers.json").to_lists() == [
+            ["C1", "C3", "C5"],
+            ["C2", "C4", "C6"],
+        ]
+        assert len(TowerPlan.load(folder / "checkpoint" / "towers.json").tables) == 6
 
 
 def read_errors(output: str) -> list[str]:
@@ -334,3 +346,11 @@ def test_a_fault_ends_the_job_with_one_line_before_training(fault: str, tmp_path
     assert errors[0].startswith(expected)
     assert "train:" not in result.stdout + result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"train\.output_dir='.*file' cannot be written: File exists"):
+        check_writable(tmp_path / "file")
+    check_writable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
