@@ -23,7 +23,7 @@ from dmt.training.checkpoint import load_plain
 from dmt.training.config import load_config
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
-from dmt.training.run import preflight, train
+from dmt.training.run import check_writable, preflight, train
 from dmt.training.summary import ROWS, cells
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
