@@ -197,3 +197,33 @@ def test_sptt_equals_the_single_process_module(name: str) -> None:
         assert worst["moved"] > 1e-2, "training did not move the weights; the comparison would prove nothing"
         assert worst["tables"] < TOLERANCE, worst
         assert worst["dense"] < TOLERANCE, worst
+
+
+MATRIX = [
+    Case(
+        towers=towers,
+        ranks=ranks,
+        plan=plan,
+        kind=kind,
+        scheme=scheme,
+        pooling=pooling,
+        weighted=weighted,
+        max_bag=3,
+        dims=(8, 16, 4, 12),
+        sizes=tuple(3 + (rank * 2) % 5 for rank in range(towers * ranks)) if uneven else (),
+    )
+    for (towers, ranks), plan in TOPOLOGIES.items()
+    for kind in ("modules", "pass", "flat")
+    for scheme in ("table_wise", "column_wise")
+    for pooling, weighted in (("SUM", False), ("MEAN", False), ("SUM", True))
+    for uneven in (False, True)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: f"{case.kind}-{case.towers}x{case.ranks}-{case.scheme}")
+def test_the_whole_parity_matrix(case: Case) -> None:
+    for worst in run_ranks(parity_on_rank, case.world, case):
+        assert worst["moved"] > 1e-2
+        assert worst["tables"] < TOLERANCE, worst
+        assert worst["dense"] < TOLERANCE, worst
