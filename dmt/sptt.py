@@ -14,7 +14,8 @@ f       outputs to peers, [sum of B, O_t] -> [B, sum of O_t]                peer
 ======  ==================================================================  ==========  =====================
 
 Only bytes move: the result is the unsharded module's, in its column order, on any placement. Gradients divide by T
-crossing the peers and by L crossing the tower, so tables and dense parts all see the mean over the job's samples.
+crossing the peers and by L crossing the tower, so tables, tower modules and dense parts all see the mean over ranks of
+their local losses' gradients: the mean over the job's samples when local batches are equal.
 """
 
 from __future__ import annotations
