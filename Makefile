@@ -21,7 +21,7 @@ $(STAMP): requirements/cpu.lock pyproject.toml
 	@touch $@
 
 demo: install
-	$(BIN)/dmt demo $(if $(DATA),--data $(DATA)) $(DEMO_FLAGS)
+	$(BIN)/dmt demo $(if $(DATA),--data "$(DATA)") $(DEMO_FLAGS)
 
 test: install
 	$(BIN)/python -m pytest -m "not slow"

@@ -19,7 +19,7 @@ from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["IdsToTowers", "OutputsToPeers", "gather_objects", "same_on_all_ranks", "sum_over_ranks"]
+__all__ = ["IdsToTowers", "OutputsToPeers", "broadcast_module", "gather_objects", "ranks_that_differ", "sum_over_ranks"]
 
 
 class IdsToTowers(nn.Module):
@@ -69,7 +69,7 @@ class OutputsToPeers(nn.Module):
     after     every peer: [B, sum over towers of O_t], all columns for its own samples,
               towers in peer order
     backward  the transposed exchange, divided by the group size T (TorchRec's gradient division): with the
-              mean over the tower group that follows, gradients are means over all samples of the job
+              mean over the tower group that follows, gradients are means over the ranks of the job
     ========= ==================================================================
 
     Args:
@@ -101,6 +101,13 @@ class OutputsToPeers(nn.Module):
             return self._exchange(outputs.contiguous(), list(batch_sizes))
 
 
+def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gives every rank of the group the first one's parameters and buffers, in place."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor, group=group, group_src=0)
+
+
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Collects one small picklable object from every rank of the group, by group rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -108,8 +115,8 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def same_on_all_ranks(value: Any, group: dist.ProcessGroup) -> list[int]:
-    """Compares a small object over the group; returns the global ranks that differ from the first one."""
+def ranks_that_differ(value: Any, group: dist.ProcessGroup) -> list[int]:
+    """Compares a small picklable object over the group; returns the global ranks whose one differs from the first's."""
     values = gather_objects(value, group)
     ranks = dist.get_process_group_ranks(group)
     return [rank for rank, other in zip(ranks, values, strict=True) if other != values[0]]

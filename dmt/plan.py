@@ -161,7 +161,11 @@ class TowerPlan:
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; an existing file is replaced in one step."""
+        """Writes the plan as JSON; an existing file is replaced in one step.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
         record = {
             "format": FORMAT_VERSION,
             "strategy": self.strategy,
@@ -180,10 +184,13 @@ class TowerPlan:
             "command": self.command,
         }
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_name(f".{target.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(record, indent=1) + "\n")
-        scratch.replace(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            scratch = target.with_name(f".{target.name}.{os.getpid()}")
+            scratch.write_text(json.dumps(record, indent=1) + "\n")
+            scratch.replace(target)
+        except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+            raise InputError(f"Tower plan {path}: cannot be written ({error}).") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TowerPlan:

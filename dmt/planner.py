@@ -65,7 +65,7 @@ class TowerShardingPlanner:
         planned: set[str] = set()
         for path, module in model.named_modules():
             sharder = next((s for s in sharders if type(module) is s.module_type), None)
-            inside_planned = any(path == outer or path.startswith(f"{outer}.") for outer in modules)
+            inside_planned = any(outer == "" or path == outer or path.startswith(f"{outer}.") for outer in modules)
             if sharder is None or inside_planned:
                 continue
             modules[path] = self.plan_module(sharder.tables_by_tower(module))

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
-from dmt.sptt import SPTTModule, shard_in_tower
+from dmt.sptt import SPTTModule, in_order, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
@@ -112,9 +112,12 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
         features_by_tower = [feature_names(tables) for tables in tables_by_tower]
+        self._keys = feature_names(module.embedding_bag_configs())
         super().__init__(
             mesh=mesh,
-            features_by_tower=features_by_tower,
+            tables_by_tower=tables_by_tower,
+            pieces_by_tower=features_by_tower,
+            piece_order=self._keys,
             is_weighted=module.is_weighted(),
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
@@ -129,30 +132,15 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         )
         width = {f: t.embedding_dim for tables in tables_by_tower for t in tables for f in t.feature_names}
         self._my_features = features_by_tower[mesh.tower]
-        self._output_sizes = [sum(width[f] for f in features) for features in features_by_tower]
-        arrival = [f for features in features_by_tower for f in features]
-        self._column_split = [width[f] for f in arrival]
-        self._keys = feature_names(module.embedding_bag_configs())
+        self._my_widths = [width[f] for f in self._my_features]
         self._key_widths = [width[f] for f in self._keys]
-        self._column_order = [arrival.index(f) for f in self._keys]
 
-    def tower_output(self, ids: KeyedJaggedTensor) -> Tensor:
+    def tower_output(self, ids: KeyedJaggedTensor) -> tuple[Tensor, list[int]]:
         """This tower's embeddings side by side, in plan order: [sum of B, sum of N over the tower's features]."""
-        embeddings: KeyedTensor = self.embedding(ids).wait()
-        if embeddings.keys() == self._my_features:
-            return embeddings.values()
-        # The key order of a sharded collection depends on the sharding plan: always by name.
-        return torch.cat([embeddings[f] for f in self._my_features], dim=1)
+        return in_order(self.embedding(ids).wait(), self._my_features).values(), self._my_widths
 
-    def output_sizes(self, output: Tensor) -> list[int]:
-        """The summed embedding dims of each tower."""
-        return self._output_sizes
-
-    def finish(self, columns: Tensor) -> KeyedTensor:
+    def result(self, columns: Tensor) -> KeyedTensor:
         """The ``KeyedTensor`` of the unsharded collection."""
-        if self._column_order != list(range(len(self._column_order))):
-            parts = columns.split(self._column_split, dim=1)
-            columns = torch.cat([parts[i] for i in self._column_order], dim=1)
         return KeyedTensor(self._keys, self._key_widths, columns)
 
     def state_dict(

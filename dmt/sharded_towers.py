@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +19,10 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt._torchrec import key_mismatch
-from dmt.collectives import gather_objects
+from dmt.collectives import broadcast_module
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.sptt import SPTTModule, shard_in_tower
+from dmt.sptt import SPTTModule, in_order, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]
@@ -149,19 +149,21 @@ class ShardedTowerCollection(SPTTModule):
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
-        self._check_towers(module)
-        self._on_mesh_tower = [
+        _check_towers(module, placement)
+        by_mesh_tower = [
             [i for i, t in enumerate(placement) if t == mesh_tower] for mesh_tower in range(mesh.topology.num_towers)
         ]
-        features = [feature_names(_tables(tower)) for tower in module.towers]
         super().__init__(
             mesh=mesh,
-            features_by_tower=[[f for i in logical for f in features[i]] for logical in self._on_mesh_tower],
+            tables_by_tower=[[t for i in logical for t in _tables(module.towers[i])] for logical in by_mesh_tower],
+            pieces_by_tower=by_mesh_tower,
+            piece_order=range(len(placement)),
             is_weighted=module.towers[0].embedding.is_weighted(),
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
-        mine = self._on_mesh_tower[mesh.tower]
+        mine = by_mesh_tower[mesh.tower]
+        self._features = {str(i): feature_names(_tables(module.towers[i])) for i in mine}
         self.embeddings = nn.ModuleDict(
             {
                 str(i): shard_in_tower(
@@ -177,29 +179,14 @@ class ShardedTowerCollection(SPTTModule):
         )
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
         self._data_parallel = _data_parallel(self.interactions, mesh)
-        self._logical_sizes: dict[int, int] = {}
 
-    @staticmethod
-    def _check_towers(module: EmbeddingTowerCollection) -> None:
-        for i, tower in enumerate(module.towers):
-            if not isinstance(tower, EmbeddingTower) or not isinstance(tower.embedding, EmbeddingBagCollection):
-                raise InputError(
-                    f"Tower {i} holds a {type(getattr(tower, 'embedding', tower)).__name__}; towers of pooled "
-                    "EmbeddingBagCollection are supported."
-                )
-            if tower.embedding.is_weighted() != module.towers[0].embedding.is_weighted():
-                raise InputError(
-                    f"Tower {i} and tower 0 differ in is_weighted; make all towers of a collection weighted or none."
-                )
-        tables = [table.name for tower in module.towers for table in _tables(tower)]
-        doubled = [name for name in tables if tables.count(name) > 1]
-        if doubled:
-            raise InputError(f"Table {doubled[0]!r} occurs in more than one tower; give tables unique names.")
-
-    def tower_output(self, ids: KeyedJaggedTensor) -> Tensor:
+    def tower_output(self, ids: KeyedJaggedTensor) -> tuple[Tensor, list[int]]:
         """Outputs of this rank's towers side by side, in logical order: [sum of B, O_t]."""
         pending = [embedding(ids) for embedding in self.embeddings.values()]
-        embeddings = [lazy.wait() for lazy in pending]
+        # In the order of the tables, so that a tower module may also read embeddings by position.
+        embeddings = [
+            in_order(lazy.wait(), self._features[i]) for i, lazy in zip(self.embeddings, pending, strict=True)
+        ]
         with torch.profiler.record_function("## dmt:tower_modules ##"):
             outputs: list[Tensor] = self._data_parallel(embeddings)
         for name, output in zip(self.embeddings, outputs, strict=True):
@@ -208,24 +195,12 @@ class ShardedTowerCollection(SPTTModule):
                     f"The tower module of tower {name} returned shape {list(output.shape)} for {ids.stride()} samples; "
                     "it must return [samples, output dim]."
                 )
-        self._logical_sizes = {int(i): o.shape[1] for i, o in zip(self.embeddings, outputs, strict=True)}
-        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        columns = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        return columns, [output.shape[1] for output in outputs]
 
-    def output_sizes(self, output: Tensor) -> list[int]:
-        """O_t of each mesh tower; asks the peers once, a tower module may have any output width."""
-        by_tower: list[dict[int, int]] = gather_objects(self._logical_sizes, self.mesh.peer_group)
-        self._logical_sizes = {i: size for sizes in by_tower for i, size in sizes.items()}
-        self._column_split = [self._logical_sizes[i] for logical in self._on_mesh_tower for i in logical]
-        arrival = [i for logical in self._on_mesh_tower for i in logical]
-        self._column_order = [arrival.index(i) for i in range(len(arrival))]
-        return [sum(sizes.values()) for sizes in by_tower]
-
-    def finish(self, columns: Tensor) -> Tensor:
-        """Puts the towers' columns in logical order: [B, sum of O_t]."""
-        if self._column_order == list(range(len(self._column_order))):
-            return columns
-        parts = columns.split(self._column_split, dim=1)
-        return torch.cat([parts[i] for i in self._column_order], dim=1)
+    def result(self, columns: Tensor) -> Tensor:
+        """The towers' columns in logical order: [B, sum of O_t]."""
+        return columns
 
     def _parts(self, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for i, embedding in self.embeddings.items():
@@ -304,12 +279,38 @@ class _TowerModules(nn.Module):
         return [module(e) for module, e in zip(self.by_tower.values(), embeddings, strict=True)]
 
 
+def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int]) -> None:
+    holder: dict[int, int] = {}
+    for i, tower in enumerate(module.towers):
+        if not isinstance(tower, EmbeddingTower) or not isinstance(tower.embedding, EmbeddingBagCollection):
+            raise InputError(
+                f"Tower {i} holds a {type(getattr(tower, 'embedding', tower)).__name__}; towers of pooled "
+                "EmbeddingBagCollection are supported."
+            )
+        if tower.embedding.is_weighted() != module.towers[0].embedding.is_weighted():
+            raise InputError(
+                f"Tower {i} and tower 0 differ in is_weighted; make all towers of a collection weighted or none."
+            )
+        for name, parameter in tower.named_parameters():
+            other = holder.setdefault(id(parameter), i)
+            if placement[other] != placement[i]:
+                raise InputError(
+                    f"Towers {other} and {i} share the parameter {name!r}, but live on different mesh towers, where "
+                    "their copies would drift apart. Give each its own, or place both on one mesh tower."
+                )
+    names = Counter(table.name for tower in module.towers for table in _tables(tower))
+    doubled = [name for name, count in names.items() if count > 1]
+    if doubled:
+        raise InputError(f"Table {doubled[0]!r} occurs in more than one tower; give tables unique names.")
+
+
 def _materialise(module: nn.Module, device: torch.device) -> nn.Module:
-    if device.type == "meta" or not any(p.is_meta for p in module.parameters()):
-        return module.to(device)
-    module.to_empty(device=device)
+    """Moves a tower module to the device; parts built on meta get memory and their own initial values."""
+    if device.type == "meta":
+        return module
     for part in module.modules():
-        if next(part.parameters(recurse=False), None) is None:
+        own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        if not any(tensor.is_meta for tensor in own):
             continue
         reset = getattr(part, "reset_parameters", None)
         if reset is None:
@@ -317,18 +318,20 @@ def _materialise(module: nn.Module, device: torch.device) -> nn.Module:
                 f"A tower module holds a {type(part).__name__} built on the meta device without reset_parameters(); "
                 "build the tower modules on a real device or give it that method."
             )
+        part.to_empty(device=device, recurse=False)
         reset()
-    return module
+    return module.to(device)
 
 
 def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
     """Averages tower-module gradients inside the tower (DMT section 3.2, "System Perspective")."""
-    # DDP refuses a module without trainable parameters: a pass-through or frozen tower.
-    if not any(p.requires_grad for p in modules.parameters()):
-        return modules
-    return DistributedDataParallel(
-        modules, process_group=mesh.tower_module_group, forward_sync_buffers=False, gradient_as_bucket_view=True
-    )
+    if any(p.requires_grad for p in modules.parameters()):
+        return DistributedDataParallel(
+            modules, process_group=mesh.tower_module_group, forward_sync_buffers=False, gradient_as_bucket_view=True
+        )
+    # DDP refuses a module without trainable parameters, but its ranks must start equal all the same.
+    broadcast_module(modules, mesh.tower_module_group)
+    return modules
 
 
 def _tables(tower: EmbeddingTower) -> list[Any]:

@@ -21,6 +21,7 @@ their local losses' gradients: the mean over the job's samples when local batche
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,23 +33,27 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
 from torchrec.optim.fused import FusedOptimizerModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
 from dmt._torchrec import LazyResult, PipelinedModule, group_env, place_globally
-from dmt.collectives import IdsToTowers, OutputsToPeers, gather_objects, same_on_all_ranks
+from dmt.collectives import IdsToTowers, OutputsToPeers, gather_objects, ranks_that_differ
 from dmt.errors import InputError, nearest
 from dmt.mesh import TowerMesh
 from dmt.placement import SCHEMES
+from dmt.tables import feature_names
 
-__all__ = ["SPTTContext", "SPTTModule", "shard_in_tower"]
+__all__ = ["SPTTContext", "SPTTModule", "in_order", "shard_in_tower"]
 
 
 @dataclass
 class SPTTContext(Multistreamable):
-    """What one batch carries from the id exchange to the output exchange: the peers' batch sizes."""
+    """What one batch carries from the id exchange to the output exchange."""
 
     sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=lambda: [EmbeddingShardingContext()])
+    """TorchRec's own; the id exchange writes the peers' batch sizes into it."""
+    widths: list[int] = field(default_factory=list)
+    """Columns of each piece of this tower's output."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Nothing here lives on a device."""
@@ -62,22 +67,29 @@ class SPTTContext(Multistreamable):
 class SPTTModule(PipelinedModule, FusedOptimizerModule):
     """TorchRec's ``ShardedModule`` protocol over a `TowerMesh`; subclasses say what a tower computes.
 
+    A tower's output consists of pieces side by side (the outputs of its logical towers, or the embeddings of its
+    features). The result has all pieces in ``piece_order``, wherever they were computed.
+
     Args:
         mesh: the groups.
-        features_by_tower: the features of each mesh tower, in the order they are sent.
+        tables_by_tower: the table configs of each mesh tower.
+        pieces_by_tower: names of the pieces that each mesh tower computes, in its order.
+        piece_order: the same names in the order of the result.
         is_weighted: whether the ids carry weights.
         device: this rank's device.
         qcomm_codecs_registry: TorchRec's quantised communication.
 
     Raises:
-        InputError: replicas are asked for (not supported yet), or ranks disagree on the towers.
+        InputError: replicas are asked for (not supported yet), or ranks disagree on the towers or tables.
     """
 
     def __init__(
         self,
         *,
         mesh: TowerMesh,
-        features_by_tower: Sequence[Sequence[str]],
+        tables_by_tower: Sequence[Sequence[Any]],
+        pieces_by_tower: Sequence[Sequence[Any]],
+        piece_order: Sequence[Any],
         is_weighted: bool,
         device: torch.device | None,
         qcomm_codecs_registry: dict[str, Any] | None,
@@ -89,27 +101,33 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
                 "built), so they would drift apart. Use num_replicas=1."
             )
         self.mesh = mesh
-        self._features_by_tower = [list(features) for features in features_by_tower]
+        # A feature that several tables of a tower look up is sent there once.
+        self._features_by_tower = [list(dict.fromkeys(feature_names(tables))) for tables in tables_by_tower]
         self._is_weighted = is_weighted
         self._target_device = device or torch.device("cpu")
+        self._input_features: list[str] = []
+        arrival = [piece for pieces in pieces_by_tower for piece in pieces]
+        self._column_order = [arrival.index(piece) for piece in piece_order]
+        self._column_split: list[int] = []
         self._outputs_to_peers: OutputsToPeers | None = None
-        differing = same_on_all_ranks(self._features_by_tower, mesh.global_group)
+        self._output_dtype = torch.float32
+        self._widths: list[int] = []
+        differing = ranks_that_differ(
+            [[_table_record(t) for t in tables] for tables in tables_by_tower], mesh.global_group
+        )
         if differing:
             raise InputError(
-                f"Ranks {differing} have other towers than rank 0. Every rank must load the same tower plan and tables."
+                f"Ranks {differing} have other towers or tables than rank 0. Every rank must build the same model and "
+                "load the same tower plan."
             )
 
     @abc.abstractmethod
-    def tower_output(self, ids: KeyedJaggedTensor) -> Tensor:
-        """Looks up and computes this tower's output [sum of B, O_t] for the ids of all peers."""
+    def tower_output(self, ids: KeyedJaggedTensor) -> tuple[Tensor, list[int]]:
+        """This tower's output [sum of B, O_t] for the ids of all peers, and the columns of each of its pieces."""
 
     @abc.abstractmethod
-    def output_sizes(self, output: Tensor) -> list[int]:
-        """O_t of each mesh tower, known once this rank's own ``output`` is."""
-
-    @abc.abstractmethod
-    def finish(self, columns: Tensor) -> Any:
-        """Turns [B, sum of O_t], in mesh tower order, into the module's result."""
+    def result(self, columns: Tensor) -> Any:
+        """Turns [B, sum of O_t], pieces in order, into what the unsharded module returns."""
 
     def create_context(self) -> SPTTContext:
         """A fresh context for one batch."""
@@ -125,16 +143,21 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
 
         Args:
             ctx: the batch's context.
-            features: the batch's ids; keys in any order, further keys are ignored.
-            weighted_features: given instead of ``features`` when the bags are weighted.
+            features: the batch's ids; keys in any order, further keys are ignored. Weights are ignored unless the
+                bags are weighted.
+            weighted_features: the ids when the bags are weighted, in the way of ``EmbeddingTowerCollection``.
 
         Raises:
             InputError: a feature is missing, weights are missing, or the batch size varies by feature.
         """
-        ids = weighted_features if weighted_features is not None else features
+        wanted, other = (weighted_features, features) if self._is_weighted else (features, weighted_features)
+        ids = other if wanted is None else wanted
         if ids is None:
             raise InputError("No sparse features were given; pass a KeyedJaggedTensor.")
         self._check_batch(ids)
+        if not self._is_weighted and ids.weights_or_none() is not None:
+            # TorchRec's sharded lookups would apply them; the plain module does not.
+            ids = KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), stride=ids.stride())
         if self.id_exchange is None:
             device = ids.device() if self._target_device.type == "meta" else self._target_device
             self.set_id_exchange(IdsToTowers(self.mesh.peer_group, self._features_by_tower, ids.keys(), device))
@@ -146,19 +169,43 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
 
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> Tensor:
         """This tower's output [sum of B, O_t]."""
-        return self.tower_output(dist_input[0])
+        output, ctx.widths = self.tower_output(dist_input[0])
+        return output
 
     def output_dist(self, ctx: SPTTContext, output: Tensor) -> LazyAwaitable[Any]:
-        """Starts the return of the outputs to the peers whose samples they belong to."""
+        """Starts the return of the outputs to the peers whose samples they belong to.
+
+        Raises:
+            InputError: a tower's output has another width or a wider dtype than in the first batch.
+        """
         if self._outputs_to_peers is None:
-            codecs = (self.qcomm_codecs_registry or {}).get("POOLED_EMBEDDINGS_ALL_TO_ALL")
-            self._outputs_to_peers = OutputsToPeers(
-                self.mesh.peer_group, self.output_sizes(output), output.device, codecs
+            self._outputs_to_peers = self._connect(ctx.widths, output)
+        if ctx.widths != self._widths or torch.promote_types(output.dtype, self._output_dtype) != self._output_dtype:
+            raise InputError(
+                f"Tower {self.mesh.tower} put out columns {ctx.widths} of {output.dtype}, but {self._widths} of "
+                f"{self._output_dtype} were agreed on with the other towers in the first batch; they must stay."
             )
         assert output.shape[0] == sum(ctx.batch_sizes), (
             f"tower {self.mesh.tower} computed {output.shape[0]} rows for peers with {ctx.batch_sizes}"
         )
-        return LazyResult(self._outputs_to_peers(output, ctx.batch_sizes), self.finish)
+        return LazyResult(self._outputs_to_peers(output.to(self._output_dtype), ctx.batch_sizes), self._finish)
+
+    def _connect(self, widths: list[int], output: Tensor) -> OutputsToPeers:
+        """Asks the peers once how wide their pieces are, and of which dtype: a tower module may put out anything."""
+        peers = gather_objects((widths, output.dtype), self.mesh.peer_group)
+        self._widths = list(widths)
+        self._column_split = [width for of_tower, _ in peers for width in of_tower]
+        # Under autocast a tower with a matrix product puts out another dtype than one that passes through.
+        self._output_dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in peers))
+        codecs = (self.qcomm_codecs_registry or {}).get("POOLED_EMBEDDINGS_ALL_TO_ALL")
+        sizes = [sum(of_tower) for of_tower, _ in peers]
+        return OutputsToPeers(self.mesh.peer_group, sizes, output.device, codecs)
+
+    def _finish(self, columns: Tensor) -> Any:
+        if self._column_order != list(range(len(self._column_order))):
+            parts = columns.split(self._column_split, dim=1)
+            columns = torch.cat([parts[i] for i in self._column_order], dim=1)
+        return self.result(columns)
 
     def _check_batch(self, ids: KeyedJaggedTensor) -> None:
         if ids.variable_stride_per_key():
@@ -182,6 +229,18 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
                 f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(known)} present)."
                 f"{nearest(missing[0], known)}"
             )
+
+
+def in_order(embeddings: KeyedTensor, features: Sequence[str]) -> KeyedTensor:
+    """The same embeddings with their columns in the order of ``features``.
+
+    The key order of a sharded collection depends on the sharding plan; the unsharded one has the order of its tables.
+    """
+    if embeddings.keys() == list(features) or sorted(embeddings.keys()) != sorted(features):
+        return embeddings
+    width = dict(zip(embeddings.keys(), embeddings.length_per_key(), strict=True))
+    columns = torch.cat([embeddings[feature] for feature in features], dim=1)
+    return KeyedTensor(list(features), [width[feature] for feature in features], columns)
 
 
 def shard_in_tower(
@@ -208,9 +267,17 @@ def shard_in_tower(
             cover it.
     """
     ranks = mesh.tower_ranks()
+    tables = embedding.embedding_bag_configs()  # type: ignore[operator]
+    # Before any check of this rank's own raises: all ranks of the tower must get here.
     devices = gather_objects(str(device or "cpu"), mesh.tower_group)
+    differing = ranks_that_differ([_sharding_record(sharding.get(t.name)) for t in tables], mesh.tower_group)
+    if differing:
+        raise InputError(
+            f"Ranks {differing} have another sharding plan for tower {mesh.tower} than rank {ranks[0]}. Make the plan "
+            "from the same arguments on every rank."
+        )
     placed = {}
-    for table in embedding.embedding_bag_configs():  # type: ignore[operator]
+    for table in tables:
         _check_sharding(table, sharding.get(table.name), mesh)
         placed[table.name] = place_globally(sharding[table.name], ranks, devices)
     return ShardedEmbeddingBagCollection(
@@ -221,6 +288,19 @@ def shard_in_tower(
         device=device,
         qcomm_codecs_registry=qcomm_codecs_registry,
     )
+
+
+def _table_record(table: Any) -> tuple[Any, ...]:
+    kind = (str(table.pooling), str(table.data_type))
+    return (table.name, table.num_embeddings, table.embedding_dim, tuple(table.feature_names), *kind)
+
+
+def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | None:
+    if sharding is None:
+        return None
+    shards = list(getattr(sharding.sharding_spec, "shards", None) or [])
+    cuts = [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in shards]
+    return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
 
 
 def _check_sharding(table: Any, sharding: ParameterSharding | None, mesh: TowerMesh) -> None:

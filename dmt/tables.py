@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,9 +61,9 @@ def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
         for table in tables
     )
     for kind, names in (("Table", [s.name for s in specs]), ("Feature", feature_names(specs))):
-        doubled = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        doubled = [(name, count) for name, count in Counter(names).items() if count > 1]
         if doubled:
-            raise InputError(f"{kind} {doubled[0]!r} is given {names.count(doubled[0])} times; names must be unique.")
+            raise InputError(f"{kind} {doubled[0][0]!r} is given {doubled[0][1]} times; names must be unique.")
     return specs
 
 

@@ -27,11 +27,12 @@ class Traffic:
     """Bytes sent by all ranks of the job in one measured step."""
 
     ids: int = 0
-    """Across hosts, sparse ids, lengths and sizes (integer tensors)."""
+    """Across hosts, integer tensors: sparse ids, lengths and sizes."""
     forward: int = 0
-    """Across hosts, embeddings or tower outputs on their way to the samples."""
+    """Across hosts, floating-point tensors outside the backward phase: embeddings or tower outputs on their way to the
+    samples, and the weights of weighted bags."""
     backward: int = 0
-    """Across hosts, their gradients on the way back."""
+    """Across hosts, floating-point tensors of the backward phase: gradients on the way back."""
     dense: int = 0
     """Across hosts, gradients of replicated parameters (all-reduce)."""
     inside: int = 0
@@ -48,7 +49,8 @@ class TrafficMeter(TorchDispatchMode):
 
     An all-to-all counts exactly what is addressed to each rank. An all-reduce of S bytes over n ranks on h hosts
     counts what a ring in host order sends: 2 S (n - 1) / n per rank, of which h of the n ring links cross hosts;
-    broadcasts and gathers count S to every other rank, as an algorithm without relays would send.
+    broadcasts and all-gathers count S to every other rank, as an algorithm without relays would send, and a
+    reduce-scatter S / n. Any other collective raises ``NotImplementedError`` rather than go uncounted.
 
     Args:
         host_of: the host of a global rank. Two hosts can be played on one machine by saying so.
@@ -92,6 +94,8 @@ class TrafficMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func.namespace == "_c10d_functional" and "wait_tensor" not in func.__name__:
+            raise NotImplementedError(f"TrafficMeter does not know the functional collective {func.__name__}")
         if func.namespace == "c10d":
             self._count(func.__name__.split(".")[0], args)
         return func(*args, **(kwargs or {}))
@@ -115,7 +119,7 @@ class TrafficMeter(TorchDispatchMode):
         elif name.startswith("broadcast"):
             if ranks[args[2]] == self._rank:
                 self._send(args[0], dict.fromkeys(ranks, _nbytes(args[0])))
-        elif "gather" in name:
+        elif "allgather" in name:
             self._send(args[1], dict.fromkeys(ranks, _nbytes(args[1])))
         elif "reduce_scatter" in name:
             self._send(args[1], dict.fromkeys(ranks, _nbytes(args[1]) / len(ranks)))

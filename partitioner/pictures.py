@@ -58,6 +58,7 @@ def plot_affinity(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     target = Path(path)
     matrix = affinity.permuted(plan.features).matrix.copy()
@@ -82,7 +83,11 @@ def plot_affinity(
     bar.ax.tick_params(labelsize=8, length=2)
     bar.outline.set_visible(False)
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=160)
+    # Column names are any text: a dollar sign starts no formula.
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    # A long title or long feature names reach beyond the canvas; the picture grows with them.
+    figure.savefig(target, dpi=160, bbox_inches="tight")
     return target
 
 

@@ -13,7 +13,13 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.fx.experimental.symbolic_shapes", "torchrec.distributed.model_parallel", "tests.parity", "dmt.training.run"]
+PRELOAD = [
+    "torch",
+    "torch.fx.experimental.symbolic_shapes",
+    "torchrec.distributed.model_parallel",
+    "tests.parity",
+    "dmt.training.run",
+]
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: int = 60) -> list[Any]:

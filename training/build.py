@@ -154,6 +154,7 @@ def shard_model(
     if config.dataflow == "flat":
         topology = config.topology
         sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
+        schemes = list(SCHEMES) if config.sharding.scheme == "auto" else [config.sharding.scheme]
         planner = EmbeddingShardingPlanner(
             topology=Topology(
                 world_size=dist.get_world_size(),
@@ -162,7 +163,7 @@ def shard_model(
             ),
             # Left free, it makes small tables data parallel: TorchRec then drops their fused optimizer, and the dense
             # one trains them at the dense learning rate, without a word.
-            constraints={table.name: ParameterConstraints(sharding_types=list(SCHEMES)) for table in tables},
+            constraints={table.name: ParameterConstraints(sharding_types=schemes) for table in tables},
         )
         plan = planner.collective_plan(model, sharders, mesh.global_group)
     else:

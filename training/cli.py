@@ -58,7 +58,9 @@ def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...
 
     results = run_demo(data, out, overrides, command=_command())
     if as_json:
-        click.echo(json.dumps(results, indent=1))
+        from dmt.training.records import to_json
+
+        click.echo(to_json(results))
         return
     from dmt.training.summary import print_summary
 
@@ -107,6 +109,8 @@ def partition(**options: Any) -> None:
 
     if (options["checkpoint"] is None) == (options["affinity"] is None):
         raise InputError("Give either --checkpoint RUN_DIR or --affinity FILE.npz.")
+    if options["affinity"] is not None and options["data"] is not None:
+        raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
     tables: Sequence[Any] = ()
     if options["checkpoint"] is not None:
         from dmt.training.partition import affinity_of_run

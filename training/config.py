@@ -99,7 +99,8 @@ class ShardingConfig(_Section):
     """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
     multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
     scheme: Literal["auto", "table_wise", "column_wise"] = "auto"
-    """Of the tables inside a tower."""
+    """Of the tables: over the ranks of their tower, or over all ranks with the flat dataflow. A column-wise table under
+    row-wise AdaGrad keeps one state per shard and row, so it trains a little differently from a whole one."""
 
 
 class OptimizerConfig(_Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,10 +17,13 @@ from rich.console import Console
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, plot_affinity
 from dmt.training.config import TrainingConfig, load_config, to_toml
-from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file
+from dmt.training.data.config import DataConfig
+from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
+from dmt.training.data.textfile import text_blocks
 from dmt.training.partition import affinity_of_run
+from dmt.training.records import read_result
 from dmt.training.report import plot_curves, write_report
-from dmt.training.run import auc_warning, check_writable, preflight
+from dmt.training.run import auc_warning, check_rows, check_writable, preflight, rows_at_most
 
 __all__ = ["demo", "demo_settings", "step_settings"]
 
@@ -44,6 +48,9 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     """
     console = Console(stderr=True, highlight=False)
     out = Path(output_dir)
+    taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
+    if taken:
+        raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
     settings = [] if data is None else demo_settings(Path(data))
     console.print("[bold]1/4[/] checking data and sizes")
     config = load_config("demo", [*settings, *overrides, _setting("train.output_dir", out)])
@@ -59,6 +66,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     shared = [*settings, *overrides]
     flat_arch = arch.removeprefix("dmt-")
 
+    check_rows(load_config("demo", shared), ranks, rows_at_most(config, checked))
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
     flat = load_config("demo", [*shared, f"model.arch={flat_arch}", _setting("train.output_dir", out / flat_arch)])
     runs = {flat_arch: _train(flat)}
@@ -94,26 +102,39 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
 def demo_settings(data: Path) -> list[str]:
     """The overrides that point the demo's config at a file of clicks.
 
-    Criteo's format (``.tsv``, ``.txt``, also ``.gz``) is read as such; its evaluation rows come from the file whose
-    name has "test" for "train", where there is one. Parquet and CSV files need the columns ``label``, ``c_*``
-    (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
+    Criteo's format (text that is not ``.csv`` and begins with a label) is read as such; its evaluation rows come from
+    the file whose name has "test" for "train", where there is one. Parquet and CSV files need the columns
+    ``label``, ``c_*`` (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
 
     Raises:
         InputError: the file does not exist or its kind is unknown.
     """
-    criteo = data.name.removesuffix(".gz").endswith((".tsv", ".txt"))
+    file = expand_path("--data", str(data), columns=False)[0]
+    criteo = _is_criteo(file)
     kind = "criteo_tsv" if criteo else "columns"
     settings = [f'data.kind="{kind}"', _setting("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
-    file = expand_path("--data", str(data), columns=not criteo)[0]
     if criteo:
         partner = data.with_name(data.name.replace("train", "test"))
         if partner != data and partner.exists():
             settings.append(_setting("data.eval_path", partner))
         return settings
+    expand_path("--data", str(data), columns=True)
     settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
-    if "split" in (parquet_file(file).schema_arrow.names if is_parquet(file) else csv_header(file, ",")):
+    if "split" in (
+        parquet_file(file).schema_arrow.names
+        if is_parquet(file)
+        else csv_header(file, separator_of(file, DataConfig()))
+    ):
         settings.append('data.split_column="split"')
     return settings
+
+
+def _is_criteo(file: str) -> bool:
+    """Whether a file is in Criteo's format: its name says nothing else, and it begins with a label, not a header."""
+    if file.endswith((".parquet", ".pq", ".csv", ".csv.gz")):
+        return False
+    block = next((block for _, block in text_blocks(file, block_bytes=1 << 16)), b"")
+    return b"\t" not in block or block.partition(b"\t")[0].strip() in (b"0", b"1", b"")
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:
@@ -146,15 +167,18 @@ def _train(config: TrainingConfig) -> dict[str, Any]:
     (folder / "run.toml").write_text(to_toml(config))
     ranks = config.topology.build().world_size
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    log = folder / "train.log"
-    with log.open("w") as stream:
-        run = subprocess.run(
-            [*launcher, "-m", "dmt.training", str(folder / "run.toml")],
-            stdout=stream,
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-            check=False,
-        )
-    if run.returncode:
-        raise InputError(f"Training {config.model.arch} ended with exit code {run.returncode}; see above and {log}.")
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return result
+    command = [*launcher, "-m", "dmt.training", str(folder / "run.toml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with (folder / "train.log").open("w") as log, subprocess.Popen(command, stdout=log, env=environment) as run:
+        # Whoever stops this process stops the ranks too: by default they would go on without it.
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            code = run.wait()
+        except BaseException:
+            run.terminate()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+    if code:
+        raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")
+    return read_result(folder)

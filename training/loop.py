@@ -116,9 +116,9 @@ class Trainer:
         return metrics.compute()
 
     def measure_traffic(self) -> Traffic:
-        """Trains one more step and counts the bytes it sends; towers are hosts here. Collective.
+        """Runs one more forward and backward pass and counts the bytes it sends; towers are hosts here. Collective.
 
-        Runs outside the pipeline, so call it when training is done.
+        The tables update in their backward pass and the pipeline is taken off: call it when all is trained and saved.
         """
         batch = next(self._batches("train", self._config.batch_size, 0))
         self._pipeline.detach()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
@@ -47,36 +48,36 @@ class ClickMetrics:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._predictions: list[Tensor] = []
+        self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
         """Adds a batch: logits, labels and weights of [B]; rows of weight 0 are padding and are left out."""
         real = weights > 0
-        self._predictions.append(torch.sigmoid(logits[real].float()).cpu())
+        self._logits.append(logits[real].float().cpu())
         self._labels.append(labels[real].float().cpu())
 
     def compute(self) -> MetricValues:
         """Joins all ranks of the group; collective, and right for ranks that saw no row."""
-        mine = (torch.cat(self._predictions or [torch.empty(0)]), torch.cat(self._labels or [torch.empty(0)]))
+        mine = (torch.cat(self._logits or [torch.empty(0)]), torch.cat(self._labels or [torch.empty(0)]))
         parts = gather_objects(mine, self._group)
-        predictions, labels = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+        logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
         if not len(labels):
             raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
-        if not bool(predictions.isfinite().all()):
+        if not bool(logits.isfinite().all()):
             raise InputError(
                 "The model predicts NaN: training has diverged. Lower optimizer.sparse_lr or optimizer.dense_lr, "
                 "lengthen optimizer.warmup_steps, or look for huge values in the dense columns."
             )
-        ones = torch.ones_like(labels, dtype=torch.float64)
-        bits = compute_cross_entropy(labels.double(), predictions.double(), ones, self._ETA).sum()
-        positive = labels.double().sum()
+        predictions, ones = torch.sigmoid(logits), torch.ones_like(labels)
+        bits = compute_cross_entropy(labels, predictions.clone(), ones, self._ETA).sum()
+        positive = labels.sum()
         both_labels = 0 < int(positive) < len(labels)
         ne = compute_ne(bits, ones.sum(), positive, len(labels) - positive, self._ETA)
         return MetricValues(
             auc=float(binary_auroc(predictions, labels.long())) if both_labels else math.nan,
             ne=float(ne) if both_labels else math.nan,
-            loss=float(bits) * math.log(2) / len(labels),
+            loss=float(binary_cross_entropy_with_logits(logits, labels)),
             num_rows=len(labels),
             label_rate=float(positive) / len(labels),
         )

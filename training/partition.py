@@ -18,7 +18,7 @@ from dmt.training.data import open_source
 
 __all__ = ["affinity_of_run"]
 
-_BATCH_ROWS = 2048
+_BATCH_ROWS = 256
 
 
 def affinity_of_run(
@@ -40,15 +40,19 @@ def affinity_of_run(
     checkpoint = run / "checkpoint"
     if not (checkpoint / "config.toml").exists():
         raise InputError(f"{run} is not the output_dir of a finished training run: it has no checkpoint/config.toml.")
-    overrides = [] if data_path is None else [f"data.train_path={json.dumps(str(data_path))}"]
+    overrides = []
     if (checkpoint / "towers.json").exists():
         overrides.append(f"towers.plan={json.dumps(str(checkpoint / 'towers.json'))}")
+    if data_path is not None:
+        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
+            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
+        overrides.append(f"data.train_path={json.dumps(str(data_path))}")
     config = load_config(checkpoint / "config.toml", overrides)
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
     task = ClickTask(build_model(config, data.tables, len(data.dense_names)))
     load_plain(task, checkpoint)
-    rows = data.num_rows("train")
-    size = _BATCH_ROWS if rows is None else max(1, min(_BATCH_ROWS, rows))
+    # Not more than the run's own batch: there are at least so many rows.
+    size = min(_BATCH_ROWS, config.train.batch_size)
     batches = data.batches("train", rank=0, world_size=1, batch_size=size)
     with torch.no_grad():
         affinity = FeatureAffinity.collect(task.model, islice(batches, max(1, max_rows // size)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import platform
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dmt.training.config import TrainingConfig, to_toml
 
-__all__ = ["RunRecord", "read_curves", "versions"]
+__all__ = ["RunRecord", "read_curves", "read_result", "to_json", "versions"]
 
 
 def versions() -> dict[str, str]:
@@ -65,7 +66,29 @@ class RunRecord:
         if not self._enabled:
             return
         self._board.close()
-        (self.folder / "result.json").write_text(json.dumps({**result, "versions": versions()}, indent=1) + "\n")
+        (self.folder / "result.json").write_text(to_json({**result, "versions": versions()}) + "\n")
+
+
+def to_json(result: Any) -> str:
+    """JSON that every parser reads: a number that is undefined (NaN) becomes null.
+
+    Example:
+        >>> to_json({"eval_auc": float("nan"), "steps": 3}).split()
+        ['{', '"eval_auc":', 'null,', '"steps":', '3', '}']
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(result), indent=1)
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """The result of a finished run; null becomes NaN again."""
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return {key: math.nan if value is None else value for key, value in result.items()}
 
 
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:

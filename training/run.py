@@ -23,11 +23,11 @@ from dmt.tables import TableSpec
 from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model, tower_plan
 from dmt.training.checkpoint import save_model
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.data import ClickData, open_source
+from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord, versions
 
-__all__ = ["auc_warning", "check_writable", "preflight", "train"]
+__all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train"]
 
 logger = logging.getLogger(__name__)
 # Nearer to chance than this, an AUC is called chance.
@@ -57,6 +57,9 @@ def preflight(config: TrainingConfig, world_size: int) -> ClickData:
                 f"The tower plan {config.towers.plan} has {plan.num_towers} towers, but topology.num_towers="
                 f"{config.topology.num_towers}. Make them equal."
             )
+    if not data.dense_names:
+        raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
+    check_rows(config, world_size, data.num_rows("train"))
     fused_params(config.optimizer)
     build_model(config, tables, len(data.dense_names), device="meta")
     return data
@@ -75,7 +78,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     if rank == 0:
         data = preflight(config, world_size)
         # Rank 0 alone reads ahead; the others wait at the rendezvous, and torchrun stops them if it fails.
-        data.validate()
+        check_rows(config, world_size, rows_at_most(config, data.validate()))
         check_writable(Path(config.train.output_dir))
         print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
     with _process_group():
@@ -128,6 +131,22 @@ def auc_warning(auc: float) -> str:
         "(data.label); categorical values that never repeat, so nothing can be learned of them; training and "
         "evaluation files from unrelated sources."
     )
+
+
+def rows_at_most(config: TrainingConfig, report: ValidationReport) -> int | None:
+    """How many training rows there can be, after a check that saw them all; None after one that did not."""
+    complete = report.train_rows and (config.data.validate_rows < 0 or report.train_rows < config.data.validate_rows)
+    return report.train_rows if complete else None
+
+
+def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> None:
+    """Raises `InputError` when there are fewer rows than one training step takes; None is an unknown number."""
+    needed = world_size * config.train.batch_size
+    if rows is not None and rows < needed:
+        raise InputError(
+            f"There are {rows} training rows, fewer than one step takes: {world_size} ranks x train.batch_size="
+            f"{config.train.batch_size} = {needed}. Lower train.batch_size or give more data."
+        )
 
 
 def check_writable(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,8 @@ def cells(result: Mapping[str, Any]) -> list[str]:
         value: Any = result
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
-        formatted.append("-" if value is None else form.format(value))
+        undefined = value is None or math.isnan(value)
+        formatted.append("-" if undefined else form.format(value))
     return formatted
 
 

@@ -300,7 +300,7 @@ def disagreement_on_rank(rank: int) -> None:
     sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists(order))
     model = FlatModel(make_tables([8, 8]))
     plan = TowerShardingPlanner(mesh.topology).plan(model, [sharder])
-    with pytest.raises(InputError, match=r"Ranks \[3\] have other towers than rank 0"):
+    with pytest.raises(InputError, match=r"Ranks \[3\] have other towers or tables than rank 0"):
         DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
 
 

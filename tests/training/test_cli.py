@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
 from dmt.partitioner import FeatureAffinity
 from dmt.training.cli import main
+from dmt.training.demo import demo_settings
 
 
 def dmt(*arguments: str) -> Result:
@@ -75,6 +78,10 @@ def test_partition_of_a_saved_affinity(affinity: Path, tmp_path: Path) -> None:
         (["demo", "--data", "/nowhere.parquet"], "error: --data='/nowhere.parquet' matches no file"),
         (["demo", "model.archs=dlrm"], "error: Config key 'model.archs' is unknown. Did you mean 'arch'?"),
         (["demo", "model.arch=dlrm"], "the demo compares a multi-tower model with its flat form"),
+        (["demo", "towers.plan=plan.json"], "The demo sets towers.plan itself"),
+        (["demo", "train.batch_size=1000000"], "1000000 training rows, fewer than one step takes: 4 ranks x"),
+        (["demo", "data.synthetic.num_dense=0"], "The data has no dense column"),
+        (["partition", "--towers", "2", "--affinity", "a.npz", "--data", "x"], "--data goes with --checkpoint"),
         (["nonsense"], "No such command 'nonsense'"),
     ],
 )
@@ -96,3 +103,52 @@ def test_doctor_as_json() -> None:
     result = dmt("doctor", "--json")
     assert result.exit_code == 0, result.output
     assert {line["what"] for line in json.loads(result.output)} >= {"python", "torch", "fbgemm", "torchrec", "import"}
+
+
+def test_a_plan_that_cannot_be_written_is_one_line(affinity: Path, tmp_path: Path) -> None:
+    for out in (tmp_path, tmp_path / "file" / "towers.json"):
+        (tmp_path / "file").touch()
+        result = dmt("partition", "--affinity", str(affinity), "--towers", "2", "--out", str(out))
+        assert result.exit_code == 2, result.output
+        assert "cannot be written" in result.output
+
+
+def write_parquet(path: Path, columns: list[str], rows: int) -> Path:
+    table = {"label": [i % 3 == 0 for i in range(rows)], "d_x": [float(i) for i in range(rows)]}
+    table |= {name: [f"v{i % 7}" for i in range(rows)] for name in columns}
+    pq.write_table(pa.table({**table, "label": pa.array(table["label"]).cast("int8")}), path)
+    return path
+
+
+@pytest.mark.ranks
+def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path) -> None:
+    data = write_parquet(tmp_path / "my clicks'.parquet", ["c_user.country", "c_$\\frac{$", "c_a"], rows=200)
+    out = tmp_path / "out"
+    settings = ["topology.ranks_per_tower=1", "train.eval_every=3", "optimizer.warmup_steps=2"]
+    result = dmt("demo", "--data", str(data), "--out", str(out), "--json", *settings)
+    assert result.exit_code == 0, result.output
+    runs = json.loads(result.stdout)
+    assert list(runs) == ["dlrm", "dmt-dlrm"]
+    assert sorted(TowerPlan.load(out / "towers.json").features) == ["c_$\\frac{$", "c_a", "c_user.country"]
+    assert (out / "report.html").stat().st_size > 10_000
+
+
+def test_too_few_rows_are_told_before_training(tmp_path: Path) -> None:
+    data = write_parquet(tmp_path / "few.parquet", ["c_a", "c_b"], rows=40)
+    result = dmt("demo", "--data", str(data), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "There are 40 training rows, fewer than one step takes: 4 ranks x train.batch_size=16 = 64" in result.output
+    assert "2/4" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("day_0", "1\t" + "\t".join("5" * 13) + "\t" + "\t".join(["0a"] * 26) + "\n", "criteo_tsv"),
+        ("clicks.tsv", "label\tc_a\td_x\n1\tx\t2\n", "columns"),
+        ("clicks.csv", "label,c_a,d_x\n1,x,2\n", "columns"),
+    ],
+)
+def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: str, content: str, kind: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert f'data.kind="{kind}"' in demo_settings(tmp_path / name)

@@ -177,6 +177,9 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
         schema = parquet_file(path).schema_arrow
     else:
         schema = pa.schema([(name, pa.string()) for name in csv_header(path, separator_of(path, config))])
+    doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if doubled:
+        raise InputError(f"{path}: column {doubled[0]!r} is named {schema.names.count(doubled[0])} times.")
     other = [config.label] + ([config.split_column] if config.split_column else [])
     for setting, name in zip(("label", "split_column"), other, strict=False):
         if name not in schema.names:

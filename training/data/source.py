@@ -27,7 +27,7 @@ from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticCli
 if TYPE_CHECKING:
     from dmt.training.data.batch import ClickBatch
 
-__all__ = ["ClickData", "Split", "ValidationReport", "open_source"]
+__all__ = ["ClickData", "Split", "ValidationReport", "open_source", "table_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,9 @@ class ClickData:
         if self._embedding_dim is None:
             raise InputError("ClickData.tables needs embedding_dim; give it to open_source.")
         return [
-            TableSpec(name=f"t_{name}", num_embeddings=rows, embedding_dim=self._embedding_dim, feature_names=(name,))
+            TableSpec(
+                name=table_name(name), num_embeddings=rows, embedding_dim=self._embedding_dim, feature_names=(name,)
+            )
             for name, rows in self.num_embeddings.items()
         ]
 
@@ -309,6 +311,16 @@ class ClickData:
         elif not self.config.eval_path:
             why = f"Give more data, or change eval_fraction={self.config.eval_fraction}."
         raise InputError(f"The {split} split has no rows in {shown}. {why}")
+
+
+def table_name(feature: str) -> str:
+    """The table of a feature; dots, which PyTorch does not allow in a module's name, are percent-encoded.
+
+    Example:
+        >>> table_name("user.country")
+        't_user%2Ecountry'
+    """
+    return "t_" + feature.replace("%", "%25").replace(".", "%2E")
 
 
 def _table_rows(config: DataConfig, categorical: Iterable[str]) -> dict[str, int]:

@@ -1,0 +1,267 @@
+"""Inputs that once gave a wrong result without an error, or an error that said nothing. All on gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt import (
+    InputError,
+    SPTTEmbeddingBagCollectionSharder,
+    TowerCollectionSharder,
+    TowerMesh,
+    TowerPlan,
+    TowerShardingPlanner,
+    TowerTopology,
+    TrafficMeter,
+)
+from dmt.collectives import gather_objects
+from dmt.placement import TablePlacement
+from tests.dmt.test_sptt_parity import Case, build, shard
+from tests.parity import Batches, FlatModel, PassThrough, SumTowerModule, TowerModel, full_state, load_full, make_tables
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+CPU = torch.device("cpu")
+
+
+def mesh_of(towers: int, ranks: int) -> TowerMesh:
+    return TowerMesh(TowerTopology(num_towers=towers, ranks_per_tower=ranks))
+
+
+def towers_of(tables: list[Any], modules: list[nn.Module]) -> list[EmbeddingTower]:
+    """One table and one module a tower."""
+    return [EmbeddingTower(EmbeddingBagCollection(tables=[t]), m) for t, m in zip(tables, modules, strict=True)]
+
+
+def distribute(model: nn.Module, sharder: Any, **planner: Any) -> DistributedModelParallel:
+    plan = TowerShardingPlanner(sharder.mesh.topology, **planner).plan(model, [sharder])
+    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+
+
+def frozen_on_rank(rank: int) -> None:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(rank)  # every rank draws its own; nothing is loaded afterwards
+    case = Case(towers=2, ranks=2, kind="frozen")
+    model = shard(case, build(case), mesh)
+    own = {n: p.detach().clone() for n, p in model.named_parameters() if "interaction" in n}
+    assert own
+    for other in gather_objects(own, mesh.tower_group):
+        assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+def test_a_frozen_tower_starts_equal_on_all_its_ranks() -> None:
+    run_ranks(frozen_on_rank, 4)
+
+
+def shared_on_rank(rank: int) -> None:
+    mesh = mesh_of(2, 1)
+    shared = nn.Linear(8, 3)
+
+    class Shared(PassThrough):
+        def __init__(self, features: list[str]) -> None:
+            super().__init__(features)
+            self.linear = shared
+
+    model = TowerModel(towers_of(make_tables([8, 8]), [Shared(["f0"]), Shared(["f1"])]), 16)
+    with pytest.raises(InputError, match=r"Towers 0 and 1 share the parameter 'interaction\.linear\.weight'"):
+        distribute(model, TowerCollectionSharder(mesh))
+
+
+def test_a_parameter_shared_across_hosts_is_refused() -> None:
+    run_ranks(shared_on_rank, 2)
+
+
+def other_plan_on_rank(rank: int) -> None:
+    mesh = mesh_of(1, 2)
+    sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]))
+    pins = {"t0": TablePlacement(scheme="table_wise", ranks=(rank,))}
+    with pytest.raises(InputError, match=r"Ranks \[1\] have another sharding plan for tower 0 than rank 0"):
+        distribute(FlatModel(make_tables([8, 8])), sharder, pinned=pins)
+    with pytest.raises(InputError, match=r"Ranks \[1\] have other towers or tables than rank 0"):
+        distribute(FlatModel(make_tables([8, 8], rows=40 + rank)), sharder)
+
+
+def test_ranks_with_other_plans_or_tables_are_named() -> None:
+    run_ranks(other_plan_on_rank, 2)
+
+
+def unasked_weights_on_rank(rank: int, kind: str) -> None:
+    case = Case(towers=2, ranks=2, kind=kind, max_bag=3)
+    tables = make_tables(list(case.dims))
+    torch.manual_seed(0)
+    plain = build(case)
+    start = plain.state_dict()
+    model = shard(case, copy.deepcopy(plain), mesh_of(2, 2))  # DMP replaces the modules of the model it is given
+    load_full(model, start)
+    ids, _ = Batches(sizes=(5,) * 4, max_bag=3).draw(rank, 0, tables)
+    # Only some ranks bring weights.
+    weights = torch.rand(ids.values().numel()) if rank % 2 else None
+    weighted = KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), weights=weights)
+    expected = plain.sparse_arch(ids)
+    got = model.module.sparse_arch(weighted).wait()
+    if kind == "flat":
+        expected, got = expected.values(), got.values()
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    if kind != "flat":  # the collection of towers takes weighted ids apart; an unweighted one ignores them
+        both = model.module.sparse_arch(ids, weighted).wait()
+        torch.testing.assert_close(both, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["modules", "flat"])
+def test_weights_nobody_asked_for_change_nothing(kind: str) -> None:
+    run_ranks(unasked_weights_on_rank, 4, kind)
+
+
+class Buffered(nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def meta_on_rank(rank: int) -> None:
+    mesh = mesh_of(2, 1)
+
+    class Mixed(PassThrough):
+        def __init__(self, features: list[str], *parts: nn.Module) -> None:
+            super().__init__(features)
+            self.parts = nn.Sequential(*parts)
+
+        def forward(self, embeddings: Any) -> Tensor:
+            return self.parts(super().forward(embeddings))
+
+    pretrained = nn.Linear(8, 8)
+    nn.init.constant_(pretrained.weight, 3.0)
+    parts = [pretrained, nn.Linear(8, 8, device="meta")]
+    model = TowerModel(towers_of(make_tables([8, 8]), [Mixed(["f0"], *parts), PassThrough(["f1"])]), 16)
+    sharded = distribute(model, TowerCollectionSharder(mesh))
+    state = full_state(sharded)
+    assert (state["sparse_arch.towers.0.interaction.parts.0.weight"] == 3).all()
+    fresh = state["sparse_arch.towers.0.interaction.parts.1.weight"]
+    assert 0.1 < fresh.abs().max() <= 8**-0.5  # nn.Linear draws from +-1/sqrt(8)
+
+    modules = [Mixed([feature], Buffered("meta")) for feature in ("f0", "f1")]
+    model = TowerModel(towers_of(make_tables([8, 8]), modules), 16)
+    with pytest.raises(InputError, match="Buffered built on the meta device without reset_parameters"):
+        distribute(model, TowerCollectionSharder(mesh))
+
+
+def test_only_what_is_on_meta_is_drawn_anew() -> None:
+    run_ranks(meta_on_rank, 2)
+
+
+def dtypes_on_rank(rank: int) -> None:
+    mesh = mesh_of(2, 1)
+    tables = make_tables([8, 8])
+    torch.manual_seed(0)
+    modules = [SumTowerModule(["f0"], [8], 5), PassThrough(["f1"])]
+    plain = TowerModel(towers_of(tables, modules), 13)
+    start = plain.state_dict()
+    model = distribute(copy.deepcopy(plain), TowerCollectionSharder(mesh))
+    load_full(model, start)
+    ids, _ = Batches(sizes=(4, 6)).draw(rank, 0, tables)
+    with torch.autocast("cpu", torch.bfloat16):  # the linear tower puts out bf16, the other one fp32
+        got = model.module.sparse_arch(ids).wait()
+        expected = plain.sparse_arch(ids)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, expected)
+
+
+def test_towers_of_other_dtypes_meet_in_the_widest() -> None:
+    run_ranks(dtypes_on_rank, 2)
+
+
+class Widening(nn.Module):
+    width = 4
+
+    def forward(self, embeddings: Any) -> Tensor:
+        return embeddings["f0"][:, : self.width]
+
+
+def width_on_rank(rank: int) -> None:
+    mesh = mesh_of(1, 2)
+    tables = make_tables([8])
+    module = Widening()
+    model = distribute(TowerModel(towers_of(tables, [module]), 4), TowerCollectionSharder(mesh))
+    ids, _ = Batches(sizes=(4, 4)).draw(rank, 0, tables)
+    model(ids)
+    module.width = 6
+    with pytest.raises(InputError, match=r"put out columns \[6\] of torch.float32, but \[4\]"):
+        model(ids)
+
+
+def test_an_output_that_changes_its_width_is_refused() -> None:
+    run_ranks(width_on_rank, 2)
+
+
+class ByPosition(nn.Module):
+    def forward(self, embeddings: Any) -> Tensor:
+        return embeddings.values()
+
+
+def position_on_rank(rank: int) -> None:
+    mesh = mesh_of(1, 2)
+    tables = make_tables([4, 8, 12, 16])
+    towers = [EmbeddingTower(EmbeddingBagCollection(tables=tables), ByPosition())]
+    torch.manual_seed(0)
+    plain = TowerModel(towers, 40)
+    start = plain.state_dict()
+    model = distribute(copy.deepcopy(plain), TowerCollectionSharder(mesh))
+    load_full(model, start)
+    ids, _ = Batches(sizes=(4, 6)).draw(rank, 0, tables)
+    assert torch.equal(model.module.sparse_arch(ids).wait(), plain.sparse_arch(ids))
+
+
+def test_a_tower_module_may_read_by_position() -> None:
+    run_ranks(position_on_rank, 2)
+
+
+def doubled_feature_on_rank(rank: int) -> None:
+    mesh = mesh_of(2, 1)
+    tables = make_tables([8, 4, 8])
+    tables[1].feature_names = ["f0"]  # two towers of one host look up the same feature
+    torch.manual_seed(0)
+    modules = [PassThrough(["f0"]), PassThrough(["f0"]), PassThrough(["f2"])]
+    plain = TowerModel(towers_of(tables, modules), 20)
+    start = plain.state_dict()
+    model = distribute(copy.deepcopy(plain), TowerCollectionSharder(mesh, placement=[0, 0, 1]))
+    load_full(model, start)
+    ids = KeyedJaggedTensor(keys=["f0", "f2"], values=torch.arange(6) + rank, lengths=torch.ones(6, dtype=torch.long))
+    assert torch.equal(model.module.sparse_arch(ids).wait(), plain.sparse_arch(ids))
+
+
+def test_a_feature_of_two_towers_on_one_host_is_sent_once() -> None:
+    run_ranks(doubled_feature_on_rank, 2)
+
+
+def meter_on_rank(rank: int) -> None:
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    group = dist.group.WORLD
+    meter = TrafficMeter(host_of=lambda r: r)
+    with meter:
+        dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4))
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+        dist.broadcast(torch.ones(3), src=0)
+    # per rank: 16 bytes to the other one, half of 16, and from rank 0 only 12
+    assert meter.total(group).forward == 2 * 16 + 2 * 8 + 12
+    with meter, pytest.raises(NotImplementedError, match="functional collective"):
+        functional.all_reduce(torch.ones(2), "sum", group)
+    with meter, pytest.raises(NotImplementedError, match=r"c10d\.gather_"):
+        dist.gather(torch.ones(2), [torch.empty(2), torch.empty(2)] if rank == 0 else None, dst=0)
+
+
+def test_the_meter_counts_or_refuses_but_never_forgets() -> None:
+    run_ranks(meter_on_rank, 2)
