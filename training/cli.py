@@ -98,6 +98,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--towers", type=int, required=True, help="Number of towers.")
 @click.option("--strategy", default="coherent", show_default=True, help="coherent or diverse.")
 @click.option("--balance-ratio", default=1.0, show_default=True, help="Largest tower over smallest, at most.")
+@click.option("--dims", default=2, show_default=True, help="Dimensions in which features are grouped.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the partitioner.")
 @click.option("--out", default="towers.json", show_default=True, type=click.Path(path_type=Path))
 @click.option("--picture", type=click.Path(path_type=Path), help="Also draw the affinity matrix here.")
@@ -122,6 +123,7 @@ def partition(**options: Any) -> None:
         num_towers=options["towers"],
         strategy=options["strategy"],
         balance_ratio=options["balance_ratio"],
+        dims=options["dims"],
         seed=options["seed"],
     )
     plan = dataclasses.replace(partitioner.fit(affinity, tables=tables), command=_command())
