@@ -106,8 +106,8 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._is_weighted = is_weighted
         self._target_device = device or torch.device("cpu")
         self._input_features: list[str] = []
-        arrival = [piece for pieces in pieces_by_tower for piece in pieces]
-        self._column_order = [arrival.index(piece) for piece in piece_order]
+        arrival = {piece: i for i, piece in enumerate(piece for pieces in pieces_by_tower for piece in pieces)}
+        self._column_order = [arrival[piece] for piece in piece_order]
         self._column_split: list[int] = []
         self._outputs_to_peers: OutputsToPeers | None = None
         self._output_dtype = torch.float32
