@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -152,3 +158,37 @@ def test_too_few_rows_are_told_before_training(tmp_path: Path) -> None:
 def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: str, content: str, kind: str) -> None:
     (tmp_path / name).write_text(content)
     assert f'data.kind="{kind}"' in demo_settings(tmp_path / name)
+
+
+def processes_with(text: str) -> list[str]:
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            command = line.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if text in command:
+                found.append(command)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.2)
+    return False
+
+
+@pytest.mark.ranks
+def test_a_stopped_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    program = [sys.executable, "-c", "from dmt.training.cli import main; main()", "demo", "--out", str(out)]
+    with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
+        try:
+            assert wait_until((out / "dlrm" / "metrics.jsonl").exists, 90), "training did not start"
+            assert len(processes_with(str(out))) >= 6  # the demo, torchrun, four ranks
+            demo.terminate()
+            assert demo.wait(60) == 128 + signal.SIGTERM
+        finally:
+            demo.kill()
+    assert wait_until(lambda: not processes_with(str(out)), 30), processes_with(str(out))
