@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
+from dmt.plan import TowerPlan
 from dmt.tables import TableSpec
 from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model, tower_plan
 from dmt.training.checkpoint import save_model
@@ -86,6 +87,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
             data = preflight(config, world_size)
         mesh = TowerMesh(config.topology.build())
         tables = data.tables
+        # Read before training: the file may change while this run trains with what it held.
+        plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
         record = RunRecord(config, enabled=rank == 0)
         model = shard_model(config, tables, len(data.dense_names), mesh)
         trainer = Trainer(
@@ -98,7 +101,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         )
         time = trainer.train()
         metrics = trainer.evaluate()
-        save_model(model, record.folder / "checkpoint", partial(_describe, config, tables))
+        save_model(model, record.folder / "checkpoint", partial(_describe, config, plan, tables))
         traffic = trainer.measure_traffic()
         rows = config.train.batch_size * world_size
         result = {
@@ -159,10 +162,10 @@ def check_writable(folder: Path) -> None:
         raise InputError(f"train.output_dir={str(folder)!r} cannot be written: {error.strerror}.") from error
 
 
-def _describe(config: TrainingConfig, tables: Sequence[TableSpec], folder: Path) -> None:
+def _describe(config: TrainingConfig, plan: TowerPlan | None, tables: Sequence[TableSpec], folder: Path) -> None:
     """Lays the run's own config and tower plan into a checkpoint: its files elsewhere may change or move."""
-    if config.dataflow == "sptt":
-        replace(tower_plan(config, tables), tables=tuple(tables)).save(folder / "towers.json")
+    if plan is not None:
+        replace(plan, tables=tuple(tables)).save(folder / "towers.json")
     (folder / "config.toml").write_text(to_toml(config))
 
 
