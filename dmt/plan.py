@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dmt.columns import shard_names, split_tables
 from dmt.errors import InputError, nearest
 from dmt.tables import TableSpec, table_specs
 
@@ -55,7 +56,10 @@ class TowerPlan:
     affinity: Mapping[str, Any] = field(default_factory=dict)
     """Summary numbers of the feature affinity that a learned assignment was made from."""
     tables: tuple[TableSpec, ...] = ()
-    """The tables the plan was made for; checked against the model's when given."""
+    """The tables the plan was made for, column shards one by one; checked against the model's when given."""
+    column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Columns of each shard, by feature, where tables are cut so that their shards can be in different towers. The
+    towers then list the shards, as ``ad[0:64]``; `split_tables` cuts the tables, `dmt.columns.split_ids` the ids."""
     command: str = ""
     """The command that made the plan."""
 
@@ -109,6 +113,13 @@ class TowerPlan:
         """Raises `InputError` naming every feature that the plan misses or invents against the model's."""
         model_features = list(features)
         known, placed = set(model_features), set(self.features)
+        uncut = [feature for feature in self.column_splits if feature in known]
+        if uncut:
+            raise InputError(
+                f"The tower plan cuts the table of {_quote('feature', uncut)} into column shards "
+                f"{shard_names(uncut[0], self.column_splits[uncut[0]])}, but the model has the whole table. Build the "
+                "model from plan.split_tables(tables), and give it dmt.columns.split_ids(ids, plan.column_splits)."
+            )
         missing = [f for f in model_features if f not in placed]
         unknown = [f for f in self.features if f not in known]
         if missing:
@@ -160,6 +171,22 @@ class TowerPlan:
             placed[towers[0]].append((min(i for _, i in places), table))
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
 
+    def split_tables(self, tables: Sequence[Any]) -> list[Any]:
+        """The tables of the uncut model as this plan wants them: those in ``column_splits`` cut into column shards.
+
+        Raises:
+            InputError: see `dmt.columns.split_tables`.
+
+        Example:
+            >>> plan = TowerPlan.from_lists([["ad[0:4]", "user"], ["ad[4:8]"]], column_splits={"ad": (4, 4)})
+            >>> tables = [
+            ...     TableSpec(name=n, num_embeddings=9, embedding_dim=8, feature_names=(n,)) for n in ("ad", "user")
+            ... ]
+            >>> [table.name for table in plan.split_tables(tables)]
+            ['ad[0:4]', 'ad[4:8]', 'user']
+        """
+        return split_tables(tables, self.column_splits)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; an existing file is replaced in one step.
 
@@ -181,6 +208,7 @@ class TowerPlan:
                 }
                 for t in self.tables
             ],
+            "column_splits": {feature: list(widths) for feature, widths in self.column_splits.items()},
             "command": self.command,
         }
         target = Path(path)
@@ -222,6 +250,7 @@ class TowerPlan:
                 tables=tuple(
                     TableSpec(**{**t, "feature_names": _names(t["feature_names"])}) for t in record.get("tables", [])
                 ),
+                column_splits={f: tuple(map(int, widths)) for f, widths in record.get("column_splits", {}).items()},
                 command=record.get("command", ""),
             )
         except InputError as error:

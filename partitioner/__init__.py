@@ -12,7 +12,22 @@ Example:
 from __future__ import annotations
 
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.partitioner import TowerPartitioner, tower_affinity
-from dmt.partitioner.pictures import plot_affinity
+from dmt.partitioner.comparison import tower_affinity
+from dmt.partitioner.partition import Partition
+from dmt.partitioner.partitioner import TowerPartitioner
+from dmt.partitioner.pictures import plot_affinity, plot_balance, plot_comparison, plot_coordinates
+from dmt.partitioner.report import write_partition_report
+from dmt.partitioner.rules import PartitionRules
 
-__all__ = ["FeatureAffinity", "TowerPartitioner", "plot_affinity", "tower_affinity"]
+__all__ = [
+    "FeatureAffinity",
+    "Partition",
+    "PartitionRules",
+    "TowerPartitioner",
+    "plot_affinity",
+    "plot_balance",
+    "plot_comparison",
+    "plot_coordinates",
+    "tower_affinity",
+    "write_partition_report",
+]

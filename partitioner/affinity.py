@@ -6,27 +6,25 @@ Legend: F features, N embedding dim, B samples of a batch.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-import zipfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError, nearest
+from dmt.partitioner.archive import FORMAT_VERSION, read_arrays, tables_from, tables_to, write_arrays
+from dmt.partitioner.checks import check_names, check_pooling_factors, check_tables, clean_matrix
+from dmt.tables import TableSpec
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
 
 __all__ = ["FORMAT_VERSION", "FeatureAffinity"]
-
-FORMAT_VERSION = 1
-# A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
-ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,9 +38,13 @@ class FeatureAffinity:
     exactly symmetric, and kept read-only as float64. The diagonal is free (it is below 1 for a feature that is
     sometimes absent) and never used for partitioning.
 
+    With ``tables`` and ``pooling_factors`` it also carries what balancing towers by memory and by lookup work takes,
+    so that an affinity collected once on the cluster can be partitioned anywhere, without TorchRec.
+
     Raises:
         InputError: the matrix is not [F, F], finite, symmetric and within 0..1 (each up to rounding), or the names
-            are empty, repeated or of another number. The pair of features at fault is named.
+            are empty, repeated or of another number. The pair of features at fault is named. Or the tables are not
+            those of the features, or a pooling factor is negative or not finite.
 
     Example:
         >>> matrix = [[1.0, 0.8, 0.1], [0.8, 1.0, 0.2], [0.1, 0.2, 1.0]]
@@ -59,22 +61,21 @@ class FeatureAffinity:
     """The F names, in the order of rows and columns."""
     num_samples: int | None = None
     """Number of samples the mean was taken over, where known."""
+    tables: tuple[TableSpec, ...] = ()
+    """The tables that the features look up, where known; TorchRec ``EmbeddingBagConfig`` may be given."""
+    pooling_factors: tuple[float, ...] | None = None
+    """Mean number of ids per sample of each feature, in the order of ``features``, where known."""
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str):
             raise InputError(f"FeatureAffinity: features={self.features!r} is one string; give a list of names.")
         features = tuple(str(name) for name in self.features)
-        _check_names(features)
-        try:
-            matrix = np.asarray(self.matrix).astype(np.float64)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"FeatureAffinity: matrix is not an array of numbers ({error}).") from error
-        _check_matrix(matrix, features)
-        matrix = np.clip((matrix + matrix.T) / 2, 0.0, 1.0)
-        matrix.flags.writeable = False
+        check_names(features)
         # A frozen dataclass sets its own cleaned fields this way.
-        object.__setattr__(self, "matrix", matrix)
+        object.__setattr__(self, "matrix", clean_matrix(self.matrix, features))
         object.__setattr__(self, "features", features)
+        object.__setattr__(self, "tables", check_tables(self.tables, features))
+        object.__setattr__(self, "pooling_factors", check_pooling_factors(self.pooling_factors, features))
 
     @property
     def num_features(self) -> int:
@@ -89,19 +90,28 @@ class FeatureAffinity:
         *,
         module_path: str | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> FeatureAffinity:
-        """Measures the affinity on a trained single-process model; see `dmt.partitioner.collection`.
+        """Measures the affinity on a trained model, plain or sharded; see `dmt.partitioner.collection`.
+
+        The result carries the model's tables, and the mean number of ids per sample of each feature.
 
         Args:
-            model: a model with one or more TorchRec ``EmbeddingBagCollection`` anywhere inside. It is run in eval
-                mode without gradients and left as it was.
+            model: a model with one or more TorchRec ``EmbeddingBagCollection`` anywhere inside, also sharded and
+                wrapped in ``DistributedModelParallel``. It is run in eval mode without gradients and left as it was.
             batches: some thousands of samples, as batches; consumed one at a time.
-            module_path: dotted path of the collection, or of a module that holds the wanted ones; default: all.
+            module_path: dotted path of the collection, or of a module that holds the wanted ones, as in the model
+                before it was wrapped for distribution; default: all.
             forward: how to run a batch, ``forward(model, batch)``; default
                 ``model(batch.dense_features, batch.sparse_features)``.
+            process_group: the ranks that call this together, each with batches of its own; all of them get the
+                affinity of all their samples. Required for a sharded model, whose ranks are all to be in it. All
+                ranks stop when the first one runs out of batches. Without a group only this process's samples count.
 
         Raises:
-            InputError: TorchRec is absent, no collection or batch is found, or the embeddings cannot be compared.
+            InputError: TorchRec is absent, no collection or batch is found, the embeddings cannot be compared, the
+                model is sharded and there is no group, or its embeddings never leave their towers. With a group,
+                every rank raises what one of them found.
 
         Example:
             >>> import torch
@@ -116,7 +126,7 @@ class FeatureAffinity:
         """
         from dmt.partitioner.collection import collect_affinity
 
-        return collect_affinity(model, batches, module_path=module_path, forward=forward)
+        return collect_affinity(model, batches, module_path=module_path, forward=forward, process_group=process_group)
 
     def permuted(self, order: Sequence[str]) -> FeatureAffinity:
         """The same affinity with its features in another order.
@@ -124,7 +134,7 @@ class FeatureAffinity:
         Raises:
             InputError: ``order`` is not a permutation of the features.
         """
-        _check_names(order)
+        check_names(order)
         position = {name: i for i, name in enumerate(self.features)}
         ordered = set(order)
         missing = [name for name in self.features if name not in ordered]
@@ -135,41 +145,39 @@ class FeatureAffinity:
                 f"unknown {unknown[:5]}.{nearest(unknown[0], self.features) if unknown else ''} Name each one once."
             )
         index = [position[name] for name in order]
-        return FeatureAffinity(
-            matrix=self.matrix[np.ix_(index, index)], features=tuple(order), num_samples=self.num_samples
-        )
+        factors = None if self.pooling_factors is None else tuple(self.pooling_factors[i] for i in index)
+        return replace(self, matrix=self.matrix[np.ix_(index, index)], features=tuple(order), pooling_factors=factors)
 
     def to_summary(self) -> dict[str, Any]:
         """A few numbers for `TowerPlan.affinity`; the values are those of the pairs of different features.
 
         The digest identifies matrix and names, so that a plan can be traced to the affinity it was made from.
         """
-        pairs = self.matrix[np.triu_indices(self.num_features, k=1)]
-        digest = hashlib.sha256("\0".join(self.features).encode() + self.matrix.tobytes()).hexdigest()
+        # Row by row and piece by piece: copies of a large matrix would not fit beside it.
+        rows = [self.matrix[i, i + 1 :] for i in range(self.num_features - 1)]
+        num_pairs = sum(map(len, rows))
+        digest = hashlib.sha256("\0".join(self.features).encode())
+        digest.update(np.ascontiguousarray(self.matrix).data)
         return {
             "num_features": self.num_features,
             "num_samples": self.num_samples,
-            "mean": float(pairs.mean()) if pairs.size else None,
-            "min": float(pairs.min()) if pairs.size else None,
-            "max": float(pairs.max()) if pairs.size else None,
-            "digest": digest[:16],
+            "mean": math.fsum(float(row.sum()) for row in rows) / num_pairs if rows else None,
+            "min": min(float(row.min()) for row in rows) if rows else None,
+            "max": max(float(row.max()) for row in rows) if rows else None,
+            "digest": digest.hexdigest()[:16],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the affinity as a numpy ``.npz`` file; an existing file is replaced in one step."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_name(f".{target.name}.{os.getpid()}")
-        # Through a file object: given a name, numpy would append ".npz" to it.
-        with scratch.open("wb") as file:
-            np.savez_compressed(
-                file,
-                format=np.int64(FORMAT_VERSION),
-                matrix=self.matrix,
-                features=np.array(self.features, dtype=np.str_),
-                num_samples=np.int64(-1 if self.num_samples is None else self.num_samples),
-            )
-        scratch.replace(target)
+        arrays: dict[str, NDArray[Any]] = {
+            "matrix": self.matrix,
+            "features": np.array(self.features, dtype=np.str_),
+            "num_samples": np.array(-1 if self.num_samples is None else self.num_samples, dtype=np.int64),
+            **tables_to(self.tables),
+        }
+        if self.pooling_factors is not None:
+            arrays["pooling_factors"] = np.array(self.pooling_factors, dtype=np.float64)
+        write_arrays(path, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureAffinity:
@@ -178,62 +186,17 @@ class FeatureAffinity:
         Nothing is unpickled, so a file from elsewhere cannot run code.
 
         Raises:
-            InputError: the file is absent, not such a file, of another format version, or its matrix is refused.
+            InputError: the file is absent, not such a file, of another format version, or its contents are refused.
         """
-        where = f"Affinity file {path}"
-        try:
-            # Opened here, because numpy leaves a broken archive open.
-            with Path(path).open("rb") as file:
-                archive = np.load(file, allow_pickle=False)
-                # A plain .npy array comes back without names.
-                arrays = {name: archive[name] for name in getattr(archive, "files", ())}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise InputError(f"{where}: cannot be read ({error}). Expected what FeatureAffinity.save wrote.") from error
-        version = int(arrays.get("format", np.int64(FORMAT_VERSION)))
-        if version != FORMAT_VERSION:
-            raise InputError(f"{where} has format {version}; this version reads format {FORMAT_VERSION}. Collect anew.")
-        absent = [name for name in ("matrix", "features") if name not in arrays]
-        if absent:
-            raise InputError(f"{where} has no array {absent[0]!r}; it needs 'matrix' [F, F] and 'features' [F].")
+        arrays = read_arrays(path)
         samples = int(arrays.get("num_samples", np.int64(-1)))
         try:
             return cls(
                 matrix=arrays["matrix"],
                 features=tuple(np.atleast_1d(arrays["features"]).tolist()),
                 num_samples=None if samples < 0 else samples,
+                tables=tables_from(arrays),
+                pooling_factors=tuple(arrays["pooling_factors"].tolist()) if "pooling_factors" in arrays else None,
             )
         except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-
-
-def _check_names(features: Sequence[str]) -> None:
-    if not features:
-        raise InputError("FeatureAffinity: features is empty; give at least one feature.")
-    doubled = [name for name, count in Counter(features).items() if count > 1]
-    if doubled:
-        raise InputError(
-            f"FeatureAffinity: feature {doubled[0]!r} is given {Counter(features)[doubled[0]]} times; "
-            "names must be unique."
-        )
-
-
-def _check_matrix(matrix: NDArray[np.float64], features: tuple[str, ...]) -> None:
-    """Raises `InputError` naming the worst pair of features that breaks a rule."""
-    size = len(features)
-    if matrix.shape != (size, size):
-        raise InputError(
-            f"FeatureAffinity: matrix has shape {list(matrix.shape)} for {size} features; it must be [{size}, {size}]."
-        )
-    # One after the other: infinities must be out before the matrix is compared with its mirror image.
-    for rule, fault_of, remedy in (
-        ("must be finite", lambda m: np.where(np.isfinite(m), 0.0, np.inf), "Check the embeddings for NaN."),
-        ("must lie within 0..1", lambda m: np.abs(m - 0.5) - 0.5, "Give absolute cosines of embeddings of length 1."),
-        ("must equal its mirror image", lambda m: np.abs(m - m.T), "Give a symmetric matrix."),
-    ):
-        fault = fault_of(matrix)
-        row, column = np.unravel_index(int(np.argmax(fault)), matrix.shape)
-        if fault[row, column] > ROUNDING:
-            raise InputError(
-                f"FeatureAffinity: the affinity of {features[row]!r} with {features[column]!r} is "
-                f"{matrix[row, column]:g} (mirrored: {matrix[column, row]:g}); it {rule}. {remedy}"
-            )
+            raise InputError(f"Affinity file {path}: {error}") from error

@@ -6,30 +6,40 @@ What is computed is I = abs(mean over samples of R R^T) (arXiv 2403.00877, secti
 of one sample's pooled embeddings, each scaled to length 1. **Absent features**: the embedding of an empty bag is zero
 and stays zero, and its sample still counts in the mean. A pair that seldom occurs together therefore has a low
 affinity, and I(i, i) is the share of samples in which feature i is present.
+
+**On several ranks** each sums over its own samples, and the sums are added at the end. The forward of a sharded model
+is a collective, so the ranks tell each other before every batch and every lookup that they are there: they stop
+together when the first one runs out of batches, and when one fails all raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from dmt.errors import InputError, nearest
+from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
+from dmt.partitioner.agreement import Agreement
+from dmt.partitioner.capture import Captured, Collection, NoRows, by_feature, capturing, evaluating, find_collections
+from dmt.tables import TableSpec, feature_names
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["AffinitySum", "collect_affinity"]
 
-# Float64 elements of normalised embeddings held at a time (128 MiB): a batch is worked through in blocks of samples.
-BLOCK_ELEMENTS = 2**24
+# Float64 elements of normalised embeddings held at a time (64 MiB): a batch is worked through in blocks of samples.
+BLOCK_ELEMENTS = 2**23
 
 
 class AffinitySum:
     """The running sum of R R^T over samples, in float64.
 
-    The sum and the count are all there is to it, so the sums of several processes add up to that of their data.
+    The sums and the count are all there is to it, so those of several processes add up to that of their data.
 
     Example:
         >>> total = AffinitySum(["a", "b"])
@@ -50,16 +60,31 @@ class AffinitySum:
             embeddings_BFN: [B, F, N] pooled embeddings of any floating dtype and device, features in our order.
         """
         num_samples, num_features, dim = embeddings_BFN.shape
-        for block_BFN in embeddings_BFN.split(max(1, BLOCK_ELEMENTS // (num_features * dim))):
+        # The sum lives where the embeddings do: a group of GPUs adds up what is on GPUs only.
+        self.sum_FF = self.sum_FF.to(embeddings_BFN.device)
+        for block_BFN in embeddings_BFN.split(_block_rows(num_features, dim)):
             unit_BFN = _normalise(block_BFN.double())
             unit_FX = unit_BFN.transpose(0, 1).reshape(num_features, -1)
-            self.sum_FF += (unit_FX @ unit_FX.T).cpu()
+            self.sum_FF.addmm_(unit_FX, unit_FX.T)
         self.num_samples += num_samples
 
-    def result(self) -> FeatureAffinity:
-        """The affinity of all samples so far, of which there must be one at least."""
-        mean = (self.sum_FF / self.num_samples).abs()
-        return FeatureAffinity(matrix=mean.numpy(), features=self.features, num_samples=self.num_samples)
+    def result(
+        self, *, tables: Sequence[TableSpec] = (), pooling_factors: Sequence[float] | None = None
+    ) -> FeatureAffinity:
+        """The affinity of all samples so far, of which there must be one at least.
+
+        Args:
+            tables: of the features, to go with it.
+            pooling_factors: of the features, to go with it.
+        """
+        mean = (self.sum_FF / self.num_samples).abs_()
+        return FeatureAffinity(
+            matrix=mean.cpu().numpy(),
+            features=self.features,
+            num_samples=self.num_samples,
+            tables=tuple(tables),
+            pooling_factors=None if pooling_factors is None else tuple(pooling_factors),
+        )
 
 
 def collect_affinity(
@@ -68,26 +93,149 @@ def collect_affinity(
     *,
     module_path: str | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> FeatureAffinity:
     """The body of `FeatureAffinity.collect`, where the arguments are described.
 
     Needs memory for one batch of embeddings and the [F, F] sum, however many batches there are. The features of
     several collections (for instance of the towers of an ``EmbeddingTowerCollection``) are gathered within one forward.
     """
-    collections = _find_collections(model, module_path)
+    ranks = Agreement(process_group)
+    collections = _agreed_collections(model, module_path, ranks, in_group=process_group is not None)
+    measured = _Measured(collections)
     run = forward or _run_batch
-    total: AffinitySum | None = None
-    with _evaluating(model), _captured_outputs(collections) as outputs, torch.no_grad():
-        for index, batch in enumerate(batches):
-            outputs.clear()
-            run(model, batch)
-            embeddings = _by_feature(outputs, collections, index)
-            if total is None:
-                total = AffinitySum(tuple(embeddings))
-            total.add(_stacked(embeddings, total.features, index))
-    if total is None or total.num_samples == 0:
-        raise InputError("FeatureAffinity.collect: batches gave no sample; give at least one batch of data.")
-    return total.result()
+    with evaluating(model), capturing(collections, ranks) as captured, torch.no_grad():
+        for index, batch in enumerate(_together(batches, ranks, measured)):
+            captured.outputs.clear()
+            captured.num_ids.clear()
+            captured.batch = index
+            try:
+                run(model, batch)
+                measured.add(captured)
+            except NoRows:
+                continue
+            except Exception as error:
+                if ranks.settled:
+                    raise
+                # The other ranks are told when they come to their next exchange; until then they must not miss us.
+                measured.error = error
+    return _sum_of_ranks(measured, ranks, process_group)
+
+
+class _Measured:
+    """What this rank has found so far."""
+
+    def __init__(self, collections: Sequence[Collection]) -> None:
+        self.collections = collections
+        self.total: AffinitySum | None = None
+        self.num_ids: dict[str, int] | None = {}
+        self.error: Exception | None = None
+
+    def add(self, captured: Captured) -> None:
+        embeddings = by_feature(captured, self.collections)
+        if self.total is None:
+            self.total = AffinitySum(tuple(embeddings))
+        for block_BFN in _stacked(embeddings, self.total.features, captured.batch):
+            self.total.add(block_BFN)
+        self._count(captured)
+
+    def _count(self, captured: Captured) -> None:
+        """Adds up the ids that went into each embedding, as long as every input could be read."""
+        for collection in self.collections:
+            if self.num_ids is None or collection.path not in captured.outputs:
+                continue
+            counts = captured.num_ids.get(collection.path)
+            if counts is None or not collection.inputs:
+                self.num_ids = None
+                continue
+            for name, feature in collection.inputs.items():
+                self.num_ids[name] = self.num_ids.get(name, 0) + counts[feature]
+
+    def tables(self, features: Sequence[str]) -> tuple[TableSpec, ...]:
+        """The tables of the features, or none where they do not fit them one to one."""
+        tables = [table for collection in self.collections for table in collection.tables]
+        used = [table for table in tables if not set(table.feature_names).isdisjoint(features)]
+        # Two collections may each have a table of one name, which no plan could tell apart.
+        unique = len({table.name for table in used}) == len(used)
+        order = {name: i for i, name in enumerate(features)}
+        if not unique or sorted(feature_names(used)) != sorted(features):
+            return ()
+        return tuple(sorted(used, key=lambda table: min(order[name] for name in table.feature_names)))
+
+
+def _agreed_collections(
+    model: nn.Module, module_path: str | None, ranks: Agreement, *, in_group: bool
+) -> list[Collection]:
+    """The collections, the same on all ranks, each with its tables of all ranks."""
+    collections: list[Collection] = []
+    fault: Exception | None = None
+    try:
+        collections = find_collections(model, module_path, in_group=in_group)
+    except InputError as error:
+        fault = error
+    mine = [(collection.path, collection.tables, dict(collection.inputs)) for collection in collections]
+    everyone = ranks.share("the search for embedding collections", mine, fault)
+    differing = ranks.ranks_that_differ([[path for path, _, _ in of_rank] for of_rank in everyone])
+    if differing:
+        raise InputError(
+            f"FeatureAffinity.collect: ranks {differing} have EmbeddingBagCollections at other paths than the first "
+            "rank. Give every rank the same model and module_path."
+        )
+    united = []
+    for collection, *of_ranks in zip(collections, *everyone, strict=True):
+        tables = {table.name: table for _, tables, _ in of_ranks for table in tables}
+        inputs = {name: feature for _, _, inputs in of_ranks for name, feature in inputs.items()}
+        own = (
+            collection if collection.is_complete else replace(collection, tables=tuple(tables.values()), inputs=inputs)
+        )
+        united.append(own)
+    return united
+
+
+def _together(batches: Iterable[Any], ranks: Agreement, measured: _Measured) -> Iterator[Any]:
+    """This rank's batches, as long as every rank has one and none has failed."""
+    iterator = iter(batches)
+    nothing = object()
+    while True:
+        batch: Any = nothing
+        if measured.error is None:
+            try:
+                batch = next(iterator, nothing)
+            except Exception as error:
+                measured.error = error
+        if not all(ranks.share("the next batch", batch is not nothing, measured.error)):
+            return
+        yield batch
+
+
+def _sum_of_ranks(measured: _Measured, ranks: Agreement, group: ProcessGroup | None) -> FeatureAffinity:
+    total = measured.total
+    features = () if total is None else total.features
+    samples = 0 if total is None else total.num_samples
+    everyone = ranks.share("the end", (features, samples, measured.num_ids is not None))
+    differing = ranks.ranks_that_differ([names for names, _, _ in everyone])
+    if differing:
+        other = next(names for names, _, _ in everyone if names != everyone[0][0])
+        strange = sorted(set(other) ^ set(everyone[0][0])) or ["their order"]
+        raise InputError(
+            f"FeatureAffinity.collect: ranks {differing} looked up other features than the first rank, see "
+            f"{strange[0]!r}. Every rank must run the same model."
+        )
+    num_samples = sum(count for _, count, _ in everyone)
+    if total is None or num_samples == 0:
+        who = "a rank had no batch" if group is not None else "batches gave no sample"
+        raise InputError(f"FeatureAffinity.collect: {who}; give at least one batch of data.")
+    has_ids = all(known for _, _, known in everyone)
+    counts = dict.fromkeys(features, 0) | (measured.num_ids or {})
+    num_ids_F = torch.tensor([counts[name] for name in features], dtype=torch.float64, device=total.sum_FF.device)
+    if group is not None:
+        from dmt.collectives import sum_over_ranks
+
+        total.sum_FF = sum_over_ranks(total.sum_FF, group)
+        num_ids_F = sum_over_ranks(num_ids_F, group)
+    total.num_samples = num_samples
+    pooling_factors = (num_ids_F / num_samples).tolist() if has_ids else None
+    return total.result(tables=measured.tables(features), pooling_factors=pooling_factors)
 
 
 def _normalise(embeddings: Tensor) -> Tensor:
@@ -95,7 +243,7 @@ def _normalise(embeddings: Tensor) -> Tensor:
     largest = embeddings.abs().amax(dim=-1, keepdim=True)
     scaled = embeddings / torch.where(largest > 0, largest, 1.0)
     norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-    return scaled / torch.where(norm > 0, norm, 1.0)
+    return scaled.div_(torch.where(norm > 0, norm, 1.0))
 
 
 def _run_batch(model: nn.Module, batch: Any) -> Any:
@@ -107,99 +255,12 @@ def _run_batch(model: nn.Module, batch: Any) -> Any:
     return model(batch.dense_features, batch.sparse_features)
 
 
-def _find_collections(model: nn.Module, module_path: str | None) -> dict[str, nn.Module]:
-    """The embedding collections at or below ``module_path``, by path."""
-    try:
-        from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
-    except ImportError as error:
-        raise InputError(
-            f"FeatureAffinity.collect needs TorchRec, which cannot be imported here ({error}). Collect where it is "
-            "installed and .save() the affinity; `dmt doctor` says what is missing."
-        ) from error
-    found = {path: part for path, part in model.named_modules() if isinstance(part, EmbeddingBagCollectionInterface)}
-    if not found:
-        raise InputError(
-            f"FeatureAffinity.collect: {type(model).__name__} holds no EmbeddingBagCollection. Give the model that "
-            "looks up the embeddings, or build FeatureAffinity(matrix=..., features=...) yourself."
-        )
-    if not module_path:
-        return found
-    wanted = {path: part for path, part in found.items() if path == module_path or path.startswith(f"{module_path}.")}
-    if not wanted:
-        raise InputError(
-            f"FeatureAffinity.collect: there is no EmbeddingBagCollection at module_path={module_path!r}."
-            f"{nearest(module_path, found)} The model has them at {', '.join(map(repr, list(found)[:5]))}."
-        )
-    return wanted
+def _block_rows(num_features: int, dim: int) -> int:
+    return max(1, BLOCK_ELEMENTS // (num_features * dim))
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    # Module by module: a user may have frozen only some parts in eval mode.
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-@contextmanager
-def _captured_outputs(collections: Mapping[str, nn.Module]) -> Iterator[dict[str, Any]]:
-    """Yields a dictionary into which each collection's output falls, by path."""
-    outputs: dict[str, Any] = {}
-
-    def hook_for(path: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if path in outputs:
-                raise InputError(
-                    f"FeatureAffinity.collect: EmbeddingBagCollection {path!r} ran twice in one forward, so its "
-                    "features have two embeddings per sample. Give forward= that runs it once."
-                )
-            outputs[path] = output
-
-        return hook
-
-    handles = [part.register_forward_hook(hook_for(path)) for path, part in collections.items()]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _by_feature(outputs: Mapping[str, Any], collections: Mapping[str, nn.Module], batch: int) -> dict[str, Tensor]:
-    """The [B, N] embedding of each feature, read from the collections' KeyedTensors by key."""
-    embeddings: dict[str, Tensor] = {}
-    home: dict[str, str] = {}
-    for path in collections:
-        if path not in outputs:
-            continue
-        output = outputs[path]
-        if not hasattr(output, "to_dict"):
-            raise InputError(
-                f"FeatureAffinity.collect: {path!r} returned a {type(output).__name__}, not a KeyedTensor. Give the "
-                "plain single-process model."
-            )
-        for feature, embedding in output.to_dict().items():
-            if feature in home:
-                raise InputError(
-                    f"FeatureAffinity.collect: feature {feature!r} is looked up by {home[feature]!r} and by {path!r}; "
-                    "choose one with module_path."
-                )
-            home[feature] = path
-            embeddings[feature] = embedding
-    if not embeddings:
-        raise InputError(
-            f"FeatureAffinity.collect: the forward of batch {batch} ran no EmbeddingBagCollection (waiting for "
-            f"{', '.join(map(repr, list(collections)[:5]))}). Check forward= and module_path."
-        )
-    return embeddings
-
-
-def _stacked(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: int) -> Tensor:
-    """[B, F, N] in the order of ``features``, after checking that the embeddings can be compared."""
+def _stacked(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: int) -> Iterator[Tensor]:
+    """Blocks [B', F, N] of a batch, features in order, after checking that the embeddings can be compared."""
     changed = sorted(set(embeddings) ^ set(features))
     if changed:
         raise InputError(
@@ -215,12 +276,15 @@ def _stacked(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: i
                 f"for feature {first!r} but {list(embeddings[feature].shape)} for {feature!r}; all must agree. "
                 "Train the flat model for partitioning with one embedding_dim."
             )
-    stacked = torch.stack([embeddings[feature] for feature in features], dim=1)
-    finite = stacked.isfinite().all(dim=2).all(dim=0)
-    if not bool(finite.all()):
-        feature = features[int((~finite).nonzero()[0])]
-        raise InputError(
-            f"FeatureAffinity.collect: the embedding of feature {feature!r} is not finite in batch {batch}. "
-            "Check the trained table for NaN or infinity."
-        )
-    return stacked
+    num_samples, dim = embeddings[first].shape
+    rows = _block_rows(len(features), dim)
+    for start in range(0, num_samples, rows):
+        block = torch.stack([embeddings[feature][start : start + rows] for feature in features], dim=1)
+        finite = block.isfinite().all(dim=2).all(dim=0)
+        if not bool(finite.all()):
+            feature = features[int((~finite).nonzero()[0])]
+            raise InputError(
+                f"FeatureAffinity.collect: the embedding of feature {feature!r} is not finite in batch {batch}. "
+                "Check the trained table for NaN or infinity."
+            )
+        yield block

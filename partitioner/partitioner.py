@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dmt.errors import InputError, nearest
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.clustering import constrained_clusters
+from dmt.partitioner.assemble import Answer, assemble
+from dmt.partitioner.column_cuts import SplitColumns
 from dmt.partitioner.coordinates import distances, embed_distances
+from dmt.partitioner.grouping import group_blocks
+from dmt.partitioner.partition import Partition
+from dmt.partitioner.prepare import Task, prepare
+from dmt.partitioner.rules import PartitionRules
 from dmt.plan import TowerPlan
-from dmt.tables import TableSpec, feature_names, table_specs
 
-__all__ = ["Strategy", "TowerPartitioner", "tower_affinity"]
+__all__ = ["Strategy", "TowerPartitioner"]
 
-Strategy = Literal["coherent", "diverse"]
+logger = logging.getLogger(__name__)
+
+Strategy = Literal["coherent", "diverse", "both"]
+Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +33,11 @@ class TowerPartitioner:
     """Assigns features to balanced towers by how their trained embeddings relate (arXiv 2403.00877, section 3.3).
 
     Three steps: the affinity becomes distances (`distances`), the distances become points in a plane
-    (`embed_distances`), and the points are grouped by constrained K-means (`constrained_clusters`).
+    (`embed_distances`), and the points are grouped by constrained K-means, with every limit held (`group_blocks`).
 
-    The answer depends on the affinity, the names and the seed alone: features are put in order of their names before
-    anything is computed, so that listing them in another order lists the same towers in another order. (The last bits
-    of floating-point sums may differ between machines.)
+    The answer depends on the affinity, the names, the tables, the rules and the seed alone: features are put in order
+    of their names before anything is computed, so that listing them in another order lists the same towers in another
+    order. (The last bits of floating-point sums may differ between machines.)
 
     Raises:
         InputError: an argument is out of range or the strategy unknown.
@@ -50,132 +57,137 @@ class TowerPartitioner:
     """T."""
     strategy: Strategy = "coherent"
     """``"coherent"`` puts features together that resemble each other, ``"diverse"`` those that do not. The paper finds
-    that either may train better, depending on model and data."""
-    balance_ratio: float = 1.0
+    that either may train better, depending on model and data, and tries both: ``"both"`` does, and prefers the one that
+    stands out more from random towers; only training can tell which is better."""
+    balance_ratio: float | None = 1.0
     """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
-    always ceil(F / T)."""
+    always ceil(F / T). None: towers may have any number of features, for instance to balance their work instead."""
     dims: int = 2
     """Dimensions of the space in which features are grouped (the paper uses 2)."""
     seed: int = 0
     """Seed of every random choice."""
+    rules: PartitionRules = field(default_factory=PartitionRules)
+    """Categories, features that must or must not share a tower, limits on work and memory."""
+    split_columns: SplitColumns = "no"
+    """Whether tables may be cut into column shards so that there is one for every tower: ``"largest"`` cuts the largest
+    tables, and those larger than a tower may hold; ``"even"`` all tables alike (see `choose_splits`)."""
+    refine: bool = True
+    """Improve the towers on the distances themselves after the points have been grouped (see `group_blocks`); the paper
+    does not."""
 
     def __post_init__(self) -> None:
         for name, lowest in (("num_towers", 1), ("dims", 1), ("seed", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
                 raise InputError(f"TowerPartitioner: {name}={value!r} must be a whole number of at least {lowest}.")
-        known = get_args(Strategy)
-        if self.strategy not in known:
-            raise InputError(
-                f"TowerPartitioner: strategy={self.strategy!r} is unknown.{nearest(str(self.strategy), known)} "
-                f"Use one of {', '.join(map(repr, known))}."
-            )
-        if not self.balance_ratio >= 1.0 or not np.isfinite(self.balance_ratio):
+        for name, choices in (("strategy", get_args(Strategy)), ("split_columns", get_args(SplitColumns))):
+            value = getattr(self, name)
+            if value not in choices:
+                raise InputError(
+                    f"TowerPartitioner: {name}={value!r} is unknown.{nearest(str(value), choices)} "
+                    f"Use one of {', '.join(map(repr, choices))}."
+                )
+        if self.balance_ratio is not None and not (self.balance_ratio >= 1.0 and np.isfinite(self.balance_ratio)):
             raise InputError(
                 f"TowerPartitioner: balance_ratio={self.balance_ratio} must be at least 1 and finite; it is the size "
-                "of the largest tower over that of the smallest."
+                "of the largest tower over that of the smallest. None leaves sizes free."
+            )
+        counts = self.rules.towers_per_category
+        if counts and sum(counts.values()) != self.num_towers:
+            raise InputError(
+                f"TowerPartitioner: num_towers={self.num_towers}, but towers_per_category adds up to "
+                f"{sum(counts.values())} ({dict(counts)}). Make them equal."
             )
 
-    def fit(self, affinity: FeatureAffinity, *, tables: Sequence[Any] = ()) -> TowerPlan:
-        """Computes the towers.
+    def fit(
+        self, affinity: FeatureAffinity, *, tables: Sequence[Any] = (), progress: Progress | None = None
+    ) -> TowerPlan:
+        """Computes the towers: ``partition(...).plan``, whose notes are logged as warnings."""
+        found = self.partition(affinity, tables=tables, progress=progress)
+        for note in found.notes:
+            logger.warning(note)
+        return found.plan
+
+    def partition(
+        self, affinity: FeatureAffinity, *, tables: Sequence[Any] = (), progress: Progress | None = None
+    ) -> Partition:
+        """Computes the towers, and what to judge them by.
 
         Args:
             affinity: of the F features to place.
-            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec` of the model, recorded in the plan. The features of
-                a shared table are kept together: they are one point, placed by their mean affinities, and
-                tower sizes are then balanced by the number of points (tables) instead of features.
+            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec` of the model, by default those the affinity was
+                collected with; recorded in the plan. Limits on work and memory need them. The features of a shared
+                table are kept together: they are one point, placed by their mean affinities.
+            progress: called with the name of a stage and the share of the whole work done, 0..1.
 
         Returns:
-            The plan. Towers are in the order of their first feature in ``affinity``, features inside a tower likewise.
-            ``plan.affinity`` holds the summary of the affinity, the stress of the embedding, and the mean
-            affinity within and between towers, beside that within naive strided towers.
+            The partition. Its plan's towers are in the order of their first feature in ``affinity`` (category by
+            category, where there are any), features inside a tower likewise. ``plan.affinity`` holds the summary of the
+            affinity, the stress of the embedding, and the mean affinity within and between towers, beside that within
+            naive strided and random towers.
 
         Raises:
-            InputError: more towers than features (or tables), or tables whose features are not the affinity's.
+            InputError: more towers than features (or tables), tables whose features are not the affinity's, or rules
+                and limits that contradict each other or that no assignment holds; the reason is given.
         """
-        specs = table_specs(tables)
-        points = _points(affinity, specs)
-        if self.num_towers > len(points):
-            what = "features" if len(points) == affinity.num_features else "tables (shared tables are not split)"
-            raise InputError(
-                f"TowerPartitioner: num_towers={self.num_towers} exceeds the {len(points)} {what} to place, and no "
-                "tower may be empty. Use fewer towers."
-            )
-        found = embed_distances(
-            distances(_point_matrix(affinity, points), self.strategy), dims=self.dims, seed=self.seed
+        task = prepare(
+            affinity,
+            tables,
+            num_towers=self.num_towers,
+            balance_ratio=self.balance_ratio,
+            rules=self.rules,
+            split_columns=self.split_columns,
         )
-        labels = constrained_clusters(
-            found.points, self.num_towers, balance_ratio=self.balance_ratio, seed=self.seed
-        ).tolist()
-        tower_of = {name: tower for names, tower in zip(points, labels, strict=True) for name in names}
-        # Filled in the affinity's order, a dictionary has the towers in the order of their first features.
-        towers: dict[int, list[str]] = {}
-        for name in affinity.features:
-            towers.setdefault(tower_of[name], []).append(name)
-        plan = TowerPlan.from_lists(towers.values(), strategy=self.strategy, seed=self.seed, tables=specs)
-        stress = {"stress": found.stress, "normalized_stress": found.normalized_stress}
-        return replace(plan, affinity=self._summary(affinity, plan) | stress)
+        strategies = ["coherent", "diverse"] if self.strategy == "both" else [self.strategy]
+        found = []
+        for number, strategy in enumerate(strategies):
 
-    def _summary(self, affinity: FeatureAffinity, plan: TowerPlan) -> dict[str, Any]:
-        within, between = tower_affinity(affinity, plan)
-        strided, _ = tower_affinity(affinity, TowerPlan.strided(affinity.features, self.num_towers))
-        return affinity.to_summary() | {
-            "balance_ratio": self.balance_ratio,
-            "dims": self.dims,
-            "within_towers": within,
-            "between_towers": between,
-            "within_strided_towers": strided,
-        }
+            def report(stage: str, share: float, number: int = number, strategy: str = strategy) -> None:
+                if progress is not None:
+                    progress(f"{strategy}: {stage}", (number + share) / len(strategies))
 
+            found.append(self._one(task, strategy, report))
+        # The first of equals, so coherent where neither says anything.
+        best = max(found, key=_distinctness)
+        others = tuple(partition for partition in found if partition is not best)
+        return replace(best, alternatives=others) if others else best
 
-def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | None, float | None]:
-    """Mean affinity of the pairs of features that share a tower, and of those that do not.
+    def _one(self, task: Task, strategy: str, report: Progress) -> Partition:
+        answers = []
+        done = 0.0
+        for part in task.parts:
+            share = len(part.blocks.names) / task.num_blocks
 
-    Returns:
-        (within, between); None where there is no such pair (towers of one feature; a single tower).
+            def stage(
+                name: str, begin: float, length: float, done: float = done, share: float = share
+            ) -> Callable[[float], None]:
+                return lambda fraction: report(name, done + share * (begin + length * fraction))
 
-    Raises:
-        InputError: plan and affinity are not about the same features.
-
-    Example:
-        >>> affinity = FeatureAffinity(matrix=[[1, 0.5, 0], [0.5, 1, 0.25], [0, 0.25, 1]], features=["a", "b", "c"])
-        >>> tower_affinity(affinity, TowerPlan.from_lists([["a", "b"], ["c"]]))
-        (0.5, 0.125)
-    """
-    matrix = affinity.permuted(plan.features).matrix
-    tower = np.repeat(np.arange(plan.num_towers), [len(t.features) for t in plan.towers])
-    upper = np.triu(np.ones_like(matrix, dtype=bool), k=1)
-    same = tower[:, None] == tower[None, :]
-    return _mean(matrix[upper & same]), _mean(matrix[upper & ~same])
-
-
-def _mean(values: NDArray[np.float64]) -> float | None:
-    return float(values.mean()) if values.size else None
-
-
-def _points(affinity: FeatureAffinity, specs: Sequence[TableSpec]) -> list[tuple[str, ...]]:
-    """The features that must stay together, point by point, in order of their names; without tables, one each."""
-    if not specs:
-        return [(name,) for name in sorted(affinity.features)]
-    of_tables, measured = dict.fromkeys(feature_names(specs)), dict.fromkeys(affinity.features)
-    for where, names, other, known in (
-        ("tables", of_tables, "affinity", measured),
-        ("affinity", measured, "tables", of_tables),
-    ):
-        strangers = [name for name in names if name not in known]
-        if strangers:
-            raise InputError(
-                f"TowerPartitioner: feature {strangers[0]!r} is in the {where} but not in the {other} "
-                f"({len(of_tables)} features in the tables, {len(measured)} in the affinity)."
-                f"{nearest(strangers[0], known)} Both must be of one model."
+            distance = distances(part.blocks.matrix(task.affinity), strategy)
+            found = embed_distances(
+                distance, dims=self.dims, seed=self.seed, progress=stage("embedding features", 0.0, 0.7)
             )
-    return sorted(tuple(sorted(spec.feature_names)) for spec in specs)
+            grouped = group_blocks(
+                found.points,
+                distance=distance,
+                num_towers=part.num_towers,
+                levels=part.levels,
+                seed=self.seed,
+                refine=self.refine,
+                progress=stage("grouping features", 0.7, 0.3),
+            )
+            answers.append(
+                Answer(part=part, found=found, grouping=grouped, wanted=float(np.square(distance).sum()) / 2)
+            )
+            done += share
+        settings = {"balance_ratio": self.balance_ratio, "dims": self.dims, "refine": self.refine}
+        return assemble(task, answers, strategy=strategy, seed=self.seed, settings=settings)
 
 
-def _point_matrix(affinity: FeatureAffinity, points: Sequence[tuple[str, ...]]) -> NDArray[np.float64]:
-    """[P, P] mean affinity between the features of two points; for points of one feature just the affinity."""
-    ordered = affinity.permuted([name for names in points for name in names]).matrix
-    sizes = np.array([len(names) for names in points])
-    starts = np.cumsum(sizes) - sizes
-    total = np.add.reduceat(np.add.reduceat(ordered, starts, axis=0), starts, axis=1)
-    return total / np.outer(sizes, sizes)
+def _distinctness(partition: Partition) -> float:
+    """Standard deviations of random assignments by which the towers' affinity differs from theirs."""
+    found = partition.comparison
+    if found.within is None or found.within_random is None or not found.std_random:
+        return 0.0
+    sign = 1.0 if partition.plan.strategy == "coherent" else -1.0
+    return sign * (found.within - found.within_random) / found.std_random

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,54 +88,39 @@ def doctor(as_json: bool) -> None:
 
 
 @main.command(
-    epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --out towers.json; "
+    epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --out towers.json --report report; "
     "or without torchrec: dmt partition --affinity affinity.npz --towers 8"
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a finished training run.")
 @click.option("--affinity", type=click.Path(path_type=Path), help="A saved affinity matrix (.npz) instead.")
 @click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
 @click.option("--towers", type=int, required=True, help="Number of towers.")
-@click.option("--strategy", default="coherent", show_default=True, help="coherent or diverse.")
-@click.option("--balance-ratio", default=1.0, show_default=True, help="Largest tower over smallest, at most.")
+@click.option("--strategy", default="coherent", show_default=True, help="coherent, diverse or both.")
+@click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
+@click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, together, apart, limits.")
+@click.option("--max-work-ratio", type=float, help="Most lookup work of a tower, over the mean.")
+@click.option("--max-bytes-ratio", type=float, help="Most table bytes of a tower, over the mean.")
+@click.option("--max-tower-bytes", type=float, help="Most table bytes of a tower, such as 4e10.")
+@click.option(
+    "--split-columns", default="no", show_default=True, help="no, largest or even: cut tables for more towers."
+)
+@click.option("--refine/--no-refine", default=True, help="Improve on the distances themselves; the paper does not.")
 @click.option("--dims", default=2, show_default=True, help="Dimensions in which features are grouped.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the partitioner.")
 @click.option("--out", default="towers.json", show_default=True, type=click.Path(path_type=Path))
+@click.option("--report", type=click.Path(path_type=Path), help="Also write a page with pictures into this folder.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Also draw the affinity matrix here.")
 @click.option("--save-affinity", type=click.Path(path_type=Path), help="Also keep the collected affinity (.npz).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def partition(**options: Any) -> None:
     """Learns which features belong together and writes the tower plan."""
-    from dmt.partitioner import FeatureAffinity, TowerPartitioner, plot_affinity
+    from dmt.training.partition_command import print_partition, run_partition
 
-    if (options["checkpoint"] is None) == (options["affinity"] is None):
-        raise InputError("Give either --checkpoint RUN_DIR or --affinity FILE.npz.")
-    if options["affinity"] is not None and options["data"] is not None:
-        raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
-    tables: Sequence[Any] = ()
-    if options["checkpoint"] is not None:
-        from dmt.training.partition import affinity_of_run
-
-        affinity, tables = affinity_of_run(options["checkpoint"], data_path=options["data"])
-    else:
-        affinity = FeatureAffinity.load(options["affinity"])
-    partitioner = TowerPartitioner(
-        num_towers=options["towers"],
-        strategy=options["strategy"],
-        balance_ratio=options["balance_ratio"],
-        dims=options["dims"],
-        seed=options["seed"],
-    )
-    plan = dataclasses.replace(partitioner.fit(affinity, tables=tables), command=_command())
-    plan.save(options["out"])
-    if options["save_affinity"]:
-        affinity.save(options["save_affinity"])
-    if options["picture"]:
-        plot_affinity(affinity, plan, options["picture"])
+    found = run_partition(options, _command())
     if options["as_json"]:
         click.echo(options["out"].read_text().rstrip())
-        return
-    _table(["tower", "features", ""], [[t.name, str(len(t.features)), " ".join(t.features)] for t in plan.towers])
-    click.echo(f"Written to {options['out']}.")
+    else:
+        print_partition(found, options["out"], options["report"])
 
 
 @main.command(epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")

@@ -137,6 +137,9 @@ class TrainConfig(_Section):
     """Write the training loss every so many steps."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights."""
+    affinity_rows: int = Field(default=0, ge=0)
+    """After training a flat model, collect feature affinities on about so many training rows, over all ranks, and write
+    ``affinity.npz`` into ``output_dir``, for ``dmt partition --affinity``; 0: do not."""
     output_dir: str = "runs/latest"
     """Where the run's config, metrics, TensorBoard files and checkpoint go."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from dmt.errors import InputError
-from dmt.partitioner import TowerPartitioner, plot_affinity
+from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
@@ -75,8 +75,10 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     affinity, tables = affinity_of_run(Path(flat.train.output_dir))
     affinity.save(out / "affinity.npz")
     partitioner = TowerPartitioner(num_towers=config.topology.num_towers, seed=config.train.seed)
-    plan = replace(partitioner.fit(affinity, tables=tables), command=command)
+    partition = partitioner.partition(affinity, tables=tables)
+    plan = replace(partition.plan, command=command)
     plan.save(out / "towers.json")
+    towers_page = write_partition_report(replace(partition, plan=plan), out / "towers")
 
     console.print(f"[bold]4/4[/] training the multi-tower model, {arch}, with these towers")
     towers = load_config(
@@ -88,14 +90,17 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
         out / "report.html",
         runs=runs,
         plan=plan,
-        affinity_picture=plot_affinity(affinity, plan, out / "affinity.png"),
+        affinity_picture=towers_page.with_name("affinity.png"),
         curves_picture=plot_curves({name: out / name for name in runs}, out / "curves.png"),
         data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
-        notes=[f"{name}: {text}" for name, run in runs.items() if (text := auc_warning(run["eval_auc"]))],
+        notes=[
+            *partition.notes,
+            *(f"{name}: {text}" for name, run in runs.items() if (text := auc_warning(run["eval_auc"]))),
+        ],
     )
     for tower in plan.towers:
         console.print(f"{tower.name}: {' '.join(tower.features)}")
-    console.print(f"Report: {page}   towers: {out / 'towers.json'}   curves: tensorboard --logdir {out}")
+    console.print(f"Report: {page}   towers: {out / 'towers.json'}, {towers_page}   curves: tensorboard --logdir {out}")
     return runs
 
 

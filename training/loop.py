@@ -115,13 +115,17 @@ class Trainer:
         self._model.train()
         return metrics.compute()
 
+    def detach(self) -> None:
+        """Takes the pipeline off the model, which can then be run by itself but not be trained further here."""
+        self._pipeline.detach()
+
     def measure_traffic(self) -> Traffic:
         """Runs one more forward and backward pass and counts the bytes it sends; towers are hosts here. Collective.
 
         The tables update in their backward pass and the pipeline is taken off: call it when all is trained and saved.
         """
         batch = next(self._batches("train", self._config.batch_size, 0))
-        self._pipeline.detach()
+        self.detach()
         meter = TrafficMeter(host_of=lambda rank: self._mesh.topology.coordinates(rank).tower)
         self._optimizer.zero_grad()
         with meter:

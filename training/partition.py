@@ -1,22 +1,26 @@
-"""From the output of a training run to the affinity of its features: loads the plain model and runs data through it."""
+"""The feature affinity of a trained model: from the output of a run, or at the end of one on all its ranks."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import torch
+from torch import nn
 
 from dmt.errors import InputError
+from dmt.mesh import TowerMesh
 from dmt.partitioner import FeatureAffinity
 from dmt.tables import TableSpec
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoint import load_plain
-from dmt.training.config import load_config
-from dmt.training.data import open_source
+from dmt.training.config import TrainConfig, TrainingConfig, load_config
+from dmt.training.data import ClickBatch, ClickData, open_source
+from dmt.training.records import read_result
 
-__all__ = ["affinity_of_run"]
+__all__ = ["affinity_of_model", "affinity_of_run", "spread_batches", "trained_rows"]
 
 _BATCH_ROWS = 256
 
@@ -24,12 +28,16 @@ _BATCH_ROWS = 256
 def affinity_of_run(
     run: Path, *, data_path: str | None = None, max_rows: int = 65_536
 ) -> tuple[FeatureAffinity, list[TableSpec]]:
-    """Collects the feature affinity of a trained model on its training rows.
+    """Collects the feature affinity of a trained model on rows from all over its training rows.
+
+    Batches are taken at even distances (see `spread_batches`), so that a file sorted by time or by user is sampled
+    from its beginning to its end. Of the run's own data only rows that it was trained on are used: what it stopped
+    short of may hold ids whose embeddings it has never seen. A file of ``data_path`` is read once more, to count it.
 
     Args:
         run: the ``output_dir`` of a finished run, with its ``checkpoint/``.
         data_path: rows from here instead of the run's own ``data.train_path``.
-        max_rows: rows to average over; the mean settles quickly.
+        max_rows: rows to average over, at most; the mean settles quickly.
 
     Returns:
         The affinity and the tables of the model.
@@ -52,8 +60,101 @@ def affinity_of_run(
     task = ClickTask(build_model(config, data.tables, len(data.dense_names)))
     load_plain(task, checkpoint)
     # Not more than the run's own batch: there are at least so many rows.
-    size = min(_BATCH_ROWS, config.train.batch_size)
-    batches = data.batches("train", rank=0, world_size=1, batch_size=size)
-    with torch.no_grad():
-        affinity = FeatureAffinity.collect(task.model, islice(batches, max(1, max_rows // size)))
-    return affinity, data.tables
+    size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
+    rows = None if data_path is not None else _rows_of_run(run, config)
+    if rows is None:
+        rows = _count_rows(data, size)
+    batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
+    return FeatureAffinity.collect(task.model, batches), data.tables
+
+
+def affinity_of_model(
+    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int
+) -> FeatureAffinity:
+    """Collects the feature affinity of a sharded flat model at the end of its training; collective.
+
+    Args:
+        model: the sharded `ClickTask`, detached from its train pipeline.
+        data: what it was trained on.
+        mesh: the groups.
+        config: with the number of rows, ``affinity_rows``; a batch of them per rank is taken at least.
+        steps: how many steps it was trained for.
+
+    Returns:
+        The affinity over rows from all over those it was trained on, the same on every rank.
+    """
+    world_size = mesh.topology.world_size
+    batches = spread_batches(
+        data,
+        num_rows=trained_rows(config, steps=steps, world_size=world_size),
+        max_rows=config.affinity_rows,
+        batch_size=max(1, min(_BATCH_ROWS, config.batch_size, config.affinity_rows // world_size)),
+        rank=mesh.rank,
+        world_size=world_size,
+    )
+    return FeatureAffinity.collect(
+        model, batches, forward=lambda task, batch: task(batch), process_group=mesh.global_group
+    )
+
+
+def spread_batches(
+    data: ClickData, *, num_rows: int, max_rows: int, batch_size: int, rank: int = 0, world_size: int = 1
+) -> Iterator[ClickBatch]:
+    """Batches at even distances among the first training rows, so that they show all of them.
+
+    The rows are taken as those of the first ranks of a job of many: the ranks that are not there skip theirs, without
+    decoding them.
+
+    Args:
+        data: the source.
+        num_rows: how many rows from the beginning of the stream to draw from.
+        max_rows: rows of all ranks together, at most; but one batch per rank at least.
+        batch_size: rows of a batch.
+        rank: this rank.
+        world_size: ranks, each of which gets other rows, and equally many.
+
+    Raises:
+        InputError: there are fewer rows than one batch per rank; raised when the first batch is asked for.
+
+    Example:
+        >>> from dmt.training.data import DataConfig, SyntheticConfig
+        >>> data = open_source(DataConfig(synthetic=SyntheticConfig(num_rows=100)))
+        >>> every = [batch.dense_features.sum() for batch in data.batches("train", rank=0, world_size=1, batch_size=5)]
+        >>> some = spread_batches(data, num_rows=100, max_rows=20, batch_size=5)
+        >>> [every.index(batch.dense_features.sum()) for batch in some]
+        [0, 5, 10, 15]
+    """
+    whole = world_size * batch_size
+    there, wanted = max(1, num_rows // whole), max(1, max_rows // whole)
+    stride = -(-there // wanted)
+    batches = data.batches("train", rank=rank, world_size=stride * world_size, batch_size=batch_size)
+    return islice(batches, there // stride)
+
+
+def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
+    """How many rows from the beginning of the stream a run was trained on: those of its steps, in one epoch.
+
+    Example:
+        >>> trained_rows(TrainConfig(batch_size=10, epochs=2), steps=50, world_size=4)
+        1000
+    """
+    return steps // config.epochs * config.batch_size * world_size
+
+
+def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:
+    """The rows that a run was trained on; None if it does not say."""
+    if not (run / "result.json").exists():
+        return None
+    result: dict[str, Any] = read_result(run)
+    return trained_rows(config.train, steps=result["steps"], world_size=result["world_size"]) or None
+
+
+def _count_rows(data: ClickData, num_ranks: int) -> int:
+    """The training rows of the source, from a pass as one rank of many, which decodes few of them."""
+    known = data.num_rows("train")
+    if known is None:
+        for _ in data.batches("train", rank=0, world_size=num_ranks, batch_size=1):
+            pass
+        known = data.num_rows("train")
+    assert known is not None, "a complete pass counts the rows"
+    return known

@@ -26,6 +26,7 @@ from dmt.training.checkpoint import save_model
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.loop import Trainer
+from dmt.training.partition import affinity_of_model
 from dmt.training.records import RunRecord, versions
 
 __all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train"]
@@ -49,6 +50,13 @@ def preflight(config: TrainingConfig, world_size: int) -> ClickData:
         InputError: anything the user can mend.
     """
     config.topology.build().check_world_size(world_size)
+    if config.train.affinity_rows and config.model.has_towers:
+        raise InputError(
+            f"train.affinity_rows={config.train.affinity_rows} needs a flat model, but model.arch is "
+            f"{config.model.arch!r}: the embeddings of a tower's features stay on its ranks, so no rank ever sees "
+            "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
+            "dmt partition --checkpoint."
+        )
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
     tables = data.tables
     if config.dataflow == "sptt":
@@ -90,6 +98,9 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         # Read before training: the file may change while this run trains with what it held.
         plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
         record = RunRecord(config, enabled=rank == 0)
+        if rank == 0:
+            # What an earlier run left would be taken for this one's.
+            (record.folder / "affinity.npz").unlink(missing_ok=True)
         model = shard_model(config, tables, len(data.dense_names), mesh)
         trainer = Trainer(
             config=config.train,
@@ -102,6 +113,11 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         time = trainer.train()
         metrics = trainer.evaluate()
         save_model(model, record.folder / "checkpoint", partial(_describe, config, plan, tables))
+        if config.train.affinity_rows:
+            trainer.detach()
+            affinity = affinity_of_model(model, data, mesh, config=config.train, steps=time.steps)
+            if rank == 0:
+                affinity.save(record.folder / "affinity.npz")
         traffic = trainer.measure_traffic()
         rows = config.train.batch_size * world_size
         result = {

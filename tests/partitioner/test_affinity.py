@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
+from dmt.partitioner.checks import BLOCK_ROWS
+from dmt.tables import TableSpec
 from tests.partitioner.planted import planted_affinity
 
 GOOD = [[1.0, 0.5, 0.2], [0.5, 1.0, 0.3], [0.2, 0.3, 1.0]]
+# Not in the order of the features, and one is shared.
+TABLES = (
+    TableSpec(name="shared", num_embeddings=7, embedding_dim=8, feature_names=("c", "a")),
+    TableSpec(name="own", num_embeddings=5, embedding_dim=16, feature_names=("b",)),
+)
+FACTORS = (1.0, 0.0, 2.5)
 
 
 def _with(row, column, value, mirror=True):
@@ -26,6 +38,7 @@ def _with(row, column, value, mirror=True):
     [
         (_with(0, 2, np.nan), r"affinity of 'a' with 'c' is nan.*must be finite"),
         (_with(1, 2, np.inf), r"affinity of 'b' with 'c' is inf.*must be finite"),
+        (np.diag([np.inf] * 2, 1) - np.diag([np.inf] * 2, -1), "must be finite"),
         (_with(0, 1, 1.01), r"affinity of 'a' with 'b' is 1\.01.*must lie within 0\.\.1"),
         (_with(0, 1, -0.2), r"affinity of 'a' with 'b' is -0\.2.*must lie within 0\.\.1"),
         (_with(1, 2, 0.4, mirror=False), r"affinity of 'b' with 'c' is 0\.4 \(mirrored: 0\.3\).*mirror image"),
@@ -162,3 +175,110 @@ def test_the_summary_is_about_pairs_and_identifies_the_matrix():
     other = FeatureAffinity(matrix=_with(0, 1, 0.51), features=["a", "b", "c"])
     assert summary["digest"] != other.to_summary()["digest"]
     assert FeatureAffinity(matrix=[[1.0]], features=["a"]).to_summary()["mean"] is None
+
+
+def test_tables_and_pooling_factors_go_along():
+    affinity = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], tables=TABLES, pooling_factors=np.array(FACTORS))
+    assert (affinity.tables, affinity.pooling_factors) == (TABLES, FACTORS)
+    turned = affinity.permuted(["c", "a", "b"])
+    assert (turned.tables, turned.pooling_factors) == (TABLES, (2.5, 1.0, 0.0))
+    plain = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"])
+    assert (plain.tables, plain.pooling_factors) == ((), None)
+    assert plain.to_summary() == affinity.to_summary(), "a plan is traced by matrix and names alone"
+
+
+def test_the_digest_stays_what_it_was():
+    # Plans in users' hands hold it.
+    assert FeatureAffinity(matrix=GOOD, features=["a", "b", "c"]).to_summary()["digest"] == "b0f1a5208b23c417"
+
+
+def test_tables_of_torchrec_are_taken():
+    config = SimpleNamespace(name="t", num_embeddings=4, embedding_dim=8, feature_names=["a", "b", "c"], pooling="SUM")
+    affinity = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], tables=[config])
+    assert affinity.tables == (TableSpec(name="t", num_embeddings=4, embedding_dim=8, feature_names=("a", "b", "c")),)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tables": TABLES[:1]}, r"feature 'b' is in no table \(3 features, 2 in tables\)"),
+        (
+            {"tables": (*TABLES, TableSpec(name="x", num_embeddings=1, embedding_dim=4, feature_names=("d",)))},
+            "a table has feature 'd', which is not among the 3 features",
+        ),
+        (
+            {"tables": (*TABLES, TableSpec(name="x", num_embeddings=1, embedding_dim=4, feature_names=("b",)))},
+            "Feature 'b' is given 2 times",
+        ),
+        ({"pooling_factors": (1.0, 2.0)}, "there are 2 pooling_factors for 3 features; give one for each"),
+        ({"pooling_factors": (1.0, math.nan, 2.0)}, "pooling factor of feature 'b' is nan; .*finite and not negative"),
+        ({"pooling_factors": (1.0, 2.0, math.inf)}, "pooling factor of feature 'c' is inf"),
+        ({"pooling_factors": (-0.5, 2.0, 1.0)}, "pooling factor of feature 'a' is -0.5"),
+        ({"pooling_factors": ("many", 2.0, 1.0)}, "pooling_factors is not a list of numbers"),
+        ({"pooling_factors": 3}, "pooling_factors is not a list of numbers"),
+    ],
+)
+def test_wrong_tables_and_pooling_factors_are_refused(fields, message):
+    with pytest.raises(InputError, match=message):
+        FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], **fields)
+
+
+@pytest.mark.parametrize("fields", [{"tables": TABLES}, {"pooling_factors": FACTORS}])
+def test_files_keep_tables_and_pooling_factors(tmp_path, fields):
+    affinity = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], num_samples=3, **fields)
+    affinity.save(tmp_path / "a.npz")
+    loaded = FeatureAffinity.load(tmp_path / "a.npz")
+    assert (loaded.tables, loaded.pooling_factors) == (affinity.tables, affinity.pooling_factors)
+    assert loaded.to_summary() == affinity.to_summary()
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as archive:
+        assert int(archive["format"]) == 1
+        assert all(archive[name].dtype != object for name in archive.files)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"table_dims": None}, r"bad\.npz: array 'table_dims' is absent"),
+        ({"table_sizes": np.array([2, 2])}, r"do not fit together: .* 2 sizes with the sum 4, 3 features"),
+        ({"table_rows": np.array([7])}, "2 names, 1 rows"),
+        ({"table_rows": np.array([7, 0])}, "Table 'own' has num_embeddings=0"),
+        ({"table_features": np.array(["c", "a", "x"])}, "feature 'b' is in no table"),
+    ],
+)
+def test_a_file_with_broken_tables_is_refused(tmp_path, changes, message):
+    FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], tables=TABLES).save(tmp_path / "a.npz")
+    with np.load(tmp_path / "a.npz") as archive:
+        arrays = {name: archive[name] for name in archive.files} | changes
+    np.savez(tmp_path / "bad.npz", **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(InputError, match=message):
+        FeatureAffinity.load(tmp_path / "bad.npz")
+
+
+@pytest.mark.parametrize("row", [0, BLOCK_ROWS - 1, BLOCK_ROWS, 2 * BLOCK_ROWS])
+def test_a_fault_is_found_in_every_block_of_rows(row):
+    size = 2 * BLOCK_ROWS + 1
+    matrix = np.eye(size)
+    matrix[row, 3] = 0.5
+    with pytest.raises(InputError, match=rf"affinity of 'f({row}|3)' with 'f(3|{row})' .* mirror image"):
+        FeatureAffinity(matrix=matrix, features=[f"f{i}" for i in range(size)])
+    # A worse fault of an earlier rule wins, wherever it is.
+    matrix[3, row] = 0.5
+    matrix[-1, -2] = matrix[-2, -1] = np.nan
+    with pytest.raises(InputError, match="must be finite"):
+        FeatureAffinity(matrix=matrix, features=[f"f{i}" for i in range(size)])
+
+
+def test_a_large_matrix_is_not_copied_more_than_once(tmp_path):
+    size = 1500
+    matrix = np.random.default_rng(0).random((size, size))
+    matrix += matrix.T
+    matrix /= 2
+    names = [f"f{i}" for i in range(size)]
+    tracemalloc.start()
+    affinity = FeatureAffinity(matrix=matrix, features=names)
+    affinity.to_summary()
+    affinity.save(tmp_path / "a.npz")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # The cleaned matrix, and blocks of 128 of its 1500 rows.
+    assert peak < 2 * matrix.nbytes

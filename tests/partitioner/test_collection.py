@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from dmt.partitioner import collection as collection_module
+from dmt.tables import TableSpec
 from tests.partitioner.planted import FlatModel, batch, collection, rand_index
 
 NAMES = ["a", "b", "c", "d"]
@@ -218,3 +219,123 @@ def test_a_shared_table_gives_each_feature_its_own_row(generator):
     affinity = FeatureAffinity.collect(FlatModel(ebc), [batch(["a", "b"], 64, generator=generator)])
     assert affinity.features == ("a", "b")
     assert affinity.matrix[0, 1] < 0.5, "the two features look up unrelated rows"
+
+
+def test_tables_and_pooling_factors_are_measured(generator):
+    tables = [
+        EmbeddingBagConfig(name="t_1", num_embeddings=20, embedding_dim=8, feature_names=["c", "a"]),
+        EmbeddingBagConfig(name="t_2", num_embeddings=30, embedding_dim=8, feature_names=["b"]),
+    ]
+    model = FlatModel(EmbeddingBagCollection(tables=tables), collection(["d"]))
+    batches = [batch(NAMES, n, generator=generator, least=0, most=4) for n in (7, 9)]
+    affinity = FeatureAffinity.collect(model, batches)
+    assert affinity.features == ("c", "a", "b", "d")
+    assert affinity.tables == (
+        TableSpec(name="t_1", num_embeddings=20, embedding_dim=8, feature_names=("c", "a")),
+        TableSpec(name="t_2", num_embeddings=30, embedding_dim=8, feature_names=("b",)),
+        TableSpec(name="t_d", num_embeddings=20, embedding_dim=8, feature_names=("d",)),
+    )
+    ids = [sum(int(one.sparse_features[name].lengths().sum()) for one in batches) for name in affinity.features]
+    assert affinity.pooling_factors == tuple(number / 16 for number in ids)
+    # Features of part of the model have the tables of that part.
+    part = FeatureAffinity.collect(model, batches, module_path="sparse_arch.ebc_1")
+    assert [table.name for table in part.tables] == ["t_d"]
+    assert part.pooling_factors == affinity.pooling_factors[3:]
+
+
+def test_weights_of_ids_do_not_change_pooling_factors(generator):
+    config = EmbeddingBagConfig(name="t", num_embeddings=20, embedding_dim=8, feature_names=["a"])
+    model = FlatModel(EmbeddingBagCollection(tables=[config], is_weighted=True))
+    one = batch(["a"], 5, generator=generator, least=2, most=2)
+    ids = one.sparse_features
+    weights = torch.rand(10, generator=generator)
+    one.sparse_features = KeyedJaggedTensor(ids.keys(), ids.values(), weights=weights, lengths=ids.lengths())
+    assert FeatureAffinity.collect(model, [one]).pooling_factors == (2.0,)
+
+
+def test_a_feature_of_two_tables_is_two_embeddings(generator):
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=20, embedding_dim=8, feature_names=features)
+        for name, features in (("t", ["a", "b"]), ("u", ["a"]))
+    ]
+    one = batch(["a", "b"], 6, generator=generator, least=1, most=3)
+    affinity = FeatureAffinity.collect(FlatModel(EmbeddingBagCollection(tables=tables)), [one])
+    assert affinity.features == ("a@t", "b", "a@u")
+    assert [table.feature_names for table in affinity.tables] == [("a@t", "b"), ("a@u",)]
+    assert affinity.pooling_factors[0] == affinity.pooling_factors[2]
+
+
+class Doubling(EmbeddingBagCollection):
+    """Takes a list of ids in place of a KeyedJaggedTensor."""
+
+    def forward(self, ids):
+        return super().forward(ids[0])
+
+
+def test_without_a_readable_input_pooling_factors_are_unknown(generator):
+    config = EmbeddingBagConfig(name="t_a", num_embeddings=20, embedding_dim=8, feature_names=["a"])
+    model = FlatModel(Doubling(tables=[config]))
+    one = batch(["a"], 5, generator=generator)
+    affinity = FeatureAffinity.collect(
+        model, [one], forward=lambda model, one: model.sparse_arch["ebc_0"]([one.sparse_features])
+    )
+    assert affinity.pooling_factors is None
+    assert [table.name for table in affinity.tables] == ["t_a"]
+
+
+def test_two_tables_of_one_name_are_left_out(generator):
+    first, second = collection(["a"]), collection(["b"])
+    second.embedding_bag_configs()[0].name = "t_a"
+    affinity = FeatureAffinity.collect(FlatModel(first, second), [batch(["a", "b"], 3, generator=generator)])
+    assert affinity.tables == ()
+    assert affinity.pooling_factors == (1.0, 1.0)
+
+
+def _fill(model, name, value):
+    with torch.no_grad():
+        model.sparse_arch["ebc_0"].embedding_bags[f"t_{name}"].weight.copy_(value)
+
+
+def test_constant_embeddings_have_affinity_one_everywhere(generator):
+    model = FlatModel(collection(NAMES))
+    for name in NAMES:
+        _fill(model, name, torch.arange(1.0, 9.0))
+    affinity = FeatureAffinity.collect(model, [batch(NAMES, 9, generator=generator)])
+    np.testing.assert_allclose(affinity.matrix, np.ones((4, 4)), rtol=0, atol=1e-15)
+
+
+def test_a_table_of_zeros_has_affinity_zero_with_all(generator):
+    model = FlatModel(collection(NAMES))
+    _fill(model, "b", torch.zeros(20, 8))
+    affinity = FeatureAffinity.collect(model, [batch(NAMES, 9, generator=generator)])
+    assert not affinity.matrix[1].any()
+    assert affinity.matrix[0, 0] == pytest.approx(1, abs=1e-12)
+
+
+def test_a_batch_without_rows_adds_nothing(generator):
+    model = FlatModel(collection(NAMES))
+    full = batch(NAMES, 4, generator=generator)
+    empty = batch(NAMES, 0, generator=generator)
+    affinity = FeatureAffinity.collect(model, [empty, full, empty])
+    assert affinity.num_samples == 4
+    np.testing.assert_array_equal(affinity.matrix, FeatureAffinity.collect(model, [full]).matrix)
+    with pytest.raises(InputError, match="batches gave no sample"):
+        FeatureAffinity.collect(model, [empty])
+
+
+def test_a_batch_that_lacks_a_feature_names_it(generator):
+    with pytest.raises(InputError, match=r"batch 0 lacks feature 'c' of .*ebc_0' \(2 missing, 2 present\)"):
+        FeatureAffinity.collect(FlatModel(collection(NAMES)), [batch(["a", "b"], 3, generator=generator)])
+
+
+def test_infinity_is_named_by_feature(generator):
+    model = FlatModel(collection(NAMES))
+    _fill(model, "d", torch.full((20, 8), float("-inf")))
+    with pytest.raises(InputError, match="feature 'd' is not finite in batch 1"):
+        FeatureAffinity.collect(model, [batch(NAMES, 0, generator=generator), batch(NAMES, 3, generator=generator)])
+    assert not model.sparse_arch["ebc_0"]._forward_pre_hooks
+
+
+def test_what_is_no_process_group_is_refused(generator):
+    with pytest.raises(InputError, match="process_group=-100 is no group of this rank"):
+        FeatureAffinity.collect(FlatModel(collection(NAMES)), [], process_group=-100)

@@ -11,7 +11,7 @@ import pytest
 
 import dmt.partitioner
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, TowerPartitioner, plot_affinity, tower_affinity
+from dmt.partitioner import FeatureAffinity, TowerPartitioner, tower_affinity
 from dmt.plan import TowerPlan
 from dmt.tables import TableSpec
 from tests.partitioner.planted import planted_affinity, rand_index
@@ -54,8 +54,9 @@ def test_permuting_the_features_permutes_the_answer_only(strategy):
 
 
 def test_another_seed_may_answer_otherwise():
-    affinity, _ = planted_affinity(26, 8, seed=2, within=0.3, between=0.3, noise=0.3)
-    assert len({frozenset(sets(TowerPartitioner(num_towers=8, seed=s).fit(affinity))) for s in range(4)}) > 1
+    affinity, _ = planted_affinity(80, 8, seed=2, within=0.3, between=0.3, noise=0.3)
+    plans = [TowerPartitioner(num_towers=8, seed=s, refine=False).fit(affinity) for s in range(3)]
+    assert len({frozenset(sets(plan)) for plan in plans}) > 1
 
 
 def test_coherent_gathers_and_diverse_spreads_the_groups():
@@ -146,7 +147,8 @@ def test_a_shared_table_is_placed_by_its_mean_affinity():
     affinity = FeatureAffinity(matrix=matrix, features=list("abcdef"))
     owners = [("a",), ("b",), ("c", "d"), ("e",), ("f",)]
     tables = [TableSpec(name="_".join(o), num_embeddings=9, embedding_dim=4, feature_names=o) for o in owners]
-    assert TowerPartitioner(num_towers=2).fit(affinity, tables=tables).to_lists() == [["a", "b", "c", "d"], ["e", "f"]]
+    towers = TowerPartitioner(num_towers=2, balance_ratio=2.0).fit(affinity, tables=tables).to_lists()
+    assert towers == [["a", "b", "c", "d"], ["e", "f"]]
 
 
 def test_within_and_between_are_means_over_pairs():
@@ -196,42 +198,6 @@ def test_tables_of_another_model_are_refused(owned, message):
     tables = [TableSpec(name=f"t_{n}", num_embeddings=3, embedding_dim=4, feature_names=(n,)) for n in owned]
     with pytest.raises(InputError, match=message):
         TowerPartitioner(num_towers=1).fit(affinity, tables=tables)
-
-
-@pytest.mark.parametrize(("num_features", "num_towers"), [(1, 1), (3, 2), (26, 8), (80, 50)])
-def test_the_picture_is_drawn(tmp_path, num_features, num_towers):
-    affinity, _ = planted_affinity(num_features, min(num_towers, 8), seed=0)
-    path = plot_affinity(affinity, TowerPlan.strided(affinity.features, num_towers), tmp_path / "new" / "towers.png")
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_the_picture_names_features_towers_and_title(tmp_path):
-    affinity = FeatureAffinity(matrix=[[1, 0.5, 0], [0.5, 1, 0.25], [0, 0.25, 1]], features=["ad", "user", "shop"])
-    plan = TowerPlan.from_lists([["ad", "user"], ["shop"]])
-    # Without fonttype none, text becomes outlines.
-    import matplotlib as mpl
-
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        text = plot_affinity(affinity, plan, tmp_path / "towers.svg").read_text()
-        named = plot_affinity(affinity, plan, tmp_path / "own.svg", title="Tuesday").read_text()
-    for word in (
-        ">ad<",
-        ">user<",
-        ">shop<",
-        "3 features in 2 towers, manual",
-        "within towers 0.500, between towers 0.125",
-    ):
-        assert word in text
-    assert "Tuesday" in named
-    assert "3 features" not in named
-
-
-def test_a_picture_of_the_wrong_plan_or_format_is_refused(tmp_path):
-    affinity, _ = planted_affinity(4, 2, seed=0)
-    with pytest.raises(InputError, match=r"missing \['f3'\]"):
-        plot_affinity(affinity, TowerPlan.from_lists([["f0", "f1"], ["f2"]]), tmp_path / "a.png")
-    with pytest.raises(InputError, match=r"towers\.gifx.*one of .*png"):
-        plot_affinity(affinity, TowerPlan.strided(affinity.features, 2), tmp_path / "towers.gifx")
 
 
 def test_exported_names_are_sorted_and_real():

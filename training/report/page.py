@@ -1,18 +1,18 @@
 """The report page: one HTML file with its pictures inside, which opens anywhere and loads nothing else.
 
 Numbers come from `dmt.training.report.finding` and the rows of `dmt.training.summary`; the words around them are in
-``page.html`` beside this file, a Jinja2 template that escapes whatever it is given.
+``page.html`` beside this file, within the frame that all pages share (`dmt.partitioner.page`).
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.partitioner.pictures import LIGHT_COLORS, TOWER_COLORS
+from dmt.partitioner.page import data_uri, render_page
+from dmt.partitioner.pictures.style import tower_color, tower_ink
 from dmt.plan import TowerPlan
 from dmt.training.report.curves import RUN_COLORS
 from dmt.training.report.finding import Finding, compare_runs, lookup, ratio
@@ -20,7 +20,6 @@ from dmt.training.summary import ROWS, cells
 
 __all__ = ["write_report"]
 
-_PICTURE_KINDS = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
 # Keys of `TowerPlan.affinity`, what they are the mean affinity of, and the CSS class of their bar.
 _AFFINITY_ROWS = (
     ("within_towers", "two features of one tower", "within"),
@@ -77,8 +76,6 @@ def write_report(
         ...     "<td>0.7800</td>" in page.read_text()
         True
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     finding = compare_runs(runs)
     context = {
         "names": list(runs),
@@ -91,24 +88,14 @@ def write_report(
         "plan": plan,
         "affinity_rows": _affinity_rows(plan),
         "affinity_sentence": _affinity_sentence(plan),
-        "affinity_picture": _data_uri("affinity_picture", affinity_picture),
-        "curves_picture": _data_uri("curves_picture", curves_picture),
+        "affinity_picture": data_uri(affinity_picture, place="write_report: affinity_picture"),
+        "curves_picture": data_uri(curves_picture, place="write_report: curves_picture"),
         "data_description": data_description,
         "evaluated": " and ".join(dict.fromkeys(_evaluated(run) for run in runs.values())),
         "ranks": " and ".join(dict.fromkeys(str(run.get("world_size", "?")) for run in runs.values())),
         "versions": _versions(runs),
     }
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(environment.get_template("page.html").render(context), encoding="utf-8")
-    return target
+    return render_page(Path(__file__).with_name("page.html"), path, context)
 
 
 def _cards(finding: Finding, names: Sequence[str]) -> list[dict[str, str]]:
@@ -156,12 +143,10 @@ def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
 
 def _towers(plan: TowerPlan) -> list[dict[str, Any]]:
     """Name, features and colours of each tower, the colours as in `plot_affinity`."""
-    towers = []
-    for number, tower in enumerate(plan.towers):
-        color = TOWER_COLORS[number % len(TOWER_COLORS)]
-        ink = "#000000" if color in LIGHT_COLORS else "#FFFFFF"
-        towers.append({"name": tower.name, "features": tower.features, "color": color, "ink": ink})
-    return towers
+    return [
+        {"name": tower.name, "features": tower.features, "color": tower_color(number), "ink": tower_ink(number)}
+        for number, tower in enumerate(plan.towers)
+    ]
 
 
 def _affinity_rows(plan: TowerPlan) -> list[dict[str, str]]:
@@ -212,18 +197,3 @@ def _versions(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """``package version``, each once; a package that is absent in both runs is left out."""
     found = [f"{name} {version}" for run in runs.values() for name, version in run.get("versions", {}).items()]
     return [text for text in dict.fromkeys(found) if not text.endswith(" absent")]
-
-
-def _data_uri(argument: str, picture: Path) -> str:
-    kind = _PICTURE_KINDS.get(Path(picture).suffix.lower())
-    if kind is None:
-        raise InputError(
-            f"write_report: {argument}={str(picture)!r} cannot be embedded; give one of {', '.join(_PICTURE_KINDS)}."
-        )
-    try:
-        content = Path(picture).read_bytes()
-    except OSError as error:
-        raise InputError(
-            f"write_report: {argument}={str(picture)!r} cannot be read ({error.strerror}). Draw it first."
-        ) from error
-    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"

@@ -1,0 +1,135 @@
+"""The statistics of the tower study: two arms compared over seeds, correction for many comparisons, stability.
+
+Table 6 of the DMT paper (section 5.2.3) gives medians, standard deviations and Mann-Whitney U tests. A seed fixes the
+start and the order of rows of both arms here, so the paired test is given as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import mannwhitneyu, wilcoxon
+from sklearn.metrics import adjusted_rand_score
+
+from dmt.errors import InputError
+
+__all__ = ["Comparison", "compare_arms", "holm", "mean_correlation", "mean_rand_index"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One arm against another over the same seeds, in units of AUC."""
+
+    num_seeds: int
+    median: float
+    std: float
+    """Over seeds, with n - 1."""
+    baseline_median: float
+    baseline_std: float
+    median_difference: float
+    """Median over seeds of the arm less the baseline, seed by seed."""
+    effect: float
+    """`median_difference` in standard deviations over seeds (root mean square of the two arms')."""
+    num_better: int
+    """Seeds in which the arm is above the baseline."""
+    mann_whitney_p: float
+    """Two-sided, exact: are the two arms drawn from one distribution? The paper's test."""
+    wilcoxon_p: float
+    """Two-sided signed-rank test of the differences, seed by seed."""
+
+
+def compare_arms(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Comparison:
+    """Compares two arms.
+
+    Args:
+        arm: AUC by seed.
+        baseline: the same seeds.
+
+    Raises:
+        InputError: the seeds differ, or there are fewer than two.
+
+    Example:
+        >>> found = compare_arms({0: 0.72, 1: 0.73, 2: 0.74}, {0: 0.70, 1: 0.70, 2: 0.70})
+        >>> found.num_better, round(found.median_difference, 3), round(found.mann_whitney_p, 3), found.wilcoxon_p
+        (3, 0.03, 0.064, 0.25)
+    """
+    if set(arm) != set(baseline) or len(arm) < 2:
+        raise InputError(
+            f"compare_arms: seeds {sorted(arm)} of the arm and {sorted(baseline)} of the baseline must be the same two "
+            "or more, because they are compared in pairs. Finish the study first."
+        )
+    ours, theirs = (np.array([auc[seed] for seed in sorted(auc)]) for auc in (arm, baseline))
+    difference = ours - theirs
+    spread = float(np.sqrt((ours.var(ddof=1) + theirs.var(ddof=1)) / 2))
+    middle = float(np.median(difference))
+    return Comparison(
+        num_seeds=len(ours),
+        median=float(np.median(ours)),
+        std=float(ours.std(ddof=1)),
+        baseline_median=float(np.median(theirs)),
+        baseline_std=float(theirs.std(ddof=1)),
+        median_difference=middle,
+        effect=middle / spread if spread > 0 else 0.0,
+        num_better=int((difference > 0).sum()),
+        mann_whitney_p=float(mannwhitneyu(ours, theirs, alternative="two-sided", method=_exact(ours, theirs)).pvalue),
+        # The test is undefined for arms that are equal throughout, which is no evidence of a difference.
+        wilcoxon_p=float(wilcoxon(difference).pvalue) if difference.any() else 1.0,
+    )
+
+
+def _exact(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> str:
+    """The exact test knows no ties."""
+    values = np.concatenate([ours, theirs])
+    return "exact" if len(np.unique(values)) == len(values) else "asymptotic"
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: p-values that may be held against one level, however many were looked at.
+
+    Args:
+        p_values: of all comparisons, in any order.
+
+    Returns:
+        The adjusted p-values in the same order (S. Holm, 1979).
+
+    Example:
+        >>> holm([0.04, 0.01, 0.03])
+        [0.06, 0.03, 0.06]
+    """
+    order = np.argsort(p_values, kind="stable")
+    count = len(order)
+    adjusted = np.empty(count)
+    adjusted[order] = np.maximum.accumulate(np.asarray(p_values)[order] * np.arange(count, 0, -1))
+    return [float(p) for p in np.minimum(adjusted, 1.0)]
+
+
+def mean_rand_index(plans: Sequence[Sequence[Sequence[str]]]) -> float:
+    """How alike partitions of the same features are: mean adjusted Rand index of all pairs (1 equal, 0 as by chance).
+
+    Args:
+        plans: for each partition, its towers' features; at least two.
+
+    Example:
+        >>> mean_rand_index([[["a", "b"], ["c", "d"]], [["d", "c"], ["b", "a"]]])
+        1.0
+    """
+    features = sorted(name for tower in plans[0] for name in tower)
+    tower_of: list[dict[str, Any]] = [{name: i for i, tower in enumerate(plan) for name in tower} for plan in plans]
+    labels = [[towers[name] for name in features] for towers in tower_of]
+    return float(np.mean([adjusted_rand_score(one, other) for one, other in combinations(labels, 2)]))
+
+
+def mean_correlation(rows: Sequence[Sequence[float]]) -> float:
+    """Mean Pearson correlation of all pairs of rows: of affinities, how much of them another seed finds again.
+
+    Example:
+        >>> round(mean_correlation([[0.1, 0.2, 0.3], [0.2, 0.4, 0.6]]), 6)
+        1.0
+    """
+    matrix = np.corrcoef(np.asarray(rows))
+    return float(matrix[np.triu_indices(len(matrix), k=1)].mean())

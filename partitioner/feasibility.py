@@ -1,0 +1,130 @@
+"""Whether limits can be held at all: reasons that need no search, and an exact search by integer programming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+from dmt.partitioner.assignment import Bounds
+
+__all__ = ["Infeasible", "check_bounds", "solve_exactly"]
+
+# Blocks times towers up to which the exact search is tried, and for how many seconds.
+MOST_VARIABLES, SECONDS = 20_000, 20.0
+RESOURCES = ("features", "work", "bytes")
+
+
+class Infeasible(Exception):
+    """No assignment within the limits exists, or none was found; the message says which."""
+
+
+def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int, where: str) -> None:
+    """Raises `InputError` with the reason where a limit cannot be held whatever the assignment.
+
+    Args:
+        names: the features of each block.
+        bounds: the limits.
+        num_towers: T.
+        where: what is divided, for the message, such as ``"category 'user': "``; may be empty.
+    """
+    if num_towers > len(names):
+        features = sum(len(block) for block in names)
+        what = "features" if features == len(names) else "tables (shared tables are not split)"
+        raise InputError(
+            f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {len(names)} {what} to place, and no tower "
+            "may be empty. Use fewer towers, or split_columns='largest' to cut tables into column shards."
+        )
+    advice = ("Raise balance_ratio", "Raise max_work_ratio", "Raise the limit, use more towers")
+    for resource, load, limit, raise_it in zip(RESOURCES, bounds.loads, bounds.upper, advice, strict=True):
+        largest = int(np.argmax(load))
+        if load[largest] > limit:
+            owners = ", ".join(map(repr, names[largest][:5])) + (" ..." if len(names[largest]) > 5 else "")
+            alone = "which share a table or must stay together, " if len(names[largest]) > 1 else ""
+            cut = ", or cut the table with split_columns='largest'" if resource == "bytes" and not alone else ""
+            raise InputError(
+                f"TowerPartitioner: {where}feature {owners} {alone}needs {load[largest]:,.0f} {resource}, but a tower "
+                f"may have {limit:,.0f} at most. {raise_it}{cut}."
+            )
+        if load.sum() > limit * num_towers * (1 + 1e-12):
+            raise InputError(
+                f"TowerPartitioner: {where}the features need {load.sum():,.0f} {resource} in all, but {num_towers} "
+                f"towers of at most {limit:,.0f} hold {limit * num_towers:,.0f}. {raise_it}."
+            )
+    if bounds.apart is not None:
+        most = int(np.argmax(bounds.apart.sum(axis=1)))
+        clique = _clique(bounds.apart, most)
+        if len(clique) > num_towers:
+            shown = ", ".join(repr(names[i][0]) for i in clique[:5])
+            raise InputError(
+                f"TowerPartitioner: {where}{len(clique)} features must all be apart from each other ({shown} ...), but "
+                f"there are {num_towers} towers. Use more towers or part fewer."
+            )
+
+
+def _clique(apart: NDArray[np.bool_], first: int) -> list[int]:
+    """Blocks that are all to be parted from each other, found greedily around one; the largest group of a rule."""
+    best: list[int] = []
+    for start in {first, *np.flatnonzero(apart[first]).tolist()[:32]}:
+        clique = [start]
+        for other in np.flatnonzero(apart[start]).tolist():
+            if apart[other, clique].all():
+                clique.append(other)
+        best = max(best, clique, key=len)
+    return best
+
+
+def solve_exactly(cost: NDArray[np.float64], bounds: Bounds) -> NDArray[np.int64]:
+    """The cheapest assignment within the limits, by SciPy's mixed-integer solver (HiGHS).
+
+    Args:
+        cost: [P, T] what each block costs in each tower.
+        bounds: the limits.
+
+    Returns:
+        [P] labels.
+
+    Raises:
+        Infeasible: there is none, or none was found in 20 seconds, or the problem is too large to try.
+
+    Example:
+        >>> loads = np.array([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
+        >>> bounds = Bounds(loads=loads, lower=np.array([1.0, 0.0]), upper=np.array([3.0, 6.0]))
+        >>> sorted(np.bincount(solve_exactly(np.zeros((3, 2)), bounds)).tolist())
+        [1, 2]
+    """
+    from scipy.optimize import Bounds as VariableBounds
+    from scipy.optimize import LinearConstraint, milp
+    from scipy.sparse import csr_array, eye_array, kron, vstack
+
+    num_blocks, num_towers = cost.shape
+    if cost.size > MOST_VARIABLES:
+        raise Infeasible(f"No assignment of the features to {num_towers} towers within all limits was found.")
+    towers = eye_array(num_towers)
+    constraints = [LinearConstraint(kron(eye_array(num_blocks), np.ones((1, num_towers))), 1, 1)]
+    for load, lower, upper in zip(bounds.loads, bounds.lower, bounds.upper, strict=True):
+        constraints.append(LinearConstraint(kron(load[None, :], towers), lower, upper))
+    # A tower with no limit on its features must have one block all the same.
+    constraints.append(LinearConstraint(kron(np.ones((1, num_blocks)), towers), 1, num_blocks))
+    if bounds.apart is not None:
+        rows, columns = np.nonzero(np.triu(bounds.apart))
+        if len(rows):
+            edges = np.arange(len(rows))
+            data = np.ones(len(rows))
+            shape = (len(rows), num_blocks)
+            pairs = csr_array((data, (edges, rows)), shape=shape) + csr_array((data, (edges, columns)), shape=shape)
+            constraints.append(LinearConstraint(vstack([kron(pairs, towers)]), 0, 1))
+    result = milp(
+        cost.ravel() / max(float(cost.max()), 1e-300),
+        integrality=np.ones(cost.size),
+        bounds=VariableBounds(0, 1),
+        constraints=constraints,
+        options={"time_limit": SECONDS, "mip_rel_gap": 0.05},
+    )
+    if result.x is None:
+        # Status 2 is a proof; 1 is the time limit.
+        found = "holds all limits" if result.status == 2 else f"within all limits was found in {SECONDS:.0f} seconds"
+        raise Infeasible(f"No assignment of the features to {num_towers} towers {found}.")
+    return result.x.reshape(num_blocks, num_towers).argmax(axis=1).astype(np.int64)

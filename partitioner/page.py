@@ -1,0 +1,86 @@
+"""HTML pages in one file: templates that share one frame (``base.html``), pictures inside, nothing loaded."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError
+
+__all__ = ["data_uri", "render_page"]
+
+_PICTURE_KINDS = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
+
+
+def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[str, Any]) -> Path:
+    """Fills in a Jinja2 template and writes the page; an existing file is replaced.
+
+    Whatever the context holds is escaped, and a name that is absent from it is an error. A template may extend
+    ``base.html`` of this package, which asks for ``notes`` and ``cards``.
+
+    Args:
+        template: the template file.
+        path: the HTML file to write (UTF-8); missing folders are made.
+        context: what the template refers to, by name.
+
+    Returns:
+        The path written.
+
+    Raises:
+        InputError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "hello.html").write_text("Hello {{ name }}")
+        ...     render_page(Path(folder, "hello.html"), Path(folder, "out.html"), {"name": "<a>"}).read_text()
+        'Hello &lt;a&gt;'
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, Path(__file__).parent]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    text = environment.get_template(template.name).render(context)
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A name may hold half of a surrogate pair, which UTF-8 cannot write.
+        target.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"Page {target}: cannot be written ({error.strerror}). Name another place.") from error
+    return target
+
+
+def data_uri(picture: str | os.PathLike[str], *, place: str) -> str:
+    """A picture as an address that holds its content, for ``<img src=...>``.
+
+    Args:
+        picture: a ``.png``, ``.svg`` or ``.jpg`` file.
+        place: caller and argument, for the error.
+
+    Raises:
+        InputError: the file is of another kind or cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "dot.svg").write_text("<svg/>")
+        ...     data_uri(Path(folder, "dot.svg"), place="write_report: affinity_picture")
+        'data:image/svg+xml;base64,PHN2Zy8+'
+    """
+    kind = _PICTURE_KINDS.get(Path(picture).suffix.lower())
+    if kind is None:
+        raise InputError(f"{place}={str(picture)!r} cannot be embedded; give one of {', '.join(_PICTURE_KINDS)}.")
+    try:
+        content = Path(picture).read_bytes()
+    except OSError as error:
+        raise InputError(f"{place}={str(picture)!r} cannot be read ({error.strerror}). Draw it first.") from error
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"

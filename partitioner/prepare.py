@@ -1,0 +1,169 @@
+"""From an affinity, tables and rules to what is to be solved: blocks with loads, limits, and towers per category."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dmt.columns import shard_names, split_tables
+from dmt.errors import InputError
+from dmt.partitioner.affinity import FeatureAffinity
+from dmt.partitioner.assignment import Bounds
+from dmt.partitioner.blocks import Blocks, check_tables, make_blocks
+from dmt.partitioner.clustering import size_bounds
+from dmt.partitioner.column_cuts import SplitColumns, choose_splits, members_affinity
+from dmt.partitioner.feasibility import check_bounds
+from dmt.partitioner.partition import TowerLimits
+from dmt.partitioner.rules import PartitionRules
+from dmt.tables import TableSpec, table_specs
+
+__all__ = ["Part", "Task", "prepare"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """The features of one category, or all where there are none, and the towers they go to."""
+
+    category: str
+    blocks: Blocks
+    num_towers: int
+    levels: tuple[tuple[Bounds, ...], ...]
+    """Sets of limits of which one must be held, strictest first: the first level that can be held counts. Only blocks
+    of several features need more than one level: without splitting them, sizes may not come out as even as asked."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What `TowerPartitioner` solves, once for each strategy."""
+
+    affinity: FeatureAffinity
+    """Of the members: features, with column shards in place of those that are cut."""
+    specs: tuple[TableSpec, ...]
+    """The members' tables; none if not known."""
+    splits: Mapping[str, tuple[int, ...]]
+    """Columns of each shard of the features that are cut."""
+    pooling: Mapping[str, float]
+    """Mean ids per sample of each member."""
+    limits: TowerLimits
+    parts: tuple[Part, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """P over all parts."""
+        return sum(len(part.blocks.names) for part in self.parts)
+
+
+def prepare(
+    affinity: FeatureAffinity,
+    tables: Sequence[Any],
+    *,
+    num_towers: int,
+    balance_ratio: float | None,
+    rules: PartitionRules,
+    split_columns: SplitColumns,
+) -> Task:
+    """Applies rules and limits to the features; see `TowerPartitioner` for the arguments.
+
+    Raises:
+        InputError: tables, rules and affinity do not fit together, or a limit cannot be held whatever the assignment.
+    """
+    specs = table_specs(tables) or affinity.tables
+    if specs:
+        check_tables(affinity, specs)
+    elif rules.need_tables or split_columns != "no":
+        needs = "split_columns" if split_columns != "no" else "a limit on work or bytes"
+        raise InputError(
+            f"TowerPartitioner: {needs} needs the tables, but the affinity was saved without them. Give tables=, or "
+            "collect the affinity anew."
+        )
+    named = rules.for_features(affinity.features)
+    total_bytes = float(sum(spec.num_bytes for spec in specs))
+    max_bytes = _limit(named.max_bytes_ratio, total_bytes, num_towers)
+    if named.max_tower_bytes is not None:
+        max_bytes = min(max_bytes, float(named.max_tower_bytes))
+    splits = choose_splits(specs, num_towers, split_columns, max_bytes=max_bytes)
+    measured = affinity.pooling_factors or (1.0,) * affinity.num_features
+    of_feature = dict(zip(affinity.features, measured, strict=True)) | dict(named.pooling_factors)
+    shards = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
+    pooling = {member: factor for f, factor in of_feature.items() for member in shards.get(f, [f])}
+    members = members_affinity(affinity, splits)
+    member_specs = table_specs(split_tables(specs, splits))
+    blocks = make_blocks(members.features, member_specs, named, pooling=pooling, shards=shards)
+    max_work = _limit(named.max_work_ratio, float(blocks.loads[1].sum()), num_towers)
+    upper = np.array([np.inf, max_work, max_bytes])
+    return Task(
+        affinity=members,
+        specs=member_specs,
+        splits=splits,
+        pooling=pooling,
+        limits=TowerLimits(
+            balance_ratio=balance_ratio,
+            max_work=None if np.isinf(max_work) else max_work,
+            max_bytes=None if np.isinf(max_bytes) else int(max_bytes),
+        ),
+        parts=tuple(_parts(blocks, named, num_towers, balance_ratio, upper)),
+    )
+
+
+def _limit(ratio: float | None, total: float, num_towers: int) -> float:
+    return np.inf if ratio is None else ratio * total / num_towers
+
+
+def _parts(
+    blocks: Blocks, rules: PartitionRules, num_towers: int, balance_ratio: float | None, upper: np.ndarray
+) -> list[Part]:
+    if not rules.categories:
+        return [_part("", blocks, num_towers, balance_ratio, upper)]
+    owned = {name: blocks.of_category(name) for name in rules.categories}
+    counts = dict(rules.towers_per_category) or _allot(owned, num_towers, upper)
+    return [_part(name, owned[name], counts[name], balance_ratio, upper) for name in rules.categories]
+
+
+def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float | None, upper: np.ndarray) -> Part:
+    where = f"category {category!r}: " if category else ""
+    num_features = int(blocks.loads[0].sum())
+    sizes = [(1, num_features)]
+    if balance_ratio is not None and num_towers <= num_features:
+        sizes = size_bounds(num_features, num_towers, balance_ratio)
+    levels = tuple(
+        tuple(
+            Bounds(
+                loads=blocks.loads,
+                lower=np.array([max(1.0, smallest - slack), 0.0, 0.0]),
+                upper=np.array([float(largest + slack), *upper[1:]]),
+                apart=blocks.apart,
+            )
+            for smallest, largest in sizes
+        )
+        for slack in range(int(blocks.loads[0].max()) if balance_ratio is not None else 1)
+    )
+    # The last level is the widest, and in it the first set of limits: what breaks it breaks them all.
+    check_bounds(blocks.names, levels[-1][0], num_towers, where)
+    return Part(category=category, blocks=blocks, num_towers=num_towers, levels=levels)
+
+
+def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> dict[str, int]:
+    """Towers for each category: as many as its limits need, the others where a tower would have most to carry."""
+    # What is limited is what counts; otherwise the number of features.
+    resource = 2 if np.isfinite(upper[2]) else 1 if np.isfinite(upper[1]) else 0
+    loads = {name: blocks.loads.sum(axis=1) for name, blocks in owned.items()}
+    counts = {name: max(1, int(np.ceil((load[1:] / upper[1:]).max() - 1e-9))) for name, load in loads.items()}
+    if sum(counts.values()) > num_towers:
+        needs = ", ".join(f"{name!r} {count}" for name, count in counts.items())
+        raise InputError(
+            f"TowerPartitioner: the categories need {sum(counts.values())} towers at least ({needs}), but num_towers="
+            f"{num_towers}. Use more towers, raise the limits, or join categories."
+        )
+    for _ in range(num_towers - sum(counts.values())):
+        open_to = [name for name in owned if counts[name] < len(owned[name].names)]
+        if not open_to:
+            raise InputError(
+                f"TowerPartitioner: num_towers={num_towers} exceeds what the categories can fill, "
+                f"{ {name: len(blocks.names) for name, blocks in owned.items()} } features or shared tables. Use fewer "
+                "towers."
+            )
+        counts[max(open_to, key=lambda name: loads[name][resource] / counts[name])] += 1
+    return counts

@@ -1,0 +1,194 @@
+"""`PartitionRules`: what a partition must hold besides the number of features per tower, from code or a TOML file."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmt.errors import InputError, nearest
+
+__all__ = ["PartitionRules"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionRules:
+    """Categories, features that must or must not share a tower, and limits on the work and memory of a tower.
+
+    A feature may be named or matched by a pattern with ``*`` or ``?``. Work is the number of embedding elements that a
+    sample reads: pooling factor times embedding dim, summed over a tower's features. Bytes are those of the tables'
+    weights at 32-bit floats; add room for optimizer states and other things to the limit yourself.
+
+    Raises:
+        InputError: a rule is of the wrong type or out of range.
+
+    Example:
+        >>> categories = {"user": ["user_*", "age"], "item": ["item_*"]}
+        >>> rules = PartitionRules(categories=categories, apart=[["age", "user_id"]])
+        >>> rules.for_features(["age", "user_id", "item_id"]).categories
+        {'user': ('age', 'user_id'), 'item': ('item_id',)}
+        >>> rules.for_features(["age", "user_id", "shop"])
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: Partition rules: category 'item' has 'item_*', which matches none of the 3 features.
+    """
+
+    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Features by category, each in exactly one: no tower mixes two. The paper's XLRM (section 5.2.3) has item,
+    user and item-user features."""
+    towers_per_category: Mapping[str, int] = field(default_factory=dict)
+    """Towers of each category; by default in proportion to its features (or to its bytes or work, where those are
+    limited), and at least one."""
+    together: Sequence[Sequence[str]] = ()
+    """Groups of features that must share a tower. The features of a shared table do so without being named."""
+    apart: Sequence[Sequence[str]] = ()
+    """Groups of features of which no two may share a tower."""
+    pooling_factors: Mapping[str, float] = field(default_factory=dict)
+    """Mean number of ids per sample; for features not named, that of the affinity if it was measured, else 1."""
+    max_work_ratio: float | None = None
+    """Most work of a tower, over the mean of the towers."""
+    max_bytes_ratio: float | None = None
+    """Most bytes of a tower, over the mean of the towers."""
+    max_tower_bytes: int | None = None
+    """Most bytes of a tower."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_work_ratio", "max_bytes_ratio"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and np.isfinite(value) and value >= 1):
+                raise InputError(
+                    f"Partition rules: {name}={value!r} must be a finite number of at least 1; it is the most a tower "
+                    "may have over the mean of the towers."
+                )
+        if self.max_tower_bytes is not None and not (_is_number(self.max_tower_bytes) and self.max_tower_bytes > 0):
+            raise InputError(f"Partition rules: max_tower_bytes={self.max_tower_bytes!r} must be a positive number.")
+        for name, groups in (
+            ("categories", self.categories.values()),
+            ("together", self.together),
+            ("apart", self.apart),
+        ):
+            for group in groups:
+                if isinstance(group, str) or not all(isinstance(pattern, str) for pattern in group):
+                    raise InputError(f"Partition rules: {name} holds {group!r}; expected a list of feature names.")
+        for feature, factor in self.pooling_factors.items():
+            if not (_is_number(factor) and np.isfinite(factor) and factor >= 0):
+                raise InputError(
+                    f"Partition rules: pooling_factors[{feature!r}]={factor!r} must be a finite number, 0 or more."
+                )
+        self._check_tower_counts()
+
+    def _check_tower_counts(self) -> None:
+        for category, count in self.towers_per_category.items():
+            if category not in self.categories:
+                raise InputError(
+                    f"Partition rules: towers_per_category names {category!r}, which is no category."
+                    f"{nearest(category, self.categories)} There are {list(self.categories)}."
+                )
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise InputError(
+                    f"Partition rules: towers_per_category[{category!r}]={count!r} must be a whole number, 1 or more."
+                )
+        if self.towers_per_category and len(self.towers_per_category) < len(self.categories):
+            absent = [name for name in self.categories if name not in self.towers_per_category]
+            raise InputError(
+                f"Partition rules: towers_per_category says nothing of {absent[0]!r}; give a number for every category "
+                "or for none."
+            )
+
+    @property
+    def need_tables(self) -> bool:
+        """Whether a limit can only be held if the tables are known."""
+        return any(v is not None for v in (self.max_work_ratio, self.max_bytes_ratio, self.max_tower_bytes))
+
+    def for_features(self, features: Sequence[str]) -> PartitionRules:
+        """The same rules with every pattern replaced by the features it matches, in the order of ``features``.
+
+        Raises:
+            InputError: a name or pattern matches no feature, or a feature is in no category, or in two.
+        """
+        rules = replace(
+            self,
+            categories={
+                name: _matched(patterns, features, f"category {name!r}") for name, patterns in self.categories.items()
+            },
+            together=[_matched(patterns, features, "together") for patterns in self.together],
+            apart=[_matched(patterns, features, "apart") for patterns in self.apart],
+            pooling_factors={
+                feature: factor
+                for pattern, factor in self.pooling_factors.items()
+                for feature in _matched([pattern], features, "pooling_factors")
+            },
+        )
+        if rules.categories:
+            homes: dict[str, list[str]] = {feature: [] for feature in features}
+            for category, members in rules.categories.items():
+                for feature in members:
+                    homes[feature].append(category)
+            homeless = [feature for feature, found in homes.items() if not found]
+            if homeless:
+                raise InputError(
+                    f"Partition rules: {len(homeless)} of {len(features)} features are in no category, such as "
+                    f"{', '.join(map(repr, homeless[:5]))}. Add them to one of {list(rules.categories)}, or make a "
+                    "category for them."
+                )
+            doubled = [(feature, found) for feature, found in homes.items() if len(found) > 1]
+            if doubled:
+                raise InputError(
+                    f"Partition rules: feature {doubled[0][0]!r} is in categories {doubled[0][1]}; each feature must "
+                    "be in one. Narrow the patterns."
+                )
+        return rules
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PartitionRules:
+        """Reads rules from a TOML file whose keys are the fields of this class.
+
+        Raises:
+            InputError: the file cannot be read, is not TOML, or has a key that is no rule.
+        """
+        where = f"Partition rules {path}"
+        try:
+            record = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{where}: cannot be read ({error}).") from error
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"{where}: not TOML ({error}).") from error
+        known = [f.name for f in fields(cls)]
+        for key, value in record.items():
+            if key not in known:
+                raise InputError(f"{where}: {key!r} is no rule.{nearest(key, known)} The rules are {', '.join(known)}.")
+            wanted: type = dict if key in ("categories", "towers_per_category", "pooling_factors") else list
+            if (key in ("together", "apart") or wanted is dict) and not isinstance(value, wanted):
+                raise InputError(
+                    f"{where}: {key} = {value!r} must be a {'table' if wanted is dict else 'list of lists'}."
+                )
+        try:
+            return cls(**record)
+        except (InputError, TypeError) as error:
+            raise InputError(f"{where}: {error}") from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tuple[str, ...]:
+    """The features that one of the patterns names or matches, in their own order."""
+    known = set(features)
+    matched: set[str] = set()
+    for pattern in patterns:
+        # A name may hold the characters of a pattern; it is taken as a name first.
+        found = {pattern} if pattern in known else {name for name in features if fnmatchcase(name, pattern)}
+        if not found:
+            raise InputError(
+                f"Partition rules: {where} has {pattern!r}, which matches none of the {len(features)} features."
+                f"{nearest(pattern, features)}"
+            )
+        matched |= found
+    return tuple(name for name in features if name in matched)

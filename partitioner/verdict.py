@@ -1,0 +1,179 @@
+"""What the numbers of a partition mean, as sentences that claim no more than the numbers hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dmt.partitioner.partition import Comparison, Partition
+
+__all__ = ["Verdict", "deviations_from_random", "judge_balance", "judge_meaning", "judge_stress", "luck_bound"]
+
+# Below so many standard deviations, a plan is called no different from random towers.
+_SHOWS = 2.0
+# A plan is called clear where luck would bring as much in fewer than one of so many cases.
+_ODDS = 100.0
+# Kruskal's own words for his stress-1 (Psychometrika 29, 1964): 0.2 poor, 0.1 fair, 0.05 good.
+_STRESS_WORDS = ((0.05, "good"), (0.1, "fair"), (0.2, "mediocre"), (math.inf, "poor"))
+_AIMS = {
+    "coherent": ("features that resemble each other", 1.0),
+    "diverse": ("features that do not resemble each other", -1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One judgement."""
+
+    big: str
+    """The number that it rests on, with its unit."""
+    what: str
+    """What that number is."""
+    sentence: str
+    """The judgement in a sentence or two."""
+
+
+def deviations_from_random(comparison: Comparison) -> float | None:
+    """Mean affinity within towers minus that within random towers, in standard deviations of the latter.
+
+    Returns:
+        The number, positive where the plan's pairs are more alike; None where there is no such pair or random towers
+        do not differ among themselves.
+
+    Example:
+        >>> comparison = Comparison(within=0.5, between=0.1, within_strided=0.2, within_random=0.2, std_random=0.1)
+        >>> round(deviations_from_random(comparison), 6)
+        3.0
+    """
+    within, mean, std = comparison.within, comparison.within_random, comparison.std_random
+    if within is None or mean is None or std is None or not std > 0.0:
+        return None
+    return (within - mean) / std
+
+
+def luck_bound(sizes: Sequence[int]) -> float:
+    """How many standard deviations the best of all assignments may stand out by luck alone.
+
+    A partitioner looks for the assignment that stands out, and finds one in noise too: on affinities without any
+    structure, it reached 6 to 8 deviations for 26 features in 8 towers and 17 for 100 in 16. Were the mean affinities
+    of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) in fewer than 1 of
+    100 such matrices, whatever their dependence (the union bound on Gaussian tails, P(z > t) < exp(-t^2 / 2)).
+    N counts the ways to deal the features into towers of these sizes.
+
+    Args:
+        sizes: F_t, the features of each tower.
+
+    Returns:
+        sqrt(2 ln(100 N)), at least 3.03.
+
+    Example:
+        >>> round(luck_bound([2, 2]), 2), round(luck_bound([4, 4, 3, 3, 3, 3, 3, 3]), 1)
+        (3.38, 9.1)
+    """
+    ways = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
+    # Towers of one size may change places without another assignment.
+    ways -= sum(math.lgamma(number + 1) for number in Counter(sizes).values())
+    return math.sqrt(2.0 * (max(0.0, ways) + math.log(_ODDS)))
+
+
+def judge_meaning(partition: Partition) -> Verdict:
+    """Whether the towers mean anything: their affinity against random towers and against luck (`luck_bound`)."""
+    comparison = partition.comparison
+    deviations = deviations_from_random(comparison)
+    aim, sign = _AIMS.get(partition.plan.strategy, ("", 0.0))
+    opening = f"The towers put together {aim}. " if aim else ""
+    if deviations is None:
+        return Verdict(
+            big="not known",
+            what="distance from random towers",
+            sentence=f"{opening}Random towers cannot be told from each other by their affinity, so nothing says "
+            "whether these towers mean anything.",
+        )
+    side = "above" if deviations >= 0 else "below"
+    numbers = (
+        f"Two features of one tower have a mean affinity of {comparison.within:.4f}, {abs(deviations):.1f} standard "
+        f"deviations {side} that of random towers of the same sizes "
+        f"({comparison.within_random:.4f} \u00b1 {comparison.std_random:.4f}). "
+    )
+    bound = luck_bound([load.num_features for load in partition.loads])
+    reached = deviations * sign if sign else abs(deviations)
+    if reached > bound:
+        end = (
+            f"Luck does not explain that: the best of all assignments would stay below {bound:.1f} in 99 of 100 "
+            "cases if the affinities had no structure."
+        )
+    elif reached >= _SHOWS:
+        end = (
+            f"That may be luck: the best of all assignments may reach up to {bound:.1f} where the affinities have no "
+            "structure at all, and the partitioner looks for the best. Towers from another seed of training "
+            "would tell."
+        )
+    else:
+        end = "That is no more than random towers reach: these towers mean nothing that shows here."
+    return Verdict(
+        big=f"{deviations:+.1f} std".replace("-", "\u2212"),
+        what="affinity within towers, against random towers",
+        sentence=opening + numbers + end,
+    )
+
+
+def judge_stress(partition: Partition) -> Verdict:
+    """How far the picture of the points may be believed."""
+    stress = partition.normalized_stress
+    word = next(word for bound, word in _STRESS_WORDS if stress <= bound)
+    dims = partition.points.shape[1]
+    where = {1: "on a line", 2: "in a plane"}.get(dims, f"in {dims} dimensions")
+    advice = "" if word in ("good", "fair") else " Trust the affinity matrix more than the map of the points."
+    if word == "poor":
+        advice += " More dimensions (dims) follow the distances better."
+    refined = ""
+    if partition.num_refined:
+        refined = (
+            f" Refinement on the distances themselves moved {partition.num_refined:,} of "
+            f"{len(partition.affinity.features):,} features to another tower than the points suggest."
+        )
+    return Verdict(
+        big=f"{stress:.3f}",
+        what="normalized stress of the points",
+        sentence=f"The points follow the distances {where} with a {word} fit: normalized stress {stress:.3f}, where 0 "
+        f"is perfect and above 0.2 is poor.{advice}{refined}",
+    )
+
+
+def judge_balance(partition: Partition) -> Verdict:
+    """How even the towers are, and whether they keep the limits."""
+    loads, limits = partition.loads, partition.limits
+    columns = [
+        ("features", [float(load.num_features) for load in loads], None),
+        ("work", [load.work for load in loads if load.work is not None], limits.max_work),
+        ("bytes", [float(load.num_bytes) for load in loads if load.num_bytes is not None], limits.max_bytes),
+    ]
+    ratios = {
+        word: max(values) * len(values) / sum(values)
+        for word, values, _ in columns
+        if len(values) == len(loads) and sum(values) > 0
+    }
+    said = ", ".join(f"{ratio:.2f} times in {word}" for word, ratio in ratios.items())
+    sentences = [f"Of the mean, the largest tower carries {said}."]
+    features = columns[0][1]
+    reached = max(features) / min(features)
+    if limits.balance_ratio is not None:
+        why = " (sizes that do not divide differ by one, and features of one table may count as one)"
+        sentences.append(
+            f"It has {reached:.2f} times the features of the smallest; at most {limits.balance_ratio:g} was asked for"
+            f"{why if reached > limits.balance_ratio else ''}."
+        )
+    for word, values, limit in columns:
+        if limit is not None and len(values) == len(loads):
+            over = sum(value > limit for value in values)
+            sentences.append(
+                f"{over:,} of {len(loads):,} towers exceed the limit of {word}."
+                if over
+                else f"All towers keep the limit of {word}."
+            )
+    key = next((word for word in ("work", "bytes", "features") if word in ratios), "features")
+    return Verdict(
+        big=f"{ratios.get(key, 1.0):.2f}", what=f"largest over mean tower, in {key}", sentence=" ".join(sentences)
+    )

@@ -1,0 +1,272 @@
+"""Pictures: what is written in them, what stays apart, and that any partition can be drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from dmt.errors import InputError
+from dmt.partitioner.affinity import FeatureAffinity
+from dmt.partitioner.partition import Comparison, TowerLimits
+from dmt.partitioner.pictures import (
+    LIGHT_COLORS,
+    TOWER_COLORS,
+    plot_affinity,
+    plot_balance,
+    plot_comparison,
+    plot_coordinates,
+)
+from dmt.partitioner.pictures.coordinates import principal_axes
+from dmt.partitioner.pictures.labels import LabelPlacer
+from dmt.partitioner.pictures.style import name_shortener, tower_color, tower_marker
+from dmt.plan import TowerPlan
+from tests.partitioner.partitions import made_up_partition
+from tests.partitioner.planted import planted_affinity
+
+PNG = b"\x89PNG\r\n\x1a\n"
+OF_A_PARTITION = [plot_coordinates, plot_comparison, plot_balance]
+
+
+def words_of(draw, partition, tmp_path):
+    """The texts of a picture, in the order in which they were written."""
+    # Without fonttype none, text becomes outlines.
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        source = draw(partition, tmp_path / "picture.svg").read_text()
+    return re.findall(r"<text[^>]*>([^<]*)</text>", source)
+
+
+# --- every picture ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", OF_A_PARTITION)
+@pytest.mark.parametrize(
+    ("num_features", "num_towers", "fields"),
+    [
+        (1, 1, {}),
+        (3, 3, {"tables": False}),
+        (12, 3, {"dims": 1, "strategy": "diverse"}),
+        (80, 70, {"dims": 5}),
+        (12, 3, {"points": np.zeros((12, 2)), "limits": TowerLimits()}),
+        (12, 3, {"name": "$x_{}<&\n\u7528\u6237\ud800" + 40 * "long"}),
+    ],
+)
+def test_any_partition_is_drawn(tmp_path, draw, num_features, num_towers, fields):
+    partition = made_up_partition(num_features, num_towers, **fields)
+    path = draw(partition, tmp_path / "new" / "picture.png")
+    assert path == tmp_path / "new" / "picture.png"
+    assert path.read_bytes()[:8] == PNG
+
+
+@pytest.mark.parametrize("draw", OF_A_PARTITION)
+def test_wrong_files_are_refused(tmp_path, draw):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=rf"{draw.__name__}: path='.*a\.gifx' needs a suffix .*one of .*png"):
+        draw(made_up_partition(), tmp_path / "a.gifx")
+    with pytest.raises(InputError, match=rf"{draw.__name__}: path='.*a\.png' cannot be written \("):
+        draw(made_up_partition(), tmp_path / "file" / "a.png")
+
+
+def luminance(color):
+    """Relative luminance of WCAG 2."""
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("color", TOWER_COLORS)
+def test_letters_on_tower_colours_can_be_read(color):
+    low, high = sorted([luminance(color), 0.0 if color in LIGHT_COLORS else 1.0])
+    assert (high + 0.05) / (low + 0.05) > 4.5
+
+
+def test_64_towers_look_different():
+    assert len({(tower_color(i), tower_marker(i)) for i in range(64)}) == 64
+
+
+def test_names_from_outside_are_made_drawable():
+    shorten = name_shortener(10)
+    assert shorten("user\tid") == "user id"
+    assert shorten("\u7528id") == "\u25a1id"  # DejaVu Sans, matplotlib's own font, has no Chinese
+    assert shorten("0123456789") == "0123456789"
+    assert shorten("0123456789a") == "0123...89a"
+    assert name_shortener()("x" * 99) == "x" * 99
+
+
+def test_dollar_signs_start_no_formula(tmp_path):
+    assert "$x_1$" in words_of(plot_coordinates, made_up_partition(6, 2, name="$x_{}$"), tmp_path)
+
+
+# --- affinity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_features", "num_towers"), [(1, 1), (3, 2), (26, 8), (80, 50)])
+def test_the_affinity_is_drawn(tmp_path, num_features, num_towers):
+    affinity, _ = planted_affinity(num_features, min(num_towers, 8), seed=0)
+    path = plot_affinity(affinity, TowerPlan.strided(affinity.features, num_towers), tmp_path / "new" / "towers.png")
+    assert path.read_bytes()[:8] == PNG
+
+
+def test_the_affinity_names_features_towers_and_title(tmp_path):
+    affinity = FeatureAffinity(matrix=[[1, 0.5, 0], [0.5, 1, 0.25], [0, 0.25, 1]], features=["ad", "user", "shop"])
+    plan = TowerPlan.from_lists([["ad", "user"], ["shop"]])
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        text = plot_affinity(affinity, plan, tmp_path / "towers.svg").read_text()
+        named = plot_affinity(affinity, plan, tmp_path / "own.svg", title="Tuesday").read_text()
+    for word in (
+        ">ad<",
+        ">user<",
+        ">shop<",
+        "3 features in 2 towers, manual",
+        "within towers 0.500, between towers 0.125",
+    ):
+        assert word in text
+    assert "Tuesday" in named
+    assert "3 features" not in named
+
+
+def test_names_of_narrow_towers_are_left_out_before_they_touch(tmp_path):
+    affinity, _ = planted_affinity(300, 8, seed=0)
+
+    def shown(num_towers):
+        plan = TowerPlan.strided(affinity.features, num_towers)
+        words = words_of(lambda a, path: plot_affinity(a, plan, path), affinity, tmp_path)
+        return [int(word) for word in words if word.isdigit()]
+
+    assert shown(8) == list(range(8))
+    many = shown(300)
+    assert many[0] == 0
+    assert 10 < len(many) < 40
+
+
+def test_an_affinity_of_the_wrong_plan_or_format_is_refused(tmp_path):
+    affinity, _ = planted_affinity(4, 2, seed=0)
+    with pytest.raises(InputError, match=r"missing \['f3'\]"):
+        plot_affinity(affinity, TowerPlan.from_lists([["f0", "f1"], ["f2"]]), tmp_path / "a.png")
+    with pytest.raises(InputError, match=r"towers\.gifx.*one of .*png"):
+        plot_affinity(affinity, TowerPlan.strided(affinity.features, 2), tmp_path / "towers.gifx")
+
+
+# --- coordinates -----------------------------------------------------------------------------------------------------
+
+
+def test_the_map_names_features_towers_and_its_meaning(tmp_path):
+    words = words_of(plot_coordinates, made_up_partition(6, 2, name="user_{}"), tmp_path)
+    assert {f"user_{i}" for i in range(6)} <= set(words)
+    assert {"0", "1"} <= set(words)
+    assert "6 features in 2 towers, coherent" in words
+    assert any("near = alike" in word and "normalized stress 0.080" in word for word in words)
+    assert any(
+        "near = unlike" in word for word in words_of(plot_coordinates, made_up_partition(strategy="diverse"), tmp_path)
+    )
+
+
+def test_the_map_names_features_up_to_64(tmp_path):
+    words = words_of(plot_coordinates, made_up_partition(65, 4), tmp_path)
+    assert not [word for word in words if re.fullmatch(r"f\d+", word)]
+    assert {"0", "1", "2", "3"} <= set(words)
+
+
+def test_the_map_counts_the_names_without_room(tmp_path):
+    # All in one place: the places around it are soon taken.
+    partition = made_up_partition(60, 2, points=np.zeros((60, 2)), name="a_rather_long_name_{}")
+    words = words_of(plot_coordinates, partition, tmp_path)
+    shown = sum(word.startswith("a_rather") for word in words)
+    assert 5 < shown < 60
+    assert f"{60 - shown} feature names left out for lack of room" in words
+
+
+def test_the_map_of_more_dimensions_says_what_it_shows(tmp_path):
+    points = np.zeros((12, 3))
+    points[:4, 0], points[4:8, 1], points[8:, 2] = (3, -3, 0, 0), (2, -2, 0, 0), (1, -1, 0, 0)
+    words = words_of(plot_coordinates, made_up_partition(12, 3, points=points), tmp_path)
+    assert "first two of 3 principal axes, 93% of the variance" in words  # 18 + 8 of 18 + 8 + 2
+    assert not any("principal" in word for word in words_of(plot_coordinates, made_up_partition(), tmp_path))
+
+
+def test_principal_axes_keep_distances_and_find_the_widest():
+    rng = np.random.default_rng(0)
+    plane = rng.normal(size=(20, 2)) * [5.0, 1.0]
+    turned, _ = np.linalg.qr(rng.normal(size=(4, 4)))
+    flat, share = principal_axes(plane @ turned[:2] + 7.0)
+    assert share == pytest.approx(1.0)
+    wanted = np.linalg.norm(plane[:, None] - plane[None], axis=2)
+    np.testing.assert_allclose(np.linalg.norm(flat[:, None] - flat[None], axis=2), wanted, atol=1e-9)
+    assert flat[:, 0].std() > 3 * flat[:, 1].std()
+    np.testing.assert_allclose(principal_axes(plane)[0], plane - plane.mean(axis=0))
+    assert principal_axes(plane[:, :1])[0][:, 1].tolist() == [0.0] * 20
+    assert principal_axes(plane[:1].repeat(3, axis=0) @ turned[:2])[1] == 1.0
+
+
+def test_labels_stay_apart_from_each_other_and_from_points():
+    figure = Figure(figsize=(6, 6), dpi=100)
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    places = np.random.default_rng(0).uniform(150, 450, (40, 2))
+    placer = LabelPlacer(axes)
+    placer.block(places, 4.0)
+    written = [placer.write(f"feature_{i}", place, gap=4.0, centred=False) for i, place in enumerate(places)]
+    boxes = [text.get_window_extent(canvas.get_renderer()) for text in axes.texts]
+    assert sum(written) == len(boxes)
+    assert len(boxes) > 20
+    edges = [(box.x0, box.y0, box.x1, box.y1) for box in boxes]
+    edges += [(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    for number, (left, bottom, right, top) in enumerate(edges[: len(boxes)]):
+        for other in edges[number + 1 :]:
+            assert left >= other[2] or right <= other[0] or bottom >= other[3] or top <= other[1]
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+def test_the_comparison_shows_every_strategy_and_number(tmp_path):
+    numbers = Comparison(within=0.05, between=0.31, within_strided=0.22, within_random=0.2, std_random=0.05)
+    other = made_up_partition(strategy="diverse", comparison=numbers)
+    words = words_of(plot_comparison, made_up_partition(alternatives=(other,)), tmp_path)
+    assert any(re.fullmatch(r"coherent \(chosen\): \d+\.\d standard deviations above random towers", w) for w in words)
+    assert "diverse: 3.0 standard deviations below random towers" in words
+    assert {"0.0500", "0.3100", "0.2200", "0.2000 \u00b1 0.0500"} <= set(words)
+
+
+def test_means_that_do_not_exist_are_said_to_be_absent(tmp_path):
+    none = Comparison(within=None, between=0.3, within_strided=None, within_random=None, std_random=None)
+    words = words_of(plot_comparison, made_up_partition(comparison=none), tmp_path)
+    assert words.count("no such pair") == 3
+    assert "coherent" in words
+
+
+# --- balance ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_balance_shows_largest_over_mean_and_limits(tmp_path):
+    partition = made_up_partition(4, 2, limits=TowerLimits(balance_ratio=1.5, max_work=500, max_bytes=10**12))
+    loads = [
+        dataclasses.replace(load, work=work, num_bytes=size)
+        for load, work, size in zip(partition.loads, (300.0, 100.0), (4 * 10**9, 2 * 10**9), strict=True)
+    ]
+    words = words_of(plot_balance, dataclasses.replace(partition, loads=tuple(loads)), tmp_path)
+    assert "features, largest / mean 1.00" in words
+    assert "limit 3" in words
+    assert "elements read per sample, largest / mean 1.50" in words
+    assert {"limit 500", "mean 200"} <= set(words)
+    assert "bytes of tables, largest / mean 1.33; limit 1.00 TB" in words  # too far up to be drawn
+    assert {"mean 3.00 GB", "GB"} <= set(words)
+
+
+def test_the_balance_shows_only_what_is_known(tmp_path):
+    words = words_of(plot_balance, made_up_partition(tables=False, limits=TowerLimits()), tmp_path)
+    assert [word for word in words if "largest" in word] == ["features, largest / mean 1.00"]
+    assert not any("limit" in word for word in words)
+    idle = [dataclasses.replace(load, work=0.0, num_bytes=0) for load in made_up_partition().loads]
+    words = words_of(plot_balance, made_up_partition(loads=tuple(idle)), tmp_path)
+    assert "elements read per sample" in words
+
+
+def test_towers_are_named_up_to_32(tmp_path):
+    assert "31" in words_of(plot_balance, made_up_partition(32, 32), tmp_path)
+    assert "tower, by its place in the plan (0 to 32)" in words_of(plot_balance, made_up_partition(33, 33), tmp_path)

@@ -1,0 +1,255 @@
+"""The verdicts on a partition, and the page as a browser would read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from dmt.errors import InputError
+from dmt.partitioner.comparison import compare_towers
+from dmt.partitioner.page import data_uri, render_page
+from dmt.partitioner.partition import Comparison, TowerLimits
+from dmt.partitioner.report import write_partition_report
+from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
+from dmt.partitioner.words import human_bytes
+from tests.partitioner.partitions import made_up_partition
+
+
+def comparison(within, *, mean=0.2, std=0.01):
+    return Comparison(within=within, between=0.2, within_strided=0.2, within_random=mean, std_random=std)
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def test_luck_is_bounded_by_the_number_of_assignments():
+    assert luck_bound([3]) == pytest.approx(math.sqrt(2 * math.log(100)))
+    assert luck_bound([1, 1, 1]) == pytest.approx(luck_bound([3]))  # towers without names: one way
+    assert luck_bound([3, 2]) == pytest.approx(math.sqrt(2 * math.log(100 * 10)))
+    assert luck_bound([2, 2, 2]) == pytest.approx(math.sqrt(2 * math.log(100 * 15)))
+
+
+def test_the_best_of_all_assignments_of_noise_stays_below_the_bound():
+    # All 105 pairings of 8 features, on affinities without structure.
+    def pairings(rest):
+        if not rest:
+            yield []
+        for partner in rest[1:]:
+            yield from ([(rest[0], partner), *more] for more in pairings([i for i in rest[1:] if i != partner]))
+
+    every = list(pairings(list(range(8))))
+    assert len(every) == 105
+    rng, best = np.random.default_rng(0), []
+    for _ in range(300):
+        noise = rng.normal(size=(8, 8))
+        means = np.array([np.mean([noise[i, j] for i, j in pairs]) for pairs in every])
+        best.append((means.max() - means.mean()) / means.std())
+    bound = luck_bound([2, 2, 2, 2])
+    assert np.mean(np.array(best) > bound) < 0.01
+    assert np.mean(best) > 0.5 * bound  # not a bound that says nothing
+
+
+@pytest.mark.parametrize(
+    ("strategy", "within", "words", "big"),
+    [
+        ("coherent", 0.5, "Luck does not explain that", "+30.0 std"),
+        ("coherent", 0.25, "That may be luck: the best of all assignments may reach up to", "+5.0 std"),
+        ("coherent", 0.21, "these towers mean nothing that shows here", "+1.0 std"),
+        ("coherent", 0.1, "these towers mean nothing that shows here", "\u221210.0 std"),
+        ("diverse", 0.05, "features that do not resemble each other. Two features", "\u221215.0 std"),
+        ("diverse", 0.05, "15.0 standard deviations below that of random towers of the same sizes (0.2000", "\u221215"),
+        ("diverse", 0.05, "Luck does not explain that", "\u221215.0 std"),
+        ("diverse", 0.5, "these towers mean nothing that shows here", "+30.0 std"),
+        ("manual", 0.5, "Luck does not explain that", "+30.0 std"),
+    ],
+)
+def test_towers_mean_something_beyond_luck_only(strategy, within, words, big):
+    verdict = judge_meaning(made_up_partition(26, 8, strategy=strategy, comparison=comparison(within)))
+    assert words in verdict.sentence
+    assert verdict.big.startswith(big)
+
+
+def test_without_random_towers_to_compare_nothing_is_claimed():
+    for numbers in (comparison(None), comparison(0.3, std=0.0), comparison(0.3, mean=None)):
+        assert deviations_from_random(numbers) is None
+        assert "nothing says whether" in judge_meaning(made_up_partition(comparison=numbers)).sentence
+
+
+def test_planted_towers_are_clear_and_shuffled_ones_are_not():
+    partition = made_up_partition(26, 8)
+    found = compare_towers(partition.affinity, partition.plan)
+    assert "Luck does not" in judge_meaning(dataclasses.replace(partition, comparison=found)).sentence
+    names = np.random.default_rng(0).permutation(partition.plan.features).tolist()
+    towers = tuple(
+        dataclasses.replace(t, features=tuple(names.pop() for _ in t.features)) for t in partition.plan.towers
+    )
+    plan = dataclasses.replace(partition.plan, towers=towers)
+    shuffled = dataclasses.replace(partition, plan=plan, comparison=compare_towers(partition.affinity, plan))
+    assert "Luck does not" not in judge_meaning(shuffled).sentence
+
+
+@pytest.mark.parametrize(
+    ("stress", "words"),
+    [
+        (0.0, "a good fit"),
+        (0.1, "a fair fit"),
+        (0.15, "Trust the affinity matrix"),
+        (0.4, "a poor fit.*More dimensions"),
+    ],
+)
+def test_stress_is_judged_in_kruskals_words(stress, words):
+    assert re.search(words, judge_stress(made_up_partition(normalized_stress=stress)).sentence)
+
+
+def test_stress_says_where_and_what_was_refined():
+    sentence = judge_stress(made_up_partition(12, 3, dims=3, num_refined=2)).sentence
+    assert "in 3 dimensions" in sentence
+    assert "moved 2 of 12 features" in sentence
+    assert "on a line" in judge_stress(made_up_partition(dims=1)).sentence
+    assert "Refinement" not in judge_stress(made_up_partition()).sentence
+
+
+def test_balance_is_judged_by_the_work_where_it_is_known():
+    partition = made_up_partition(5, 2, limits=TowerLimits(balance_ratio=1.0, max_work=250, max_bytes=10))
+    loads = [
+        dataclasses.replace(load, work=work, num_bytes=size)
+        for load, work, size in zip(partition.loads, (300.0, 100.0), (8, 2), strict=True)
+    ]
+    verdict = judge_balance(dataclasses.replace(partition, loads=tuple(loads)))
+    assert (verdict.big, verdict.what) == ("1.50", "largest over mean tower, in work")
+    for words in (
+        "1.20 times in features, 1.50 times in work, 1.60 times in bytes",
+        "1.50 times the features of the smallest; at most 1 was asked for (sizes that do not divide",
+        "1 of 2 towers exceed the limit of work.",
+        "All towers keep the limit of bytes.",
+    ):
+        assert words in verdict.sentence
+    bare = judge_balance(made_up_partition(tables=False, limits=TowerLimits()))
+    assert (bare.big, bare.what) == ("1.00", "largest over mean tower, in features")
+    assert "limit" not in bare.sentence
+
+
+def test_bytes_have_three_figures():
+    shown = [human_bytes(n) for n in (0, 999, 1000, 9_994, 9_996, 99_960, 123_456_789, 999_499, 999_600, 5 * 10**18)]
+    assert shown == [
+        "0 bytes", "999 bytes", "1.00 kB", "9.99 kB", "10.0 kB", "100 kB", "123 MB", "999 kB", "1.00 MB", "5000 PB",
+    ]  # fmt: skip
+
+
+# --- page ------------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a browser would find: balanced tags, the text, and every address that it would load."""
+
+    VOID = ("meta", "img", "br", "link")
+    LOADING = ("src", "href", "srcset", "poster", "action", "data", "background")
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.tags, self.addresses, self.pieces, self.details = [], [], [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert self.open == [], "every tag is closed"
+        self.text = " ".join(" ".join(self.pieces).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for name, value in attrs if name in self.LOADING]
+        if tag == "details":
+            self.details.append("open" in dict(attrs))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"</{tag}> is out of place at {self.getpos()}"
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.pieces.append(data)
+
+
+def test_the_page_is_whole_and_loads_nothing_else(tmp_path):
+    path = write_partition_report(made_up_partition(), tmp_path / "new")
+    assert path == tmp_path / "new" / "report.html"
+    assert {file.name for file in path.parent.iterdir()} == {
+        "affinity.png", "balance.png", "comparison.png", "coordinates.png", "report.html",
+    }  # fmt: skip
+    page = Page(path)
+    order = ("comparison", "affinity", "coordinates", "balance")
+    assert page.addresses == [data_uri(path.parent / f"{name}.png", place="test") for name in order]
+    assert not {"script", "link", "iframe", "object", "a"} & set(page.tags)
+    source = path.read_text(encoding="utf-8")
+    assert not [word for word in ("http", "url(", "@import") if word in source]
+
+
+def test_the_page_shows_the_numbers(tmp_path):
+    partition = made_up_partition(12, 3, notes=("The affinities say little.",), comparison=comparison(0.55))
+    loads = [dataclasses.replace(load, work=1234.0, num_bytes=12_440_000_000) for load in partition.loads]
+    text = Page(write_partition_report(dataclasses.replace(partition, loads=tuple(loads)), tmp_path)).text
+    own = partition.affinity.matrix[::3, ::3]  # f0, f3, f6, f9
+    for words in (
+        "12 features in 3 coherent towers",
+        "measured on 65,536 samples",
+        "Mind: The affinities say little.",
+        "+35.0 std",
+        "0.5500 within these towers, 0.2000 \u00b1 0.0100 within random ones, 0.2000 naive",
+        f"tower_0 f0 f3 f6 f9 4 1,234 12.4 GB {own[np.triu_indices(4, k=1)].mean():.4f} tower_1",
+        f"Here that is {luck_bound([4, 4, 4]):.1f}",
+        "Command dmt partition --towers 3 Strategy coherent, 2 dimensions Seed 0 Affinity digest 0123456789abcdef",
+        "Samples 65,536",
+        "numpy 2",
+    ):
+        assert words in text, words
+    assert text.index("Mind:") < text.index("standard deviations")
+    assert "chosen" not in text
+
+
+def test_strategies_are_shown_side_by_side(tmp_path):
+    other = made_up_partition(strategy="diverse", comparison=comparison(0.1), normalized_stress=0.21)
+    page = Page(write_partition_report(made_up_partition(alternatives=(other,)), tmp_path))
+    assert "coherent (chosen)" in page.text
+    assert "diverse 0.1000 0.2000 0.2000 0.2000 \u00b1 0.0100 -10.0 0.210" in page.text
+    assert "The same for diverse, which was tried too" in page.text
+    assert (tmp_path / "affinity_2.png").exists()
+    assert data_uri(tmp_path / "coordinates_2.png", place="test") in page.addresses
+
+
+def test_names_from_outside_are_shown_as_written(tmp_path):
+    partition = made_up_partition(name="<b>{}</b> & 'x' \"y\" $z_ \u7528\u6237")
+    plan = dataclasses.replace(partition.plan, command="dmt partition '<script>x()</script>'")
+    page = Page(write_partition_report(dataclasses.replace(partition, plan=plan, notes=("a < b & c",)), tmp_path))
+    for words in ("<b>3</b> & 'x' \"y\" $z_ \u7528\u6237", "'<script>x()</script>'", "Mind: a < b & c"):
+        assert words in page.text, words
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+
+
+def test_long_lists_start_closed_and_unknown_columns_are_left_out(tmp_path):
+    few = Page(write_partition_report(made_up_partition(64, 2), tmp_path / "few"))
+    many = Page(write_partition_report(made_up_partition(65, 2, tables=False), tmp_path / "many"))
+    assert (few.details, many.details) == ([True, True], [False, False])
+    assert "tower features work bytes affinity within" in few.text
+    assert "tower features affinity within" in many.text
+    assert "pooling factor" not in many.text
+
+
+def test_towers_of_one_feature_have_no_affinity_within(tmp_path):
+    none = Comparison(within=None, between=0.2, within_strided=None, within_random=None, std_random=None)
+    text = Page(write_partition_report(made_up_partition(2, 2, comparison=none, tables=False), tmp_path)).text
+    assert "tower_0 f0 1 - tower_1 f1 1 -" in text
+    assert "not known distance from random towers" in text
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file/.*png' cannot be written \("):
+        write_partition_report(made_up_partition(), tmp_path / "file")
+    (tmp_path / "page.html").write_text("{{ absent }}")
+    with pytest.raises(InputError, match=r"Page .*file/x\.html: cannot be written"):
+        render_page(tmp_path / "page.html", tmp_path / "file" / "x.html", {"absent": 1})

@@ -1,0 +1,201 @@
+"""Affinities of trained models: which rows they are measured on, and a run that leaves its affinity behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.partitioner import FeatureAffinity
+from dmt.training import partition
+from dmt.training.build import shard_model
+from dmt.training.checkpoint import load_plain
+from dmt.training.config import TrainConfig, load_config, to_toml
+from dmt.training.data import DataConfig, open_source
+from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows
+from dmt.training.run import preflight
+from tests.parity import full_state, load_full
+from tests.ranks import run_ranks
+from tests.training.small import plain, small, source
+
+
+def numbered(folder: Path, num_rows: int, **settings: Any) -> dict[str, Any]:
+    """A CSV file whose row i has the id i, sorted."""
+    lines = [f"{i % 2},{0.1 * i},{i}" for i in range(num_rows)]
+    (folder / "rows.csv").write_text("label,d_1,c_1\n" + "\n".join(lines) + "\n")
+    return {
+        "kind": "columns",
+        "train_path": str(folder / "rows.csv"),
+        "eval_path": str(folder / "rows.csv"),
+        "dense": ["d_1"],
+        "categorical": ["c_1"],
+        "id_mode": "index",
+        "num_embeddings": num_rows,
+        "shuffle_rows": 0,
+        **settings,
+    }
+
+
+def rows_seen(data: dict[str, Any], **arguments: Any) -> list[list[int]]:
+    """The rows of each batch."""
+    clicks = open_source(DataConfig.model_validate(data))
+    return [batch.sparse_features.values().tolist() for batch in spread_batches(clicks, **arguments)]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "max_rows", "batch_size", "starts"),
+    [
+        (100, 20, 5, [0, 25, 50, 75]),
+        (100, 100, 5, list(range(0, 100, 5))),
+        (100, 1000, 5, list(range(0, 100, 5))),
+        (100, 99, 10, [0, 20, 40, 60, 80]),  # not the first 99
+        (60, 20, 5, [0, 15, 30, 45]),  # the rows after 60 are not asked for
+        (100, 1, 5, [0]),
+        (4, 20, 4, [0]),
+    ],
+)
+def test_batches_come_from_all_over_the_rows(
+    num_rows: int, max_rows: int, batch_size: int, starts: list[int], tmp_path: Path
+) -> None:
+    found = rows_seen(numbered(tmp_path, 100), num_rows=num_rows, max_rows=max_rows, batch_size=batch_size)
+    assert found == [list(range(start, start + batch_size)) for start in starts]
+
+
+def test_ranks_get_different_rows_and_equally_many(tmp_path: Path) -> None:
+    data = numbered(tmp_path, 100)
+    arguments = {"num_rows": 100, "max_rows": 40, "batch_size": 4, "world_size": 3}
+    found = [rows_seen(data, rank=rank, **arguments) for rank in range(3)]
+    assert [len(batches) for batches in found] == [2, 2, 2]
+    counts = Counter(row for batches in found for rows in batches for row in rows)
+    assert sorted(counts) == [*range(12), *range(36, 48)]
+    assert set(counts.values()) == {1}
+
+
+def test_rows_of_a_run_are_those_of_its_steps_in_one_epoch() -> None:
+    assert trained_rows(TrainConfig(batch_size=8), steps=5, world_size=2) == 80
+    assert trained_rows(TrainConfig(batch_size=8, epochs=2, max_steps=5), steps=5, world_size=2) == 32
+
+
+def test_the_affinity_of_towers_at_the_end_of_training_is_refused() -> None:
+    with pytest.raises(InputError, match=r"train\.affinity_rows=100 needs a flat model, but model\.arch is 'dmt-dlrm'"):
+        preflight(small(train={"affinity_rows": 100}), 4)
+    assert preflight(small("dlrm", train={"affinity_rows": 100}), 4)
+
+
+def finished_run(folder: Path, data: dict[str, Any], *, steps: int | None) -> Path:
+    """A run with a checkpoint, made in this process without training."""
+    config = small("dlrm", data=data, train={"batch_size": 4})
+    torch.manual_seed(0)
+    checkpoint = folder / "run" / "checkpoint"
+    with pytest.warns(UserWarning, match=r"torch\.distributed is"):
+        dcp.save({"model": plain(config).state_dict()}, checkpoint_id=checkpoint, no_dist=True)
+    (checkpoint / "config.toml").write_text(to_toml(config))
+    if steps is not None:
+        (folder / "run" / "result.json").write_text(json.dumps({"steps": steps, "world_size": 2}))
+    return folder / "run"
+
+
+@pytest.mark.parametrize(
+    ("steps", "other", "rows"),
+    [
+        (5, False, [*range(4), *range(20, 24)]),  # trained on 5 x 2 x 4 rows
+        (None, False, [*range(4), *range(48, 52)]),  # does not say; the file is counted
+        (5, True, [*range(4), *range(24, 28)]),  # another file, of 50 rows
+    ],
+)
+def test_a_run_is_measured_all_over_the_rows_it_was_trained_on(
+    steps: int | None, other: bool, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = finished_run(tmp_path, numbered(tmp_path, 97), steps=steps)
+    path = None
+    if other:
+        (tmp_path / "other").mkdir()
+        path = numbered(tmp_path / "other", 50)["train_path"]
+    seen: list[int] = []
+
+    def look(*arguments: Any, **settings: Any) -> Any:
+        for batch in spread_batches(*arguments, **settings):
+            seen.extend(batch.sparse_features.values().tolist())
+            yield batch
+
+    monkeypatch.setattr(partition, "spread_batches", look)
+    affinity, tables = affinity_of_run(run, data_path=path, max_rows=8)
+    assert seen == rows
+    assert affinity.num_samples == 8
+    assert affinity.tables == tuple(tables)
+    assert affinity.pooling_factors == (1.0,)
+
+
+def affinity_on_rank(rank: int) -> tuple[FeatureAffinity, dict[str, torch.Tensor]]:
+    config = small("dlrm", synthetic={"num_rows": 1600, "num_multi_hot": 2}, train={"affinity_rows": 300})
+    mesh = TowerMesh(config.topology.build())
+    data = source(config)
+    model = shard_model(config, data.tables, len(data.dense_names), mesh)
+    state = full_state(model)
+    load_full(model, state)
+    return affinity_of_model(model, data, mesh, config=config.train, steps=20), state
+
+
+@pytest.mark.ranks
+def test_the_affinity_of_a_sharded_model_is_that_of_the_plain_one_on_the_same_rows() -> None:
+    results = run_ranks(affinity_on_rank, 4)
+    config = small("dlrm", synthetic={"num_rows": 1600, "num_multi_hot": 2})
+    model, data = plain(config), source(config)
+    model.load_state_dict(results[0][1])
+    # 1280 rows trained on, in batches of 16: 4 ranks together take 64 of every 320.
+    batches = [
+        batch
+        for i, batch in enumerate(data.batches("train", rank=0, world_size=1, batch_size=16))
+        if i % 20 < 4 and i < 80
+    ]
+    wanted = FeatureAffinity.collect(model.model, batches)
+    for affinity, _ in results:
+        assert affinity.num_samples == wanted.num_samples == 256
+        np.testing.assert_allclose(affinity.matrix, wanted.matrix, rtol=0, atol=1e-6)
+        assert (affinity.tables, affinity.pooling_factors) == (wanted.tables, wanted.pooling_factors)
+
+
+@pytest.mark.ranks
+def test_a_run_leaves_an_affinity_that_is_partitioned_without_its_checkpoint(tmp_path: Path) -> None:
+    settings = ["num_features=6", "num_groups=2", "rows_per_table=30", "num_rows=2000", "num_eval_rows=200"]
+    overrides = [f"data.synthetic.{setting}" for setting in settings]
+    overrides += ["topology.ranks_per_tower=1", "model.arch=dlrm", "train.batch_size=128", "train.affinity_rows=1024"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [*command, "-m", "dmt.training", "demo", *overrides, f"train.output_dir={tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    affinity = FeatureAffinity.load(tmp_path / "affinity.npz")
+    assert affinity.num_samples == 768  # of 1792 rows trained on: 7 batches per rank of 128, every second
+    assert [table.num_embeddings for table in affinity.tables] == [30] * 6
+    assert affinity.pooling_factors == (1.0,) * 6
+    # What the checkpoint gives: the traffic is measured after both, with one step more.
+    plain_affinity, _ = affinity_of_run(tmp_path, max_rows=1792)
+    assert plain_affinity.num_samples == 1792
+    whole = FeatureAffinity.collect(*plain_and_rows(tmp_path))
+    np.testing.assert_allclose(affinity.matrix, whole.matrix, rtol=0, atol=1e-6)
+
+
+def plain_and_rows(run: Path) -> tuple[Any, list[Any]]:
+    """The run's plain model, and the rows that its two ranks had."""
+    config = load_config(run / "checkpoint" / "config.toml")
+    task = plain(config)
+    load_plain(task, run / "checkpoint")
+    batches = source(config).batches("train", rank=0, world_size=1, batch_size=128)
+    return task.model, [batch for i, batch in enumerate(batches) if i % 4 < 2 and i < 12]

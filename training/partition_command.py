@@ -1,0 +1,156 @@
+"""The body of ``dmt partition``: what is read, written and printed. A saved affinity needs no TorchRec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dmt.errors import InputError
+from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, plot_affinity
+from dmt.partitioner.partitioner import Progress
+from dmt.partitioner.verdict import judge_balance, judge_meaning
+from dmt.partitioner.words import human_bytes
+
+__all__ = ["print_partition", "run_partition"]
+
+_SHOWN_FEATURES = 8
+_LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
+
+
+def run_partition(options: Mapping[str, Any], command: str) -> Partition:
+    """Does what ``dmt partition`` was asked for.
+
+    Args:
+        options: the command's options by name, with ``-`` as ``_``.
+        command: what the user typed; recorded in the plan.
+
+    Returns:
+        The partition, whose plan has been written.
+
+    Raises:
+        InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
+    """
+    if (options["checkpoint"] is None) == (options["affinity"] is None):
+        raise InputError("Give either --checkpoint RUN_DIR or --affinity FILE.npz.")
+    if options["affinity"] is not None and options["data"] is not None:
+        raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
+    # Made first: what is wrong with it shows before a model is loaded and run.
+    partitioner = TowerPartitioner(
+        num_towers=options["towers"],
+        strategy=options["strategy"],
+        balance_ratio=_balance_ratio(options["balance_ratio"]),
+        dims=options["dims"],
+        seed=options["seed"],
+        rules=_rules(options),
+        split_columns=options["split_columns"],
+        refine=options["refine"],
+    )
+    affinity = _affinity(options)
+    with _progress_bar() as progress:
+        found = _named(partitioner.partition(affinity, progress=progress), command)
+    out: Path = options["out"]
+    found.plan.save(out)
+    for other in found.alternatives:
+        other.plan.save(_beside(out, other.plan.strategy))
+    if options["picture"]:
+        plot_affinity(found.affinity, found.plan, options["picture"])
+    if options["report"]:
+        from dmt.partitioner import write_partition_report
+
+        write_partition_report(found, options["report"])
+    return found
+
+
+def print_partition(found: Partition, out: Path, report: Path | None) -> None:
+    """Prints the towers, what they are worth, and where they were written."""
+    console = Console(highlight=False)
+    weighed = found.loads[0].work is not None
+    table = Table("tower", "features", *(("elements/sample", "tables") if weighed else ()), "")
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for tower, load in zip(found.plan.towers, found.loads, strict=True):
+        names = " ".join(tower.features[:_SHOWN_FEATURES])
+        more = len(tower.features) - _SHOWN_FEATURES
+        weights = (f"{load.work:,.0f}", human_bytes(load.num_bytes or 0)) if weighed else ()
+        table.add_row(
+            tower.name, f"{load.num_features:,}", *weights, names + (f" and {more:,} more" if more > 0 else "")
+        )
+    console.print(table)
+    for note in found.notes:
+        console.print(f"[yellow]Note:[/] {note}")
+    for partition in found.every:
+        label = f"{partition.plan.strategy}: " if found.alternatives else ""
+        console.print(f"{label}{judge_meaning(partition).sentence}", markup=False)
+    console.print(judge_balance(found).sentence, markup=False)
+    console.print(f"Written to {out}.", markup=False)
+    for other in found.alternatives:
+        beside = _beside(out, other.plan.strategy)
+        console.print(
+            f"Also tried: {other.plan.strategy}, in {beside}. Only training tells which is better.", markup=False
+        )
+    if report is not None:
+        console.print(f"Report: {report / 'report.html'}", markup=False)
+
+
+def _affinity(options: Mapping[str, Any]) -> FeatureAffinity:
+    if options["affinity"] is not None:
+        return FeatureAffinity.load(options["affinity"])
+    from dmt.training.partition import affinity_of_run
+
+    affinity, _ = affinity_of_run(options["checkpoint"], data_path=options["data"])
+    if options["save_affinity"]:
+        affinity.save(options["save_affinity"])
+    return affinity
+
+
+def _rules(options: Mapping[str, Any]) -> PartitionRules:
+    rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
+    given = {name: options[name] for name in _LIMITS if options[name] is not None}
+    return replace(rules, **given)
+
+
+def _balance_ratio(text: str) -> float | None:
+    if text == "free":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise InputError(
+            f"--balance-ratio {text!r} must be a number of at least 1, or 'free' for towers of any size."
+        ) from error
+
+
+def _named(found: Partition, command: str) -> Partition:
+    others = tuple(replace(other, plan=replace(other.plan, command=command)) for other in found.alternatives)
+    return replace(found, plan=replace(found.plan, command=command), alternatives=others)
+
+
+def _beside(out: Path, strategy: str) -> Path:
+    return out.with_name(f"{out.stem}.{strategy}{out.suffix}")
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress | None]:
+    """A bar on a terminal; nothing in a log file."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("partitioning", total=1.0)
+        yield lambda stage, share: bar.update(task, description=stage, completed=share)
