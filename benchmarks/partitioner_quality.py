@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.partitioner import FeatureAffinity
-from dmt.partitioner.clustering import constrained_clusters, size_bounds
+from dmt.partitioner.clustering import constrained_clusters
 from dmt.partitioner.coordinates import distances, embed_distances
 
 __all__ = ["compare_clusters", "compare_stress", "low_rank_affinity", "main", "noise_affinity", "planted_affinity"]
@@ -116,7 +116,8 @@ def compare_clusters(points: Matrix, num_clusters: int, *, seed: int, balance_ra
     begin = time.perf_counter()
     labels = constrained_clusters(points, num_clusters, balance_ratio=balance_ratio, seed=seed)
     ours = time.perf_counter() - begin
-    smallest, largest = size_bounds(len(points), num_clusters, balance_ratio)
+    smallest = len(points) // num_clusters
+    largest = max(-(-len(points) // num_clusters), int(balance_ratio * smallest + 1e-9))
     solver = KMeansConstrained(num_clusters, size_min=smallest, size_max=largest, n_init=20, random_state=seed)
     # The package rounds distances to 1/1000; it is not to lose by that.
     scaled = points * (1000.0 / np.ptp(points, axis=0).max())

@@ -116,7 +116,7 @@ class TowerPlan:
         uncut = [feature for feature in self.column_splits if feature in known]
         if uncut:
             raise InputError(
-                f"The tower plan cuts the table of {_quote('feature', uncut)} into column shards "
+                f"The tower plan cuts the table of feature {uncut[0]!r} into column shards "
                 f"{shard_names(uncut[0], self.column_splits[uncut[0]])}, but the model has the whole table. Build the "
                 "model from plan.split_tables(tables), and give it dmt.columns.split_ids(ids, plan.column_splits)."
             )

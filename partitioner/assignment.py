@@ -43,6 +43,12 @@ class Bounds:
         """[P] features of each block: what it weighs in the objective."""
         return self.loads[0]
 
+    @property
+    def oversized(self) -> NDArray[np.bool_]:
+        """[R, P] blocks that alone are beyond what a tower may have, by more than rounding."""
+        scale = np.maximum(self.loads.sum(axis=1, keepdims=True), 1e-300)
+        return (self.loads - self.upper[:, None]) / scale > TOLERANCE
+
     def tower_loads(self, labels: Labels, num_towers: int) -> Floats:
         """[R, T] sums over the blocks of each tower."""
         return np.stack([np.bincount(labels, weights=row, minlength=num_towers) for row in self.loads])
@@ -160,6 +166,8 @@ def improve_repeatedly(
 def spread(bounds: Bounds, num_towers: int) -> Labels:
     """Blocks dealt out by load alone, largest first to the tower that stays fullest of room: a start that fits.
 
+    No tower stays empty where there are as many blocks as towers.
+
     Example:
         >>> loads = np.array([[1.0, 1.0, 1.0], [5.0, 4.0, 9.0]])
         >>> spread(Bounds(loads=loads, lower=np.zeros(2), upper=np.full(2, np.inf)), 2).tolist()
@@ -170,12 +178,17 @@ def spread(bounds: Bounds, num_towers: int) -> Labels:
     weight = share[limited].max(axis=0) if limited.any() else share.max(axis=0)
     labels = np.full(bounds.loads.shape[1], -1, dtype=np.int64)
     filled = np.zeros((len(share), num_towers))
-    for block in np.argsort(-weight, kind="stable"):
+    num_empty = num_towers
+    for number, block in enumerate(np.argsort(-weight, kind="stable")):
         after = (filled + share[:, block : block + 1]).max(axis=0)
         if bounds.apart is not None:
             # A tower with a block to be parted from comes last.
             after[np.unique(labels[bounds.apart[block] & (labels >= 0)])] += 1e6
+        if num_empty == len(labels) - number:
+            # Only as many blocks are left as towers without any.
+            after[filled[0] > 0] = np.inf
         labels[block] = tower = int(np.argmin(after))
+        num_empty -= int(filled[0, tower] == 0)
         filled[:, tower] += share[:, block]
     return labels
 

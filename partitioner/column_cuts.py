@@ -59,7 +59,10 @@ def choose_splits(
         pieces = {feature: _even_pieces(most[feature], wanted) for feature in most}
     else:
         for feature, spec in by_feature.items():
-            pieces[feature] = min(most[feature], max(1, int(np.ceil(spec.num_bytes / max_bytes))))
+            if spec.num_bytes > max_bytes:
+                # Whole steps of columns that a tower can hold; where not even one fits, the limit is refused later.
+                steps = max(1, int(max_bytes // (4 * STEP * spec.num_embeddings)))
+                pieces[feature] = -(-most[feature] // steps)
     missing = num_towers - (len(specs) - len(most)) - sum(pieces.values())
     if how == "largest":
         heap = [(-by_feature[f].num_bytes / pieces[f], f) for f in most if pieces[f] < most[f]]
@@ -101,7 +104,7 @@ def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...
 
 
 def _even_pieces(steps: int, wanted: int) -> int:
-    """The least number of equal pieces, ``wanted`` or more, of a width of so many steps; all single steps if none is."""
+    """The least number of equal pieces, ``wanted`` or more, of so many steps of width; else single steps."""
     return next((count for count in range(wanted, steps + 1) if steps % count == 0), steps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,11 @@ from numpy.typing import NDArray
 from dmt.errors import InputError
 from dmt.partitioner.assignment import Bounds, improve, improve_repeatedly, objective_of, spread
 from dmt.partitioner.clustering import search_clusters, squared_distances
-from dmt.partitioner.feasibility import Infeasible, solve_exactly
+from dmt.partitioner.feasibility import Infeasible, amount, solve_exactly
 
 __all__ = ["Grouping", "group_blocks"]
+
+NUM_STARTS, NUM_SHAKES = 60, 30
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -63,33 +66,71 @@ def group_blocks(
     """
     squared = squared_distances(points)
     wanted = np.square(distance) if refine else squared
-    for level, options in enumerate(levels):
-        found = []
-        for number, bounds in enumerate(options):
+    level = _first_level(squared, num_towers, levels)
+    options = levels[level]
+    found = []
+    for number, bounds in enumerate(options):
 
-            def report(share: float, number: int = number, count: int = len(options)) -> None:
-                if progress is not None:
-                    progress((number + share) / count)
+        def report(share: float, number: int = number) -> None:
+            if progress is not None:
+                progress((number + share) / len(options))
 
-            found.append((_best_start(points, squared, num_towers, bounds, seed=seed, progress=report), bounds))
-        held = [(labels, bounds) for labels, bounds in found if bounds.violation(labels, num_towers) == 0]
-        if not held and level == len(levels) - 1:
-            # Where wider limits come next, an exact search is not worth its time. The first set allows towers most.
-            held = [(_exact_start(squared, found[0][0], num_towers, options[0]), options[0])]
-        if held:
-            return _refined(held, wanted, num_towers, level=level, refine=refine, seed=seed)
-    raise AssertionError("the exact search of the last level finds an answer or says why there is none")
+        # The effort is shared among the options.
+        found.append(
+            search_clusters(
+                points,
+                squared,
+                num_clusters=num_towers,
+                bounds=bounds,
+                seed=seed,
+                num_starts=NUM_STARTS // len(options),
+                progress=report,
+            )
+        )
+    held = _held(squared, num_towers, list(zip(found, options, strict=True)))
+    shakes = NUM_SHAKES // len(held) if refine else 0
+    return _refined(held, wanted, num_towers, level=level, num_shakes=shakes, seed=seed)
+
+
+def _first_level(squared: Floats, num_towers: int, levels: Sequence[Sequence[Bounds]]) -> int:
+    """The strictest level that a start by load alone ends in; the last if there is none."""
+
+    def holds(options: Sequence[Bounds]) -> bool:
+        return any(_by_load(squared, num_towers, bounds) is not None for bounds in options)
+
+    # Each level allows more than the one before, so halving finds the first that holds.
+    return bisect_left(levels[:-1], True, key=holds)
+
+
+def _by_load(squared: Floats, num_towers: int, bounds: Bounds) -> Labels | None:
+    """A grouping within the limits that begins with towers of equal load; None if that ends outside of them."""
+    # Held limits are never given up: a start that fits ends with towers that fit.
+    labels = improve(squared, spread(bounds, num_towers), num_towers, bounds)
+    return labels if bounds.violation(labels, num_towers) == 0 else None
+
+
+def _held(squared: Floats, num_towers: int, found: Sequence[tuple[Labels, Bounds]]) -> list[tuple[Labels, Bounds]]:
+    """The groupings that hold their limits; where none does, one from equal loads or from an exact search."""
+    held = [(labels, bounds) for labels, bounds in found if bounds.violation(labels, num_towers) == 0]
+    if held:
+        return held
+    by_load = [(_by_load(squared, num_towers, bounds), bounds) for _, bounds in found]
+    held = [(labels, bounds) for labels, bounds in by_load if labels is not None]
+    return held or [_exact_start(squared, found, num_towers)]
 
 
 def _refined(
-    held: Sequence[tuple[Labels, Bounds]], wanted: Floats, num_towers: int, *, level: int, refine: bool, seed: int
+    held: Sequence[tuple[Labels, Bounds]], wanted: Floats, num_towers: int, *, level: int, num_shakes: int, seed: int
 ) -> Grouping:
+    """The best of the groupings on the wanted distances, each improved there if there are shakes to make."""
     best: Grouping | None = None
     least = np.inf
     for labels, bounds in held:
-        refined = (
-            improve_repeatedly(wanted, labels, num_towers=num_towers, bounds=bounds, seed=seed) if refine else labels
-        )
+        refined = labels
+        if num_shakes:
+            refined = improve_repeatedly(
+                wanted, labels, num_towers=num_towers, bounds=bounds, seed=seed, max_shakes=num_shakes
+            )
         value = objective_of(wanted, bounds.weights, refined)
         # Better by more than rounding, so that ties fall the same way everywhere.
         if best is None or value < least * (1.0 - 1e-9):
@@ -99,35 +140,22 @@ def _refined(
     return best
 
 
-def _best_start(
-    points: Floats,
-    squared: Floats,
-    num_towers: int,
-    bounds: Bounds,
-    *,
-    seed: int,
-    progress: Callable[[float], None],
-) -> Labels:
-    """The best grouping of the points; one that breaks limits only if none was found that holds them."""
-    best = search_clusters(points, squared, num_clusters=num_towers, bounds=bounds, seed=seed, progress=progress)
-    if bounds.violation(best, num_towers) > 0:
-        # Held limits are never given up: a start that fits by load alone ends with towers that fit.
-        fitting = improve(squared, spread(bounds, num_towers), num_towers, bounds)
-        if bounds.violation(fitting, num_towers) == 0:
-            return fitting
-    return best
-
-
-def _exact_start(squared: Floats, closest: Labels, num_towers: int, bounds: Bounds) -> Labels:
-    """A grouping by integer programming, improved; raises `InputError` when there is none."""
-    member = np.zeros((num_towers, len(closest)))
-    member[closest, np.arange(len(closest))] = bounds.weights
-    cost = (member @ squared / member.sum(axis=1, keepdims=True)).T
-    try:
-        found = solve_exactly(cost * bounds.weights[:, None], bounds)
-    except Infeasible as error:
-        raise InputError(f"TowerPartitioner: {error} {_worst(closest, num_towers, bounds)}") from error
-    return improve(squared, found, num_towers, bounds)
+def _exact_start(squared: Floats, found: Sequence[tuple[Labels, Bounds]], num_towers: int) -> tuple[Labels, Bounds]:
+    """A grouping by integer programming, improved, for the first limits that have one; `InputError` when none has."""
+    reasons = []
+    for closest, bounds in found:
+        member = np.zeros((num_towers, len(closest)))
+        member[closest, np.arange(len(closest))] = bounds.weights
+        cost = (member @ squared / member.sum(axis=1, keepdims=True)).T
+        try:
+            exact = solve_exactly(cost * bounds.weights[:, None], bounds)
+        except Infeasible as error:
+            reasons.append(error)
+        else:
+            return improve(squared, exact, num_towers, bounds), bounds
+    # The first set of limits is that with the largest towers.
+    closest, bounds = found[0]
+    raise InputError(f"TowerPartitioner: {reasons[0]} {_worst(closest, num_towers, bounds)}") from reasons[0]
 
 
 def _worst(labels: Labels, num_towers: int, bounds: Bounds) -> str:
@@ -136,9 +164,9 @@ def _worst(labels: Labels, num_towers: int, bounds: Bounds) -> str:
     broken = []
     for name, row, lower, upper in zip(("features", "work", "bytes"), loads, bounds.lower, bounds.upper, strict=True):
         if row.max() > upper:
-            broken.append(f"a tower with {row.max():,.0f} {name} where the limit is {upper:,.0f}")
+            broken.append(f"a tower with {amount(row.max())} {name} where the limit is {amount(upper)}")
         if row.min() < lower:
-            broken.append(f"a tower with {row.min():,.0f} {name} where at least {lower:,.0f} are due")
+            broken.append(f"a tower with {amount(row.min())} {name} where at least {amount(lower)} are due")
     if bounds.apart is not None and (bounds.apart & (labels[:, None] == labels[None, :])).any():
         broken.append("a tower with features that are to be apart")
     return (

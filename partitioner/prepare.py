@@ -150,7 +150,13 @@ def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> d
     # What is limited is what counts; otherwise the number of features.
     resource = 2 if np.isfinite(upper[2]) else 1 if np.isfinite(upper[1]) else 0
     loads = {name: blocks.loads.sum(axis=1) for name, blocks in owned.items()}
-    counts = {name: max(1, int(np.ceil((load[1:] / upper[1:]).max() - 1e-9))) for name, load in loads.items()}
+    # A limit is 0 where nothing has any work; a category has no more towers than blocks, whatever it needs, and what is
+    # too large for a tower is refused by name later.
+    limits = np.maximum(upper[1:], 1e-300)
+    counts = {
+        name: min(len(owned[name].names), max(1, int(np.ceil((load[1:] / limits).max() - 1e-9))))
+        for name, load in loads.items()
+    }
     if sum(counts.values()) > num_towers:
         needs = ", ".join(f"{name!r} {count}" for name, count in counts.items())
         raise InputError(
@@ -165,5 +171,6 @@ def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> d
                 f"{ {name: len(blocks.names) for name, blocks in owned.items()} } features or shared tables. Use fewer "
                 "towers."
             )
-        counts[max(open_to, key=lambda name: loads[name][resource] / counts[name])] += 1
+        # By features where the resource says nothing, such as the work of features that are never there.
+        counts[max(open_to, key=lambda name: tuple(loads[name][[resource, 0]] / counts[name]))] += 1
     return counts

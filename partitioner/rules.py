@@ -68,20 +68,34 @@ class PartitionRules:
                 )
         if self.max_tower_bytes is not None and not (_is_number(self.max_tower_bytes) and self.max_tower_bytes > 0):
             raise InputError(f"Partition rules: max_tower_bytes={self.max_tower_bytes!r} must be a positive number.")
-        for name, groups in (
-            ("categories", self.categories.values()),
-            ("together", self.together),
-            ("apart", self.apart),
-        ):
-            for group in groups:
-                if isinstance(group, str) or not all(isinstance(pattern, str) for pattern in group):
-                    raise InputError(f"Partition rules: {name} holds {group!r}; expected a list of feature names.")
+        self._check_kinds()
         for feature, factor in self.pooling_factors.items():
             if not (_is_number(factor) and np.isfinite(factor) and factor >= 0):
                 raise InputError(
                     f"Partition rules: pooling_factors[{feature!r}]={factor!r} must be a finite number, 0 or more."
                 )
         self._check_tower_counts()
+
+    def _check_kinds(self) -> None:
+        for name in ("categories", "towers_per_category", "pooling_factors"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+                raise InputError(f"Partition rules: {name}={value!r} must be a dict whose keys are names.")
+        for name in ("together", "apart"):
+            value = getattr(self, name)
+            if not _is_list(value):
+                raise InputError(f"Partition rules: {name}={value!r} must be a list of lists of feature names.")
+        for name, groups in (
+            ("categories", self.categories.values()),
+            ("together", self.together),
+            ("apart", self.apart),
+        ):
+            for group in groups:
+                if not _is_list(group) or not all(isinstance(pattern, str) for pattern in group):
+                    raise InputError(f"Partition rules: {name} holds {group!r}; expected a list of feature names.")
+        empty = [category for category, patterns in self.categories.items() if not patterns]
+        if empty:
+            raise InputError(f"Partition rules: category {empty[0]!r} has no feature. Name some, or drop it.")
 
     def _check_tower_counts(self) -> None:
         for category, count in self.towers_per_category.items():
@@ -112,6 +126,7 @@ class PartitionRules:
         Raises:
             InputError: a name or pattern matches no feature, or a feature is in no category, or in two.
         """
+        known = set(features)
         rules = replace(
             self,
             categories={
@@ -121,7 +136,8 @@ class PartitionRules:
             apart=[_matched(patterns, features, "apart") for patterns in self.apart],
             pooling_factors={
                 feature: factor
-                for pattern, factor in self.pooling_factors.items()
+                # Names last: they say more than patterns.
+                for pattern, factor in sorted(self.pooling_factors.items(), key=lambda item: item[0] in known)
                 for feature in _matched([pattern], features, "pooling_factors")
             },
         )
@@ -178,13 +194,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tuple[str, ...]:
     """The features that one of the patterns names or matches, in their own order."""
     known = set(features)
     matched: set[str] = set()
     for pattern in patterns:
-        # A name may hold the characters of a pattern; it is taken as a name first.
-        found = {pattern} if pattern in known else {name for name in features if fnmatchcase(name, pattern)}
+        # A name may hold the characters of a pattern; it is taken as a name first. Brackets are never a pattern.
+        glob = pattern.replace("[", "[[]")
+        found = {pattern} if pattern in known else {name for name in features if fnmatchcase(name, glob)}
         if not found:
             raise InputError(
                 f"Partition rules: {where} has {pattern!r}, which matches none of the {len(features)} features."

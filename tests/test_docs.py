@@ -1,8 +1,9 @@
 """The pages of docs/ are true: links resolve, code blocks run, commands parse, samples read, the key table is current.
 
 Fenced blocks say what becomes of them: ``python run`` is executed (with ``>>>``: as a doctest), ``python ranks`` is
-executed on two gloo ranks, blocks of one page sharing their names; ``toml`` must load as a configuration; ``text
-sample=NAME`` is a data file that the ``toml`` block naming it reads; ``bash`` lines must parse.
+executed on two gloo ranks, blocks of one page sharing their names; ``toml`` must load as a configuration, ``toml
+rules`` as partition rules; ``text sample=NAME`` is a data file that the ``toml`` block naming it reads; ``bash`` lines
+must parse.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def test_the_map_names_every_page() -> None:
 
 
 def test_every_block_says_what_becomes_of_it() -> None:
-    known = {"python": ("run", "ranks"), "toml": ("",), "bash": ("",), "text": ("", "sample=")}
+    known = {"python": ("run", "ranks"), "toml": ("", "rules"), "bash": ("",), "text": ("", "sample=")}
     assert len(BLOCKS) > 20, "the pages have lost their code blocks, or the pattern no longer finds them"
     for block in BLOCKS:
         start = block.mark.partition("=")[0] + ("=" if "=" in block.mark else "")
@@ -116,7 +117,15 @@ def test_python_blocks_run_on_ranks(page: Path, tmp_path: Path) -> None:
     assert min(run_ranks(blocks_on_rank, 2, code, str(tmp_path))) > 2, "the blocks define nothing"
 
 
-@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.page.name)
+@pytest.mark.parametrize("block", blocks("toml", "rules"), ids=lambda block: block.page.name)
+def test_partition_rules_load(block: Block, tmp_path: Path) -> None:
+    from dmt.partitioner import PartitionRules
+
+    (tmp_path / "rules.toml").write_text(block.text)
+    PartitionRules.load(tmp_path / "rules.toml")
+
+
+@pytest.mark.parametrize("block", [b for b in blocks("toml") if not b.mark], ids=lambda block: block.page.name)
 def test_configurations_load(block: Block, tmp_path: Path) -> None:
     from dmt.training.config import load_config
 

@@ -33,6 +33,7 @@ def file_tree() -> str:
             lines.append(f"  {name:<26}{_summary(path)}")
     for folder, text in (
         ("examples/", "scripts of 30-80 lines that show one thing each"),
+        ("benchmarks/", "scripts that measure, and their records in results/; not installed"),
         ("tests/", "mirrors the folders above; ranks.py starts gloo ranks, parity.py is the oracle"),
         ("docs/", "the pages a user reads"),
         ("requirements/", "the lock of exact versions"),

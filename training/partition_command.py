@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +41,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         raise InputError("Give either --checkpoint RUN_DIR or --affinity FILE.npz.")
     if options["affinity"] is not None and options["data"] is not None:
         raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
+    _check_outputs(options)
     # Made first: what is wrong with it shows before a model is loaded and run.
     partitioner = TowerPartitioner(
         num_towers=options["towers"],
@@ -52,6 +54,8 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         refine=options["refine"],
     )
     affinity = _affinity(options)
+    if options["save_affinity"]:
+        affinity.save(options["save_affinity"])
     with _progress_bar() as progress:
         found = _named(partitioner.partition(affinity, progress=progress), command)
     out: Path = options["out"]
@@ -98,14 +102,30 @@ def print_partition(found: Partition, out: Path, report: Path | None) -> None:
         console.print(f"Report: {report / 'report.html'}", markup=False)
 
 
+def _check_outputs(options: Mapping[str, Any]) -> None:
+    """Raises `InputError` for an output that cannot be written: a large partition takes minutes."""
+    for name in ("out", "report", "picture", "save_affinity"):
+        path: Path | None = options[name]
+        if path is None:
+            continue
+        option = f"--{name.replace('_', '-')} {str(path)!r}"
+        try:
+            folder = path if name == "report" else path.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise InputError(f"{option} cannot be written: {error.strerror}.") from error
+        if name != "report" and path.is_dir():
+            raise InputError(f"{option} cannot be written: it is a folder. Name a file in it.")
+
+
 def _affinity(options: Mapping[str, Any]) -> FeatureAffinity:
     if options["affinity"] is not None:
         return FeatureAffinity.load(options["affinity"])
     from dmt.training.partition import affinity_of_run
 
     affinity, _ = affinity_of_run(options["checkpoint"], data_path=options["data"])
-    if options["save_affinity"]:
-        affinity.save(options["save_affinity"])
     return affinity
 
 

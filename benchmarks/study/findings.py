@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.study.runs import ARCHS, CONTROL_ARMS, LEARNED_ARMS, Run, affinity_of_pairs
-from benchmarks.study.statistics import compare_arms, holm, mean_correlation, mean_rand_index
+from benchmarks.study.statistics import compare_arms, holm, mean_correlation, mean_rand_index, pair_effects
 from benchmarks.study.trials import STUDY_SETS
 from dmt.partitioner import TowerPartitioner
 
-__all__ = ["Records", "auc_by_seed", "control_findings", "main_findings", "stability_findings"]
+__all__ = ["Records", "auc_by_seed", "control_findings", "main_findings", "pair_findings", "stability_findings"]
 
 Records = Mapping[Run, Mapping[str, Any]]
 """What `benchmarks.study.runs.Study.train` returns."""
@@ -51,6 +51,24 @@ def _compared(records: Records, pairs: Sequence[tuple[str, str]]) -> list[dict[s
     for test in ("mann_whitney_p", "wilcoxon_p"):
         for row, adjusted in zip(found, holm([row[test] for row in found]), strict=True):
             row[f"{test}_holm"] = adjusted
+    return found
+
+
+def pair_findings(records: Records, *, most: int = 3) -> list[dict[str, Any]]:
+    """For every data set and arch the pairs of features that matter most for the AUC less that of strided towers.
+
+    Of all towers that were made anew for each seed; see `pair_effects`.
+    """
+    found = []
+    for dataset, arch in _models(records):
+        baseline = auc_by_seed(records, dataset, arch, "strided")
+        runs = [
+            (record["towers"], record["auc"] - baseline[run.seed])
+            for run, record in sorted(records.items())
+            if (run.dataset, run.arch) == (dataset, arch) and run.arm in ("random", *LEARNED_ARMS)
+        ]
+        effects = pair_effects([towers for towers, _ in runs], [difference for _, difference in runs])
+        found += [{"dataset": dataset, "arch": arch, "num_pairs": len(effects)} | row for row in effects[:most]]
     return found
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study.findings import Records, auc_by_seed, control_findings, main_findings, stability_findings
+from benchmarks.study.findings import (
+    Records,
+    auc_by_seed,
+    control_findings,
+    main_findings,
+    pair_findings,
+    stability_findings,
+)
 from benchmarks.study.runs import ARCHS, CONTROL_ARMS, LEARNED_ARMS
 from benchmarks.study.trials import STUDY_SETS
 
@@ -40,18 +47,22 @@ def write_study(records: Records, out: Path, *, stem: str, about: Mapping[str, A
     Returns:
         The paths.
     """
-    main, control, stability = main_findings(records), control_findings(records), stability_findings(records)
+    found = {
+        "comparisons": main_findings(records),
+        "controls": control_findings(records),
+        "pairs": pair_findings(records),
+        "stability": stability_findings(records),
+    }
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"{stem}.{suffix}" for suffix in ("json", "md", "png")]
     # The affinities of each seed's flat model are kept in the progress file only: they are most of its size.
     runs = [
         {name: value for name, value in r.items() if name not in ("affinity", "settings")} for r in records.values()
     ]
-    document = {"about": about, "comparisons": main, "controls": control, "stability": stability}
-    head = json.dumps(document, indent=1)
+    head = json.dumps({"about": about, **found}, indent=1)
     lines = ",\n  ".join(json.dumps(run) for run in runs)
     paths[0].write_text(f'{head[:-2]},\n "runs": [\n  {lines}\n ]\n}}\n')
-    paths[1].write_text(_page(main, control, stability, stem=stem, about=about))
+    paths[1].write_text(_page(found, stem=stem, about=about))
     plot_arms(records, paths[2])
     return paths
 
@@ -69,14 +80,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _page(
-    main: Sequence[Mapping[str, Any]],
-    control: Sequence[Mapping[str, Any]],
-    stability: Sequence[Mapping[str, Any]],
-    *,
-    stem: str,
-    about: Mapping[str, Any],
-) -> str:
+def _page(found: Mapping[str, Sequence[Mapping[str, Any]]], *, stem: str, about: Mapping[str, Any]) -> str:
+    main, stability = found["comparisons"], found["stability"]
     facts = "\n".join(f"- {name}: {_fact(value)}" for name, value in about.items())
     return f"""# Do learned towers train better than naive ones?
 
@@ -95,7 +100,15 @@ difference in standard deviations over seeds. p-values are two-sided; in bracket
 
 ![test AUC of every run]({stem}.png)
 
-{_control_section(control)}## How stable the learned towers are
+{_control_section(found["controls"])}## Which pairs of features matter
+
+A look back, not a test planned beforehand: over all towers that were made anew for each seed, the AUC less that of the
+seed's strided towers, where a pair of features shares a tower and where it does not. The three pairs of each model with
+the smallest Mann-Whitney p; in brackets after Holm's correction over all pairs of the model.
+
+{_pair_table(found["pairs"])}
+
+## How stable the learned towers are
 
 Correlation: of the affinities of two seeds' flat models, mean over pairs of seeds. Rand index (adjusted; 1 equal, 0 as
 by chance): of the towers of two seeds, mean over pairs of seeds; and of the towers learned from the mean affinity of
@@ -149,6 +162,24 @@ def _comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['num_better']} of {row['num_seeds']}",
                 f"{row['effect']:+.1f}",
                 *(_p_values(row, test) for test in ("mann_whitney_p", "wilcoxon_p")),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _pair_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    return markdown_table(
+        ["data", "model", "features", "runs together, apart", "AUC together", "AUC apart", "p"],
+        [
+            [
+                row["dataset"],
+                f"DMT-{row['arch'].upper()}",
+                " + ".join(row["features"]),
+                f"{row['num_together']}, {row['num_apart']}",
+                f"{row['median_together']:+.4f}",
+                f"{row['median_apart']:+.4f}",
+                _p_values(row, "p"),
             ]
             for row in rows
         ],

@@ -18,7 +18,7 @@ from sklearn.metrics import adjusted_rand_score
 
 from dmt.errors import InputError
 
-__all__ = ["Comparison", "compare_arms", "holm", "mean_correlation", "mean_rand_index"]
+__all__ = ["Comparison", "compare_arms", "holm", "mean_correlation", "mean_rand_index", "pair_effects"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,49 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty(count)
     adjusted[order] = np.maximum.accumulate(np.asarray(p_values)[order] * np.arange(count, 0, -1))
     return [float(p) for p in np.minimum(adjusted, 1.0)]
+
+
+def pair_effects(
+    plans: Sequence[Sequence[Sequence[str]]], differences: Sequence[float], *, at_least: int = 3
+) -> list[dict[str, Any]]:
+    """For each pair of features: do plans that put both into one tower train better or worse than those that do not?
+
+    A look back at what was measured, not a test planned beforehand: where it says something, repeat it on new seeds.
+
+    Args:
+        plans: for each run, its towers' features.
+        differences: for each run, its AUC less that of the baseline.
+        at_least: runs there must be of either kind, for a pair to be looked at.
+
+    Returns:
+        The pairs, smallest p first: features, number of runs with both in one tower and apart, median difference of
+        each, Mann-Whitney p, and that after Holm's correction over all these pairs.
+
+    Example:
+        >>> together, apart = [["a", "b"], ["c", "d"]], [["a", "c"], ["b", "d"]]
+        >>> found = pair_effects([together] * 3 + [apart] * 3, [0.4, 0.5, 0.6, 0.1, 0.2, 0.3])[0]
+        >>> found["features"], found["num_together"], found["median_together"], found["p"]
+        (['a', 'b'], 3, 0.5, 0.1)
+    """
+    values = np.asarray(differences)
+    found: list[dict[str, Any]] = []
+    for pair in combinations(sorted(name for tower in plans[0] for name in tower), 2):
+        same = np.array([any(set(pair) <= set(tower) for tower in plan) for plan in plans])
+        if min(same.sum(), (~same).sum()) < at_least:
+            continue
+        found.append(
+            {
+                "features": list(pair),
+                "num_together": int(same.sum()),
+                "num_apart": int((~same).sum()),
+                "median_together": float(np.median(values[same])),
+                "median_apart": float(np.median(values[~same])),
+                "p": float(mannwhitneyu(values[same], values[~same]).pvalue),
+            }
+        )
+    for row, adjusted in zip(found, holm([row["p"] for row in found]), strict=True):
+        row["p_holm"] = adjusted
+    return sorted(found, key=lambda row: row["p"])
 
 
 def mean_rand_index(plans: Sequence[Sequence[Sequence[str]]]) -> float:

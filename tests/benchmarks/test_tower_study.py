@@ -7,7 +7,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from benchmarks.study.statistics import compare_arms, holm, mean_correlation, mean_rand_index
+from benchmarks.study.statistics import compare_arms, holm, mean_correlation, mean_rand_index, pair_effects
 from dmt.errors import InputError
 
 ARM = {0: 0.7712, 1: 0.7733, 2: 0.7721, 3: 0.7705, 4: 0.7740, 5: 0.7729}
@@ -92,3 +92,16 @@ def test_rand_index_of_equal_opposite_and_three_partitions() -> None:
 def test_correlation_is_the_mean_over_pairs() -> None:
     up, down = [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]
     assert mean_correlation([up, up, down]) == pytest.approx((1 - 1 - 1) / 3)
+
+
+def test_the_pair_that_matters_comes_first_and_rare_pairs_are_left_out() -> None:
+    rng = np.random.default_rng(0)
+    plans = [rng.permutation(list("abcdef")).reshape(3, 2).tolist() for _ in range(60)]
+    together = [any({"a", "b"} == set(tower) for tower in plan) for plan in plans]
+    found = pair_effects(plans, rng.normal(scale=0.1, size=60) + together)
+    assert found[0]["features"] == ["a", "b"]
+    assert found[0]["median_together"] - found[0]["median_apart"] == pytest.approx(1.0, abs=0.15)
+    assert found[0]["num_together"] == sum(together)
+    assert found[0]["p_holm"] == pytest.approx(found[0]["p"] * 15)
+    assert found[1]["p_holm"] > 0.05
+    assert pair_effects(plans, [0.0] * 60, at_least=31) == []

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
 from dmt.partitioner import FeatureAffinity
+from dmt.tables import TableSpec
 from dmt.training.cli import main
 from dmt.training.demo import demo_settings
 
@@ -73,6 +74,72 @@ def test_partition_of_a_saved_affinity(affinity: Path, tmp_path: Path) -> None:
     assert json.loads(as_json.output)["towers"][0]["features"] == ["a", "c", "e"]
 
 
+def test_both_strategies_with_rules_and_a_report(tmp_path: Path) -> None:
+    names = [f"{kind}_{i}" for kind in ("user", "item") for i in range(4)]
+    tables = tuple(
+        TableSpec(name=f"t_{name}", num_embeddings=10 ** (i % 4 + 1), embedding_dim=8, feature_names=(name,))
+        for i, name in enumerate(names)
+    )
+    matrix = np.random.default_rng(0).random((8, 8))
+    matrix = (matrix + matrix.T) / 2
+    affinity = FeatureAffinity(matrix=matrix, features=names, tables=tables, pooling_factors=(1.0, 9.0) * 4)
+    affinity.save(tmp_path / "affinity.npz")
+    (tmp_path / "rules.toml").write_text(
+        'apart = [["user_0", "user_1"]]\n[categories]\nuser = ["user_*"]\nitem = ["item_*"]\n'
+    )
+    out, report = tmp_path / "new" / "towers.json", tmp_path / "report"
+    inputs = ["--affinity", str(tmp_path / "affinity.npz"), "--rules", str(tmp_path / "rules.toml"), "--towers", "4"]
+    limits = ["--max-work-ratio", "1.9", "--balance-ratio", "free"]
+    result = dmt("partition", *inputs, *limits, "--strategy", "both", "--out", str(out), "--report", str(report))
+    assert result.exit_code == 0, result.output
+    chosen = TowerPlan.load(out)
+    other = TowerPlan.load(
+        out.with_name("towers.diverse.json" if chosen.strategy == "coherent" else "towers.coherent.json")
+    )
+    assert {chosen.strategy, other.strategy} == {"coherent", "diverse"}
+    for plan in (chosen, other):
+        assert [tower.name for tower in plan.towers] == ["user_0", "user_1", "item_0", "item_1"]
+        assert all(feature.startswith(tower.name[:4]) for tower in plan.towers for feature in tower.features)
+        assert not any({"user_0", "user_1"} <= set(tower.features) for tower in plan.towers)
+        assert plan.tables == tables
+        assert plan.command.startswith("dmt ")
+    printed = " ".join(result.output.split())
+    assert "coherent: The towers put together features that resemble each other" in printed
+    assert "Only training tells which is better" in printed
+    assert "elements/sample" in printed
+    page = (report / "report.html").read_text()
+    assert "towers.json" not in page or "not recorded" not in page
+    assert (report / "balance.png").exists()
+
+
+def test_more_towers_than_features_by_cutting_tables(tmp_path: Path) -> None:
+    tables = [
+        TableSpec(name=n, num_embeddings=10 + i, embedding_dim=16, feature_names=(n,)) for i, n in enumerate("abc")
+    ]
+    FeatureAffinity(matrix=np.eye(3), features=list("abc"), tables=tuple(tables)).save(tmp_path / "affinity.npz")
+    out = tmp_path / "towers.json"
+    arguments = ["partition", "--affinity", str(tmp_path / "affinity.npz"), "--towers", "5", "--out", str(out)]
+    refused = dmt(*arguments)
+    assert refused.exit_code == 2
+    assert "num_towers=5 exceeds the 3 features to place" in " ".join(refused.output.split())
+    result = dmt(*arguments, "--split-columns", "largest")
+    assert result.exit_code == 0, result.output
+    plan = TowerPlan.load(out)
+    assert sorted(plan.features) == ["a", "b[0:8]", "b[8:16]", "c[0:8]", "c[8:16]"]
+    assert plan.column_splits == {"b": (8, 8), "c": (8, 8)}
+
+
+def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for option in ("--report", "--picture", "--save-affinity"):
+        place = tmp_path / "file" / "x.png"
+        source = ["--affinity", str(affinity), "--towers", "2", "--out", str(tmp_path / "towers.json")]
+        result = dmt("partition", *source, option, str(place))
+        assert result.exit_code == 2, result.output
+        assert f"{option} {str(place)!r} cannot be written" in " ".join(result.output.split())
+        assert not (tmp_path / "towers.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -88,6 +155,17 @@ def test_partition_of_a_saved_affinity(affinity: Path, tmp_path: Path) -> None:
         (["demo", "train.batch_size=1000000"], "1000000 training rows, fewer than one step takes: 4 ranks x"),
         (["demo", "data.synthetic.num_dense=0"], "The data has no dense column"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--data", "x"], "--data goes with --checkpoint"),
+        (
+            ["partition", "--towers", "2", "--affinity", "a.npz", "--balance-ratio", "fre"],
+            "--balance-ratio 'fre' must be",
+        ),
+        (["partition", "--towers", "2", "--affinity", "a.npz", "--strategy", "bth"], "Did you mean 'both'?"),
+        (["partition", "--towers", "2", "--affinity", "a.npz", "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
+        (["partition", "--towers", "0", "--affinity", "a.npz"], "num_towers=0 must be a whole number"),
+        (
+            ["partition", "--towers", "2", "--affinity", "a.npz", "--max-tower-bytes", "-1"],
+            "max_tower_bytes=-1.0 must be",
+        ),
         (["nonsense"], "No such command 'nonsense'"),
     ],
 )
