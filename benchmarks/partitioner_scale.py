@@ -32,18 +32,19 @@ SIZES = ((26, 8), (100, 16), (500, 32), (1000, 64), (2000, 128), (4000, 256))
 STAGES = ("fit", "embed", "cluster")
 
 
-def planted(num_features: int, num_groups: int, *, seed: int = 0) -> FeatureAffinity:
-    """An affinity with as many groups as towers: 0.8 within, 0.1 between, noise of 0.1.
+def planted(num_features: int, num_groups: int, *, seed: int = 0) -> tuple[FeatureAffinity, dict[str, int]]:
+    """An affinity with as many groups as towers, and the groups: 0.8 within, 0.1 between, noise of 0.1.
 
     Example:
-        >>> planted(26, 8).num_features
+        >>> planted(26, 8)[0].num_features
         26
     """
     rng = np.random.default_rng(seed)
     group = rng.permutation(np.arange(num_features) % num_groups)
     matrix = np.where(group[:, None] == group, 0.8, 0.1) + rng.normal(0, 0.1, (num_features, num_features))
     matrix = np.clip((matrix + matrix.T) / 2, 0, 1)
-    return FeatureAffinity(matrix=matrix, features=tuple(f"f{i:04d}" for i in range(num_features)))
+    names = tuple(f"f{i:04d}" for i in range(num_features))
+    return FeatureAffinity(matrix=matrix, features=names), dict(zip(names, group.tolist(), strict=True))
 
 
 def _peak_mib() -> float:
@@ -63,10 +64,14 @@ def measure(num_features: int, num_towers: int, *, repeats: int) -> dict[str, An
     The memory is read after the ``fit``s and before the stages are run on their own. The first ``fit`` of a process
     also loads torch and the solver, so one of 8 features goes before it.
     """
-    TowerPartitioner(num_towers=2).fit(planted(8, 2))
-    affinity = planted(num_features, num_towers)
+    from sklearn.metrics import adjusted_rand_score
+
+    TowerPartitioner(num_towers=2).fit(planted(8, 2)[0])
+    affinity, groups = planted(num_features, num_towers)
     before = _peak_mib()
-    fits = [_timed(lambda: TowerPartitioner(num_towers=num_towers).fit(affinity))[0] for _ in range(repeats)]
+    fits = [_timed(lambda: TowerPartitioner(num_towers=num_towers).fit(affinity)) for _ in range(repeats)]
+    plan = fits[0][1]
+    placed = [(groups[name], tower) for tower, names in enumerate(plan.to_lists()) for name in names]
     peak = _peak_mib()
     distance = distances(affinity.matrix, "coherent")
     embeds = [_timed(lambda: embed_distances(distance)) for _ in range(repeats)]
@@ -76,10 +81,12 @@ def measure(num_features: int, num_towers: int, *, repeats: int) -> dict[str, An
         "features": num_features,
         "towers": num_towers,
         "repeats": repeats,
-        "fit": statistics.median(fits),
+        "fit": statistics.median(seconds for seconds, _ in fits),
         "embed": statistics.median(seconds for seconds, _ in embeds),
         "cluster": statistics.median(clusters),
         "normalized_stress": embeds[0][1].normalized_stress,
+        "rand_index": adjusted_rand_score(*zip(*placed, strict=True)),
+        "num_refined": plan.affinity["num_refined"],
         "peak_mib": peak,
         "before_mib": before,
     }

@@ -87,7 +87,7 @@ def split_ids(ids: KeyedJaggedTensor, splits: Splits) -> KeyedJaggedTensor:
         splits: as for `split_tables`.
 
     Raises:
-        InputError: a feature to cut is not among the keys.
+        InputError: a feature to cut is not among the keys, or each feature has a batch size of its own.
 
     Example:
         >>> import torch
@@ -103,6 +103,8 @@ def split_ids(ids: KeyedJaggedTensor, splits: Splits) -> KeyedJaggedTensor:
     unknown = [feature for feature in splits if feature not in keys]
     if unknown:
         raise InputError(f"Feature {unknown[0]!r} is to be cut into column shards but is not among the ids' keys.")
+    if ids.variable_stride_per_key():
+        raise InputError("split_ids: the features differ in batch size (stride_per_key); ids must have one for all.")
     order = [i for i, key in enumerate(keys) for _ in range(len(splits.get(key, (0,))))]
     names = [name for key in keys for name in (shard_names(key, splits[key]) if key in splits else [key])]
     repeated = ids.permute(order)

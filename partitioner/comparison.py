@@ -68,8 +68,9 @@ def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, *, seed: int = 0)
         within=within,
         between=between,
         within_strided=strided,
-        within_random=float(np.mean(known)) if known else None,
-        std_random=float(np.std(known)) if known else None,
+        # Rounded like the means: where all assignments are alike, the deviation is 0 and not rounding.
+        within_random=round(float(np.mean(known)), 12) if known else None,
+        std_random=round(float(np.std(known)), 12) if known else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,15 +29,27 @@ NAMES = (("a",), ("b",), ("c",))
     [
         (NAMES, THREE, FREE, 4, r"num_towers=4 exceeds the 3 features to place, and no tower may be empty\. Use fewer"),
         ((("a", "b"), ("c",)), [[2, 1], [0, 0], [0, 0]], FREE, 3, r"num_towers=3 exceeds the 2 tables \(shared tables"),
-        (NAMES, THREE, (3.0, 7.5, np.inf), 2, r"feature 'b' needs 8 work, .* may have 7\.5 at most\. Raise max_work_rat"),
-        (NAMES, THREE, (3.0, np.inf, 4999.0), 2, r"feature 'b' needs 5,000 bytes, .*4,999 at most.*split_columns='large"),
+        (
+            NAMES,
+            THREE,
+            (3.0, 7.5, np.inf),
+            2,
+            r"feature 'b' needs 8 work, .* may have 7\.5 at most\. Raise max_work_rat",
+        ),
+        (
+            NAMES,
+            THREE,
+            (3.0, np.inf, 4999.0),
+            2,
+            r"feature 'b' needs 5,000 bytes, .*4,999 at most.*split_columns='large",
+        ),
         (
             (("a", "b", "c", "d", "e", "f"), ("g",)),
             [[6, 1], [0, 0], [9_000, 1]],
             (7.0, np.inf, 8_000),
             2,
-            r"feature 'a', 'b', 'c', 'd', 'e' \.\.\. which share a table or must stay together, needs 9,000 bytes, but a "
-            r"tower may have 8,000 at most\. Raise the limit, use more towers\.$",
+            r"feature 'a', 'b', 'c', 'd', 'e' \.\.\. which share a table or must stay together, needs 9,000 bytes, but "
+            r"a tower may have 8,000 at most\. Raise the limit, use more towers\.$",
         ),
         (NAMES, THREE, (3.0, np.inf, 5_500.0), 1, r"need 6,000 bytes in all, but 1 towers of at most 5,500 hold 5,500"),
         (NAMES, [[3, 1, 1], [0] * 3, [0] * 3], (2.0, np.inf, np.inf), 3, "needs 3 features, .* Raise balance_ratio"),
@@ -45,7 +58,7 @@ NAMES = (("a",), ("b",), ("c",))
 def test_limits_that_no_assignment_holds_are_refused_with_the_reason(names, loads, upper, num_towers, message):
     with pytest.raises(InputError, match=message):
         check_bounds(names, bounds_of(loads, upper), num_towers, "")
-    with pytest.raises(InputError, match="^TowerPartitioner: category 'user': "):
+    with pytest.raises(InputError, match=r"^TowerPartitioner: category 'user': "):
         check_bounds(names, bounds_of(loads, upper), num_towers, "category 'user': ")
 
 
@@ -109,6 +122,29 @@ def test_what_must_part_is_parted_exactly_or_refused():
     assert bounds.violation(solve_exactly(np.ones((5, 3)), bounds), 3) == 0
     with pytest.raises(Infeasible, match="2 towers holds all limits"):  # Proven: a cycle of 5 has no two colours.
         solve_exactly(np.ones((5, 2)), bounds)
+
+
+def test_no_tower_is_empty_even_where_that_is_cheapest_and_allowed():
+    bounds = bounds_of([[1] * 3, [0] * 3, [0] * 3], FREE, lower=(0.0, 0.0, 0.0))
+    labels = solve_exactly(np.array([[0.0, 1.0]] * 3), bounds)
+    assert sorted(np.bincount(labels)) == [1, 2]
+
+
+def test_an_answer_beyond_the_limits_by_the_tolerance_of_the_solver_is_not_taken(monkeypatch):
+    bounds = bounds_of([[1, 1, 1], [0] * 3, [5, 5, 2]], (3.0, np.inf, 8.0))
+    margins = []
+    answers = [np.array([1.0, 0, 1, 0, 0, 1]), np.array([1.0, 0, 0, 1, 0, 1]), np.array([1.0, 0, 1, 0, 0, 1])]
+
+    def solve(cost, bounds, margin):
+        margins.append(margin)
+        return SimpleNamespace(x=answers[len(margins) - 1], status=0)
+
+    monkeypatch.setattr(feasibility, "_solve", solve)
+    assert solve_exactly(np.zeros((3, 2)), bounds).tolist() == [0, 1, 1]
+    assert margins[0] == 0 < margins[1]
+    monkeypatch.setattr(feasibility, "_solve", lambda *_: SimpleNamespace(x=answers[0], status=0))
+    with pytest.raises(Infeasible, match="to 2 towers within all limits was found in 20 seconds"):
+        solve_exactly(np.zeros((3, 2)), bounds)
 
 
 def test_problems_too_large_or_too_slow_are_said_to_be_unsolved_not_unsolvable(monkeypatch):

@@ -1,0 +1,150 @@
+"""Column shards of tables and ids: names, bits, models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+
+from dmt.columns import shard_names, split_ids, split_tables
+from dmt.errors import InputError
+from dmt.models import DMTDCN, DMTDLRM, ModelOptions
+from dmt.plan import TowerPlan
+from dmt.tables import TableSpec
+from dmt.training.build import tower_plan
+
+FEATURES = ["ad", "user", "shop"]
+SPLITS = {"ad": (8, 4, 4), "shop": (8, 8)}
+
+
+def tables(pooling=PoolingType.SUM, dim=16):
+    return [
+        EmbeddingBagConfig(name=f"t_{f}", num_embeddings=30, embedding_dim=dim, feature_names=[f], pooling=pooling)
+        for f in FEATURES
+    ]
+
+
+def batch(*, weighted=False, most=5, num_samples=7):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, most + 1, (3 * num_samples,), generator=generator)
+    count = int(lengths.sum())
+    values = torch.randint(30, (count,), generator=generator)
+    weights = torch.rand(count, generator=generator) if weighted else None
+    return KeyedJaggedTensor(keys=FEATURES, values=values, lengths=lengths, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "weighted"), [(PoolingType.SUM, False), (PoolingType.MEAN, False), (PoolingType.SUM, True)]
+)
+def test_shards_side_by_side_are_the_whole_bit_by_bit(pooling, weighted):
+    torch.manual_seed(0)
+    whole = EmbeddingBagCollection(tables=tables(pooling), is_weighted=weighted)
+    cut = EmbeddingBagCollection(tables=split_tables(tables(pooling), SPLITS), is_weighted=weighted)
+    with torch.no_grad():
+        for feature in FEATURES:
+            weight = whole.embedding_bags[f"t_{feature}"].weight
+            widths = SPLITS.get(feature, (16,))
+            names = shard_names(f"t_{feature}", widths) if feature in SPLITS else [f"t_{feature}"]
+            for name, columns in zip(names, weight.split(list(widths), dim=1), strict=True):
+                cut.embedding_bags[name].weight.copy_(columns)
+    ids = batch(weighted=weighted)
+    assert int(ids.lengths().max()) > 1
+    assert int(ids.lengths().min()) == 0
+    wanted, found = whole(ids), cut(split_ids(ids, SPLITS))
+    for feature in FEATURES:
+        names = shard_names(feature, SPLITS[feature]) if feature in SPLITS else [feature]
+        assert torch.equal(torch.cat([found[name] for name in names], dim=1), wanted[feature])
+
+
+def test_ids_keep_their_weights_and_their_batch():
+    ids = batch(weighted=True)
+    cut = split_ids(ids, {"user": (4, 12)})
+    assert cut.keys() == ["ad", "user[0:4]", "user[4:16]", "shop"]
+    assert cut.stride() == ids.stride() == 7
+    for name, feature in zip(cut.keys(), ["ad", "user", "user", "shop"], strict=True):
+        assert torch.equal(cut[name].values(), ids[feature].values())
+        assert torch.equal(cut[name].weights(), ids[feature].weights())
+        assert torch.equal(cut[name].lengths(), ids[feature].lengths())
+    same = split_ids(ids, {})
+    assert same.keys() == FEATURES
+    assert torch.equal(same.values(), ids.values())
+
+
+def test_shards_keep_the_settings_of_their_table():
+    cut = split_tables(tables(PoolingType.MEAN), {"ad": (4, 12)})
+    assert [(t.name, t.feature_names, t.embedding_dim, t.pooling, t.num_embeddings) for t in cut[:2]] == [
+        ("t_ad[0:4]", ["ad[0:4]"], 4, PoolingType.MEAN, 30),
+        ("t_ad[4:16]", ["ad[4:16]"], 12, PoolingType.MEAN, 30),
+    ]
+    assert [t.name for t in cut[2:]] == ["t_user", "t_shop"]
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (
+            {"ad": (8, 4)},
+            r"Table 't_ad' has embedding_dim=16, but its column shards are \[8, 4\]; they must add up to it",
+        ),
+        ({"ad": (16, 0)}, r"column shards are \[16, 0\]"),
+        ({"ad": ()}, r"column shards are \[\]"),
+        ({"adr": (8, 8)}, "There is no table of feature 'adr', which is to be cut"),
+        ({"x": (8, 8)}, r"Table 't_xy' is shared by \['x', 'y'\] and cannot be cut into column shards"),
+    ],
+)
+def test_wrong_shards_are_refused(splits, message):
+    shared = EmbeddingBagConfig(name="t_xy", num_embeddings=9, embedding_dim=16, feature_names=["x", "y"])
+    with pytest.raises(InputError, match=message):
+        split_tables([*tables(), shared], splits)
+
+
+def test_ids_without_the_feature_are_refused():
+    with pytest.raises(
+        InputError, match="Feature 'adr' is to be cut into column shards but is not among the ids' keys"
+    ):
+        split_ids(batch(), {"adr": (8, 8)})
+
+
+def test_ids_with_a_batch_size_for_each_feature_are_refused():
+    ids = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.arange(6),
+        lengths=torch.tensor([1, 2, 3]),
+        stride_per_key_per_rank=[[2], [1]],
+    )
+    with pytest.raises(InputError, match="the features differ in batch size"):
+        split_ids(ids, {"a": (4, 4)})
+
+
+def even_plan():
+    splits = {feature: (8, 8) for feature in FEATURES}
+    towers = [["ad[0:8]", "user[0:8]"], ["ad[8:16]", "shop[0:8]"], ["user[8:16]", "shop[8:16]"]]
+    return TowerPlan.from_lists(towers, column_splits=splits)
+
+
+@pytest.mark.parametrize("model_class", [DMTDLRM, DMTDCN])
+def test_models_with_towers_run_on_shards_and_refuse_whole_tables(model_class):
+    plan = even_plan()
+    options = ModelOptions(dense_arch_layer_sizes=[16], over_arch_layer_sizes=[16, 1])
+    model = model_class(
+        tables=plan.split_tables(tables()), tower_plan=plan, tower_dim=4, dense_in_features=3, options=options
+    )
+    logits = model(torch.zeros(7, 3), split_ids(batch(), plan.column_splits))
+    assert logits.shape == (7, 1)
+    assert logits.isfinite().all()
+    with pytest.raises(
+        InputError,
+        match=r"cuts the table of feature 'ad' into column shards \['ad\[0:8\]', 'ad\[8:16\]'\], but the model has the "
+        r"whole table\. Build the model from plan\.split_tables\(tables\), and give it dmt\.columns\.split_ids",
+    ):
+        model_class(tables=tables(), tower_plan=plan, tower_dim=4, dense_in_features=3, options=options)
+
+
+def test_the_trainer_refuses_a_cut_plan_before_training(tmp_path):
+    even_plan().save(tmp_path / "towers.json")
+    config = SimpleNamespace(towers=SimpleNamespace(plan=str(tmp_path / "towers.json")))
+    specs = [TableSpec(name=f"t_{f}", num_embeddings=30, embedding_dim=16, feature_names=(f,)) for f in FEATURES]
+    with pytest.raises(InputError, match="cuts the table of feature 'ad' into column shards"):
+        tower_plan(config, specs)
