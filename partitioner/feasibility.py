@@ -36,9 +36,11 @@ def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int
     if num_towers > len(names):
         features = sum(len(block) for block in names)
         what = "features" if features == len(names) else "tables (shared tables are not split)"
+        # A category is not cut for its own sake, nor a shared table at all.
+        cut = "" if where or features > len(names) else ", or cut tables into column shards by split_columns='largest'"
         raise InputError(
             f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {len(names)} {what} to place, and no tower "
-            "may be empty. Use fewer towers, or split_columns='largest' to cut tables into column shards."
+            f"may be empty. Use fewer towers{cut}."
         )
     advice = ("Raise balance_ratio", "Raise max_work_ratio", "Raise the limit, use more towers")
     for resource, load, limit, oversized, raise_it in zip(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from dmt.partitioner.feasibility import Infeasible, amount, solve_exactly
 
 __all__ = ["Grouping", "group_blocks"]
 
-NUM_STARTS, NUM_SHAKES = 60, 30
+NUM_STARTS, NUM_SHAKES, FEW_SHAKES = 60, 30, 5
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -42,6 +42,7 @@ def group_blocks(
     levels: Sequence[Sequence[Bounds]],
     seed: int,
     refine: bool = True,
+    where: str = "",
     progress: Callable[[float], None] | None = None,
 ) -> Grouping:
     """The best grouping whose towers hold every limit.
@@ -59,6 +60,7 @@ def group_blocks(
             the best objective wins.
         seed: of the starts.
         refine: improve on ``distance`` too.
+        where: what is divided, for messages, such as ``"category 'user': "``.
         progress: called with the share of the work done.
 
     Raises:
@@ -67,7 +69,7 @@ def group_blocks(
     squared = squared_distances(points)
     wanted = np.square(distance) if refine else squared
     level = _first_level(squared, num_towers, levels)
-    options = levels[level]
+    options = _tightened(squared, num_towers, levels, level)
     found = []
     for number, bounds in enumerate(options):
 
@@ -87,9 +89,8 @@ def group_blocks(
                 progress=report,
             )
         )
-    held = _held(squared, num_towers, list(zip(found, options, strict=True)))
-    shakes = NUM_SHAKES // len(held) if refine else 0
-    return _refined(held, wanted, num_towers, level=level, num_shakes=shakes, seed=seed)
+    held = _held(squared, num_towers, list(zip(found, options, strict=True)), where)
+    return _refined(held, wanted, num_towers, level=level, refine=refine, seed=seed)
 
 
 def _first_level(squared: Floats, num_towers: int, levels: Sequence[Sequence[Bounds]]) -> int:
@@ -102,6 +103,21 @@ def _first_level(squared: Floats, num_towers: int, levels: Sequence[Sequence[Bou
     return bisect_left(levels[:-1], True, key=holds)
 
 
+def _tightened(squared: Floats, num_towers: int, levels: Sequence[Sequence[Bounds]], level: int) -> Sequence[Bounds]:
+    """The options of a level with the least of a tower as close as can be to that of the strictest level.
+
+    One block of many features takes a large tower; the others need not be small for it.
+    """
+    steps = [
+        [
+            replace(bounds, lower=np.maximum(bounds.lower, strictest.lower - step))
+            for bounds, strictest in zip(levels[level], levels[0], strict=True)
+        ]
+        for step in range(level + 1)
+    ]
+    return steps[_first_level(squared, num_towers, steps)]
+
+
 def _by_load(squared: Floats, num_towers: int, bounds: Bounds) -> Labels | None:
     """A grouping within the limits that begins with towers of equal load; None if that ends outside of them."""
     # Held limits are never given up: a start that fits ends with towers that fit.
@@ -109,38 +125,43 @@ def _by_load(squared: Floats, num_towers: int, bounds: Bounds) -> Labels | None:
     return labels if bounds.violation(labels, num_towers) == 0 else None
 
 
-def _held(squared: Floats, num_towers: int, found: Sequence[tuple[Labels, Bounds]]) -> list[tuple[Labels, Bounds]]:
+def _held(
+    squared: Floats, num_towers: int, found: Sequence[tuple[Labels, Bounds]], where: str
+) -> list[tuple[Labels, Bounds]]:
     """The groupings that hold their limits; where none does, one from equal loads or from an exact search."""
     held = [(labels, bounds) for labels, bounds in found if bounds.violation(labels, num_towers) == 0]
     if held:
         return held
     by_load = [(_by_load(squared, num_towers, bounds), bounds) for _, bounds in found]
     held = [(labels, bounds) for labels, bounds in by_load if labels is not None]
-    return held or [_exact_start(squared, found, num_towers)]
+    return held or [_exact_start(squared, found, num_towers, where)]
 
 
 def _refined(
-    held: Sequence[tuple[Labels, Bounds]], wanted: Floats, num_towers: int, *, level: int, num_shakes: int, seed: int
+    held: Sequence[tuple[Labels, Bounds]], wanted: Floats, num_towers: int, *, level: int, refine: bool, seed: int
 ) -> Grouping:
-    """The best of the groupings on the wanted distances, each improved there if there are shakes to make."""
-    best: Grouping | None = None
-    least = np.inf
-    for labels, bounds in held:
-        refined = labels
-        if num_shakes:
-            refined = improve_repeatedly(
-                wanted, labels, num_towers=num_towers, bounds=bounds, seed=seed, max_shakes=num_shakes
-            )
-        value = objective_of(wanted, bounds.weights, refined)
-        # Better by more than rounding, so that ties fall the same way everywhere.
-        if best is None or value < least * (1.0 - 1e-9):
-            moved = _num_moved(labels, refined, bounds.weights)
-            best, least = Grouping(labels=refined, num_refined=moved, level=level), value
-    assert best is not None, "there is one held answer at least"
-    return best
+    """The best of the groupings on the wanted distances; each is improved there first if so asked, and the best most."""
+
+    def improved(labels: Labels, bounds: Bounds, max_shakes: int) -> Labels:
+        if not refine:
+            return labels
+        return improve_repeatedly(
+            wanted, labels, num_towers=num_towers, bounds=bounds, seed=seed, max_shakes=max_shakes
+        )
+
+    # Few shakes tell which limits serve best, where there are several.
+    tried = [improved(labels, bounds, FEW_SHAKES if len(held) > 1 else 0) for labels, bounds in held]
+    values = [objective_of(wanted, held[0][1].weights, labels) for labels in tried]
+    # Better by more than rounding, so that ties fall the same way everywhere.
+    best = next(i for i, value in enumerate(values) if value <= min(values) * (1.0 + 1e-9))
+    labels, bounds = held[best]
+    refined = improved(tried[best], bounds, NUM_SHAKES)
+    return Grouping(labels=refined, num_refined=_num_moved(labels, refined, bounds.weights), level=level)
 
 
-def _exact_start(squared: Floats, found: Sequence[tuple[Labels, Bounds]], num_towers: int) -> tuple[Labels, Bounds]:
+def _exact_start(
+    squared: Floats, found: Sequence[tuple[Labels, Bounds]], num_towers: int, where: str
+) -> tuple[Labels, Bounds]:
     """A grouping by integer programming, improved, for the first limits that have one; `InputError` when none has."""
     reasons = []
     for closest, bounds in found:
@@ -155,7 +176,7 @@ def _exact_start(squared: Floats, found: Sequence[tuple[Labels, Bounds]], num_to
             return improve(squared, exact, num_towers, bounds), bounds
     # The first set of limits is that with the largest towers.
     closest, bounds = found[0]
-    raise InputError(f"TowerPartitioner: {reasons[0]} {_worst(closest, num_towers, bounds)}") from reasons[0]
+    raise InputError(f"TowerPartitioner: {where}{reasons[0]} {_worst(closest, num_towers, bounds)}") from reasons[0]
 
 
 def _worst(labels: Labels, num_towers: int, bounds: Bounds) -> str:

@@ -157,16 +157,12 @@ class TowerPartitioner:
         done = 0.0
         for part in task.parts:
             share = len(part.blocks.names) / task.num_blocks
-
-            def stage(
-                name: str, begin: float, length: float, done: float = done, share: float = share
-            ) -> Callable[[float], None]:
-                return lambda fraction: report(name, done + share * (begin + length * fraction))
-
-            distance = distances(part.blocks.matrix(task.affinity), strategy)
-            found = embed_distances(
-                distance, dims=self.dims, seed=self.seed, progress=stage("embedding features", 0.0, 0.7)
+            embedding, grouping = (
+                _stage(report, name, done + share * begin, share * length)
+                for name, begin, length in (("embedding features", 0.0, 0.7), ("grouping features", 0.7, 0.3))
             )
+            distance = distances(part.blocks.matrix(task.affinity), strategy)
+            found = embed_distances(distance, dims=self.dims, seed=self.seed, progress=embedding)
             grouped = group_blocks(
                 found.points,
                 distance=distance,
@@ -174,14 +170,19 @@ class TowerPartitioner:
                 levels=part.levels,
                 seed=self.seed,
                 refine=self.refine,
-                progress=stage("grouping features", 0.7, 0.3),
+                where=part.where,
+                progress=grouping,
             )
-            answers.append(
-                Answer(part=part, found=found, grouping=grouped, wanted=float(np.square(distance).sum()) / 2)
-            )
+            wanted = float(np.square(distance).sum()) / 2
+            answers.append(Answer(part=part, found=found, grouping=grouped, wanted=wanted))
             done += share
         settings = {"balance_ratio": self.balance_ratio, "dims": self.dims, "refine": self.refine}
         return assemble(task, answers, strategy=strategy, seed=self.seed, settings=settings)
+
+
+def _stage(report: Progress, name: str, begin: float, length: float) -> Callable[[float], None]:
+    """Turns the share of a stage into the share of the whole."""
+    return lambda share: report(name, begin + length * share)
 
 
 def _distinctness(partition: Partition) -> float:

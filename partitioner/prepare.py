@@ -34,6 +34,11 @@ class Part:
     """Sets of limits of which one must be held, strictest first: the first level that can be held counts. Only blocks
     of several features need more than one level: without splitting them, sizes may not come out as even as asked."""
 
+    @property
+    def where(self) -> str:
+        """The beginning of a message about this part; empty where there are no categories."""
+        return f"category {self.category!r}: " if self.category else ""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
@@ -123,7 +128,6 @@ def _parts(
 
 
 def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float | None, upper: np.ndarray) -> Part:
-    where = f"category {category!r}: " if category else ""
     num_features = int(blocks.loads[0].sum())
     sizes = [(1, num_features)]
     if balance_ratio is not None and num_towers <= num_features:
@@ -141,8 +145,9 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float |
         for slack in range(int(blocks.loads[0].max()) if balance_ratio is not None else 1)
     )
     # The last level is the widest, and in it the first set of limits: what breaks it breaks them all.
-    check_bounds(blocks.names, levels[-1][0], num_towers, where)
-    return Part(category=category, blocks=blocks, num_towers=num_towers, levels=levels)
+    part = Part(category=category, blocks=blocks, num_towers=num_towers, levels=levels)
+    check_bounds(blocks.names, levels[-1][0], num_towers, part.where)
+    return part
 
 
 def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> dict[str, int]:
