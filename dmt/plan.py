@@ -78,6 +78,23 @@ class TowerPlan:
                     "each must occur exactly once."
                 )
 
+        self._check_splits()
+
+    def _check_splits(self) -> None:
+        placed = set(self.features)
+        for feature, widths in self.column_splits.items():
+            if len(widths) < 2 or min(widths) < 1:
+                raise InputError(
+                    f"column_splits[{feature!r}]={list(widths)} in the tower plan must be the columns of two "
+                    "shards or more."
+                )
+            absent = [name for name in shard_names(feature, widths) if name not in placed]
+            if absent:
+                raise InputError(
+                    f"column_splits[{feature!r}]={list(widths)} makes the shard {absent[0]!r}, which is in no tower "
+                    "of the plan. Place every shard."
+                )
+
     @classmethod
     def from_lists(cls, towers: Iterable[Iterable[str]], **metadata: Any) -> TowerPlan:
         """Makes a plan from a list of lists of feature names; ``metadata`` are further fields of the plan."""

@@ -168,7 +168,11 @@ class FeatureAffinity:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the affinity as a numpy ``.npz`` file; an existing file is replaced in one step."""
+        """Writes the affinity as a numpy ``.npz`` file; an existing file is replaced in one step.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
         arrays: dict[str, NDArray[Any]] = {
             "matrix": self.matrix,
             "features": np.array(self.features, dtype=np.str_),
@@ -186,14 +190,15 @@ class FeatureAffinity:
         Nothing is unpickled, so a file from elsewhere cannot run code.
 
         Raises:
-            InputError: the file is absent, not such a file, of another format version, or its contents are refused.
+            InputError: the file is absent, damaged, not such a file, of another format version, or its contents are
+                refused.
         """
         arrays = read_arrays(path)
-        samples = int(arrays.get("num_samples", np.int64(-1)))
+        samples = int(arrays.get("num_samples", -1))
         try:
             return cls(
                 matrix=arrays["matrix"],
-                features=tuple(np.atleast_1d(arrays["features"]).tolist()),
+                features=tuple(arrays["features"].tolist()),
                 num_samples=None if samples < 0 else samples,
                 tables=tables_from(arrays),
                 pooling_factors=tuple(arrays["pooling_factors"].tolist()) if "pooling_factors" in arrays else None,

@@ -19,7 +19,6 @@ array                     shape, dtype
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,26 @@ __all__ = ["FORMAT_VERSION", "read_arrays", "tables_from", "tables_to", "write_a
 FORMAT_VERSION = 1
 """Of the files written here, and the only one read."""
 
+# For every array its number of dimensions, the kinds of its dtype, and both in words. The matrix is checked elsewhere.
+_FORMS = {
+    "format": (0, "iu", "one whole number"),
+    "features": (1, "U", "text of shape [F]"),
+    "num_samples": (0, "iu", "one whole number"),
+    "pooling_factors": (1, "iuf", "numbers of shape [F]"),
+    "table_names": (1, "U", "text of shape [K]"),
+    "table_rows": (1, "iu", "whole numbers of shape [K]"),
+    "table_dims": (1, "iu", "whole numbers of shape [K]"),
+    "table_sizes": (1, "iu", "whole numbers of shape [K]"),
+    "table_features": (1, "U", "text of shape [F]"),
+}
 _TABLE_ARRAYS = ("table_names", "table_rows", "table_dims", "table_sizes", "table_features")
 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Writes the arrays with the format version; an existing file is replaced in one step.
+
+    Raises:
+        InputError: the file cannot be written; nothing of it is left behind, and an existing file stays as it was.
 
     Example:
         >>> import tempfile
@@ -49,21 +63,30 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]
         ['features', 'format', 'matrix']
     """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean are
-    # noise, and packing 128 MB of them takes seconds and saves next to nothing.
-    with scratch.open("wb") as file:
-        contents: dict[str, Any] = {"format": np.int64(FORMAT_VERSION), **arrays}
-        np.savez(file, **contents)
-    scratch.replace(target)
+    contents: dict[str, Any] = {"format": np.int64(FORMAT_VERSION), **arrays}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a
+            # mean are noise, and packing 128 MB of them takes seconds and saves next to nothing.
+            with scratch.open("wb") as file:
+                np.savez(file, **contents)
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+        raise InputError(
+            f"Affinity file {path}: cannot be written ({error}). Give another path or free space."
+        ) from error
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     """Reads the arrays of a file that has ``matrix`` and ``features`` at least; unpickles nothing.
 
     Raises:
-        InputError: the file is absent, not such a file, or of another format version.
+        InputError: the file is absent, damaged, not such a file, or of another format version, or an array has another
+            shape or dtype than the table above says.
     """
     where = f"Affinity file {path}"
     try:
@@ -72,8 +95,12 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
             archive = np.load(file, allow_pickle=False)
             # A plain .npy array comes back without names.
             arrays = {name: archive[name] for name in getattr(archive, "files", ())}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
         raise InputError(f"{where}: cannot be read ({error}). Expected what FeatureAffinity.save wrote.") from error
+    for name, (num_dims, kinds, words) in _FORMS.items():
+        if name in arrays and (arrays[name].ndim != num_dims or arrays[name].dtype.kind not in kinds):
+            found = f"{arrays[name].dtype} of shape {list(arrays[name].shape)}"
+            raise InputError(f"{where}: array {name!r} is {found}; it must be {words}. Write it so, or collect anew.")
     version = int(arrays.get("format", np.int64(FORMAT_VERSION)))
     if version != FORMAT_VERSION:
         raise InputError(f"{where} has format {version}; this version reads format {FORMAT_VERSION}. Collect anew.")
@@ -119,6 +146,8 @@ def tables_from(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
             f"the arrays of its tables do not fit together: {len(names)} names, {len(rows)} rows, {len(dims)} dims, "
             f"{len(sizes)} sizes with the sum {sum(sizes)}, {len(features)} features."
         )
+    if sizes and min(sizes) < 1:
+        raise InputError(f"table {names[sizes.index(min(sizes))]!r} has {min(sizes)} features; it needs one at least.")
     rest = iter(features)
     return tuple(
         TableSpec(

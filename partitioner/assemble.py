@@ -51,14 +51,15 @@ def assemble(
         tables=task.specs,
         column_splits=dict(task.splits),
     )
-    comparison = compare_towers(task.affinity, plan, seed=seed)
+    categories = {name: a.part.category for a in answers for names in a.part.blocks.names for name in names}
+    comparison = compare_towers(task.affinity, plan, seed=seed, categories=categories)
     stress = sum(answer.found.stress for answer in answers)
     wanted = sum(answer.wanted for answer in answers)
     normalized = float(np.sqrt(stress / wanted)) if wanted > 0 else 0.0
     num_refined = sum(answer.grouping.num_refined for answer in answers)
-    notes = (*_notes(task.affinity), *_size_notes(answers))
+    notes = (*task.notes, *_notes(task.affinity), *_size_notes(answers))
     summary = (
-        task.affinity.to_summary()
+        task.source.to_summary()
         | dict(settings)
         | {
             "within_towers": comparison.within,
@@ -78,7 +79,7 @@ def assemble(
         points=_points(answers, task.affinity),
         stress=stress,
         normalized_stress=normalized,
-        loads=tuple(_loads(task, plan)),
+        loads=tuple(_loads(task, plan, categories)),
         limits=task.limits,
         comparison=comparison,
         num_refined=num_refined,
@@ -115,7 +116,7 @@ def _points(answers: Sequence[Answer], affinity: FeatureAffinity) -> NDArray[np.
     return points
 
 
-def _loads(task: Task, plan: TowerPlan) -> list[TowerLoad]:
+def _loads(task: Task, plan: TowerPlan, categories: Mapping[str, str]) -> list[TowerLoad]:
     table_of = {feature: spec for spec in task.specs for feature in spec.feature_names}
     loads = []
     for tower in plan.towers:
@@ -123,7 +124,15 @@ def _loads(task: Task, plan: TowerPlan) -> list[TowerLoad]:
         if table_of:
             work = sum(task.pooling[name] * table_of[name].embedding_dim for name in tower.features)
             num_bytes = sum({table_of[name].name: table_of[name].num_bytes for name in tower.features}.values())
-        loads.append(TowerLoad(name=tower.name, num_features=len(tower.features), work=work, num_bytes=num_bytes))
+        loads.append(
+            TowerLoad(
+                name=tower.name,
+                num_features=len(tower.features),
+                category=categories[tower.features[0]],
+                work=work,
+                num_bytes=num_bytes,
+            )
+        )
     return loads
 
 
@@ -152,11 +161,11 @@ def _size_notes(answers: Sequence[Answer]) -> list[str]:
     """Says where sizes could not be as even as was asked."""
     notes = []
     for answer in answers:
-        if answer.grouping.level:
+        asked = answer.part.asked
+        if asked is not None:
             sizes = np.bincount(answer.grouping.labels, weights=answer.part.blocks.loads[0]).astype(int)
-            strictest = answer.part.levels[0][0]
             notes.append(
-                f"Towers have {sizes.min()} to {sizes.max()} features instead of {strictest.lower[0]:.0f} to "
-                f"{strictest.upper[0]:.0f}, because features that share a table or must stay together are not parted."
+                f"{answer.part.where}Towers have {sizes.min()} to {sizes.max()} features instead of {asked[0]} to "
+                f"{asked[1]}, because features that share a table or must stay together are not parted."
             )
     return notes

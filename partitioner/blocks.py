@@ -9,12 +9,12 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from dmt.errors import InputError, nearest
+from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.rules import PartitionRules
-from dmt.tables import TableSpec, feature_names
+from dmt.tables import TableSpec
 
-__all__ = ["Blocks", "check_tables", "make_blocks"]
+__all__ = ["Blocks", "make_blocks"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,22 +51,6 @@ class Blocks:
             apart=None if self.apart is None else self.apart[np.ix_(index, index)],
             category=(category,) * len(index),
         )
-
-
-def check_tables(affinity: FeatureAffinity, specs: Sequence[TableSpec]) -> None:
-    """Raises `InputError` naming a feature that only the tables or only the affinity have."""
-    of_tables, measured = dict.fromkeys(feature_names(specs)), dict.fromkeys(affinity.features)
-    for where, names, other, known in (
-        ("tables", of_tables, "affinity", measured),
-        ("affinity", measured, "tables", of_tables),
-    ):
-        strangers = [name for name in names if name not in known]
-        if strangers:
-            raise InputError(
-                f"TowerPartitioner: feature {strangers[0]!r} is in the {where} but not in the {other} "
-                f"({len(of_tables)} features in the tables, {len(measured)} in the affinity)."
-                f"{nearest(strangers[0], known)} Both must be of one model."
-            )
 
 
 def make_blocks(

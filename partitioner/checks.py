@@ -67,10 +67,15 @@ def clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.float
     """
     try:
         given = np.asarray(matrix)
-        if given.dtype.kind not in "fiub":
+        if given.dtype.kind == "O":
             given = given.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise InputError(f"FeatureAffinity: matrix is not an array of numbers ({error}).") from error
+    if given.dtype.kind not in "fiub":
+        # Conversion would drop the imaginary parts of complex numbers.
+        raise InputError(
+            f"FeatureAffinity: matrix is not an array of numbers but of {given.dtype}. Give real numbers, 0..1."
+        )
     size = len(features)
     if given.shape != (size, size):
         raise InputError(
@@ -109,15 +114,18 @@ def _refuse(given: NDArray[Any], worst: Sequence[tuple[float, int, int]], featur
             )
 
 
-def check_tables(tables: Sequence[Any], features: Sequence[str]) -> tuple[TableSpec, ...]:
+def check_tables(
+    tables: Sequence[Any], features: Sequence[str], *, where: str = "FeatureAffinity"
+) -> tuple[TableSpec, ...]:
     """Checks that the tables, if any are given, are those of the features: each is looked up in exactly one.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`; may be empty.
-        features: the F names.
+        features: the F names of the affinity.
+        where: beginning of the message.
 
     Raises:
-        InputError: they are not; the feature or table is named.
+        InputError: they are not; the feature is named.
 
     Example:
         >>> pair = TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=("a", "b"))
@@ -127,19 +135,18 @@ def check_tables(tables: Sequence[Any], features: Sequence[str]) -> tuple[TableS
     specs = table_specs(tables)
     if not specs:
         return ()
-    listed, wanted = dict.fromkeys(feature_names(specs)), dict.fromkeys(features)
-    missing = [name for name in wanted if name not in listed]
-    unknown = [name for name in listed if name not in wanted]
-    if missing:
-        raise InputError(
-            f"FeatureAffinity: feature {missing[0]!r} is in no table ({len(wanted)} features, {len(listed)} in tables)."
-            f"{nearest(missing[0], unknown)} Give the tables of all features, or none."
-        )
-    if unknown:
-        raise InputError(
-            f"FeatureAffinity: a table has feature {unknown[0]!r}, which is not among the {len(wanted)} features."
-            f"{nearest(unknown[0], wanted)} Give the tables of these features only."
-        )
+    of_tables, measured = dict.fromkeys(feature_names(specs)), dict.fromkeys(features)
+    for place, names, other, known in (
+        ("tables", of_tables, "affinity", measured),
+        ("affinity", measured, "tables", of_tables),
+    ):
+        strangers = [name for name in names if name not in known]
+        if strangers:
+            raise InputError(
+                f"{where}: feature {strangers[0]!r} is in the {place} but not in the {other} ({len(of_tables)} "
+                f"features in the tables, {len(measured)} in the affinity).{nearest(strangers[0], known)} Both must "
+                "be of one model."
+            )
     return specs
 
 

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.partitioner.assignment import Bounds, improve, objective_of
+from dmt.partitioner.sizes import evenly_picked, size_bounds
 
-__all__ = ["constrained_clusters", "in_order_of_occurrence", "search_clusters", "size_bounds", "squared_distances"]
+__all__ = ["constrained_clusters", "in_order_of_occurrence", "search_clusters", "squared_distances"]
 
 # The package rounds distances to 1/1000 before it solves the assignment: points are blown up to this extent first.
 EXTENT = 1000.0
@@ -17,29 +18,6 @@ EXTENT = 1000.0
 START_BUDGET, FEWEST_STARTS = 500_000, 3
 
 Labels = NDArray[np.int64]
-
-
-def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> list[tuple[int, int]]:
-    """The pairs (smallest, largest) that keep every group at most ``balance_ratio`` times the smallest.
-
-    The first pair is the tightest: floor(F / T), and the largest that goes with it, which is never below ceil(F / T)
-    or F points would not fit. A smaller smallest group allows other groups less. Of many pairs, four are returned,
-    evenly spaced.
-
-    Example:
-        >>> size_bounds(26, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(24, 8, 1.0)
-        ([(3, 4)], [(3, 6), (2, 4)], [(3, 3)])
-        >>> size_bounds(80, 16, 4.0)
-        [(5, 20), (4, 16), (3, 12), (2, 8)]
-    """
-    smallest, needed = num_points // num_clusters, -(-num_points // num_clusters)
-    # The addend keeps 1.15 * 100 from falling to 114.
-    pairs = [(least, int(balance_ratio * least + 1e-9)) for least in range(smallest, 0, -1)]
-    allowed = [(least, min(num_points, most)) for least, most in pairs if most >= needed]
-    if not allowed or allowed[0][0] != smallest:
-        allowed.insert(0, (smallest, needed))
-    picked = np.unique(np.linspace(0, len(allowed) - 1, 4).round().astype(int))
-    return [allowed[i] for i in picked]
 
 
 def constrained_clusters(
@@ -67,7 +45,7 @@ def constrained_clusters(
     squared = squared_distances(points)
     ones = np.ones((1, len(points)))
     found = []
-    for smallest, largest in size_bounds(len(points), num_clusters, balance_ratio):
+    for smallest, largest in evenly_picked(size_bounds(len(points), num_clusters, balance_ratio)):
         bounds = Bounds(loads=ones, lower=np.array([float(smallest)]), upper=np.array([float(largest)]))
         found.append(
             search_clusters(points, squared, num_clusters=num_clusters, bounds=bounds, seed=seed, num_starts=num_starts)

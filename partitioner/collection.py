@@ -9,7 +9,8 @@ affinity, and I(i, i) is the share of samples in which feature i is present.
 
 **On several ranks** each sums over its own samples, and the sums are added at the end. The forward of a sharded model
 is a collective, so the ranks tell each other before every batch and every lookup that they are there: they stop
-together when the first one runs out of batches, and when one fails all raise.
+together when the first one runs out of batches, and when one fails all raise. A rank whose batches have no rows adds
+nothing.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def collect_affinity(
             captured.outputs.clear()
             captured.num_ids.clear()
             captured.batch = index
+            measured.num_batches += 1
             try:
                 run(model, batch)
                 measured.add(captured)
@@ -128,6 +130,7 @@ class _Measured:
     def __init__(self, collections: Sequence[Collection]) -> None:
         self.collections = collections
         self.total: AffinitySum | None = None
+        self.num_batches = 0
         self.num_ids: dict[str, int] | None = {}
         self.error: Exception | None = None
 
@@ -209,22 +212,26 @@ def _together(batches: Iterable[Any], ranks: Agreement, measured: _Measured) -> 
 
 
 def _sum_of_ranks(measured: _Measured, ranks: Agreement, group: ProcessGroup | None) -> FeatureAffinity:
-    total = measured.total
-    features = () if total is None else total.features
-    samples = 0 if total is None else total.num_samples
-    everyone = ranks.share("the end", (features, samples, measured.num_ids is not None))
-    differing = ranks.ranks_that_differ([names for names, _, _ in everyone])
+    mine = ((), 0) if measured.total is None else (measured.total.features, measured.total.num_samples)
+    everyone = ranks.share("the end", (*mine, measured.num_ids is not None))
+    num_samples = sum(count for _, count, _ in everyone)
+    if num_samples == 0:
+        # Ranks stop together, so a rank without a batch means that none was run anywhere.
+        no_batch = group is not None and measured.num_batches == 0
+        who = "a rank had no batch" if no_batch else "batches gave no sample"
+        raise InputError(f"FeatureAffinity.collect: {who}; give at least one batch of data with rows.")
+    features: tuple[str, ...] = next(names for names, count, _ in everyone if count)
+    # A rank whose batches had no rows may not know its features: it adds nothing, and goes along.
+    names_of_ranks = [names if count else features for names, count, _ in everyone]
+    differing = ranks.ranks_that_differ(names_of_ranks)
     if differing:
-        other = next(names for names, _, _ in everyone if names != everyone[0][0])
-        strange = sorted(set(other) ^ set(everyone[0][0])) or ["their order"]
+        other = next(names for names in names_of_ranks if names != features)
+        strange = sorted(set(other) ^ set(features)) or ["their order"]
         raise InputError(
             f"FeatureAffinity.collect: ranks {differing} looked up other features than the first rank, see "
             f"{strange[0]!r}. Every rank must run the same model."
         )
-    num_samples = sum(count for _, count, _ in everyone)
-    if total is None or num_samples == 0:
-        who = "a rank had no batch" if group is not None else "batches gave no sample"
-        raise InputError(f"FeatureAffinity.collect: {who}; give at least one batch of data.")
+    total = measured.total if measured.total is not None and mine[1] else _nothing(features, measured.collections)
     has_ids = all(known for _, _, known in everyone)
     counts = dict.fromkeys(features, 0) | (measured.num_ids or {})
     num_ids_F = torch.tensor([counts[name] for name in features], dtype=torch.float64, device=total.sum_FF.device)
@@ -236,6 +243,14 @@ def _sum_of_ranks(measured: _Measured, ranks: Agreement, group: ProcessGroup | N
     total.num_samples = num_samples
     pooling_factors = (num_ids_F / num_samples).tolist() if has_ids else None
     return total.result(tables=measured.tables(features), pooling_factors=pooling_factors)
+
+
+def _nothing(features: Sequence[str], collections: Sequence[Collection]) -> AffinitySum:
+    """The sum of no samples, on the device of the embeddings."""
+    total = AffinitySum(features)
+    weight = next((weight for collection in collections for weight in collection.module.parameters()), None)
+    total.sum_FF = total.sum_FF if weight is None else total.sum_FF.to(weight.device)
+    return total
 
 
 def _normalise(embeddings: Tensor) -> Tensor:

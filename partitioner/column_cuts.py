@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import numpy as np
@@ -22,7 +22,12 @@ STEP = 4
 
 
 def choose_splits(
-    specs: Sequence[TableSpec], num_towers: int, how: SplitColumns, *, max_bytes: float = np.inf
+    specs: Sequence[TableSpec],
+    num_towers: int,
+    how: SplitColumns,
+    *,
+    max_bytes: float = np.inf,
+    whole: Collection[str] = (),
 ) -> dict[str, tuple[int, ...]]:
     """The columns of each shard, by feature, of the tables to cut; empty where nothing need be cut.
 
@@ -35,6 +40,7 @@ def choose_splits(
         num_towers: T.
         how: ``"no"``, ``"largest"`` or ``"even"``.
         max_bytes: what a tower may hold.
+        whole: features whose tables are not cut.
 
     Raises:
         InputError: the tables cannot be cut into enough shards.
@@ -45,12 +51,15 @@ def choose_splits(
         >>> choose_splits(tables, 3, "largest"), choose_splits(tables, 3, "even")
         ({'a': (4, 4)}, {'a': (4, 4), 'b': (4, 4)})
     """
-    most = {
-        spec.feature_names[0]: spec.embedding_dim // STEP if spec.embedding_dim % STEP == 0 else 1
+    by_feature = {
+        spec.feature_names[0]: spec
         for spec in specs
-        if len(spec.feature_names) == 1
+        if len(spec.feature_names) == 1 and spec.feature_names[0] not in whole
     }
-    by_feature = {spec.feature_names[0]: spec for spec in specs if len(spec.feature_names) == 1}
+    most = {
+        feature: spec.embedding_dim // STEP if spec.embedding_dim % STEP == 0 else 1
+        for feature, spec in by_feature.items()
+    }
     pieces = dict.fromkeys(most, 1)
     if how == "no":
         return {}
@@ -77,7 +86,8 @@ def choose_splits(
         raise InputError(
             f"TowerPartitioner: num_towers={num_towers}, but the {len(specs)} tables can be cut into "
             f"{num_towers - missing} members only ({how!r}; shards are multiples of {STEP} columns, and shared tables "
-            "are not cut). Use fewer towers" + (", or split_columns='largest'." if how == "even" else ".")
+            "and features that must stay together are not cut). Use fewer towers"
+            + (", or split_columns='largest'." if how == "even" else ".")
         )
     return {
         feature: _widths(by_feature[feature].embedding_dim, count) for feature, count in pieces.items() if count > 1

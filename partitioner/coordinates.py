@@ -5,7 +5,8 @@ Legend: F points, n dims (the paper's n, well below the embedding dim).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,9 @@ LATER_RUN = (120, 80)
 LIFTS = (0.3, 0.1, 1.0)
 RATE = 0.05
 SINGLE_ABOVE = 256
+MORE_LIFTS_ABOVE = 128
 FULL_SCALING_UP_TO = 1000
+SMALL_STEPS = 400
 STEPS_PER_REPORT = 20
 
 
@@ -67,16 +70,17 @@ def embed_distances(
     """Points whose pairwise Euclidean distances come as close as they can to given ones.
 
     Minimises ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the unnumbered objective of the DMT paper's section 3.3, with Adam
-    from several starts, and returns the best. On the matrices of ``benchmarks/partitioner_quality.py`` the stress is no
-    higher than that of scikit-learn's SMACOF.
+    from several starts, and returns the best. How it compares with scikit-learn's SMACOF is measured by
+    ``benchmarks/partitioner_quality.py``.
 
     In a plane, points stand in each other's way: one on the wrong side of a group cannot be moved through it by
     gradient steps, whatever their size. So every descent begins with one dimension more than wanted, which is then
     squeezed flat (`descend`). A start is a view of one configuration, the classical scaling of D: the first along the
     principal axes, the others along random directions. Each start is then lifted at random into the spare dimension
-    and squeezed again, and keeps what is better: five times, or nine times from 257 points on, where starts are few,
-    or twice above 1,000. The best of all are run until Adam converges: until halving the step size to 2e-5 of the
-    largest distance gains less than one part in 100,000 of the stress (`settle`).
+    and squeezed again, and keeps what is better: five times, nine times from 129 points on, where starts are fewer, or
+    twice above 1,000. Up to 1,000 points there is one more try, with SMACOF's own small steps from the principal axes.
+    The best of all are run until Adam converges: until halving the step size to 2e-5 of the largest distance gains less
+    than one part in 100,000 of the stress (`settle`).
 
     Up to 256 points all is in float64; above, the search is in float32 and the last run and the reported stress are in
     float64. The time grows with F^2 per step.
@@ -111,12 +115,13 @@ def embed_distances(
     if num_starts is None:
         num_starts = max(1, min(32, 2500 // size))
     generators = [np.random.default_rng((seed, number)) for number in range(num_starts)]
-    found, num_steps = _search(target, dims, generators, max_steps, report.step)
-    points, stress = settle(
-        found.double(), StressFunction(target), max_steps=max_steps - num_steps, on_step=report.step
-    )
-    best = points[int(stress.argmin())]
-    best_stress = exact_stress(best, target)
+    with _one_thread():
+        found, num_steps = _search(target, dims, generators, max_steps, report.step)
+        points, stress = settle(
+            found.double(), StressFunction(target), max_steps=max_steps - num_steps, on_step=report.step
+        )
+        best = points[int(stress.argmin())]
+        best_stress = exact_stress(best, target)
     wanted = float(np.square(distance / scale).sum()) / 2
     report.end()
     return Coordinates(
@@ -124,6 +129,19 @@ def embed_distances(
         stress=best_stress * scale**2,
         normalized_stress=float(np.sqrt(best_stress / wanted)),
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one order, whatever number of threads torch has: the towers must not hang on it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Progress:
@@ -151,14 +169,26 @@ def _search(
     size = len(target)
     searched = target.float() if size > SINGLE_ABOVE else target
     function = StressFunction(searched)
-    points = _starts(target, dims + 1, generators).to(searched.dtype)
+    axes = _classical_scaling(target, dims + 1)
+    points = _starts(axes, dims + 1, generators).to(searched.dtype)
+    first = torch.zeros(1, size, dims, dtype=searched.dtype)
+    first[0, :, : axes.shape[1]] = axes[:, :dims]
     num_steps = 0
 
-    def run(points: Tensor, steps: tuple[int, int]) -> Tensor:
-        points = descend(points, function, rates=[RATE] * steps[0], num_spare=1, on_step=on_step)
+    def cooled(points: Tensor, steps: int) -> Tensor:
         # Down to a fiftieth, so that the stress of two runs can be compared.
-        rates = [RATE * 0.02 ** (number / steps[1]) for number in range(steps[1])]
-        return descend(points, function, rates=rates, on_step=on_step)
+        return descend(
+            points, function, rates=[RATE * 0.02 ** (number / steps) for number in range(steps)], on_step=on_step
+        )
+
+    def run(points: Tensor, steps: tuple[int, int]) -> Tensor:
+        return cooled(descend(points, function, rates=[RATE] * steps[0], num_spare=1, on_step=on_step), steps[1])
+
+    def better_of(points: Tensor, stress: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        other_stress, _ = function(other)
+        # Better by more than rounding, so that ties fall the same way everywhere.
+        better = other_stress < stress * (1.0 - 1e-6)
+        return torch.where(better[:, None, None], other, points), torch.where(better, other_stress, stress)
 
     points = run(points, FIRST_RUN)
     stress, _ = function(points)
@@ -169,11 +199,10 @@ def _search(
         extent = LIFTS[number % len(LIFTS)] * points.std(dim=(1, 2), keepdim=True)
         lifted = run(torch.cat([points, extent * _normal(generators, size, 1).to(points.dtype)], dim=2), LATER_RUN)
         num_steps += sum(LATER_RUN)
-        lifted_stress, _ = function(lifted)
-        # Better by more than rounding, so that ties fall the same way everywhere.
-        better = lifted_stress < stress * (1.0 - 1e-6)
-        points = torch.where(better[:, None, None], lifted, points)
-        stress = torch.where(better, lifted_stress, stress)
+        points, stress = better_of(points, stress, lifted)
+    if size <= FULL_SCALING_UP_TO:
+        small_steps = _majorised(first, function)
+        points, stress = torch.cat([points, small_steps]), torch.cat([stress, function(small_steps)[0]])
     if size > SINGLE_ABOVE:
         return points[stress.argmin()][None], num_steps
     # The last run may still change the order of those this close.
@@ -183,7 +212,7 @@ def _search(
 def _num_lifts(size: int) -> int:
     if size > FULL_SCALING_UP_TO:
         return 2
-    return 9 if size > SINGLE_ABOVE else 5
+    return 9 if size > MORE_LIFTS_ABOVE else 5
 
 
 def _normal(generators: list[np.random.Generator], *shape: int) -> Tensor:
@@ -193,9 +222,19 @@ def _normal(generators: list[np.random.Generator], *shape: int) -> Tensor:
     return torch.from_numpy(np.stack([generator.standard_normal(shape) for generator in generators]))
 
 
-def _starts(target: Tensor, dims: int, generators: list[np.random.Generator]) -> Tensor:
+def _majorised(points: Tensor, function: StressFunction) -> Tensor:
+    """Points after many small steps down the gradient, 1 / 2F of it each: SMACOF's (Guttman's transform).
+
+    Adam's longer strides leave the valley that the classical scaling is in; sometimes that one is the deepest.
+    """
+    for _ in range(SMALL_STEPS):
+        _, gradient = function(points)
+        points = points - gradient / (2.0 * function.num_points)
+    return points
+
+
+def _starts(axes: Tensor, dims: int, generators: list[np.random.Generator]) -> Tensor:
     """Views of the classical scaling, [K, F, dims]: along the principal axes first, then along random directions."""
-    axes = _classical_scaling(target, dims)
     size, rank = axes.shape
     directions = _normal(generators, rank, dims)
     points = axes @ (directions / directions.norm(dim=1, keepdim=True))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dmt.errors import InputError
 from dmt.partitioner.assignment import Bounds
 
-__all__ = ["Infeasible", "amount", "check_bounds", "solve_exactly"]
+__all__ = ["Infeasible", "amount", "check_bounds", "largest_clique", "solve_exactly"]
 
 # Blocks times towers up to which the exact search is tried, and for how many seconds.
 MOST_VARIABLES, SECONDS = 20_000, 20.0
@@ -21,7 +21,12 @@ RESOURCES = ("features", "work", "bytes")
 
 
 class Infeasible(Exception):
-    """No assignment within the limits exists, or none was found; the message says which."""
+    """No assignment within the limits exists, or none was found."""
+
+    def __init__(self, message: str, *, proven: bool = False) -> None:
+        super().__init__(message)
+        self.proven = proven
+        """Whether there is none."""
 
 
 def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int, where: str) -> None:
@@ -60,15 +65,13 @@ def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int
                 f"TowerPartitioner: {where}the features need {amount(load.sum())} {resource} in all, but "
                 f"{num_towers} towers of at most {amount(limit)} hold {amount(limit * num_towers)}. {raise_it}."
             )
-    if bounds.apart is not None:
-        most = int(np.argmax(bounds.apart.sum(axis=1)))
-        clique = _clique(bounds.apart, most)
-        if len(clique) > num_towers:
-            shown = ", ".join(repr(names[i][0]) for i in clique[:5])
-            raise InputError(
-                f"TowerPartitioner: {where}{len(clique)} features must all be apart from each other ({shown} ...), but "
-                f"there are {num_towers} towers. Use more towers or part fewer."
-            )
+    clique = largest_clique(bounds.apart)
+    if len(clique) > num_towers:
+        shown = ", ".join(repr(names[i][0]) for i in clique[:5])
+        raise InputError(
+            f"TowerPartitioner: {where}{len(clique)} features must all be apart from each other ({shown} ...), but "
+            f"there are {num_towers} towers. Use more towers or part fewer."
+        )
 
 
 def amount(value: float) -> str:
@@ -81,8 +84,19 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _clique(apart: NDArray[np.bool_], first: int) -> list[int]:
-    """Blocks that are all to be parted from each other, found greedily around one; the largest group of a rule."""
+def largest_clique(apart: NDArray[np.bool_] | None) -> list[int]:
+    """Blocks that are all to be parted from each other, found greedily around the one with most to be parted from.
+
+    Args:
+        apart: [P, P] which blocks must not share a tower, or None.
+
+    Example:
+        >>> largest_clique(np.array([[0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool))
+        [0, 1]
+    """
+    if apart is None or not apart.any():
+        return []
+    first = int(np.argmax(apart.sum(axis=1)))
     best: list[int] = []
     for start in {first, *np.flatnonzero(apart[first]).tolist()[:32]}:
         clique = [start]
@@ -125,8 +139,8 @@ def solve_exactly(cost: NDArray[np.float64], bounds: Bounds) -> NDArray[np.int64
             return labels
     # Status 2 is a proof, unless limits were narrowed; 1 is the time limit.
     proven = result.status == 2 and not margin
-    found = "holds all limits" if proven else f"within all limits was found in {SECONDS:.0f} seconds"
-    raise Infeasible(f"No assignment of the features to {num_towers} towers {found}.")
+    found = "holds all limits" if proven else "within all limits was found"
+    raise Infeasible(f"No assignment of the features to {num_towers} towers {found}.", proven=proven)
 
 
 def _solve(cost: NDArray[np.float64], bounds: Bounds, margin: float) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,9 @@ from dmt.partitioner.feasibility import Infeasible, amount, solve_exactly
 
 __all__ = ["Grouping", "group_blocks"]
 
-NUM_STARTS, NUM_SHAKES, FEW_SHAKES = 60, 30, 5
+NUM_STARTS, NUM_SHAKES, FEW_SHAKES = 60, 40, 10
+# Sets of limits for which an exact search, of up to 20 seconds, is made.
+MOST_EXACT = 6
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -30,8 +31,6 @@ class Grouping:
     """[P] the tower of each block."""
     num_refined: int
     """Features that the refinement left in another tower than the points had put them in."""
-    level: int = 0
-    """Which level of limits is held; 0 is the strictest."""
 
 
 def group_blocks(
@@ -39,10 +38,10 @@ def group_blocks(
     *,
     distance: Floats,
     num_towers: int,
-    levels: Sequence[Sequence[Bounds]],
+    options: Sequence[Bounds],
+    spare: Sequence[Bounds] = (),
     seed: int,
     refine: bool = True,
-    where: str = "",
     progress: Callable[[float], None] | None = None,
 ) -> Grouping:
     """The best grouping whose towers hold every limit.
@@ -56,11 +55,10 @@ def group_blocks(
         points: [P, n] coordinates of the blocks.
         distance: [P, P] the distances they stand for.
         num_towers: T, at most P.
-        levels: limits, strictest first; in each level one or more sets, of which any one must be held, and that with
-            the best objective wins.
+        options: sets of limits of which any one must be held; that with the best objective wins.
+        spare: further sets, tried where none of the options can be held.
         seed: of the starts.
         refine: improve on ``distance`` too.
-        where: what is divided, for messages, such as ``"category 'user': "``.
         progress: called with the share of the work done.
 
     Raises:
@@ -68,8 +66,6 @@ def group_blocks(
     """
     squared = squared_distances(points)
     wanted = np.square(distance) if refine else squared
-    level = _first_level(squared, num_towers, levels)
-    options = _tightened(squared, num_towers, levels, level)
     found = []
     for number, bounds in enumerate(options):
 
@@ -89,58 +85,57 @@ def group_blocks(
                 progress=report,
             )
         )
-    held = _held(squared, num_towers, list(zip(found, options, strict=True)), where)
-    return _refined(held, wanted, num_towers, level=level, refine=refine, seed=seed)
-
-
-def _first_level(squared: Floats, num_towers: int, levels: Sequence[Sequence[Bounds]]) -> int:
-    """The strictest level that a start by load alone ends in; the last if there is none."""
-
-    def holds(options: Sequence[Bounds]) -> bool:
-        return any(_by_load(squared, num_towers, bounds) is not None for bounds in options)
-
-    # Each level allows more than the one before, so halving finds the first that holds.
-    return bisect_left(levels[:-1], True, key=holds)
-
-
-def _tightened(squared: Floats, num_towers: int, levels: Sequence[Sequence[Bounds]], level: int) -> Sequence[Bounds]:
-    """The options of a level with the least of a tower as close as can be to that of the strictest level.
-
-    One block of many features takes a large tower; the others need not be small for it.
-    """
-    steps = [
-        [
-            replace(bounds, lower=np.maximum(bounds.lower, strictest.lower - step))
-            for bounds, strictest in zip(levels[level], levels[0], strict=True)
-        ]
-        for step in range(level + 1)
+    held = [
+        (labels, bounds) for labels, bounds in zip(found, options, strict=True) if _holds(labels, bounds, num_towers)
     ]
-    return steps[_first_level(squared, num_towers, steps)]
+    if not held:
+        held = [_rescued(squared, found[0], num_towers, [*options, *spare])]
+    return _refined(held, wanted, num_towers, refine=refine, seed=seed)
 
 
-def _by_load(squared: Floats, num_towers: int, bounds: Bounds) -> Labels | None:
-    """A grouping within the limits that begins with towers of equal load; None if that ends outside of them."""
-    # Held limits are never given up: a start that fits ends with towers that fit.
-    labels = improve(squared, spread(bounds, num_towers), num_towers, bounds)
-    return labels if bounds.violation(labels, num_towers) == 0 else None
+def _holds(labels: Labels, bounds: Bounds, num_towers: int) -> bool:
+    return bounds.violation(labels, num_towers) == 0
 
 
-def _held(
-    squared: Floats, num_towers: int, found: Sequence[tuple[Labels, Bounds]], where: str
-) -> list[tuple[Labels, Bounds]]:
-    """The groupings that hold their limits; where none does, one from equal loads or from an exact search."""
-    held = [(labels, bounds) for labels, bounds in found if bounds.violation(labels, num_towers) == 0]
-    if held:
-        return held
-    by_load = [(_by_load(squared, num_towers, bounds), bounds) for _, bounds in found]
-    held = [(labels, bounds) for labels, bounds in by_load if labels is not None]
-    return held or [_exact_start(squared, found, num_towers, where)]
+def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequence[Bounds]) -> tuple[Labels, Bounds]:
+    """A grouping that begins with towers of equal load, or with an exact search; `InputError` when there is none."""
+    for bounds in options:
+        # Held limits are never given up: a start that fits ends with towers that fit.
+        labels = improve(squared, spread(bounds, num_towers), num_towers, bounds)
+        if _holds(labels, bounds, num_towers):
+            return labels, bounds
+    member = np.zeros((num_towers, len(closest)))
+    member[closest, np.arange(len(closest))] = options[0].weights
+    cost = options[0].weights[:, None] * (member @ squared / member.sum(axis=1, keepdims=True)).T
+    reasons: list[Infeasible] = []
+    widest = _widest(options)
+    for bounds in widest[:MOST_EXACT]:
+        try:
+            return improve(squared, solve_exactly(cost, bounds), num_towers, bounds), bounds
+        except Infeasible as error:
+            reasons.append(error)
+    # There is none only if that is so for every set of limits; the one not proven speaks for all.
+    reason = next((error for error in reasons if not error.proven), reasons[0])
+    text = str(reason)
+    if len(widest) > MOST_EXACT and reason.proven:
+        text = f"No assignment of the features to {num_towers} towers within all limits was found."
+    raise InputError(f"{text} {_worst(closest, num_towers, options[0])}") from reason
+
+
+def _widest(options: Sequence[Bounds]) -> list[Bounds]:
+    """The sets of limits without those that lie within another: what cannot be held there cannot be held in them."""
+    sizes = [(float(bounds.lower[0]), float(bounds.upper[0])) for bounds in options]
+    return [
+        bounds
+        for bounds, (least, most) in zip(options, sizes, strict=True)
+        if not any(other != (least, most) and other[0] <= least and other[1] >= most for other in sizes)
+    ]
 
 
 def _refined(
-    held: Sequence[tuple[Labels, Bounds]], wanted: Floats, num_towers: int, *, level: int, refine: bool, seed: int
+    held: Sequence[tuple[Labels, Bounds]], wanted: Floats, num_towers: int, *, refine: bool, seed: int
 ) -> Grouping:
-    """The best of the groupings on the wanted distances; each is improved there first if so asked, and the best most."""
+    """The best of the groupings on the wanted distances; if so asked, each is improved there, and the best most."""
 
     def improved(labels: Labels, bounds: Bounds, max_shakes: int) -> Labels:
         if not refine:
@@ -156,27 +151,7 @@ def _refined(
     best = next(i for i, value in enumerate(values) if value <= min(values) * (1.0 + 1e-9))
     labels, bounds = held[best]
     refined = improved(tried[best], bounds, NUM_SHAKES)
-    return Grouping(labels=refined, num_refined=_num_moved(labels, refined, bounds.weights), level=level)
-
-
-def _exact_start(
-    squared: Floats, found: Sequence[tuple[Labels, Bounds]], num_towers: int, where: str
-) -> tuple[Labels, Bounds]:
-    """A grouping by integer programming, improved, for the first limits that have one; `InputError` when none has."""
-    reasons = []
-    for closest, bounds in found:
-        member = np.zeros((num_towers, len(closest)))
-        member[closest, np.arange(len(closest))] = bounds.weights
-        cost = (member @ squared / member.sum(axis=1, keepdims=True)).T
-        try:
-            exact = solve_exactly(cost * bounds.weights[:, None], bounds)
-        except Infeasible as error:
-            reasons.append(error)
-        else:
-            return improve(squared, exact, num_towers, bounds), bounds
-    # The first set of limits is that with the largest towers.
-    closest, bounds = found[0]
-    raise InputError(f"TowerPartitioner: {where}{reasons[0]} {_worst(closest, num_towers, bounds)}") from reasons[0]
+    return Grouping(labels=refined, num_refined=_num_moved(labels, refined, bounds.weights))
 
 
 def _worst(labels: Labels, num_towers: int, bounds: Bounds) -> str:

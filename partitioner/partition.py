@@ -25,6 +25,8 @@ class TowerLoad:
     """Name of the tower in the plan."""
     num_features: int
     """F_t; column shards of a table count as features of their own."""
+    category: str = ""
+    """Category of its features; empty where there are none."""
     work: float | None = None
     """Elements read per sample: the sum over features of pooling factor times embedding dim; None without tables."""
     num_bytes: int | None = None
@@ -36,7 +38,7 @@ class TowerLimits:
     """What a tower may carry at most; None where nothing was asked for."""
 
     balance_ratio: float | None = None
-    """Largest over smallest tower, in features."""
+    """Largest over smallest tower, in features, inside each category."""
     max_work: float | None = None
     """Elements read per sample."""
     max_bytes: int | None = None
@@ -47,7 +49,8 @@ class TowerLimits:
 class Comparison:
     """Mean affinity of the pairs of features that share a tower, beside what other assignments reach.
 
-    None where there is no such pair (towers of one feature; a single tower).
+    Pairs of column shards of one table count nowhere: the plan may not put them together. None where there is no such
+    pair (towers of one feature; a single tower).
     """
 
     within: float | None
@@ -55,9 +58,10 @@ class Comparison:
     between: float | None
     """Pairs in different towers of this plan."""
     within_strided: float | None
-    """Pairs in one tower of the naive strided assignment (paper, section 5.2.3) to as many towers."""
+    """Pairs in one tower of the naive strided assignment (paper, section 5.2.3) to as many towers, which obeys no
+    categories."""
     within_random: float | None
-    """Pairs in one tower, mean over random assignments to towers of this plan's sizes."""
+    """Pairs in one tower, mean over random assignments to towers of this plan's sizes and categories."""
     std_random: float | None
     """Standard deviation of the same over the random assignments."""
 

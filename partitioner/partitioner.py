@@ -18,6 +18,7 @@ from dmt.partitioner.grouping import group_blocks
 from dmt.partitioner.partition import Partition
 from dmt.partitioner.prepare import Task, prepare
 from dmt.partitioner.rules import PartitionRules
+from dmt.partitioner.verdict import deviations_from_random
 from dmt.plan import TowerPlan
 
 __all__ = ["Strategy", "TowerPartitioner"]
@@ -78,8 +79,12 @@ class TowerPartitioner:
     def __post_init__(self) -> None:
         for name, lowest in (("num_towers", 1), ("dims", 1), ("seed", 0)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < lowest:
                 raise InputError(f"TowerPartitioner: {name}={value!r} must be a whole number of at least {lowest}.")
+            # Plans are JSON, which knows no numpy integers. A frozen dataclass sets its own cleaned fields this way.
+            object.__setattr__(self, name, int(value))
+        if not isinstance(self.rules, PartitionRules):
+            raise InputError(f"TowerPartitioner: rules={self.rules!r} must be PartitionRules(...).")
         for name, choices in (("strategy", get_args(Strategy)), ("split_columns", get_args(SplitColumns))):
             value = getattr(self, name)
             if value not in choices:
@@ -87,10 +92,12 @@ class TowerPartitioner:
                     f"TowerPartitioner: {name}={value!r} is unknown.{nearest(str(value), choices)} "
                     f"Use one of {', '.join(map(repr, choices))}."
                 )
-        if self.balance_ratio is not None and not (self.balance_ratio >= 1.0 and np.isfinite(self.balance_ratio)):
+        ratio = self.balance_ratio
+        number = isinstance(ratio, int | float | np.number) and not isinstance(ratio, bool)
+        if ratio is not None and not (number and ratio >= 1.0 and np.isfinite(ratio)):
             raise InputError(
-                f"TowerPartitioner: balance_ratio={self.balance_ratio} must be at least 1 and finite; it is the size "
-                "of the largest tower over that of the smallest. None leaves sizes free."
+                f"TowerPartitioner: balance_ratio={ratio!r} must be at least 1 and finite; it is the size of the "
+                "largest tower over that of the smallest. None leaves sizes free."
             )
         counts = self.rules.towers_per_category
         if counts and sum(counts.values()) != self.num_towers:
@@ -163,16 +170,19 @@ class TowerPartitioner:
             )
             distance = distances(part.blocks.matrix(task.affinity), strategy)
             found = embed_distances(distance, dims=self.dims, seed=self.seed, progress=embedding)
-            grouped = group_blocks(
-                found.points,
-                distance=distance,
-                num_towers=part.num_towers,
-                levels=part.levels,
-                seed=self.seed,
-                refine=self.refine,
-                where=part.where,
-                progress=grouping,
-            )
+            try:
+                grouped = group_blocks(
+                    found.points,
+                    distance=distance,
+                    num_towers=part.num_towers,
+                    options=part.options,
+                    spare=part.spare,
+                    seed=self.seed,
+                    refine=self.refine,
+                    progress=grouping,
+                )
+            except InputError as error:
+                raise InputError(f"TowerPartitioner: {part.where}{error}") from error
             wanted = float(np.square(distance).sum()) / 2
             answers.append(Answer(part=part, found=found, grouping=grouped, wanted=wanted))
             done += share
@@ -186,9 +196,6 @@ def _stage(report: Progress, name: str, begin: float, length: float) -> Callable
 
 
 def _distinctness(partition: Partition) -> float:
-    """Standard deviations of random assignments by which the towers' affinity differs from theirs."""
-    found = partition.comparison
-    if found.within is None or found.within_random is None or not found.std_random:
-        return 0.0
-    sign = 1.0 if partition.plan.strategy == "coherent" else -1.0
-    return sign * (found.within - found.within_random) / found.std_random
+    """Standard deviations by which the towers' affinity differs from that of random ones, in the strategy's sense."""
+    deviations = deviations_from_random(partition.comparison) or 0.0
+    return deviations if partition.plan.strategy == "coherent" else -deviations

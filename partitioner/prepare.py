@@ -12,12 +12,13 @@ from dmt.columns import shard_names, split_tables
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.assignment import Bounds
-from dmt.partitioner.blocks import Blocks, check_tables, make_blocks
-from dmt.partitioner.clustering import size_bounds
+from dmt.partitioner.blocks import Blocks, make_blocks
+from dmt.partitioner.checks import check_tables
 from dmt.partitioner.column_cuts import SplitColumns, choose_splits, members_affinity
-from dmt.partitioner.feasibility import check_bounds
+from dmt.partitioner.feasibility import check_bounds, largest_clique
 from dmt.partitioner.partition import TowerLimits
 from dmt.partitioner.rules import PartitionRules
+from dmt.partitioner.sizes import evenly_picked, fitting_sizes, size_bounds
 from dmt.tables import TableSpec, table_specs
 
 __all__ = ["Part", "Task", "prepare"]
@@ -30,9 +31,12 @@ class Part:
     category: str
     blocks: Blocks
     num_towers: int
-    levels: tuple[tuple[Bounds, ...], ...]
-    """Sets of limits of which one must be held, strictest first: the first level that can be held counts. Only blocks
-    of several features need more than one level: without splitting them, sizes may not come out as even as asked."""
+    options: tuple[Bounds, ...]
+    """Sets of limits of which one must be held; at most four, of different sizes."""
+    spare: tuple[Bounds, ...] = ()
+    """Further sets, tried where none of the options can be held."""
+    asked: tuple[int, int] | None = None
+    """The sizes that were asked for, where blocks of several features need others."""
 
     @property
     def where(self) -> str:
@@ -44,6 +48,8 @@ class Part:
 class Task:
     """What `TowerPartitioner` solves, once for each strategy."""
 
+    source: FeatureAffinity
+    """As it was given."""
     affinity: FeatureAffinity
     """Of the members: features, with column shards in place of those that are cut."""
     specs: tuple[TableSpec, ...]
@@ -54,6 +60,8 @@ class Task:
     """Mean ids per sample of each member."""
     limits: TowerLimits
     parts: tuple[Part, ...]
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
 
     @property
     def num_blocks(self) -> int:
@@ -77,7 +85,7 @@ def prepare(
     """
     specs = table_specs(tables) or affinity.tables
     if specs:
-        check_tables(affinity, specs)
+        check_tables(specs, affinity.features, where="TowerPartitioner")
     elif rules.need_tables or split_columns != "no":
         needs = "split_columns" if split_columns != "no" else "a limit on work or bytes"
         raise InputError(
@@ -89,7 +97,8 @@ def prepare(
     max_bytes = _limit(named.max_bytes_ratio, total_bytes, num_towers)
     if named.max_tower_bytes is not None:
         max_bytes = min(max_bytes, float(named.max_tower_bytes))
-    splits = choose_splits(specs, num_towers, split_columns, max_bytes=max_bytes)
+    whole = {feature for group in named.together for feature in group}
+    splits = choose_splits(specs, num_towers, split_columns, max_bytes=max_bytes, whole=whole)
     measured = affinity.pooling_factors or (1.0,) * affinity.num_features
     of_feature = dict(zip(affinity.features, measured, strict=True)) | dict(named.pooling_factors)
     shards = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
@@ -100,6 +109,7 @@ def prepare(
     max_work = _limit(named.max_work_ratio, float(blocks.loads[1].sum()), num_towers)
     upper = np.array([np.inf, max_work, max_bytes])
     return Task(
+        source=affinity,
         affinity=members,
         specs=member_specs,
         splits=splits,
@@ -110,7 +120,18 @@ def prepare(
             max_bytes=None if np.isinf(max_bytes) else int(max_bytes),
         ),
         parts=tuple(_parts(blocks, named, num_towers, balance_ratio, upper)),
+        notes=tuple(_pooling_notes(affinity, named)),
     )
+
+
+def _pooling_notes(affinity: FeatureAffinity, rules: PartitionRules) -> list[str]:
+    unknown = affinity.num_features - len(rules.pooling_factors)
+    if rules.max_work_ratio is None or affinity.pooling_factors or not unknown:
+        return []
+    return [
+        f"The work of {unknown} of {affinity.num_features} features is that of one id per sample: the affinity was "
+        "collected without counting ids. Give pooling_factors where there are more."
+    ]
 
 
 def _limit(ratio: float | None, total: float, num_towers: int) -> float:
@@ -129,24 +150,30 @@ def _parts(
 
 def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float | None, upper: np.ndarray) -> Part:
     num_features = int(blocks.loads[0].sum())
-    sizes = [(1, num_features)]
+    pairs, grown = [(1, num_features)], 0
     if balance_ratio is not None and num_towers <= num_features:
-        sizes = size_bounds(num_features, num_towers, balance_ratio)
-    levels = tuple(
-        tuple(
-            Bounds(
-                loads=blocks.loads,
-                lower=np.array([max(1.0, smallest - slack), 0.0, 0.0]),
-                upper=np.array([float(largest + slack), *upper[1:]]),
-                apart=blocks.apart,
-            )
-            for smallest, largest in sizes
+        strict = size_bounds(num_features, num_towers, balance_ratio)
+        pairs, grown = fitting_sizes(blocks.loads[0], num_towers, strict)
+    picked = evenly_picked(pairs)
+
+    def bounds(pair: tuple[int, int]) -> Bounds:
+        return Bounds(
+            loads=blocks.loads,
+            lower=np.array([float(pair[0]), 0.0, 0.0]),
+            upper=np.array([float(pair[1]), *upper[1:]]),
+            apart=blocks.apart,
         )
-        for slack in range(int(blocks.loads[0].max()) if balance_ratio is not None else 1)
+
+    part = Part(
+        category=category,
+        blocks=blocks,
+        num_towers=num_towers,
+        options=tuple(bounds(pair) for pair in picked),
+        spare=tuple(bounds(pair) for pair in pairs if pair not in picked),
+        asked=strict[0] if grown else None,
     )
-    # The last level is the widest, and in it the first set of limits: what breaks it breaks them all.
-    part = Part(category=category, blocks=blocks, num_towers=num_towers, levels=levels)
-    check_bounds(blocks.names, levels[-1][0], num_towers, part.where)
+    # The first set allows a tower most: what is too large for it is too large for all.
+    check_bounds(blocks.names, part.options[0], num_towers, part.where)
     return part
 
 
@@ -159,7 +186,10 @@ def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> d
     # too large for a tower is refused by name later.
     limits = np.maximum(upper[1:], 1e-300)
     counts = {
-        name: min(len(owned[name].names), max(1, int(np.ceil((load[1:] / limits).max() - 1e-9))))
+        name: min(
+            len(owned[name].names),
+            max(1, int(np.ceil((load[1:] / limits).max() - 1e-9)), len(largest_clique(owned[name].apart))),
+        )
         for name, load in loads.items()
     }
     if sum(counts.values()) > num_towers:

@@ -67,6 +67,8 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
     target = Path(folder)
     plan, features = partition.plan, partition.affinity.num_features
     counts = f"{counted(features, 'feature')} in {plan.num_towers:,} {plan.strategy}"
+    loads = partition.loads
+    categories = [load.category for load in loads]
     samples = partition.affinity.num_samples
     meaning = judge_meaning(partition)
     columns, cells = _tower_table(partition)
@@ -92,7 +94,9 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
         "strategies": list(_strategies(partition, target)),
         "comparison_picture": _picture(plot_comparison(partition, target / "comparison.png")),
         "balance_picture": _picture(plot_balance(partition, target / "balance.png")),
-        "luck": f"{luck_bound([load.num_features for load in partition.loads]):.1f}",
+        "bound": f"{luck_bound([load.num_features for load in loads], categories=categories):.1f}",
+        "by_category": any(categories),
+        "column_shards": bool(plan.column_splits),
         "made": _made(partition),
     }
     return render_page(Path(__file__).with_name("report.html"), target / "report.html", context)

@@ -16,6 +16,8 @@ from dmt.errors import InputError, nearest
 
 __all__ = ["PartitionRules"]
 
+_LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRules:
@@ -50,7 +52,8 @@ class PartitionRules:
     apart: Sequence[Sequence[str]] = ()
     """Groups of features of which no two may share a tower."""
     pooling_factors: Mapping[str, float] = field(default_factory=dict)
-    """Mean number of ids per sample; for features not named, that of the affinity if it was measured, else 1."""
+    """Mean number of ids per sample; for features not named, that of the affinity if it was measured, else 1. Of
+    several that match a feature the longest pattern counts, and its own name before any."""
     max_work_ratio: float | None = None
     """Most work of a tower, over the mean of the towers."""
     max_bytes_ratio: float | None = None
@@ -136,8 +139,10 @@ class PartitionRules:
             apart=[_matched(patterns, features, "apart") for patterns in self.apart],
             pooling_factors={
                 feature: factor
-                # Names last: they say more than patterns.
-                for pattern, factor in sorted(self.pooling_factors.items(), key=lambda item: item[0] in known)
+                # Of two that match, the longer pattern counts, and a name most: they say more.
+                for pattern, factor in sorted(
+                    self.pooling_factors.items(), key=lambda item: (item[0] in known, len(item[0]))
+                )
                 for feature in _matched([pattern], features, "pooling_factors")
             },
         )
@@ -165,8 +170,11 @@ class PartitionRules:
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:
         """Reads rules from a TOML file whose keys are the fields of this class.
 
+        Limits, ``together`` and ``apart`` stand above the first table (``[categories]`` and the like): TOML takes what
+        is below the head of a table as its contents.
+
         Raises:
-            InputError: the file cannot be read, is not TOML, or has a key that is no rule.
+            InputError: the file cannot be read, is not TOML, has a key that is no rule, or a rule within a table.
         """
         where = f"Partition rules {path}"
         try:
@@ -178,16 +186,45 @@ class PartitionRules:
         known = [f.name for f in fields(cls)]
         for key, value in record.items():
             if key not in known:
-                raise InputError(f"{where}: {key!r} is no rule.{nearest(key, known)} The rules are {', '.join(known)}.")
+                raise InputError(
+                    f"{where}: {key!r} is no rule.{nearest(key, known)} The rules are {', '.join(known)}."
+                    f"{_of_limits(key, value)}"
+                )
             wanted: type = dict if key in ("categories", "towers_per_category", "pooling_factors") else list
             if (key in ("together", "apart") or wanted is dict) and not isinstance(value, wanted):
                 raise InputError(
                     f"{where}: {key} = {value!r} must be a {'table' if wanted is dict else 'list of lists'}."
                 )
+            if wanted is dict:
+                _no_rule_within(key, record, known, where)
         try:
             return cls(**record)
         except (InputError, TypeError) as error:
             raise InputError(f"{where}: {error}") from error
+
+
+def _of_limits(key: str, value: Any) -> str:
+    """What to say of a table of limits, which looks natural but is none."""
+    limits = [name for name in value if name in _LIMITS] if isinstance(value, Mapping) else []
+    if key != "limits" and not limits:
+        return ""
+    return f" Limits are in no table: write {' and '.join(limits or _LIMITS)} as keys above the first table."
+
+
+def _no_rule_within(table: str, record: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    """Raises `InputError` where a rule was swallowed by the table above it."""
+    for key, value in record[table].items():
+        # A category or a feature may have the name of a rule.
+        is_own = {
+            "categories": _is_list(value) and all(isinstance(name, str) for name in value),
+            "towers_per_category": key in record.get("categories", {}),
+            "pooling_factors": _is_number(value) and key not in _LIMITS,
+        }[table]
+        if key in known and not is_own:
+            raise InputError(
+                f"{where}: {key!r} stands below the table [{table}]; write it above the first table, or TOML takes it "
+                "as part of that table."
+            )
 
 
 def _is_number(value: Any) -> bool:

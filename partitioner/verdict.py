@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dmt.partitioner.partition import Comparison, Partition
+from dmt.partitioner.partition import Comparison, Partition, TowerLoad
 
 __all__ = ["Verdict", "deviations_from_random", "judge_balance", "judge_meaning", "judge_stress", "luck_bound"]
 
 # Below so many standard deviations, a plan is called no different from random towers.
 _SHOWS = 2.0
-# A plan is called clear where luck would bring as much in fewer than one of so many cases.
+# The bound is on what unrelated affinities give in all but one of so many cases.
 _ODDS = 100.0
+# Limits are ratios of sums, and a tower that just holds one may miss it by rounding.
+_ROUNDING = 1e-9
 # Kruskal's own words for his stress-1 (Psychometrika 29, 1964): 0.2 poor, 0.1 fair, 0.05 good.
 _STRESS_WORDS = ((0.05, "good"), (0.1, "fair"), (0.2, "mediocre"), (math.inf, "poor"))
 _AIMS = {
@@ -39,8 +41,8 @@ def deviations_from_random(comparison: Comparison) -> float | None:
     """Mean affinity within towers minus that within random towers, in standard deviations of the latter.
 
     Returns:
-        The number, positive where the plan's pairs are more alike; None where there is no such pair or random towers
-        do not differ among themselves.
+        The number, positive where the plan's pairs are more alike and always finite; None where there is no such pair
+        or random towers do not differ among themselves.
 
     Example:
         >>> comparison = Comparison(within=0.5, between=0.1, within_strided=0.2, within_random=0.2, std_random=0.1)
@@ -50,20 +52,25 @@ def deviations_from_random(comparison: Comparison) -> float | None:
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
     if within is None or mean is None or std is None or not std > 0.0:
         return None
-    return (within - mean) / std
+    deviations = (within - mean) / std
+    return deviations if math.isfinite(deviations) else None
 
 
-def luck_bound(sizes: Sequence[int]) -> float:
-    """How many standard deviations the best of all assignments may stand out by luck alone.
+def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
+    """How many standard deviations the best of all assignments may stand out where the affinities are unrelated.
 
-    A partitioner looks for the assignment that stands out, and finds one in noise too: on affinities without any
-    structure, it reached 6 to 8 deviations for 26 features in 8 towers and 17 for 100 in 16. Were the mean affinities
-    of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) in fewer than 1 of
+    A partitioner looks for the assignment that stands out, and finds one in noise too: on affinities that are numbers
+    drawn apart, it reached 6 to 8 deviations for 26 features in 8 towers and 17 for 100 in 16. Were the mean affinities
+    of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for fewer than 1 of
     100 such matrices, whatever their dependence (the union bound on Gaussian tails, P(z > t) < exp(-t^2 / 2)).
-    N counts the ways to deal the features into towers of these sizes.
+    N counts the ways to deal the features into towers of these sizes, category by category.
+
+    More than that says that the affinities are not unrelated, and no more. The cosines of random vectors are related
+    too: where a and b are near each other and so are b and c, a and c are. Untrained embeddings may exceed the bound.
 
     Args:
         sizes: F_t, the features of each tower.
+        categories: that of each tower; all towers hold features of one where none are given.
 
     Returns:
         sqrt(2 ln(100 N)), at least 3.03.
@@ -71,16 +78,28 @@ def luck_bound(sizes: Sequence[int]) -> float:
     Example:
         >>> round(luck_bound([2, 2]), 2), round(luck_bound([4, 4, 3, 3, 3, 3, 3, 3]), 1)
         (3.38, 9.1)
+        >>> luck_bound([2, 2, 3], categories=["user", "user", "item"]) == luck_bound([2, 2])
+        True
     """
+    of_category: dict[str, list[int]] = {}
+    for size, category in zip(sizes, categories or [""] * len(sizes), strict=True):
+        of_category.setdefault(category, []).append(size)
+    return math.sqrt(2.0 * (sum(map(_log_ways, of_category.values())) + math.log(_ODDS)))
+
+
+def _log_ways(sizes: Sequence[int]) -> float:
     ways = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
     # Towers of one size may change places without another assignment.
     ways -= sum(math.lgamma(number + 1) for number in Counter(sizes).values())
-    return math.sqrt(2.0 * (max(0.0, ways) + math.log(_ODDS)))
+    return max(0.0, ways)
 
 
 def judge_meaning(partition: Partition) -> Verdict:
-    """Whether the towers mean anything: their affinity against random towers and against luck (`luck_bound`)."""
-    comparison = partition.comparison
+    """What the towers' affinity says, against random towers and against the best of many (`luck_bound`).
+
+    It says at most that the affinities have structure. Where that comes from, one training run cannot tell.
+    """
+    comparison, loads = partition.comparison, partition.loads
     deviations = deviations_from_random(comparison)
     aim, sign = _AIMS.get(partition.plan.strategy, ("", 0.0))
     opening = f"The towers put together {aim}. " if aim else ""
@@ -92,31 +111,34 @@ def judge_meaning(partition: Partition) -> Verdict:
             "whether these towers mean anything.",
         )
     side = "above" if deviations >= 0 else "below"
+    alike = "sizes and categories" if any(load.category for load in loads) else "sizes"
     numbers = (
         f"Two features of one tower have a mean affinity of {comparison.within:.4f}, {abs(deviations):.1f} standard "
-        f"deviations {side} that of random towers of the same sizes "
+        f"deviations {side} that of random towers of the same {alike} "
         f"({comparison.within_random:.4f} \u00b1 {comparison.std_random:.4f}). "
     )
-    bound = luck_bound([load.num_features for load in partition.loads])
+    bound = luck_bound([load.num_features for load in loads], categories=[load.category for load in loads])
     reached = deviations * sign if sign else abs(deviations)
-    if reached > bound:
-        end = (
-            f"Luck does not explain that: the best of all assignments would stay below {bound:.1f} in 99 of 100 "
-            "cases if the affinities had no structure."
-        )
-    elif reached >= _SHOWS:
-        end = (
-            f"That may be luck: the best of all assignments may reach up to {bound:.1f} where the affinities have no "
-            "structure at all, and the partitioner looks for the best. Towers from another seed of training "
-            "would tell."
-        )
-    else:
-        end = "That is no more than random towers reach: these towers mean nothing that shows here."
     return Verdict(
         big=f"{deviations:+.1f} std".replace("-", "\u2212"),
         what="affinity within towers, against random towers",
-        sentence=opening + numbers + end,
+        sentence=opening + numbers + _what_it_says(reached, bound),
     )
+
+
+def _what_it_says(reached: float, bound: float) -> str:
+    if reached > bound:
+        return (
+            f"That is more than unrelated affinities would give (below {bound:.1f}): they have structure. Whether it "
+            "is that of the data or of one training run, only towers from another seed of training tell."
+        )
+    if reached >= _SHOWS:
+        return (
+            f"That may be no more than the best of many assignments, which reaches up to {bound:.1f} where the "
+            "affinities are unrelated; the partitioner looks for the best. Towers from another seed of training would "
+            "tell."
+        )
+    return "That is no more than random towers reach: these towers mean nothing that shows here."
 
 
 def judge_stress(partition: Partition) -> Verdict:
@@ -157,17 +179,11 @@ def judge_balance(partition: Partition) -> Verdict:
     }
     said = ", ".join(f"{ratio:.2f} times in {word}" for word, ratio in ratios.items())
     sentences = [f"Of the mean, the largest tower carries {said}."]
-    features = columns[0][1]
-    reached = max(features) / min(features)
     if limits.balance_ratio is not None:
-        why = " (sizes that do not divide differ by one, and features of one table may count as one)"
-        sentences.append(
-            f"It has {reached:.2f} times the features of the smallest; at most {limits.balance_ratio:g} was asked for"
-            f"{why if reached > limits.balance_ratio else ''}."
-        )
+        sentences.append(_judge_sizes(loads, limits.balance_ratio))
     for word, values, limit in columns:
         if limit is not None and len(values) == len(loads):
-            over = sum(value > limit for value in values)
+            over = sum(value > limit * (1.0 + _ROUNDING) for value in values)
             sentences.append(
                 f"{over:,} of {len(loads):,} towers exceed the limit of {word}."
                 if over
@@ -176,4 +192,22 @@ def judge_balance(partition: Partition) -> Verdict:
     key = next((word for word in ("work", "bytes", "features") if word in ratios), "features")
     return Verdict(
         big=f"{ratios.get(key, 1.0):.2f}", what=f"largest over mean tower, in {key}", sentence=" ".join(sentences)
+    )
+
+
+def _judge_sizes(loads: Sequence[TowerLoad], asked: float) -> str:
+    """Sizes are bounded inside each category: the one with the largest ratio is judged, the first of equals."""
+    sizes: dict[str, list[int]] = {}
+    for load in loads:
+        sizes.setdefault(load.category, []).append(load.num_features)
+    ratios = {category: max(own) / min(own) for category, own in sizes.items()}
+    worst = max(ratios, key=ratios.__getitem__)
+    why = ""
+    if ratios[worst] > asked * (1.0 + _ROUNDING):
+        why = " (sizes that do not divide differ by one, and features of one table may count as one)"
+    subject = f"In category {worst!r}, the largest tower" if worst else "It"
+    others = f" (of {len(sizes):,} categories, the least even)" if len(sizes) > 1 else ""
+    return (
+        f"{subject} has {ratios[worst]:.2f} times the features of the smallest{others}; at most {asked:g} was asked "
+        f"for{why}."
     )

@@ -86,12 +86,20 @@ def tower_plan(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan
     """The tower plan the config names, checked against the tables.
 
     Raises:
-        InputError: the file is bad, does not fit the tables, or more towers are asked for than there are features.
+        InputError: the file is bad, does not fit the tables or cuts one, or more towers are asked for than there are
+            features.
     """
     if config.towers.plan == "strided":
         plan = TowerPlan.strided(feature_names(tables), config.topology.num_towers)
     else:
         plan = TowerPlan.load(config.towers.plan)
+    if plan.column_splits:
+        feature, widths = next(iter(plan.column_splits.items()))
+        raise InputError(
+            f"Tower plan {config.towers.plan} cuts the table of feature {feature!r} into column shards of "
+            f"{list(widths)} columns, but the trainer cuts no tables. Partition with split_columns='no' (dmt partition "
+            "--split-columns no), or build the model yourself from plan.split_tables(tables)."
+        )
     plan.tables_by_tower(tables)
     return plan
 

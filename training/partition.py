@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,19 @@ from dmt.training.config import TrainConfig, TrainingConfig, load_config
 from dmt.training.data import ClickBatch, ClickData, open_source
 from dmt.training.records import read_result
 
-__all__ = ["affinity_of_model", "affinity_of_run", "spread_batches", "trained_rows"]
+__all__ = ["affinity_of_model", "affinity_of_run", "spread_batches", "trained_rows", "write_affinity"]
+
+logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 256
 
 
 def affinity_of_run(
-    run: Path, *, data_path: str | None = None, max_rows: int = 65_536
+    run: Path,
+    *,
+    data_path: str | None = None,
+    max_rows: int = 65_536,
+    check: Callable[[Sequence[TableSpec]], object] | None = None,
 ) -> tuple[FeatureAffinity, list[TableSpec]]:
     """Collects the feature affinity of a trained model on rows from all over its training rows.
 
@@ -38,12 +45,13 @@ def affinity_of_run(
         run: the ``output_dir`` of a finished run, with its ``checkpoint/``.
         data_path: rows from here instead of the run's own ``data.train_path``.
         max_rows: rows to average over, at most; the mean settles quickly.
+        check: called with the tables before the model is made, to raise where they will not do.
 
     Returns:
         The affinity and the tables of the model.
 
     Raises:
-        InputError: the folder holds no run, or the data do not fit it.
+        InputError: the folder holds no run, or the data do not fit it; or what ``check`` raises.
     """
     checkpoint = run / "checkpoint"
     if not (checkpoint / "config.toml").exists():
@@ -57,6 +65,8 @@ def affinity_of_run(
         overrides.append(f"data.train_path={json.dumps(str(data_path))}")
     config = load_config(checkpoint / "config.toml", overrides)
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
+    if check is not None:
+        check(data.tables)
     task = ClickTask(build_model(config, data.tables, len(data.dense_names)))
     load_plain(task, checkpoint)
     # Not more than the run's own batch: there are at least so many rows.
@@ -97,13 +107,48 @@ def affinity_of_model(
     )
 
 
+def write_affinity(
+    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int, path: Path
+) -> bool:
+    """Collects as `affinity_of_model` does, and writes the affinity on the first rank; collective.
+
+    A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
+    the first rank logs a warning, and training goes on to its end.
+
+    Args:
+        model: see `affinity_of_model`, as the arguments up to ``steps``.
+        data: what it was trained on.
+        mesh: the groups.
+        config: with the number of rows.
+        steps: how many steps it was trained for.
+        path: the ``.npz`` file.
+
+    Returns:
+        Whether this rank could do its part.
+    """
+    try:
+        affinity = affinity_of_model(model, data, mesh, config=config, steps=steps)
+        if mesh.rank == 0:
+            affinity.save(path)
+    except (InputError, OSError) as error:
+        if mesh.rank == 0:
+            logger.warning(
+                "No affinity was written (train.affinity_rows=%d): %s The run goes on; dmt partition --checkpoint "
+                "measures the affinity of what it saves.",
+                config.affinity_rows,
+                error,
+            )
+        return False
+    return True
+
+
 def spread_batches(
     data: ClickData, *, num_rows: int, max_rows: int, batch_size: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[ClickBatch]:
     """Batches at even distances among the first training rows, so that they show all of them.
 
-    The rows are taken as those of the first ranks of a job of many: the ranks that are not there skip theirs, without
-    decoding them.
+    Candidates are taken as the batches of the first ranks of a job of many: the ranks that are not there skip theirs,
+    without decoding them. For even distances there are four to eight candidates for each batch, where there are rows.
 
     Args:
         data: the source.
@@ -126,9 +171,13 @@ def spread_batches(
     """
     whole = world_size * batch_size
     there, wanted = max(1, num_rows // whole), max(1, max_rows // whole)
-    stride = -(-there // wanted)
+    stride = max(1, there // (4 * wanted))
+    candidates = there // stride
+    count = min(wanted, candidates)
+    # The multiples of a distance that need not be whole, rounded.
+    chosen = {(i * candidates + count // 2) // count for i in range(count)}
     batches = data.batches("train", rank=rank, world_size=stride * world_size, batch_size=batch_size)
-    return islice(batches, there // stride)
+    return (batch for i, batch in enumerate(islice(batches, candidates)) if i in chosen)
 
 
 def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:

@@ -26,7 +26,7 @@ from dmt.training.checkpoint import save_model
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.loop import Trainer
-from dmt.training.partition import affinity_of_model
+from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, versions
 
 __all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train"]
@@ -98,8 +98,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         # Read before training: the file may change while this run trains with what it held.
         plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
         record = RunRecord(config, enabled=rank == 0)
-        if rank == 0:
-            # What an earlier run left would be taken for this one's.
+        if rank == 0 and config.train.affinity_rows:
+            # What an earlier run left would be taken for this one's, should none be written.
             (record.folder / "affinity.npz").unlink(missing_ok=True)
         model = shard_model(config, tables, len(data.dense_names), mesh)
         trainer = Trainer(
@@ -115,9 +115,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         save_model(model, record.folder / "checkpoint", partial(_describe, config, plan, tables))
         if config.train.affinity_rows:
             trainer.detach()
-            affinity = affinity_of_model(model, data, mesh, config=config.train, steps=time.steps)
-            if rank == 0:
-                affinity.save(record.folder / "affinity.npz")
+            path = record.folder / "affinity.npz"
+            write_affinity(model, data, mesh, config=config.train, steps=time.steps, path=path)
         traffic = trainer.measure_traffic()
         rows = config.train.batch_size * world_size
         result = {

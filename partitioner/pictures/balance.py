@@ -52,9 +52,9 @@ class _Panel:
 def plot_balance(partition: Partition, path: str | os.PathLike[str]) -> Path:
     """Draws what each tower carries, one panel for each of features, work and bytes that is known.
 
-    Every panel has a line at the mean over towers, one at the limit where there is one, and the largest tower over the
-    mean in its title: the factor by which the slowest tower holds the others up. Up to 32 towers have their colours and
-    names.
+    Every panel has a line at the mean over towers, one at the limit where all towers have the same, and the largest
+    tower over the mean in its title: the factor by which the slowest tower holds the others up. Up to 32 towers have
+    their colours and names.
 
     Args:
         partition: with its loads (work in elements read per sample, memory in bytes) and limits.
@@ -84,10 +84,7 @@ def plot_balance(partition: Partition, path: str | os.PathLike[str]) -> Path:
 def _panels(partition: Partition) -> list[_Panel]:
     loads, limits = partition.loads, partition.limits
     features = [float(load.num_features) for load in loads]
-    panels = [_Panel(title="features", values=features, limit=None, whole=True)]
-    if limits.balance_ratio is not None:
-        most = max(math.ceil(sum(features) / len(features)), math.floor(limits.balance_ratio * min(features)))
-        panels = [_Panel(title="features", values=features, limit=float(most), whole=True)]
+    panels = [_Panel(title="features", values=features, limit=_most_features(partition), whole=True)]
     work = [load.work for load in loads if load.work is not None]
     if len(work) == len(loads):
         panels.append(_Panel(title="elements read per sample", values=work, limit=limits.max_work))
@@ -96,6 +93,19 @@ def _panels(partition: Partition) -> list[_Panel]:
         divisor, unit = byte_unit(max(sizes))
         panels.append(_Panel(title="bytes of tables", values=sizes, limit=limits.max_bytes, scale=divisor, unit=unit))
     return panels
+
+
+def _most_features(partition: Partition) -> float | None:
+    """What a tower may have; None where nothing was asked for, or categories differ in it."""
+    ratio = partition.limits.balance_ratio
+    if ratio is None:
+        return None
+    sizes: dict[str, list[int]] = {}
+    for load in partition.loads:
+        sizes.setdefault(load.category, []).append(load.num_features)
+    # The addend keeps 1.15 * 100 from falling to 114.
+    most = {max(math.ceil(sum(own) / len(own)), math.floor(ratio * min(own) + 1e-9)) for own in sizes.values()}
+    return float(most.pop()) if len(most) == 1 else None
 
 
 def _draw(axes: Axes, panel: _Panel) -> None:

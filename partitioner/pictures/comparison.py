@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,7 +116,7 @@ def _set_range(axes: Axes, comparisons: list[Comparison]) -> None:
 
 def _distance(comparison: Comparison) -> str:
     deviations = deviations_from_random(comparison)
-    if deviations is None or not math.isfinite(deviations):
+    if deviations is None:
         return ""
     side = "above" if deviations >= 0 else "below"
     return f": {abs(deviations):.1f} standard deviations {side} random towers"

@@ -45,6 +45,9 @@ def _with(row, column, value, mirror=True):
         (np.ones((2, 3)), r"shape \[2, 3\] for 3 features; it must be \[3, 3\]"),
         (np.ones(9), r"shape \[9\] for 3 features"),
         ([["x", "y"]], r"not an array of numbers"),
+        (np.eye(3) * 1j, "not an array of numbers but of complex128"),
+        (np.full((3, 3), "1"), "not an array of numbers but of <U1"),
+        ([[object()] * 3] * 3, "not an array of numbers"),
         ([[1.0], [1.0, 2.0]], r"not an array of numbers"),
     ],
 )
@@ -159,6 +162,56 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
         FeatureAffinity.load(tmp_path / "bad.npz")
 
 
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"format": np.array("one")}, "array 'format' is <U3 of shape \\[\\]; it must be one whole number"),
+        ({"format": np.array([1, 1])}, r"array 'format' is int64 of shape \[2\]; it must be one whole number"),
+        ({"num_samples": np.float64("nan")}, "array 'num_samples' is float64 .* one whole number"),
+        (
+            {"features": np.array([["a"], ["b"], ["c"]])},
+            r"array 'features' is <U1 of shape \[3, 1\].* text of shape \[F\]",
+        ),
+        ({"features": np.array("abc")}, r"array 'features' is <U3 of shape \[\]"),
+        ({"features": np.arange(3)}, "array 'features' is int64"),
+        ({"pooling_factors": np.float64(2)}, r"array 'pooling_factors' is float64 of shape \[\]; it must be numbers"),
+        ({"pooling_factors": np.array(["a", "b", "c"])}, "array 'pooling_factors' is <U1"),
+        ({"table_names": np.array("t")}, "array 'table_names' is <U1 of shape"),
+        (
+            {"table_rows": np.int64(7)},
+            r"array 'table_rows' is int64 of shape \[\]; it must be whole numbers of shape \[K\]",
+        ),
+        ({"table_dims": np.array([8.0, 8.0])}, "array 'table_dims' is float64"),
+        ({"table_sizes": np.array([[2, 1]])}, r"array 'table_sizes' is int64 of shape \[1, 2\]"),
+        ({"table_features": np.array([1, 2, 3])}, "array 'table_features' is int64"),
+        ({"matrix": np.eye(3) * 1j}, "matrix is not an array of numbers but of complex128"),
+        ({"matrix": np.float64(1)}, r"matrix has shape \[\] for 3 features"),
+    ],
+)
+def test_a_file_with_an_array_of_another_form_is_refused_by_name(tmp_path, arrays, message):
+    FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], tables=TABLES).save(tmp_path / "a.npz")
+    with np.load(tmp_path / "a.npz") as archive:
+        good = {name: archive[name] for name in archive.files}
+    np.savez(tmp_path / "bad.npz", **(good | arrays))
+    with pytest.raises(InputError, match=rf"^Affinity file .*bad\.npz:? .*{message}"):
+        FeatureAffinity.load(tmp_path / "bad.npz")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_damaged_file_is_read_right_or_refused(tmp_path, save):
+    save(tmp_path / "good.npz", matrix=np.array(GOOD), features=np.array(["a", "b", "c"]))
+    content = (tmp_path / "good.npz").read_bytes()
+    messages = []
+    for place in range(0, len(content), 3):
+        (tmp_path / "bad.npz").write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
+        try:
+            FeatureAffinity.load(tmp_path / "bad.npz")
+        except InputError as error:
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert all("bad.npz" in message for message in messages)
+
+
 def test_an_absent_file_and_a_bare_array_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"none\.npz: cannot be read"):
         FeatureAffinity.load(tmp_path / "none.npz")
@@ -201,10 +254,14 @@ def test_tables_of_torchrec_are_taken():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tables": TABLES[:1]}, r"feature 'b' is in no table \(3 features, 2 in tables\)"),
+        (
+            {"tables": TABLES[:1]},
+            r"FeatureAffinity: feature 'b' is in the affinity but not in the tables \(2 features in the tables, "
+            r"3 in the affinity\)\. Both must be of one model",
+        ),
         (
             {"tables": (*TABLES, TableSpec(name="x", num_embeddings=1, embedding_dim=4, feature_names=("d",)))},
-            "a table has feature 'd', which is not among the 3 features",
+            r"feature 'd' is in the tables but not in the affinity \(4 features in the tables, 3 in the affinity\)",
         ),
         (
             {"tables": (*TABLES, TableSpec(name="x", num_embeddings=1, embedding_dim=4, feature_names=("b",)))},
@@ -242,7 +299,8 @@ def test_files_keep_tables_and_pooling_factors(tmp_path, fields):
         ({"table_sizes": np.array([2, 2])}, r"do not fit together: .* 2 sizes with the sum 4, 3 features"),
         ({"table_rows": np.array([7])}, "2 names, 1 rows"),
         ({"table_rows": np.array([7, 0])}, "Table 'own' has num_embeddings=0"),
-        ({"table_features": np.array(["c", "a", "x"])}, "feature 'b' is in no table"),
+        ({"table_sizes": np.array([4, -1])}, "table 'own' has -1 features; it needs one at least"),
+        ({"table_features": np.array(["c", "a", "x"])}, "feature 'x' is in the tables but not in the affinity"),
     ],
 )
 def test_a_file_with_broken_tables_is_refused(tmp_path, changes, message):
@@ -252,6 +310,26 @@ def test_a_file_with_broken_tables_is_refused(tmp_path, changes, message):
     np.savez(tmp_path / "bad.npz", **{name: array for name, array in arrays.items() if array is not None})
     with pytest.raises(InputError, match=message):
         FeatureAffinity.load(tmp_path / "bad.npz")
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
+    affinity = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"])
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "file" / "a.npz", tmp_path / "folder", "."):
+        with pytest.raises(InputError, match=r"^Affinity file .*: cannot be written \(.*\)\. Give another path"):
+            affinity.save(path)
+    affinity.save(tmp_path / "a.npz")
+
+    def fill_the_disk(file, **arrays):
+        file.write(b"the beginning")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", fill_the_disk)
+    with pytest.raises(InputError, match=r"cannot be written .*No space left on device.* free space"):
+        FeatureAffinity(matrix=[[1.0]], features=["other"]).save(tmp_path / "a.npz")
+    assert FeatureAffinity.load(tmp_path / "a.npz").features == ("a", "b", "c"), "what was there is kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npz", "file", "folder"]
 
 
 @pytest.mark.parametrize("row", [0, BLOCK_ROWS - 1, BLOCK_ROWS, 2 * BLOCK_ROWS])

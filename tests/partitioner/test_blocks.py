@@ -9,9 +9,9 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.partitioner import PartitionRules
-from dmt.partitioner.blocks import check_tables, make_blocks
+from dmt.partitioner.blocks import make_blocks
 from dmt.tables import TableSpec
-from tests.partitioner.instances import affinity_of, tables_of
+from tests.partitioner.instances import affinity_of
 
 
 def blocks_of(features, *, specs=(), shards=None, pooling=None, **rules):
@@ -121,16 +121,3 @@ def test_rules_that_contradict_each_other_are_refused(rules, message):
 def test_what_is_cut_cannot_stay_together_with_another():
     with pytest.raises(InputError, match=r"feature 'a' must share a tower with 'b', but its table is cut into column"):
         blocks_of(["a[0:4]", "a[4:8]", "b"], shards={"a": ["a[0:4]", "a[4:8]"]}, together=[["a", "b"]])
-
-
-def test_tables_and_affinity_must_be_of_the_same_features():
-    affinity = affinity_of(["user", "shop"])
-    check_tables(affinity, tables_of(["shop", "user"]))
-    with pytest.raises(
-        InputError, match=r"'ad' is in the tables but not in the affinity \(3 features in the tables, 2"
-    ):
-        check_tables(affinity, tables_of(["shop", "user", "ad"]))
-    with pytest.raises(
-        InputError, match=r"'shop' is in the affinity but not in the tables .*Both must be of one model"
-    ):
-        check_tables(affinity, tables_of(["user"]))

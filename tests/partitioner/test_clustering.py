@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dmt.partitioner.assignment import objective_of
-from dmt.partitioner.clustering import constrained_clusters, size_bounds, squared_distances
+from dmt.partitioner.clustering import constrained_clusters, squared_distances
+from dmt.partitioner.sizes import size_bounds
 
 
 @pytest.mark.parametrize(
@@ -16,8 +17,8 @@ from dmt.partitioner.clustering import constrained_clusters, size_bounds, square
         (24, 8, 1.0, [(3, 3)]),
         (26, 8, 2.0, [(3, 6), (2, 4)]),
         (26, 8, 1.5, [(3, 4)]),
-        (100, 1, 1.15, [(100, 100), (96, 100), (91, 100), (87, 100)]),
-        (200, 2, 1.15, [(100, 115), (96, 110), (91, 104), (87, 100)]),
+        (100, 1, 1.15, [(least, 100) for least in range(100, 86, -1)]),
+        (200, 2, 1.15, [(least, int(1.15 * least + 1e-9)) for least in range(100, 86, -1)]),
         (3, 2, 9.0, [(1, 3)]),
         (80, 16, 4.0, [(5, 20), (4, 16), (3, 12), (2, 8)]),
     ],

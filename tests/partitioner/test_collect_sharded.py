@@ -417,6 +417,12 @@ def others_on_rank(rank: int) -> dict[str, Any]:
     # A batch without rows on one rank.
     empty = batch(NAMES[::-1], 0 if rank == 0 else 3, generator=torch.Generator().manual_seed(4))
     found["empty"] = FeatureAffinity.collect(model, [empty], process_group=world()).num_samples
+    # Only batches without rows on one rank: a plain collection cannot run those, so it never learns its features.
+    for name, bare in (("no rows on 0", 0), ("no rows on 1", 1)):
+        mine = [batch(NAMES[::-1], 0, generator=torch.Generator())] * 2 if rank == bare else batches_of(rank, 2)
+        found[name] = FeatureAffinity.collect(plain(), mine, process_group=world())
+    nobody = [batch(NAMES[::-1], 0, generator=torch.Generator())]
+    found["no rows"] = message_of(lambda: FeatureAffinity.collect(plain(), nobody, process_group=world()))
     # A bare sharded collection, not in a DistributedModelParallel.
     found["bare"] = FeatureAffinity.collect(
         model.module.sparse_arch["ebc_0"],
@@ -496,6 +502,17 @@ def test_other_shapes_of_models_and_batches(of_others: list[dict[str, Any]]) -> 
         assert found["empty"] == 3
         assert found["bare"] == found["beside"] == tuple(NAMES)
         assert "ranks [1] looked up other features than the first rank, see 'e'" in found["unlike"]
+
+
+@pytest.mark.parametrize("bare", [0, 1])
+def test_a_rank_whose_batches_have_no_rows_adds_nothing(of_others: list[dict[str, Any]], bare: int) -> None:
+    wanted = FeatureAffinity.collect(plain(), batches_of(1 - bare, 2))
+    for results in of_others:
+        found = results[f"no rows on {bare}"]
+        np.testing.assert_allclose(found.matrix, wanted.matrix, rtol=0, atol=1e-12)
+        assert (found.features, found.num_samples) == (wanted.features, wanted.num_samples)
+        assert (found.tables, found.pooling_factors) == (wanted.tables, wanted.pooling_factors)
+        assert results["no rows"].startswith("InputError: FeatureAffinity.collect: batches gave no sample; give at")
 
 
 def test_sharded_towers_are_refused_by_name(of_others: list[dict[str, Any]]) -> None:

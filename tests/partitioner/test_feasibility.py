@@ -143,7 +143,7 @@ def test_an_answer_beyond_the_limits_by_the_tolerance_of_the_solver_is_not_taken
     assert solve_exactly(np.zeros((3, 2)), bounds).tolist() == [0, 1, 1]
     assert margins[0] == 0 < margins[1]
     monkeypatch.setattr(feasibility, "_solve", lambda *_: SimpleNamespace(x=answers[0], status=0))
-    with pytest.raises(Infeasible, match="to 2 towers within all limits was found in 20 seconds"):
+    with pytest.raises(Infeasible, match="to 2 towers within all limits was found"):
         solve_exactly(np.zeros((3, 2)), bounds)
 
 

@@ -23,7 +23,7 @@ def test_feasible_exactly_where_trying_all_assignments_says_so_and_close_to_the_
     options = random_bounds(rng, num_blocks, num_towers, slack=(1.0, 1.2, 1.5, 1.5, 9.0))
     squared = random_squares(rng, num_blocks)
     least = best_by_trying(squared, num_towers, options)
-    arguments = {"distance": np.sqrt(squared), "num_towers": num_towers, "levels": [options], "seed": seed}
+    arguments = {"distance": np.sqrt(squared), "num_towers": num_towers, "options": options, "seed": seed}
     points = rng.normal(size=(num_blocks, 2))
     if np.isinf(least):
         with pytest.raises(InputError, match=f"No assignment of the features to {num_towers} towers holds all limits"):
@@ -41,9 +41,7 @@ def test_nearly_always_the_best_of_all():
         rng = np.random.default_rng(100 + seed)
         squared = random_squares(rng, 6)
         bounds = Bounds(loads=np.ones((3, 6)), lower=np.array([2.0, 0, 0]), upper=np.array([2.0, 6, 6]))
-        found = group_blocks(
-            rng.normal(size=(6, 2)), distance=np.sqrt(squared), num_towers=3, levels=[[bounds]], seed=0
-        )
+        found = group_blocks(rng.normal(size=(6, 2)), distance=np.sqrt(squared), num_towers=3, options=[bounds], seed=0)
         ratios.append(objective_of(squared, np.ones(6), found.labels) / best_by_trying(squared, 3, [bounds]))
     assert sorted(ratios)[-2] == pytest.approx(1.0)
 
@@ -62,40 +60,20 @@ def test_of_several_sets_of_limits_any_one_may_be_the_one_that_is_held(monkeypat
     broken = random_labels(np.random.default_rng(0), 10, 3)
 
     def group():
-        return group_blocks(points, distance=np.sqrt(squared), num_towers=3, levels=[options], seed=0)
+        return group_blocks(points, distance=np.sqrt(squared), num_towers=3, options=options, seed=0)
 
     assert options[1].violation(group().labels, 3) == 0
     # Also where only the exact search finds it: the first set is then no proof against the second.
     monkeypatch.setattr(grouping, "search_clusters", lambda *_, **__: np.where(np.arange(10) < 4, 0, broken))
-    monkeypatch.setattr(grouping, "_by_load", lambda *_: None)
+    monkeypatch.setattr(grouping, "spread", lambda *_: broken)
     assert options[1].violation(group().labels, 3) == 0
-
-
-def test_the_strictest_level_that_can_be_held_is_taken():
-    # Blocks of 3 features in towers of 4 to 4: only 3 and 5 or 3 and 6 come out.
-    weights = np.array([3.0, 3.0, 1.0, 1.0])
-    loads = np.stack([weights, np.zeros(4), np.zeros(4)])
-    apart = np.zeros((4, 4), dtype=bool)
-    apart[2, 3] = apart[3, 2] = True
-
-    def level(slack, *, parted=apart):
-        limits = np.array([4.0 - slack, 0, 0]), np.array([4.0 + slack, np.inf, np.inf])
-        return [Bounds(loads=loads, lower=limits[0], upper=limits[1], apart=parted)]
-
-    points = np.array([[0.0], [1.0], [0.1], [0.2]])
-    arguments = {"distance": np.abs(points - points.T), "num_towers": 2, "seed": 0}
-    assert group_blocks(points, levels=[level(0), level(1)], **arguments).level == 0
-    far = np.zeros((4, 4), dtype=bool)
-    far[0, 2:] = far[2:, 0] = True  # The first block stays alone: 3 and 5.
-    found = group_blocks(points, levels=[level(s, parted=far) for s in range(3)], **arguments)
-    assert (found.level, sorted(np.bincount(found.labels, weights))) == (1, [3, 5])
 
 
 def test_without_refinement_the_points_decide():
     points = np.array([[0.0], [0.1], [5.0], [5.1]])
     # The distances say otherwise: 0 belongs to 2 and 1 to 3.
     distance = np.array([[0, 9, 1, 9], [9, 0, 9, 1], [1, 9, 0, 9], [9, 1, 9, 0]], dtype=float)
-    arguments = {"distance": distance, "num_towers": 2, "levels": [[sized([0] * 4, 2, 2)]], "seed": 0}
+    arguments = {"distance": distance, "num_towers": 2, "options": [sized([0] * 4, 2, 2)], "seed": 0}
     plain, refined = group_blocks(points, refine=False, **arguments), group_blocks(points, **arguments)
     assert (plain.labels == plain.labels[[1, 0, 3, 2]]).all()
     assert (refined.labels == refined.labels[[2, 3, 0, 1]]).all()
@@ -107,11 +85,11 @@ def test_the_refusal_names_what_the_closest_answer_breaks():
     arguments = {"distance": np.ones((3, 3)) - np.eye(3), "num_towers": 2, "seed": 0}
     message = r"to 2 towers holds all limits\. The closest found has a tower with 12,000 bytes "
     with pytest.raises(InputError, match=message + r"where the limit is 10,000\. Raise balance_ratio or the limits"):
-        group_blocks(points, levels=[[sized([6_000, 6_000, 6_000], 1, 3, 10_000)]], **arguments)
+        group_blocks(points, options=[sized([6_000, 6_000, 6_000], 1, 3, 10_000)], **arguments)
     apart = np.ones((3, 3), dtype=bool) & ~np.eye(3, dtype=bool)
     bounds = Bounds(loads=np.ones((3, 3)), lower=np.ones(3), upper=np.full(3, 3.0), apart=apart)
     with pytest.raises(InputError, match="a tower with features that are to be apart"):
-        group_blocks(points, levels=[[bounds]], **arguments)
+        group_blocks(points, options=[bounds], **arguments)
 
 
 def test_progress_rises_to_the_end():
@@ -119,6 +97,6 @@ def test_progress_rises_to_the_end():
     options = [sized([0] * 8, 3, 5), sized([0] * 8, 2, 6)]
     squared = random_squares(np.random.default_rng(0), 8)
     points = np.random.default_rng(0).normal(size=(8, 2))
-    group_blocks(points, distance=np.sqrt(squared), num_towers=2, levels=[options], seed=0, progress=seen.append)
+    group_blocks(points, distance=np.sqrt(squared), num_towers=2, options=options, seed=0, progress=seen.append)
     assert seen == sorted(seen)
     assert seen[-1] == 1.0

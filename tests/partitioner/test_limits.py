@@ -217,7 +217,12 @@ def test_categories_get_towers_by_what_is_limited():
             {"towers_per_category": {"u": 1, "i": 4, "x": 1}},
             r"category 'i': num_towers=4 exceeds the 3 features to place",
         ),
-        (4, {"apart": [["i0", "i1", "i2"]]}, r"category 'i': 3 features must all be apart .*there are 1 towers"),
+        (4, {"apart": [["i0", "i1", "i2"]]}, r"the categories need 5 towers at least \('u' 1, 'i' 3, 'x' 1\)"),
+        (
+            5,
+            {"apart": [["i0", "i1", "i2"]], "towers_per_category": {"u": 3, "i": 1, "x": 1}},
+            r"category 'i': 3 features must all be apart .*there are 1 towers",
+        ),
     ],
 )
 def test_categories_that_do_not_fit_are_refused(num_towers, rules, message):

@@ -258,6 +258,20 @@ def test_the_balance_shows_largest_over_mean_and_limits(tmp_path):
     assert {"mean 3.00 GB", "GB"} <= set(words)
 
 
+def test_categories_share_a_limit_of_features_or_have_none(tmp_path):
+    partition = made_up_partition(12, 4, tables=False)
+
+    def words(*sizes):
+        loads = [
+            dataclasses.replace(load, num_features=size, category=category)
+            for load, size, category in zip(partition.loads, sizes, ["user", "user", "item", "item"], strict=True)
+        ]
+        return words_of(plot_balance, dataclasses.replace(partition, loads=tuple(loads)), tmp_path)
+
+    assert "limit 3" in words(3, 2, 3, 3)
+    assert not [word for word in words(2, 2, 4, 4) if "limit" in word]
+
+
 def test_the_balance_shows_only_what_is_known(tmp_path):
     words = words_of(plot_balance, made_up_partition(tables=False, limits=TowerLimits()), tmp_path)
     assert [word for word in words if "largest" in word] == ["features, largest / mean 1.00"]

@@ -24,6 +24,9 @@ def comparison(within, *, mean=0.2, std=0.01):
     return Comparison(within=within, between=0.2, within_strided=0.2, within_random=mean, std_random=std)
 
 
+BEYOND = "That is more than unrelated affinities would give (below 9.1): they have structure."
+
+
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
@@ -32,6 +35,14 @@ def test_luck_is_bounded_by_the_number_of_assignments():
     assert luck_bound([1, 1, 1]) == pytest.approx(luck_bound([3]))  # towers without names: one way
     assert luck_bound([3, 2]) == pytest.approx(math.sqrt(2 * math.log(100 * 10)))
     assert luck_bound([2, 2, 2]) == pytest.approx(math.sqrt(2 * math.log(100 * 15)))
+
+
+def test_with_categories_fewer_assignments_are_possible():
+    user_item = ["user", "user", "item", "item"]
+    # 3 ways for each category, against 105 for all four towers.
+    assert luck_bound([2, 2, 2, 2], categories=user_item) == pytest.approx(math.sqrt(2 * math.log(100 * 9)))
+    assert luck_bound([2, 2, 2, 2]) == pytest.approx(math.sqrt(2 * math.log(100 * 105)))
+    assert luck_bound([2, 1], categories=["user", "item"]) == luck_bound([3])
 
 
 def test_the_best_of_all_assignments_of_noise_stays_below_the_bound():
@@ -57,25 +68,47 @@ def test_the_best_of_all_assignments_of_noise_stays_below_the_bound():
 @pytest.mark.parametrize(
     ("strategy", "within", "words", "big"),
     [
-        ("coherent", 0.5, "Luck does not explain that", "+30.0 std"),
-        ("coherent", 0.25, "That may be luck: the best of all assignments may reach up to", "+5.0 std"),
+        ("coherent", 0.5, BEYOND, "+30.0 std"),
+        ("coherent", 0.5, "only towers from another seed of training tell.", "+30.0 std"),
+        ("coherent", 0.25, "That may be no more than the best of many assignments, which reaches up to 9.1", "+5.0"),
         ("coherent", 0.21, "these towers mean nothing that shows here", "+1.0 std"),
         ("coherent", 0.1, "these towers mean nothing that shows here", "\u221210.0 std"),
         ("diverse", 0.05, "features that do not resemble each other. Two features", "\u221215.0 std"),
         ("diverse", 0.05, "15.0 standard deviations below that of random towers of the same sizes (0.2000", "\u221215"),
-        ("diverse", 0.05, "Luck does not explain that", "\u221215.0 std"),
+        ("diverse", 0.05, BEYOND, "\u221215.0 std"),
         ("diverse", 0.5, "these towers mean nothing that shows here", "+30.0 std"),
-        ("manual", 0.5, "Luck does not explain that", "+30.0 std"),
+        ("manual", 0.5, BEYOND, "+30.0 std"),
     ],
 )
-def test_towers_mean_something_beyond_luck_only(strategy, within, words, big):
+def test_the_affinities_have_structure_beyond_the_bound_only(strategy, within, words, big):
     verdict = judge_meaning(made_up_partition(26, 8, strategy=strategy, comparison=comparison(within)))
     assert words in verdict.sentence
+    endings = (BEYOND, "no more than the best of many", "no more than random towers reach")
+    assert sum(ending in verdict.sentence for ending in endings) == 1
     assert verdict.big.startswith(big)
 
 
+def test_with_categories_the_towers_are_judged_inside_them():
+    partition = made_up_partition(8, 4, comparison=comparison(0.24))  # 4 deviations
+    loads = [
+        dataclasses.replace(load, category=category)
+        for load, category in zip(partition.loads, ["user", "user", "item", "item"], strict=True)
+    ]
+    assert "up to 4.3 where" in judge_meaning(partition).sentence
+    sentence = judge_meaning(dataclasses.replace(partition, loads=tuple(loads))).sentence
+    assert "random towers of the same sizes and categories" in sentence
+    assert "(below 3.7): they have structure" in sentence
+
+
 def test_without_random_towers_to_compare_nothing_is_claimed():
-    for numbers in (comparison(None), comparison(0.3, std=0.0), comparison(0.3, mean=None)):
+    for numbers in (
+        comparison(None),
+        comparison(0.3, std=0.0),
+        comparison(0.3, mean=None),
+        comparison(0.3, std=None),
+        comparison(0.3, std=math.nan),
+        comparison(0.3, std=5e-324),  # so small that the quotient overflows
+    ):
         assert deviations_from_random(numbers) is None
         assert "nothing says whether" in judge_meaning(made_up_partition(comparison=numbers)).sentence
 
@@ -83,14 +116,14 @@ def test_without_random_towers_to_compare_nothing_is_claimed():
 def test_planted_towers_are_clear_and_shuffled_ones_are_not():
     partition = made_up_partition(26, 8)
     found = compare_towers(partition.affinity, partition.plan)
-    assert "Luck does not" in judge_meaning(dataclasses.replace(partition, comparison=found)).sentence
+    assert BEYOND in judge_meaning(dataclasses.replace(partition, comparison=found)).sentence
     names = np.random.default_rng(0).permutation(partition.plan.features).tolist()
     towers = tuple(
         dataclasses.replace(t, features=tuple(names.pop() for _ in t.features)) for t in partition.plan.towers
     )
     plan = dataclasses.replace(partition.plan, towers=towers)
     shuffled = dataclasses.replace(partition, plan=plan, comparison=compare_towers(partition.affinity, plan))
-    assert "Luck does not" not in judge_meaning(shuffled).sentence
+    assert BEYOND not in judge_meaning(shuffled).sentence
 
 
 @pytest.mark.parametrize(
@@ -132,6 +165,41 @@ def test_balance_is_judged_by_the_work_where_it_is_known():
     bare = judge_balance(made_up_partition(tables=False, limits=TowerLimits()))
     assert (bare.big, bare.what) == ("1.00", "largest over mean tower, in features")
     assert "limit" not in bare.sentence
+
+
+def test_limits_held_but_for_rounding_are_kept():
+    partition = made_up_partition(4, 2, limits=TowerLimits(max_work=0.3, max_bytes=10))
+    loads = [dataclasses.replace(load, work=0.1 + 0.2, num_bytes=10) for load in partition.loads]
+    assert loads[0].work > 0.3
+    kept = judge_balance(dataclasses.replace(partition, loads=tuple(loads))).sentence
+    assert "All towers keep the limit of work. All towers keep the limit of bytes." in kept
+    loads = [dataclasses.replace(load, work=0.3 * (1 + 1e-8), num_bytes=11) for load in loads]
+    broken = judge_balance(dataclasses.replace(partition, loads=tuple(loads))).sentence
+    assert "2 of 2 towers exceed the limit of work. 2 of 2 towers exceed the limit of bytes." in broken
+
+
+def test_sizes_are_judged_inside_each_category():
+    partition = made_up_partition(16, 4, limits=TowerLimits(balance_ratio=1.5))
+
+    def sentence(sizes, categories):
+        loads = [
+            dataclasses.replace(load, num_features=size, category=category)
+            for load, size, category in zip(partition.loads, sizes, categories, strict=True)
+        ]
+        return judge_balance(dataclasses.replace(partition, loads=tuple(loads))).sentence
+
+    four = ["user", "user", "item", "item"]
+    assert "It has 5.00 times the features of the smallest; at most 1.5" in sentence([2, 2, 10, 10], [""] * 4)
+    # Between categories sizes are free.
+    even = sentence([2, 2, 10, 10], four)
+    assert "In category 'user', the largest tower has 1.00 times the features of the smallest (of 2 cat" in even
+    assert "at most 1.5 was asked for." in even
+    uneven = sentence([3, 2, 7, 4], four)
+    assert "In category 'item', the largest tower has 1.75 times" in uneven
+    assert "at most 1.5 was asked for (sizes that do not divide" in uneven
+    assert "In category 'all', the largest tower has 2.00 times the features of the smallest; at" in sentence(
+        [4, 4, 2, 4], ["all"] * 4
+    )
 
 
 def test_bytes_have_three_figures():
@@ -201,13 +269,37 @@ def test_the_page_shows_the_numbers(tmp_path):
         "0.5500 within these towers, 0.2000 \u00b1 0.0100 within random ones, 0.2000 naive",
         f"tower_0 f0 f3 f6 f9 4 1,234 12.4 GB {own[np.triu_indices(4, k=1)].mean():.4f} tower_1",
         f"Here that is {luck_bound([4, 4, 4]):.1f}",
+        "Random towers have the sizes of these towers, and obey no other rule",
+        "the affinities of an untrained model may pass it",
         "Command dmt partition --towers 3 Strategy coherent, 2 dimensions Seed 0 Affinity digest 0123456789abcdef",
         "Samples 65,536",
         "numpy 2",
     ):
         assert words in text, words
     assert text.index("Mind:") < text.index("standard deviations")
+    assert not [word for word in ("luck", "Luck", "99 of 100", "ategor", "column shards") if word in text]
     assert "chosen" not in text
+
+
+def test_the_page_says_what_other_towers_obey(tmp_path):
+    # Named like column shards, two in each tower.
+    partition = made_up_partition(4, 2)
+    names = iter(["ad[0:1]", "user[0:1]", "ad[1:2]", "user[1:2]"])
+    renamed = {name: next(names) for name in partition.plan.features}
+    affinity = dataclasses.replace(partition.affinity, features=tuple(map(renamed.get, partition.affinity.features)))
+    towers = tuple(
+        dataclasses.replace(tower, features=tuple(map(renamed.get, tower.features))) for tower in partition.plan.towers
+    )
+    plan = dataclasses.replace(partition.plan, towers=towers, column_splits={"ad": (1, 1), "user": (1, 1)})
+    loads = tuple(dataclasses.replace(load, category=load.name) for load in partition.loads)
+    partition = dataclasses.replace(partition, plan=plan, affinity=affinity, loads=loads)
+    text = Page(write_partition_report(partition, tmp_path)).text
+    for words in (
+        "in turn (strided), whatever their category. Random towers have the sizes and categories of these towers, and",
+        "Pairs of column shards of one table count nowhere: these towers may not put them together.",
+        f"Here that is {luck_bound([2]):.1f}",
+    ):
+        assert words in text, words
 
 
 def test_strategies_are_shown_side_by_side(tmp_path):

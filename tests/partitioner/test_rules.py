@@ -160,6 +160,34 @@ def test_a_file_holds_every_rule(tmp_path):
             "max_work = 2",
             r"'max_work' is no rule\. Did you mean 'max_work_ratio'\? The rules are categories, towers_per",
         ),
+        (
+            "[limits]\nmax_work_ratio = 2",
+            r"'limits' is no rule\. .* Limits are in no table: write max_work_ratio as keys above the first table",
+        ),
+        (
+            "[most]\nmax_tower_bytes = 2\nmax_bytes_ratio = 2",
+            r"'most' is no rule\. .* write max_tower_bytes and max_bytes_ratio as keys above",
+        ),
+        (
+            "limits = 3",
+            r"'limits' is no rule\. .* write max_work_ratio and max_bytes_ratio and max_tower_bytes as keys",
+        ),
+        (
+            "[categories]\nuser = ['a']\nmax_work_ratio = 1.5",
+            r"'max_work_ratio' stands below the table \[categories\]; write it above the first table",
+        ),
+        (
+            "[categories]\nuser = ['a']\n\napart = [['a', 'b']]",
+            r"'apart' stands below the table \[categories\]; write it above the first table",
+        ),
+        (
+            "[pooling_factors]\na = 2\nmax_work_ratio = 1.5",
+            r"'max_work_ratio' stands below the table \[pooling_factors\]",
+        ),
+        (
+            "categories.user = ['a']\n[towers_per_category]\nuser = 2\nmax_tower_bytes = 9",
+            r"'max_tower_bytes' stands below the table \[towers_per_category\]",
+        ),
         ("[category]\nuser = ['a']", r"'category' is no rule\. Did you mean 'categories'"),
         ("categories = ['a']", r"categories = \['a'\] must be a table"),
         ("pooling_factors = 3", "pooling_factors = 3 must be a table"),
@@ -177,6 +205,14 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(InputError, match=rf"^Partition rules .*rules\.toml: .*{message}"):
         PartitionRules.load(path)
+
+
+def test_categories_and_features_may_have_the_names_of_rules(tmp_path):
+    text = "[categories]\napart = ['together']\nrest = ['b']\n[towers_per_category]\napart = 2\nrest = 1\n"
+    (tmp_path / "rules.toml").write_text(f"{text}[pooling_factors]\ntogether = 3\n")
+    rules = PartitionRules.load(tmp_path / "rules.toml")
+    assert rules.towers_per_category == {"apart": 2, "rest": 1}
+    assert rules.pooling_factors == {"together": 3}
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):

@@ -18,10 +18,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
+from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.tables import TableSpec
+from dmt.training import partition as partition_of_run
+from dmt.training import partition_command
 from dmt.training.cli import main
+from dmt.training.config import to_toml
 from dmt.training.demo import demo_settings
+from tests.training.small import small
 
 
 def dmt(*arguments: str) -> Result:
@@ -70,8 +75,86 @@ def test_partition_of_a_saved_affinity(affinity: Path, tmp_path: Path) -> None:
     assert TowerPlan.load(out).to_lists() == [["a", "c", "e"], ["b", "d", "f"]]
     assert TowerPlan.load(out).command.startswith("dmt ")
     assert picture.stat().st_size > 1000
+    assert f"Written to {out}." in result.stdout
+    # A log file has a line for each stage in place of a bar.
+    stages = [line for line in result.stderr.splitlines() if line.startswith("partition: ")]
+    assert len(stages) >= 2
+    assert stages[0].endswith(" s, coherent: embedding features")
+    assert stages[-1].endswith(" s, coherent: grouping features")
+    assert f"Picture written to {picture}." in result.stderr
     as_json = dmt("partition", "--affinity", str(affinity), "--towers", "2", "--out", str(out), "--json")
-    assert json.loads(as_json.output)["towers"][0]["features"] == ["a", "c", "e"]
+    assert json.loads(as_json.stdout)["towers"][0]["features"] == ["a", "c", "e"]
+    assert f"Written to {out}." in as_json.stderr
+
+
+@pytest.mark.parametrize("strategy", ["coherent", "both"])
+def test_names_of_features_are_no_markup(tmp_path: Path, strategy: str) -> None:
+    names = ["a[/b]", "h[red]", ":smile:", "[bold]x"]
+    # All alike, which is worth a note.
+    FeatureAffinity(matrix=np.ones((4, 4)), features=names).save(tmp_path / "affinity.npz")
+    out, saved = tmp_path / "[red]towers.json", tmp_path / "kept.npz"
+    files = ["--affinity", str(tmp_path / "affinity.npz"), "--save-affinity", str(saved), "--out", str(out)]
+    result = dmt("partition", *files, "--towers", "2", "--strategy", strategy)
+    assert result.exit_code == 0, result.output
+    for name in names:
+        assert name in result.stdout
+    assert "Note: " in result.stdout
+    assert f"Written to {out}." in result.stdout
+    assert f"Affinity written to {saved}." in result.stderr
+    assert FeatureAffinity.load(saved).features == tuple(names)
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_word_of_the_plan(
+    affinity: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise InputError("The disk is full.")
+
+    monkeypatch.setattr(partition_command, "plot_affinity", fail)
+    out = tmp_path / "towers.json"
+    files = ["--affinity", str(affinity), "--out", str(out), "--picture", str(tmp_path / "a.png")]
+    result = dmt("partition", *files, "--towers", "2")
+    assert result.exit_code == 2
+    assert f"The disk is full. The plan itself was written to {out}." in result.stderr
+    assert TowerPlan.load(out).num_towers == 2
+
+
+def test_two_options_may_not_name_one_file(affinity: Path, tmp_path: Path) -> None:
+    before = affinity.read_bytes()
+    other = tmp_path / "folder" / ".." / "affinity.npz"
+    for options, reason in (
+        (["--out", str(other)], "--affinity and --out are the same file"),
+        (["--save-affinity", str(affinity)], "--affinity and --save-affinity are the same file"),
+        (["--out", str(tmp_path / "x.png"), "--picture", str(tmp_path / "x.png")], "--out and --picture are the same"),
+        (["--out", str(tmp_path / "x"), "--report", str(tmp_path / "x")], "--out and --report are the same file"),
+        (["--rules", str(tmp_path / "r"), "--out", str(tmp_path / "r")], "--rules and --out are the same file"),
+    ):
+        result = dmt("partition", "--affinity", str(affinity), "--towers", "2", *options)
+        assert result.exit_code == 2, result.output
+        assert f"error: {reason}" in " ".join(result.output.split())
+    assert affinity.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["affinity.npz"]
+
+
+def test_a_picture_of_no_known_kind_is_refused_before_the_work(affinity: Path, tmp_path: Path) -> None:
+    files = ["--affinity", str(affinity), "--out", str(tmp_path / "new" / "t.json"), "--picture", "x.foo"]
+    result = dmt("partition", *files, "--towers", "2")
+    assert result.exit_code == 2
+    assert "--picture: path='x.foo' needs a suffix that is one of" in " ".join(result.output.split())
+    assert not (tmp_path / "new").exists()
+
+
+def test_rules_are_matched_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoint").mkdir(parents=True)
+    (run / "checkpoint" / "config.toml").write_text(to_toml(small("dlrm")))
+    (tmp_path / "rules.toml").write_text('together = [["C1", "C22"]]\n')
+    monkeypatch.setattr(partition_of_run, "build_model", None)
+    files = ["--checkpoint", str(run), "--rules", str(tmp_path / "rules.toml"), "--out", str(tmp_path / "t.json")]
+    result = dmt("partition", *files, "--towers", "2")
+    assert result.exit_code == 2, result.output
+    reason = "error: Partition rules: together has 'C22', which matches none of the 6 features. Did you mean 'C2'?"
+    assert reason in " ".join(result.output.split())
 
 
 def test_both_strategies_with_rules_and_a_report(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -23,7 +26,7 @@ from dmt.training.build import shard_model
 from dmt.training.checkpoint import load_plain
 from dmt.training.config import TrainConfig, load_config, to_toml
 from dmt.training.data import DataConfig, open_source
-from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows
+from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows, write_affinity
 from dmt.training.run import preflight
 from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
@@ -59,7 +62,9 @@ def rows_seen(data: dict[str, Any], **arguments: Any) -> list[list[int]]:
         (100, 20, 5, [0, 25, 50, 75]),
         (100, 100, 5, list(range(0, 100, 5))),
         (100, 1000, 5, list(range(0, 100, 5))),
-        (100, 99, 10, [0, 20, 40, 60, 80]),  # not the first 99
+        (100, 99, 10, [0, 10, 20, 30, 40, 60, 70, 80, 90]),  # not the first 90
+        (100, 65, 5, [0, 10, 15, 25, 30, 40, 45, 55, 60, 70, 75, 85, 90]),  # a distance of 20 / 13 batches
+        (100, 15, 5, [0, 35, 65]),
         (60, 20, 5, [0, 15, 30, 45]),  # the rows after 60 are not asked for
         (100, 1, 5, [0]),
         (4, 20, 4, [0]),
@@ -76,10 +81,25 @@ def test_ranks_get_different_rows_and_equally_many(tmp_path: Path) -> None:
     data = numbered(tmp_path, 100)
     arguments = {"num_rows": 100, "max_rows": 40, "batch_size": 4, "world_size": 3}
     found = [rows_seen(data, rank=rank, **arguments) for rank in range(3)]
-    assert [len(batches) for batches in found] == [2, 2, 2]
+    assert [len(batches) for batches in found] == [3, 3, 3]
     counts = Counter(row for batches in found for rows in batches for row in rows)
-    assert sorted(counts) == [*range(12), *range(36, 48)]
+    assert sorted(counts) == [*range(12), *range(36, 48), *range(60, 72)]
     assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("max_rows", [10, 20, 430, 1290, 2560, 2570])
+def test_as_many_rows_are_used_as_asked_for(max_rows: int, tmp_path: Path) -> None:
+    # Whole distances between batches gave 1,280 of 2,560 rows.
+    batches = rows_seen(numbered(tmp_path, 2570), num_rows=2570, max_rows=max_rows, batch_size=10)
+    assert sum(map(len, batches)) == max_rows
+    starts = [rows[0] for rows in batches]
+    gaps = np.diff(starts)
+    assert all(rows == list(range(rows[0], rows[0] + 10)) for rows in batches)
+    distance = 10 * 2570 / max_rows
+    # Candidates are at most a quarter of the distance apart, or one batch.
+    assert all(abs(gap - distance) <= max(10, distance / 4) for gap in gaps)
+    assert starts[0] == 0
+    assert 2570 - starts[-1] <= distance + max(10, distance / 2)
 
 
 def test_rows_of_a_run_are_those_of_its_steps_in_one_epoch() -> None:
@@ -137,6 +157,57 @@ def test_a_run_is_measured_all_over_the_rows_it_was_trained_on(
     assert affinity.pooling_factors == (1.0,)
 
 
+def test_the_tables_are_checked_before_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finished_run(tmp_path, numbered(tmp_path, 97), steps=5)
+    monkeypatch.setattr(partition, "build_model", None)
+    seen: list[list[str]] = []
+
+    def refuse(tables: Any) -> None:
+        seen.append([table.name for table in tables])
+        raise InputError("these will not do")
+
+    with pytest.raises(InputError, match="these will not do"):
+        affinity_of_run(run, check=refuse)
+    assert seen == [["t_c_1"]]
+
+
+def written_on_rank(rank: int, folder: str) -> list[tuple[bool, list[str]]]:
+    """Whether each attempt went well on this rank, and what it warned of."""
+    config = small("dlrm", topology={"ranks_per_tower": 1}, train={"affinity_rows": 300})
+    mesh = TowerMesh(config.topology.build())
+    data = source(config)
+    model = shard_model(config, data.tables, len(data.dense_names), mesh)
+    logger = logging.getLogger("dmt.training.partition")
+    found = []
+    for name in ("good.npz", "file/bad.npz", "nan.npz"):
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        if name == "nan.npz":
+            with torch.no_grad():
+                for key, value in model.state_dict().items():
+                    for shard in value.local_shards() if key.endswith("t_C4.weight") else []:
+                        shard.tensor.fill_(math.nan)
+        path = Path(folder) / name
+        found.append((write_affinity(model, data, mesh, config=config.train, steps=20, path=path), lines))
+        logger.removeHandler(handler)
+    return found
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_where_its_affinity_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, second = run_ranks(written_on_rank, 2, str(tmp_path))
+    assert FeatureAffinity.load(tmp_path / "good.npz").num_samples
+    assert [done for done, _ in first] == [True, False, False]
+    assert [done for done, _ in second] == [True, True, False]
+    assert [len(lines) for _, lines in first] == [0, 1, 1]
+    assert not any(lines for _, lines in second), "the first rank warns for all"
+    assert re.search(r"No affinity was written \(train\.affinity_rows=300\): .*cannot be written", first[1][1][0])
+    assert re.search(r"'C4' is not finite.* The run goes on", first[2][1][0])
+
+
 def affinity_on_rank(rank: int) -> tuple[FeatureAffinity, dict[str, torch.Tensor]]:
     config = small("dlrm", synthetic={"num_rows": 1600, "num_multi_hot": 2}, train={"affinity_rows": 300})
     mesh = TowerMesh(config.topology.build())
@@ -182,7 +253,7 @@ def test_a_run_leaves_an_affinity_that_is_partitioned_without_its_checkpoint(tmp
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     affinity = FeatureAffinity.load(tmp_path / "affinity.npz")
-    assert affinity.num_samples == 768  # of 1792 rows trained on: 7 batches per rank of 128, every second
+    assert affinity.num_samples == 1024  # of 1792 rows trained on: four of the 7 batches of 128 per rank
     assert [table.num_embeddings for table in affinity.tables] == [30] * 6
     assert affinity.pooling_factors == (1.0,) * 6
     # What the checkpoint gives: the traffic is measured after both, with one step more.
@@ -198,4 +269,4 @@ def plain_and_rows(run: Path) -> tuple[Any, list[Any]]:
     task = plain(config)
     load_plain(task, run / "checkpoint")
     batches = source(config).batches("train", rank=0, world_size=1, batch_size=128)
-    return task.model, [batch for i, batch in enumerate(batches) if i % 4 < 2 and i < 12]
+    return task.model, [batch for i, batch in enumerate(batches) if i // 2 in (0, 2, 4, 5)]

@@ -65,6 +65,18 @@ def test_a_plan_of_other_tables_is_refused(tmp_path: Path) -> None:
         preflight(config, 4)
 
 
+@pytest.mark.parametrize(("arch", "dataflow"), [("dmt-dlrm", "auto"), ("dlrm", "sptt")])
+def test_a_plan_that_cuts_tables_is_refused(arch: str, dataflow: str, tmp_path: Path) -> None:
+    towers = [["C1[0:4]", "C2", "C3"], ["C1[4:8]", "C4", "C5", "C6"]]
+    TowerPlan.from_lists(towers, column_splits={"C1": (4, 4)}).save(tmp_path / "towers.json")
+    message = (
+        r"towers\.json cuts the table of feature 'C1' into column shards of \[4, 4\] columns, but the trainer cuts no "
+        r"tables\. .*--split-columns no\), or build the model yourself from plan\.split_tables\(tables\)"
+    )
+    with pytest.raises(InputError, match=message):
+        preflight(small(arch, dataflow, towers={"plan": str(tmp_path / "towers.json")}), 4)
+
+
 def test_an_absent_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Tower plan .*nowhere\.json: cannot be read"):
         preflight(small(towers={"plan": str(tmp_path / "nowhere.json")}), 4)
@@ -285,6 +297,8 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("arch", ["dlrm", "dmt-dlrm"])
 def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "affinity.npz").write_text("of an earlier run, hours of work")
     finished = torchrun("demo", *SMALL_RUN, f"model.arch={arch}", f"train.output_dir={folder}")
     printed = finished.stdout + finished.stderr
     assert finished.returncode == 0, printed
@@ -307,6 +321,7 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     assert curves["eval/auc"][-1][1] == result["eval_auc"]
     assert {rows for _, rows in curves["eval/num_rows"]} == {3000}
     assert list((folder / "tensorboard").glob("events.*"))
+    assert (folder / "affinity.npz").read_text() == "of an earlier run, hours of work", "no new one was asked for"
 
     # The config reads again, and with it the plain model takes the checkpoint.
     config = load_config(folder / "config.toml")
