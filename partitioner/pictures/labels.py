@@ -75,7 +75,7 @@ class LabelPlacer:
         Returns:
             Whether there was room.
         """
-        text = self._axes.text(*self._to_data(place), label, ha="center", va="center", **style)
+        text = self._axes.text(*self._to_data(place), label, ha="center", va="center", parse_math=False, **style)
         extent = text.get_window_extent(self._renderer)
         patch = text.get_bbox_patch()
         if patch is not None:

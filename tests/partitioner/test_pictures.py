@@ -102,6 +102,16 @@ def test_dollar_signs_start_no_formula(tmp_path):
     assert "$x_1$" in words_of(plot_coordinates, made_up_partition(6, 2, name="$x_{}$"), tmp_path)
 
 
+@pytest.mark.parametrize("draw", OF_A_PARTITION)
+def test_what_would_be_a_broken_formula_is_drawn(draw, tmp_path):
+    # Also a text that is measured before the figure is saved must not be read as a formula.
+    partition = made_up_partition(6, 2, name="$\\frac{{${}")
+    towers = tuple(dataclasses.replace(t, name=f"$\\frac{{${i}") for i, t in enumerate(partition.plan.towers))
+    plan = dataclasses.replace(partition.plan, towers=towers)
+    loads = tuple(dataclasses.replace(load, name=t.name) for load, t in zip(partition.loads, towers, strict=True))
+    assert words_of(draw, dataclasses.replace(partition, plan=plan, loads=loads), tmp_path)
+
+
 # --- affinity --------------------------------------------------------------------------------------------------------
 
 
