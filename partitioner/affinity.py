@@ -69,7 +69,7 @@ class FeatureAffinity:
     def __post_init__(self) -> None:
         if isinstance(self.features, str):
             raise InputError(f"FeatureAffinity: features={self.features!r} is one string; give a list of names.")
-        features = tuple(str(name) for name in self.features)
+        features = tuple(str(name) if isinstance(name, str) else name for name in self.features)
         check_names(features)
         # A frozen dataclass sets its own cleaned fields this way.
         object.__setattr__(self, "matrix", clean_matrix(self.matrix, features))

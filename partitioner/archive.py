@@ -96,7 +96,9 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
             # A plain .npy array comes back without names.
             arrays = {name: archive[name] for name in getattr(archive, "files", ())}
     except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
-        raise InputError(f"{where}: cannot be read ({error}). Expected what FeatureAffinity.save wrote.") from error
+        # Numpy's advice on what is no archive at all is to allow pickles: untrue and unsafe here.
+        reason = "it holds no plain arrays" if "pickle" in str(error) else error
+        raise InputError(f"{where}: cannot be read ({reason}). Expected what FeatureAffinity.save wrote.") from error
     for name, (num_dims, kinds, words) in _FORMS.items():
         if name in arrays and (arrays[name].ndim != num_dims or arrays[name].dtype.kind not in kinds):
             found = f"{arrays[name].dtype} of shape {list(arrays[name].shape)}"

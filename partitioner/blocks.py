@@ -14,7 +14,7 @@ from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.rules import PartitionRules
 from dmt.tables import TableSpec
 
-__all__ = ["Blocks", "make_blocks"]
+__all__ = ["Blocks", "joined", "make_blocks"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +83,7 @@ def make_blocks(
                     "table is cut into column shards, which go to different towers. Drop the rule or do not split it."
                 )
     groups = [*rules.together, *(spec.feature_names for spec in specs)]
-    names = _joined(features, groups)
+    names = joined(features, groups)
     block_of = {name: i for i, block in enumerate(names) for name in block}
     home = {
         member: category
@@ -104,8 +104,15 @@ def _others(feature: str, group: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in group if name != feature)
 
 
-def _joined(features: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """The connected components of features that share a group, each sorted, all sorted."""
+def joined(features: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The connected components of features that share a group, each sorted, all sorted.
+
+    Example:
+        >>> joined(["c", "b", "a", "d"], [["a", "c"], ["c", "d"]])
+        (('a', 'c', 'd'), ('b',))
+    """
+    if not features:
+        return ()
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 

@@ -41,6 +41,9 @@ def check_names(features: Sequence[str]) -> None:
     """
     if not features:
         raise InputError("FeatureAffinity: features is empty; give at least one feature.")
+    nameless = [name for name in features if not isinstance(name, str) or not name]
+    if nameless:
+        raise InputError(f"FeatureAffinity: feature {nameless[0]!r} is no name; give texts that are not empty.")
     doubled = [(name, count) for name, count in Counter(features).items() if count > 1]
     if doubled:
         name, count = doubled[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from dmt.columns import shard_names
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.tables import TableSpec
+from dmt.partitioner.blocks import joined
+from dmt.tables import TableSpec, feature_names
 
 __all__ = ["SplitColumns", "choose_splits", "members_affinity"]
 
@@ -27,7 +28,7 @@ def choose_splits(
     how: SplitColumns,
     *,
     max_bytes: float = np.inf,
-    whole: Collection[str] = (),
+    together: Sequence[Sequence[str]] = (),
 ) -> dict[str, tuple[int, ...]]:
     """The columns of each shard, by feature, of the tables to cut; empty where nothing need be cut.
 
@@ -40,7 +41,7 @@ def choose_splits(
         num_towers: T.
         how: ``"no"``, ``"largest"`` or ``"even"``.
         max_bytes: what a tower may hold.
-        whole: features whose tables are not cut.
+        together: groups of features that share a tower, whose tables are therefore not cut.
 
     Raises:
         InputError: the tables cannot be cut into enough shards.
@@ -51,6 +52,9 @@ def choose_splits(
         >>> choose_splits(tables, 3, "largest"), choose_splits(tables, 3, "even")
         ({'a': (4, 4)}, {'a': (4, 4), 'b': (4, 4)})
     """
+    if how == "no":
+        return {}
+    whole = {feature for group in together for feature in group}
     by_feature = {
         spec.feature_names[0]: spec
         for spec in specs
@@ -60,11 +64,13 @@ def choose_splits(
         feature: spec.embedding_dim // STEP if spec.embedding_dim % STEP == 0 else 1
         for feature, spec in by_feature.items()
     }
+    uncut = [feature for feature in feature_names(specs) if feature not in by_feature]
+    held = set(uncut)
+    groups = [*(spec.feature_names for spec in specs), *together]
+    num_whole = len(joined(uncut, [[feature for feature in group if feature in held] for group in groups]))
     pieces = dict.fromkeys(most, 1)
-    if how == "no":
-        return {}
     if how == "even":
-        wanted = -(-num_towers // len(specs))
+        wanted = max(1, -(-(num_towers - num_whole) // max(1, len(most))))
         pieces = {feature: _even_pieces(most[feature], wanted) for feature in most}
     else:
         for feature, spec in by_feature.items():
@@ -72,7 +78,7 @@ def choose_splits(
                 # Whole steps of columns that a tower can hold; where not even one fits, the limit is refused later.
                 steps = max(1, int(max_bytes // (4 * STEP * spec.num_embeddings)))
                 pieces[feature] = -(-most[feature] // steps)
-    missing = num_towers - (len(specs) - len(most)) - sum(pieces.values())
+    missing = num_towers - num_whole - sum(pieces.values())
     if how == "largest":
         heap = [(-by_feature[f].num_bytes / pieces[f], f) for f in most if pieces[f] < most[f]]
         heapq.heapify(heap)

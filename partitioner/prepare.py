@@ -97,8 +97,7 @@ def prepare(
     max_bytes = _limit(named.max_bytes_ratio, total_bytes, num_towers)
     if named.max_tower_bytes is not None:
         max_bytes = min(max_bytes, float(named.max_tower_bytes))
-    whole = {feature for group in named.together for feature in group}
-    splits = choose_splits(specs, num_towers, split_columns, max_bytes=max_bytes, whole=whole)
+    splits = _splits(specs, named, num_towers, split_columns, max_bytes)
     measured = affinity.pooling_factors or (1.0,) * affinity.num_features
     of_feature = dict(zip(affinity.features, measured, strict=True)) | dict(named.pooling_factors)
     shards = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
@@ -120,8 +119,33 @@ def prepare(
             max_bytes=None if np.isinf(max_bytes) else int(max_bytes),
         ),
         parts=tuple(_parts(blocks, named, num_towers, balance_ratio, upper)),
-        notes=tuple(_pooling_notes(affinity, named)),
+        notes=(*_pooling_notes(affinity, named), *_split_notes(named, split_columns, splits)),
     )
+
+
+def _splits(
+    specs: Sequence[TableSpec], rules: PartitionRules, num_towers: int, how: SplitColumns, max_bytes: float
+) -> dict[str, tuple[int, ...]]:
+    """Where the towers of every category are given, its tables are cut for them; else all tables for all towers."""
+    if not rules.towers_per_category:
+        return choose_splits(specs, num_towers, how, max_bytes=max_bytes, together=rules.together)
+    splits: dict[str, tuple[int, ...]] = {}
+    for category, features in rules.categories.items():
+        owned = [spec for spec in specs if set(spec.feature_names) <= set(features)]
+        groups = [group for group in rules.together if set(group) <= set(features)]
+        count = rules.towers_per_category[category]
+        splits |= choose_splits(owned, count, how, max_bytes=max_bytes, together=groups)
+    return splits
+
+
+def _split_notes(rules: PartitionRules, how: SplitColumns, splits: Mapping[str, tuple[int, ...]]) -> list[str]:
+    whole = [feature for group in rules.together for feature in group]
+    if how != "even" or not splits or not whole:
+        return []
+    return [
+        f"The tables of {', '.join(map(repr, whole[:5]))} must stay together and are not cut, so the shards of the "
+        "others have another width; the models of dmt.models need one width."
+    ]
 
 
 def _pooling_notes(affinity: FeatureAffinity, rules: PartitionRules) -> list[str]:

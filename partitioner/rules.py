@@ -200,7 +200,7 @@ class PartitionRules:
         try:
             return cls(**record)
         except (InputError, TypeError) as error:
-            raise InputError(f"{where}: {error}") from error
+            raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}") from error
 
 
 def _of_limits(key: str, value: Any) -> str:

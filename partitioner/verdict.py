@@ -129,8 +129,9 @@ def judge_meaning(partition: Partition) -> Verdict:
 def _what_it_says(reached: float, bound: float) -> str:
     if reached > bound:
         return (
-            f"That is more than unrelated affinities would give (below {bound:.1f}): they have structure. Whether it "
-            "is that of the data or of one training run, only towers from another seed of training tell."
+            f"That is more than unrelated affinities would give (below {bound:.1f}): they have structure, as those of "
+            "untrained vectors may have too. Whether it is that of the data, only towers from another seed of training "
+            "tell."
         )
     if reached >= _SHOWS:
         return (
@@ -189,7 +190,7 @@ def judge_balance(partition: Partition) -> Verdict:
                 if over
                 else f"All towers keep the limit of {word}."
             )
-    key = next((word for word in ("work", "bytes", "features") if word in ratios), "features")
+    key = max(ratios, key=lambda word: ratios[word], default="features")
     return Verdict(
         big=f"{ratios.get(key, 1.0):.2f}", what=f"largest over mean tower, in {key}", sentence=" ".join(sentences)
     )

@@ -146,7 +146,10 @@ def test_a_hand_made_file_with_matrix_and_features_loads(tmp_path):
         ({"matrix": np.eye(1), "features": np.array(["a"]), "format": np.int64(9)}, "has format 9; this version reads"),
         ({"matrix": -np.eye(1), "features": np.array(["a"])}, r"bad\.npz: .*affinity of 'a' with 'a' is -1"),
         # An array of objects is stored pickled; unpickling could run code.
-        ({"matrix": np.eye(1), "features": np.array(["a", None], dtype=object)}, "cannot be read.*allow_pickle"),
+        (
+            {"matrix": np.eye(1), "features": np.array(["a", None], dtype=object)},
+            "cannot be read .it holds no plain arrays",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path, arrays, message):

@@ -170,3 +170,32 @@ def test_permuting_the_features_and_tables_permutes_the_answer_only(how):
 def test_splitting_needs_the_tables():
     with pytest.raises(InputError, match="split_columns needs the tables, but the affinity was saved without them"):
         TowerPartitioner(num_towers=3, split_columns="even").fit(affinity_of(2))
+
+
+def test_features_that_stay_together_count_as_one_and_others_are_cut_for_it():
+    tables = [TableSpec(name=n, num_embeddings=100, embedding_dim=32, feature_names=(n,)) for n in "abcd"]
+    splits = choose_splits(tables, 4, "largest", together=[["a", "b"]])
+    assert set(splits) <= {"c", "d"}
+    assert 1 + sum(len(splits.get(n, (32,))) for n in "cd") == 4
+
+
+def test_tables_are_cut_in_the_category_that_needs_it():
+    names = ["u0", "u1", "i0", "i1", "i2", "i3"]
+    affinity = FeatureAffinity(matrix=np.eye(6), features=names)
+    # The items' tables are the larger ones, but it is the users that lack members.
+    tables = [
+        TableSpec(name=n, num_embeddings=10 if n < "j" else 5, embedding_dim=16, feature_names=(n,)) for n in names
+    ]
+    rules = PartitionRules(categories={"u": ["u?"], "i": ["i?"]}, towers_per_category={"u": 5, "i": 4})
+    plan = TowerPartitioner(num_towers=9, rules=rules, split_columns="largest").fit(affinity, tables=tables)
+    assert set(plan.column_splits) == {"u0", "u1"}
+    assert [len(t.features) for t in plan.towers] == [1] * 9
+
+
+def test_even_shards_beside_whole_tables_are_noted():
+    names = ["a", "b", "c"]
+    affinity = FeatureAffinity(matrix=np.eye(3), features=names)
+    tables = [TableSpec(name=n, num_embeddings=10, embedding_dim=16, feature_names=(n,)) for n in names]
+    rules = PartitionRules(together=[["a", "b"]])
+    found = TowerPartitioner(num_towers=3, rules=rules, split_columns="even").partition(affinity, tables=tables)
+    assert any("must stay together and are not cut" in note for note in found.notes)
