@@ -12,6 +12,7 @@ from typing import Any
 
 from dmt.columns import shard_names, split_tables
 from dmt.errors import InputError, nearest
+from dmt.files import replacing
 from dmt.tables import TableSpec, table_specs
 
 __all__ = ["FORMAT_VERSION", "TowerFeatures", "TowerPlan"]
@@ -228,12 +229,9 @@ class TowerPlan:
             "column_splits": {feature: list(widths) for feature, widths in self.column_splits.items()},
             "command": self.command,
         }
-        target = Path(path)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch = target.with_name(f".{target.name}.{os.getpid()}")
-            scratch.write_text(json.dumps(record, indent=1) + "\n")
-            scratch.replace(target)
+            with replacing(Path(path)) as scratch:
+                scratch.write_text(json.dumps(record, indent=1) + "\n")
         except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
             raise InputError(f"Tower plan {path}: cannot be written ({error}).") from error
 

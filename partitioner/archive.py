@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
+from dmt.files import replacing
 from dmt.tables import TableSpec, feature_names
 
 __all__ = ["FORMAT_VERSION", "read_arrays", "tables_from", "tables_to", "write_arrays"]
@@ -62,19 +63,12 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]
         ...     sorted(read_arrays(f"{folder}/a.npz"))
         ['features', 'format', 'matrix']
     """
-    target = Path(path)
     contents: dict[str, Any] = {"format": np.int64(FORMAT_VERSION), **arrays}
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a
-            # mean are noise, and packing 128 MB of them takes seconds and saves next to nothing.
-            with scratch.open("wb") as file:
-                np.savez(file, **contents)
-            scratch.replace(target)
-        finally:
-            scratch.unlink(missing_ok=True)
+        # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean
+        # are noise, and packing 128 MB of them takes seconds and saves next to nothing.
+        with replacing(Path(path)) as scratch, scratch.open("wb") as file:
+            np.savez(file, **contents)
     except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
         raise InputError(
             f"Affinity file {path}: cannot be written ({error}). Give another path or free space."

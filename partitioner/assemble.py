@@ -43,9 +43,15 @@ def assemble(
         seed: recorded in the plan.
         settings: further settings to record in ``plan.affinity``.
     """
-    towers = [tower for answer in answers for tower in _towers(answer, task.affinity)]
+    towers: list[TowerFeatures] = []
+    loads: list[TowerLoad] = []
+    for answer in answers:
+        for label, tower in _towers(answer, task.affinity).items():
+            named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
+            towers.append(named)
+            loads.append(_load(answer, label, named, weighed=bool(task.specs)))
     plan = TowerPlan(
-        towers=tuple(TowerFeatures(tower.name or f"tower_{i}", tower.features) for i, tower in enumerate(towers)),
+        towers=tuple(towers),
         strategy=strategy,
         seed=seed,
         tables=task.specs,
@@ -79,7 +85,7 @@ def assemble(
         points=_points(answers, task.affinity),
         stress=stress,
         normalized_stress=normalized,
-        loads=tuple(_loads(task, plan, categories)),
+        loads=tuple(loads),
         limits=task.limits,
         comparison=comparison,
         num_refined=num_refined,
@@ -87,8 +93,8 @@ def assemble(
     )
 
 
-def _towers(answer: Answer, affinity: FeatureAffinity) -> list[TowerFeatures]:
-    """In the order of their first feature in the affinity; named by their category, or not at all."""
+def _towers(answer: Answer, affinity: FeatureAffinity) -> dict[int, TowerFeatures]:
+    """By label, in the order of their first feature in the affinity; named by their category, or not at all."""
     blocks, labels = answer.part.blocks, answer.grouping.labels.tolist()
     tower_of = {name: tower for names, tower in zip(blocks.names, labels, strict=True) for name in names}
     members: dict[int, list[str]] = {}
@@ -96,9 +102,10 @@ def _towers(answer: Answer, affinity: FeatureAffinity) -> list[TowerFeatures]:
         if name in tower_of:
             members.setdefault(tower_of[name], []).append(name)
     category = answer.part.category
-    return [
-        TowerFeatures(f"{category}_{i}" if category else "", tuple(names)) for i, names in enumerate(members.values())
-    ]
+    return {
+        label: TowerFeatures(f"{category}_{i}" if category else "", tuple(names))
+        for i, (label, names) in enumerate(members.items())
+    }
 
 
 def _points(answers: Sequence[Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
@@ -116,24 +123,17 @@ def _points(answers: Sequence[Answer], affinity: FeatureAffinity) -> NDArray[np.
     return points
 
 
-def _loads(task: Task, plan: TowerPlan, categories: Mapping[str, str]) -> list[TowerLoad]:
-    table_of = {feature: spec for spec in task.specs for feature in spec.feature_names}
-    loads = []
-    for tower in plan.towers:
-        work, num_bytes = None, None
-        if table_of:
-            work = sum(task.pooling[name] * table_of[name].embedding_dim for name in tower.features)
-            num_bytes = sum({table_of[name].name: table_of[name].num_bytes for name in tower.features}.values())
-        loads.append(
-            TowerLoad(
-                name=tower.name,
-                num_features=len(tower.features),
-                category=categories[tower.features[0]],
-                work=work,
-                num_bytes=num_bytes,
-            )
-        )
-    return loads
+def _load(answer: Answer, label: int, tower: TowerFeatures, *, weighed: bool) -> TowerLoad:
+    """What the blocks of one tower take; their work and bytes are known where tables are."""
+    part = answer.part
+    _, work, num_bytes = part.blocks.loads[:, answer.grouping.labels == label].sum(axis=1).tolist()
+    return TowerLoad(
+        name=tower.name,
+        num_features=len(tower.features),
+        category=part.category,
+        work=work if weighed else None,
+        num_bytes=int(num_bytes) if weighed else None,
+    )
 
 
 def _notes(affinity: FeatureAffinity) -> list[str]:

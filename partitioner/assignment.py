@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bounds", "improve", "improve_repeatedly", "objective_of", "spread"]
+__all__ = ["Bounds", "Floats", "Labels", "improve", "improve_repeatedly", "objective_of", "spread"]
 
 MAX_SWEEPS = 50
 # In shares of a resource's total. Loads are sums of floats: beyond a limit is what is so by more than rounding.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dmt.partitioner.assignment import Bounds, improve, objective_of
+from dmt.partitioner.assignment import Bounds, Floats, Labels, improve, objective_of
 from dmt.partitioner.sizes import evenly_picked, size_bounds
 
 __all__ = ["constrained_clusters", "in_order_of_occurrence", "search_clusters", "squared_distances"]
@@ -17,11 +16,9 @@ EXTENT = 1000.0
 # Starts become fewer as points times groups grow: at 4,000 x 256 one takes several seconds.
 START_BUDGET, FEWEST_STARTS = 500_000, 3
 
-Labels = NDArray[np.int64]
-
 
 def constrained_clusters(
-    points: NDArray[np.float64], num_clusters: int, *, balance_ratio: float = 1.0, seed: int = 0, num_starts: int = 60
+    points: Floats, num_clusters: int, *, balance_ratio: float = 1.0, seed: int = 0, num_starts: int = 60
 ) -> Labels:
     """Groups points around centres, with the sizes of groups within one of the pairs of `size_bounds`.
 
@@ -54,8 +51,8 @@ def constrained_clusters(
 
 
 def search_clusters(
-    points: NDArray[np.float64],
-    squared: NDArray[np.float64],
+    points: Floats,
+    squared: Floats,
     *,
     num_clusters: int,
     bounds: Bounds,
@@ -110,7 +107,7 @@ def search_clusters(
 class _Flow:
     """The package, with the sizes it is to keep and points at the scale it needs."""
 
-    def __init__(self, points: NDArray[np.float64], num_clusters: int, bounds: Bounds) -> None:
+    def __init__(self, points: Floats, num_clusters: int, bounds: Bounds) -> None:
         extent = float(np.ptp(points, axis=0).max())
         self.points = points * (EXTENT / extent) if extent > 0 else points
         count = len(points)
@@ -120,7 +117,7 @@ class _Flow:
         if (bounds.weights == 1).all():
             self._sizes = int(bounds.lower[0]), int(min(bounds.upper[0], count))
 
-    def run(self, centres: NDArray[np.float64] | str, seed: int = 0) -> Labels:
+    def run(self, centres: Floats | str, seed: int = 0) -> Labels:
         """[P] labels of one run from these centres."""
         # Imported here: OR-tools, which solves the flow, takes longer to load than all the rest of this package.
         from k_means_constrained import KMeansConstrained
@@ -136,9 +133,7 @@ class _Flow:
         return solver.fit(self.points).labels_.astype(np.int64)
 
 
-def _disturbed(
-    points: NDArray[np.float64], labels: Labels, num_clusters: int, rng: np.random.Generator
-) -> NDArray[np.float64]:
+def _disturbed(points: Floats, labels: Labels, num_clusters: int, rng: np.random.Generator) -> Floats:
     """[T, n] the centres of a grouping, all moved a little, or one put where a random point is."""
     counts = np.bincount(labels, minlength=num_clusters)[:, None]
     centres = (
@@ -152,7 +147,7 @@ def _disturbed(
     return centres + rng.normal(size=centres.shape) * radius * rng.uniform(0.1, 0.8)
 
 
-def squared_distances(points: NDArray[np.float64]) -> NDArray[np.float64]:
+def squared_distances(points: Floats) -> Floats:
     """[F, F] squared Euclidean distances of points [F, n].
 
     Example:
@@ -177,7 +172,7 @@ def in_order_of_occurrence(labels: Labels) -> Labels:
     return rank[inverse]
 
 
-def _ward_centres(points: NDArray[np.float64], num_clusters: int) -> NDArray[np.float64]:
+def _ward_centres(points: Floats, num_clusters: int) -> Floats:
     """[T, n] means of the groups of Ward's hierarchical clustering, which finds clear groups whatever their sizes."""
     from scipy.cluster.hierarchy import fcluster, linkage
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dmt.errors import InputError
 from dmt.partitioner.assignment import Bounds
 
-__all__ = ["Infeasible", "amount", "check_bounds", "largest_clique", "solve_exactly"]
+__all__ = ["RESOURCES", "Infeasible", "amount", "check_bounds", "largest_clique", "solve_exactly"]
 
 # Blocks times towers up to which the exact search is tried, and for how many seconds.
 MOST_VARIABLES, SECONDS = 20_000, 20.0

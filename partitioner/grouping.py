@@ -6,21 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.partitioner.assignment import Bounds, improve, improve_repeatedly, objective_of, spread
+from dmt.partitioner.assignment import Bounds, Floats, Labels, improve, improve_repeatedly, objective_of, spread
 from dmt.partitioner.clustering import search_clusters, squared_distances
-from dmt.partitioner.feasibility import Infeasible, amount, solve_exactly
+from dmt.partitioner.feasibility import RESOURCES, Infeasible, amount, solve_exactly
 
 __all__ = ["Grouping", "group_blocks"]
 
 NUM_STARTS, NUM_SHAKES, FEW_SHAKES = 60, 40, 10
 # Sets of limits for which an exact search, of up to 20 seconds, is made.
 MOST_EXACT = 6
-
-Floats = NDArray[np.float64]
-Labels = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,7 +154,7 @@ def _worst(labels: Labels, num_towers: int, bounds: Bounds) -> str:
     """Says what the closest grouping found breaks, and what to do."""
     loads = bounds.tower_loads(labels, num_towers)
     broken = []
-    for name, row, lower, upper in zip(("features", "work", "bytes"), loads, bounds.lower, bounds.upper, strict=True):
+    for name, row, lower, upper in zip(RESOURCES, loads, bounds.lower, bounds.upper, strict=True):
         if row.max() > upper:
             broken.append(f"a tower with {amount(row.max())} {name} where the limit is {amount(upper)}")
         if row.min() < lower:

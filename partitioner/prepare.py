@@ -56,8 +56,6 @@ class Task:
     """The members' tables; none if not known."""
     splits: Mapping[str, tuple[int, ...]]
     """Columns of each shard of the features that are cut."""
-    pooling: Mapping[str, float]
-    """Mean ids per sample of each member."""
     limits: TowerLimits
     parts: tuple[Part, ...]
     notes: tuple[str, ...] = ()
@@ -112,7 +110,6 @@ def prepare(
         affinity=members,
         specs=member_specs,
         splits=splits,
-        pooling=pooling,
         limits=TowerLimits(
             balance_ratio=balance_ratio,
             max_work=None if np.isinf(max_work) else max_work,

@@ -64,7 +64,7 @@ def test_dependencies_point_one_way(path: Path) -> None:
 
 # Inside dmt: plan and topology <- collectives <- SPTT <- sharded towers.
 LAYERS = [
-    {"errors"},
+    {"errors", "files"},
     {"columns", "tables", "topology"},
     {"plan", "placement", "mesh"},
     {"_torchrec", "collectives"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, plot_affinity
+from dmt.files import probe_folder
+from dmt.partitioner import (
+    FeatureAffinity,
+    Partition,
+    PartitionRules,
+    TowerPartitioner,
+    plot_affinity,
+    write_partition_report,
+)
 from dmt.partitioner.partitioner import Progress
 from dmt.partitioner.pictures.style import new_figure
 from dmt.partitioner.verdict import judge_balance, judge_meaning
@@ -86,8 +93,6 @@ def _draw(found: Partition, options: Mapping[str, Any]) -> None:
         plot_affinity(found.affinity, found.plan, options["picture"])
         _say(f"Picture written to {options['picture']}.")
     if options["report"]:
-        from dmt.partitioner import write_partition_report
-
         write_partition_report(found, options["report"])
 
 
@@ -148,10 +153,7 @@ def _check_outputs(options: Mapping[str, Any]) -> None:
             continue
         option = f"--{name.replace('_', '-')} {str(path)!r}"
         try:
-            folder = path if name == "report" else path.parent
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
+            probe_folder(path if name == "report" else path.parent)
         except OSError as error:
             raise InputError(f"{option} cannot be written: {error.strerror}.") from error
         if name != "report" and path.is_dir():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dmt.errors import InputError
+from dmt.files import probe_folder
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
 from dmt.tables import TableSpec
@@ -170,9 +170,7 @@ def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> Non
 def check_writable(folder: Path) -> None:
     """Makes the folder where it is absent; raises `InputError` when nothing can be written there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        probe_folder(folder)
     except OSError as error:
         raise InputError(f"train.output_dir={str(folder)!r} cannot be written: {error.strerror}.") from error
 
