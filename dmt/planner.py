@@ -13,10 +13,11 @@ from torchrec.distributed.types import (
     EnumerableShardingSpec,
     ParameterSharding,
     ShardingPlan,
+    ShardingType,
 )
 
 from dmt.errors import InputError, nearest
-from dmt.placement import TablePlacement, column_shards_of, place_tables
+from dmt.placement import Scheme, TablePlacement, place_tables, table_shards
 from dmt.topology import TowerTopology
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding"]
@@ -30,7 +31,7 @@ class TowerShardingPlanner:
 
     Args:
         topology: the mesh sizes.
-        scheme: ``"table_wise"``, ``"column_wise"`` or ``"auto"`` (see `place_tables`).
+        scheme: one of `SCHEMES`, or ``"auto"`` (see `place_tables`).
         pinned: placements decided by the user, by table name.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
@@ -39,7 +40,7 @@ class TowerShardingPlanner:
         self,
         topology: TowerTopology,
         *,
-        scheme: Literal["auto", "table_wise", "column_wise"] = "auto",
+        scheme: Scheme | Literal["auto"] = "auto",
         pinned: Mapping[str, TablePlacement] | None = None,
         device_type: str = "cpu",
     ) -> None:
@@ -96,14 +97,21 @@ class TowerShardingPlanner:
 
 def parameter_sharding(table: Any, placement: TablePlacement, *, device_type: str = "cpu") -> ParameterSharding:
     """TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower."""
-    widths = column_shards_of(table, placement)
+    if placement.scheme == "data_wise":
+        return ParameterSharding(
+            sharding_type=ShardingType.DATA_PARALLEL.value,
+            compute_kernel=EmbeddingComputeKernel.DENSE.value,
+            ranks=list(placement.ranks),
+        )
     shards = [
         ShardMetadata(
-            shard_offsets=[0, sum(widths[:i])],
-            shard_sizes=[table.num_embeddings, width],
-            placement=f"rank:{rank}/cpu" if device_type == "cpu" else f"rank:{rank}/{device_type}:{rank}",
+            shard_offsets=[shard.first_row, shard.first_column],
+            shard_sizes=[shard.rows, shard.columns],
+            placement=f"rank:{shard.rank}/cpu"
+            if device_type == "cpu"
+            else f"rank:{shard.rank}/{device_type}:{shard.rank}",
         )
-        for i, (rank, width) in enumerate(zip(placement.ranks, widths, strict=True))
+        for shard in table_shards(table, placement)
     ]
     return ParameterSharding(
         sharding_type=placement.scheme,
