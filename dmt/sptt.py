@@ -30,20 +30,29 @@ import torch
 from torch import Tensor, nn
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from dmt._torchrec import LazyResult, PipelinedModule, group_env, place_globally
-from dmt.collectives import IdsToTowers, OutputsToPeers, gather_objects, ranks_that_differ
+from dmt._torchrec import GroupShardedEBC, LazyResult, PipelinedModule, place_globally
+from dmt.collectives import (
+    IdsToTowers,
+    OutputsToPeers,
+    RowWiseOutputs,
+    broadcast_tensor,
+    gather_objects,
+    ranks_that_differ,
+)
+from dmt.data_wise import DataWiseTables
 from dmt.errors import InputError, nearest
 from dmt.mesh import TowerMesh
-from dmt.placement import SCHEMES
 from dmt.tables import feature_names
 
-__all__ = ["SPTTContext", "SPTTModule", "in_order", "shard_in_tower"]
+__all__ = ["SPTTContext", "SPTTModule", "check_sharding", "in_order", "shard_in_tower"]
+
+# TorchRec's names of the four schemes.
+_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
 @dataclass
@@ -251,14 +260,14 @@ def shard_in_tower(
     fused_params: dict[str, Any] | None,
     device: torch.device | None,
     qcomm_codecs_registry: dict[str, Any] | None,
-) -> ShardedEmbeddingBagCollection:
+) -> GroupShardedEBC:
     """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d).
 
     Args:
         embedding: the collection.
         sharding: for each table its scheme, with ranks and placements local to the tower (0..L-1).
         mesh: the groups.
-        fused_params: of FBGEMM's fused optimizer.
+        fused_params: of FBGEMM's fused optimizer; data-wise tables take the same.
         device: this rank's device.
         qcomm_codecs_registry: TorchRec's quantised communication.
 
@@ -278,15 +287,17 @@ def shard_in_tower(
         )
     placed = {}
     for table in tables:
-        _check_sharding(table, sharding.get(table.name), mesh)
+        check_sharding(table, sharding.get(table.name), tower=mesh.tower, num_ranks=len(ranks))
         placed[table.name] = place_globally(sharding[table.name], ranks, devices)
-    return ShardedEmbeddingBagCollection(
-        embedding,
+    return GroupShardedEBC(
+        embedding,  # type: ignore[arg-type]
         placed,
-        group_env(mesh.tower_group),
-        fused_params=fused_params,
-        device=device,
-        qcomm_codecs_registry=qcomm_codecs_registry,
+        group=mesh.tower_group,
+        # Data-wise tables of all replicas must stay equal, like the tower's dense module.
+        make_data_wise=lambda *parts: DataWiseTables(*parts, group=mesh.tower_module_group),
+        start_equal=lambda weight: broadcast_tensor(weight, mesh.tower_module_group),
+        make_row_wise_output=lambda exchange: RowWiseOutputs(exchange, mesh.local),
+        options={"fused_params": fused_params, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry},
     )
 
 
@@ -298,38 +309,60 @@ def _table_record(table: Any) -> tuple[Any, ...]:
 def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | None:
     if sharding is None:
         return None
-    shards = list(getattr(sharding.sharding_spec, "shards", None) or [])
-    cuts = [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in shards]
+    cuts = [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in _shards(sharding)]
     return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
 
 
-def _check_sharding(table: Any, sharding: ParameterSharding | None, mesh: TowerMesh) -> None:
-    where = f"Table {table.name!r} in tower {mesh.tower}"
-    num_ranks = mesh.topology.ranks_per_tower
+def _shards(sharding: ParameterSharding) -> list[Any]:
+    return list(getattr(sharding.sharding_spec, "shards", None) or [])
+
+
+def check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: int, num_ranks: int) -> None:
+    """Raises `InputError` unless a table's sharding is one that a tower can carry out, naming table and tower.
+
+    Args:
+        table: its ``EmbeddingBagConfig``.
+        sharding: ranks and placements local to the tower.
+        tower: the mesh tower.
+        num_ranks: L.
+    """
+    where = f"Table {table.name!r} in tower {tower}"
     if sharding is None:
         raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
-    if sharding.sharding_type not in SCHEMES:
-        raise InputError(f"{where} is sharded {sharding.sharding_type!r}; inside a tower use one of {list(SCHEMES)}.")
-    shards = list(getattr(sharding.sharding_spec, "shards", None) or [])
-    outside = [rank for rank in sharding.ranks or [] if not 0 <= rank < num_ranks]
-    outside += [s.placement.rank() for s in shards if not 0 <= s.placement.rank() < num_ranks]
+    if sharding.sharding_type not in _SHARDING_TYPES:
+        raise InputError(
+            f"{where} is sharded {sharding.sharding_type!r}; inside a tower use one of {list(_SHARDING_TYPES)}."
+        )
+    ranks, shards = list(sharding.ranks or []), _shards(sharding)
+    outside = [rank for rank in (*ranks, *(s.placement.rank() for s in shards)) if not 0 <= rank < num_ranks]
     if outside:
         raise InputError(
             f"{where} has a shard on rank {outside[0]}; ranks of a plan are local to the tower, 0..{num_ranks - 1}."
         )
-    if sharding.ranks != [shard.placement.rank() for shard in shards]:
+    if sharding.sharding_type in ("row_wise", "data_parallel") and ranks != list(range(num_ranks)):
         raise InputError(
-            f"{where} lists ranks {sharding.ranks} but places its shards on "
-            f"{[shard.placement.rank() for shard in shards]}; the two must agree."
+            f"{where} is sharded {sharding.sharding_type!r} over ranks {ranks}; it takes every rank of the tower, "
+            f"{list(range(num_ranks))}."
         )
-    columns = 0
+    if sharding.sharding_type == "data_parallel":
+        return
+    if ranks != [shard.placement.rank() for shard in shards]:
+        raise InputError(
+            f"{where} lists ranks {ranks} but places its shards on {[shard.placement.rank() for shard in shards]}; the "
+            "two must agree."
+        )
+    rows_are_cut = sharding.sharding_type == "row_wise"
+    covered, whole = 0, (table.num_embeddings, table.embedding_dim)
     for shard in shards:
-        if list(shard.shard_offsets) != [0, columns] or shard.shard_sizes[0] != table.num_embeddings:
+        offset, size = ((covered, 0), (shard.shard_sizes[0], whole[1]))
+        if not rows_are_cut:
+            offset, size = ((0, covered), (whole[0], shard.shard_sizes[1]))
+        if (tuple(shard.shard_offsets), tuple(shard.shard_sizes)) != (offset, size) or min(size) < 1:
             break
-        columns += shard.shard_sizes[1]
-    if columns != table.embedding_dim:
+        covered += size[0 if rows_are_cut else 1]
+    if covered != whole[0 if rows_are_cut else 1]:
         cut = [(list(s.shard_offsets), list(s.shard_sizes)) for s in shards]
         raise InputError(
             f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards (offsets, sizes) {cut} do not "
-            "cover it from left to right."
+            f"cover it {'from top to bottom' if rows_are_cut else 'from left to right'}; none may be empty."
         )

@@ -1,0 +1,178 @@
+"""Data-wise tables of a tower: whole on every rank, gradients averaged, updated in the backward pass.
+
+Neo (arXiv 2104.05158, section 4, "Data parallelism"): no exchange of ids or embeddings, an all-reduce of the table's
+gradient instead. TorchRec leaves such tables to the dense optimizer and drops the fused one they were given; here they
+are updated as FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains
+alike whatever its scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec.optim.fused import FusedOptimizer
+
+from dmt._torchrec import at_end_of_backward, mark_updated_in_backward
+from dmt.collectives import start_sum
+from dmt.errors import InputError
+
+__all__ = ["DataWiseOptimizer", "DataWiseTables"]
+
+_STATES = {
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: ("momentum1",),
+    EmbOptimType.EXACT_ADAGRAD: ("momentum1",),
+    EmbOptimType.ADAM: ("momentum1", "momentum2"),
+    EmbOptimType.EXACT_SGD: (),
+}
+# FBGEMM's defaults.
+_DEFAULTS = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
+# Settings of fused kernels that change the update in a way that is not reproduced here.
+_UNSUPPORTED = ("weight_decay", "gradient_clipping", "max_gradient", "max_norm", "regularization_mode")
+
+
+class DataWiseOptimizer(FusedOptimizer):
+    """FBGEMM's row-wise AdaGrad, AdaGrad, Adam and SGD for whole tables with dense gradients.
+
+    State has FBGEMM's names, shapes and meaning: ``momentum1`` of row-wise AdaGrad is [rows], the sum over steps of
+    the *mean* over columns of the squared gradient. Rows whose gradient is zero stay as they are, also under Adam,
+    whose fused kernel too visits only the rows of the batch.
+
+    Args:
+        weights: [rows, columns] of each table, by table name.
+        settings: of the fused optimizer of each table, by table name: ``optimizer``, ``learning_rate``, ``eps``,
+            ``beta1``, ``beta2``.
+
+    Raises:
+        InputError: an optimizer or setting that has no counterpart here.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], settings: Mapping[str, Mapping[str, Any]]) -> None:
+        self._settings = {name: _checked(name, settings[name]) for name in weights}
+        self._weights = dict(weights)
+        self._steps = 0
+        self._rates = {name: setting["learning_rate"] for name, setting in self._settings.items()}
+        state, groups = {}, []
+        for name, weight in self._weights.items():
+            kind = self._settings[name]["optimizer"]
+            shape = weight.shape[:1] if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD else weight.shape
+            state[weight] = {
+                f"{name}.{part}": torch.zeros(shape, dtype=torch.float32, device=weight.device)
+                for part in _STATES[kind]
+            }
+            groups.append({"params": [weight], "lr": self._rates[name]})
+        super().__init__({f"embedding_bags.{name}.weight": w for name, w in weights.items()}, state, groups)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Updates every table that has a gradient."""
+        self._steps += 1
+        for name, weight in self._weights.items():
+            if weight.grad is not None:
+                weight.sub_(self._rates[name] * self._direction(name, weight, weight.grad.float()))
+
+    def step(self, closure: Any = None) -> None:
+        """Takes over the learning rates of ``param_groups``; the update itself happened in the backward pass."""
+        for name, group in zip(self._weights, self.param_groups, strict=True):
+            self._rates[name] = group["lr"]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """As `step`, in the way of FBGEMM's fused optimizers: there are no gradients to clear."""
+        self.step()
+
+    def _direction(self, name: str, weight: Tensor, grad: Tensor) -> Tensor:
+        setting = self._settings[name]
+        kind, eps = setting["optimizer"], setting["eps"]
+        if kind is EmbOptimType.EXACT_SGD:
+            return grad
+        first = self.state[weight][f"{name}.momentum1"]
+        if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+            first.add_(grad.square().mean(dim=1))
+            return grad / (first.sqrt() + eps).unsqueeze(1)
+        if kind is EmbOptimType.EXACT_ADAGRAD:
+            first.add_(grad.square())
+            return grad / (first.sqrt() + eps)
+        second = self.state[weight][f"{name}.momentum2"]
+        rows = grad.ne(0).any(dim=1)
+        beta1, beta2 = setting["beta1"], setting["beta2"]
+        first[rows] = beta1 * first[rows] + (1 - beta1) * grad[rows]
+        second[rows] = beta2 * second[rows] + (1 - beta2) * grad[rows].square()
+        mean = first / (1 - beta1**self._steps)
+        root = (second / (1 - beta2**self._steps)).sqrt()
+        return torch.where(rows.unsqueeze(1), mean / (root + eps), 0.0)
+
+
+class DataWiseTables(nn.Module):
+    """The lookup of data-wise tables with their gradients averaged over a group; takes the place of TorchRec's DDP.
+
+    ========= ==========================================================================================
+    forward   nothing is sent
+    backward  every rank: the gradient of its own samples -> the mean over the group, on every rank; the
+              all-reduce runs while the rest of the backward pass does, the update at its end
+    ========= ==========================================================================================
+
+    Args:
+        lookup: TorchRec's lookup; named ``module`` for TorchRec, which unwraps it.
+        weights: [rows, columns] of each table, views of the lookup's own parameters.
+        settings: of the fused optimizer of each table.
+        group: the ranks that hold the tables.
+    """
+
+    def __init__(
+        self,
+        lookup: nn.Module,
+        weights: Mapping[str, Tensor],
+        settings: Mapping[str, Mapping[str, Any]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.module = lookup
+        self.optimizer = DataWiseOptimizer(weights, settings)
+        self._group = group
+        self._pending: list[tuple[Tensor, Any]] = []
+        for weight in weights.values():
+            mark_updated_in_backward(weight, self.optimizer)
+        for _, parameter in lookup.named_parameters():
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    def forward(self, features: Any) -> Tensor:
+        """Looks up; nothing is sent."""
+        return self.module(features)
+
+    def flush(self) -> None:
+        """Called by TorchRec before it reads the weights; they are always up to date."""
+
+    def _reduce(self, parameter: Tensor) -> None:
+        if not self._pending:
+            at_end_of_backward(self._finish)
+        assert parameter.grad is not None, "called once the gradient is there"
+        self._pending.append((parameter, start_sum(parameter.grad, self._group)))
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, []
+        for parameter, work in pending:
+            work.wait()
+            parameter.grad.div_(self._group.size())
+        self.optimizer.update()
+        for parameter, _ in pending:
+            parameter.grad = None
+
+
+def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**_DEFAULTS, **settings}
+    if merged["optimizer"] not in _STATES:
+        raise InputError(
+            f"Table {table!r} is data-wise, but its optimizer is {merged['optimizer']}; data-wise tables take one of "
+            f"{[str(kind) for kind in _STATES]}. Use another optimizer or scheme."
+        )
+    unsupported = [key for key in _UNSUPPORTED if merged.get(key)]
+    if unsupported:
+        raise InputError(
+            f"Table {table!r} is data-wise, but its fused optimizer sets {unsupported[0]}={merged[unsupported[0]]!r}, "
+            "which data-wise tables do not have. Drop the setting or use another scheme."
+        )
+    return merged
