@@ -157,16 +157,22 @@ class Oracle:
     """Trains the plain model on every rank's batch at once: the mean over ranks of the local mean losses.
 
     Tables take row-wise AdaGrad as FBGEMM does (state = mean of squared gradients over the columns of a shard),
-    dense parts take Adam.
+    AdaGrad or SGD; dense parts take Adam.
     """
 
-    def __init__(self, model: nn.Module, column_cuts: dict[str, list[int]] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        column_cuts: dict[str, list[int]] | None = None,
+        optimizer: str = "rowwise_adagrad",
+    ) -> None:
         self.model = copy.deepcopy(model)
         self.tables = {n: p for n, p in self.model.named_parameters() if "embedding_bags" in n}
         self.dense = {n: p for n, p in self.model.named_parameters() if n not in self.tables}
         trainable = [p for p in self.dense.values() if p.requires_grad]
         self.optimizer = torch.optim.Adam(trainable, lr=LR) if trainable else None
         self.cuts = column_cuts or {}
+        self.table_optimizer = optimizer
         self.state: dict[str, list[Tensor]] = {}
 
     def step(self, batches: list[tuple[KeyedJaggedTensor, Tensor]]) -> None:
@@ -178,11 +184,16 @@ class Oracle:
         with torch.no_grad():
             for name, table in self.tables.items():
                 cuts = self.cuts.get(name.split(".")[-2], [table.shape[1]])
-                states = self.state.setdefault(name, [torch.zeros(table.shape[0], 1) for _ in cuts])
-                shards = zip(table.split(cuts, 1), table.grad.split(cuts, 1), states, strict=True)
-                for weight, grad, state in shards:
-                    state += grad.pow(2).mean(dim=1, keepdim=True)
-                    weight -= LR * grad / (state.sqrt() + EPS)
+                states = self.state.setdefault(name, [torch.zeros(()) for _ in cuts])
+                for i, (weight, grad) in enumerate(zip(table.split(cuts, 1), table.grad.split(cuts, 1), strict=True)):
+                    if self.table_optimizer == "sgd":
+                        weight -= LR * grad
+                        continue
+                    square = grad.pow(2)
+                    if self.table_optimizer == "rowwise_adagrad":
+                        square = square.mean(dim=1, keepdim=True)
+                    states[i] = states[i] + square
+                    weight -= LR * grad / (states[i].sqrt() + EPS)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
