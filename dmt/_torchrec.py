@@ -51,7 +51,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.tw_sharding.BaseTwEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.RwSparseFeaturesDist": "zch_bucketize_row_pos",
-    "torchrec.optim.optimizers": "_in_backward_optimizers",
+    "torchrec.optim.optimizers.in_backward_optimizer_filter": "_in_backward_optimizers",
 }
 
 

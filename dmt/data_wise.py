@@ -144,7 +144,10 @@ class DataWiseTables(nn.Module):
         return self.module(features)
 
     def flush(self) -> None:
-        """Called by TorchRec before it reads the weights; they are always up to date."""
+        """Called by TorchRec before it reads weights; they are always up to date."""
+
+    def purge(self) -> None:
+        """Called by TorchRec before it loads weights; nothing is cached."""
 
     def _reduce(self, parameter: Tensor) -> None:
         if not self._pending:

@@ -50,6 +50,7 @@ OPTIMIZERS = {
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "sgd": EmbOptimType.EXACT_SGD,
 }
+FUSED = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": LR, "eps": EPS}
 MIXES = {
     "mixed": ("table_wise", "row_wise", "column_wise", "data_wise"),
     "mixed-model-parallel": ("row_wise", "column_wise", "table_wise"),
@@ -118,9 +119,7 @@ def build(case: Case) -> torch.nn.Module:
 
 
 def shard(case: Case, model: torch.nn.Module, mesh: TowerMesh) -> DistributedModelParallel:
-    options: dict[str, Any] = {
-        "fused_params": {"optimizer": OPTIMIZERS[case.optimizer], "learning_rate": LR, "eps": EPS}
-    }
+    options: dict[str, Any] = {"fused_params": {**FUSED, "optimizer": OPTIMIZERS[case.optimizer]}}
     if case.kind == "flat":
         plan = TowerPlan.from_lists([[f"f{i}" for i in members] for members in case.plan])
         sharder: Any = SPTTEmbeddingBagCollectionSharder(mesh, plan, **options)

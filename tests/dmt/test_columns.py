@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
@@ -12,8 +10,6 @@ from dmt.columns import shard_names, split_ids, split_tables
 from dmt.errors import InputError
 from dmt.models import DMTDCN, DMTDLRM, ModelOptions
 from dmt.plan import TowerPlan
-from dmt.tables import TableSpec
-from dmt.training.build import tower_plan
 
 FEATURES = ["ad", "user", "shop"]
 SPLITS = {"ad": (8, 4, 4), "shop": (8, 8)}
@@ -140,11 +136,3 @@ def test_models_with_towers_run_on_shards_and_refuse_whole_tables(model_class):
         r"whole table\. Build the model from plan\.split_tables\(tables\), and give it dmt\.columns\.split_ids",
     ):
         model_class(tables=tables(), tower_plan=plan, tower_dim=4, dense_in_features=3, options=options)
-
-
-def test_the_trainer_refuses_a_cut_plan_before_training(tmp_path):
-    even_plan().save(tmp_path / "towers.json")
-    config = SimpleNamespace(towers=SimpleNamespace(plan=str(tmp_path / "towers.json")))
-    specs = [TableSpec(name=f"t_{f}", num_embeddings=30, embedding_dim=16, feature_names=(f,)) for f in FEATURES]
-    with pytest.raises(InputError, match="cuts the table of feature 'ad' into column shards"):
-        tower_plan(config, specs)

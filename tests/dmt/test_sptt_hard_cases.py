@@ -25,9 +25,9 @@ from dmt import (
 )
 from dmt.collectives import gather_objects
 from dmt.placement import TablePlacement
-from tests.dmt.test_sptt_parity import Case, build, shard
 from tests.parity import Batches, FlatModel, PassThrough, SumTowerModule, TowerModel, full_state, load_full, make_tables
 from tests.ranks import run_ranks
+from tests.sptt_case import Case, build, shard
 
 pytestmark = pytest.mark.ranks
 CPU = torch.device("cpu")

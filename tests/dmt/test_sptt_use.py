@@ -33,9 +33,9 @@ from dmt import (
     TrafficMeter,
 )
 from dmt.placement import TablePlacement
-from tests.dmt.test_sptt_parity import FUSED, Case, build, shard
 from tests.parity import Batches, FlatModel, PassThrough, TowerModel, full_state, load_full, loss_of, make_tables
 from tests.ranks import run_ranks
+from tests.sptt_case import FUSED, Case, build, shard
 
 pytestmark = pytest.mark.ranks
 CPU = torch.device("cpu")
@@ -159,6 +159,9 @@ def load_on_rank(rank: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
     [
         {"placement": (1, 0)},
         {"scheme": "column_wise"},
+        {"scheme": "row_wise"},
+        {"scheme": "data_wise"},
+        {"scheme": "mixed", "placement": (1, 0)},
         {"towers": 1, "ranks": 1, "placement": (0, 0)},
         {"towers": 2, "ranks": 3},
     ],
@@ -248,7 +251,7 @@ def wrong_use_on_rank(rank: int) -> None:
         SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]))
 
     sharder = SPTTEmbeddingBagCollectionSharder(mesh, plan)
-    planner = TowerShardingPlanner(mesh.topology)
+    planner = TowerShardingPlanner(mesh.topology, scheme="table_wise")
     with pytest.raises(InputError, match="Feature 'f1' is in the tower plan but not in the model"):
         planner.plan(FlatModel(tables[:1]), [sharder])
     with pytest.raises(InputError, match="Feature 'f2' is in no tower"):
@@ -269,8 +272,13 @@ def wrong_use_on_rank(rank: int) -> None:
 
     # Each tower's ranks look at their own tables, so every rank must be given a fault of its own.
     mine = f"t{mesh.tower}"
-    with pytest.raises(InputError, match=f"Table '{mine}' in tower {mesh.tower} is sharded 'row_wise'"):
-        shard_with(lambda p: setattr(p[mine], "sharding_type", "row_wise"))
+    with pytest.raises(InputError, match=f"Table '{mine}' in tower {mesh.tower} is sharded 'table_row_wise'"):
+        shard_with(lambda p: setattr(p[mine], "sharding_type", "table_row_wise"))
+    for everywhere in ("row_wise", "data_parallel"):
+        with pytest.raises(
+            InputError, match=rf"{everywhere}' over ranks \[0\]; it takes every rank of the tower, \[0, 1"
+        ):
+            shard_with(lambda p, scheme=everywhere: setattr(p[mine], "sharding_type", scheme))
     with pytest.raises(InputError, match=r"lists ranks \[5\]|shard on rank 5"):
         shard_with(lambda p: setattr(p[mine], "ranks", [5]))
     with pytest.raises(InputError, match="do not cover it from left to right"):

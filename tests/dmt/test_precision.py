@@ -1,0 +1,352 @@
+"""Formats of the exchange between towers: error bounds from the format, each direction alone, bytes, and wrong use.
+
+Bounds: FP16 has 11 significant bits, BF16 8, so rounding to nearest errs by at most 2^-11 and 2^-8 of the number
+(FP16 below 2^-14: half its smallest step, 2^-25). INT8 errs by half of 1/255 of the range of its group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmt import InputError, TrafficMeter
+from dmt.peer_exchange import PeerExchange
+from dmt.precision import FORMATS, ExchangePrecision
+from tests.ranks import run_ranks
+from tests.test_house import run_without_torchrec
+
+CPU = torch.device("cpu")
+ON_CPU = ("fp32", "fp16", "bf16", "int8")
+# Room for the FP32 arithmetic around INT8 (subtract, multiply, add): a few 2^-24 of a number 255 steps large.
+ROOM = 1.001
+
+
+def bound(name: str, numbers: Tensor, *, together: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """The largest error that a format allows each of the numbers; ``together``: all that the sender sends at once."""
+    magnitude = numbers.abs()
+    if name == "fp16":
+        return magnitude * 2**-11 + 2**-25 / scale
+    if name == "bf16":
+        return magnitude * 2**-8
+    if name == "int8":
+        together = numbers if together is None else together
+        # Groups of 32 run over samples and may hold padding, so the range is that of all numbers sent, and zero.
+        extremes = torch.cat([together.flatten(), torch.zeros(1)])
+        # FBGEMM adds 1e-8 to the range before it divides.
+        return torch.full_like(numbers, float(extremes.max() - extremes.min()) / 510 * ROOM + 1e-8 / scale)
+    return torch.zeros_like(numbers)
+
+
+def round_trip(codec: Any, numbers: Tensor) -> Tensor:
+    context = codec.create_context()
+    return codec.decode(codec.encode(numbers, context), context)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("magnitude", [1e4, 1.0, 1e-3, 1e-6, 1e-9])
+def test_codecs_keep_their_bound_in_both_directions(name: Any, magnitude: float) -> None:
+    numbers = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * magnitude
+    codecs = ExchangePrecision(forward=name, backward=name, loss_scale=1.0 if name != "bf16" else None).codecs(CPU)
+    for codec in (codecs.forward, codecs.backward):
+        assert ((round_trip(codec, numbers) - numbers).abs() <= bound(name, numbers)).all()
+
+
+@pytest.mark.parametrize(("name", "worst"), [("fp16", 1e-3), ("int8", 1e-2), ("bf16", 4e-3)])
+def test_gradients_of_a_mean_loss_survive(name: Any, worst: float) -> None:
+    """At 1e-7 TorchRec's own FP16 errs by 17 %, with its backward_loss_scale too: it divides while still in FP16."""
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
+
+    gradients = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e-7
+    ours = ExchangePrecision(backward=name).codecs(CPU).backward
+    assert (round_trip(ours, gradients) - gradients).norm() <= worst * gradients.norm()
+    if name == "fp16":
+        settings = QCommsConfig(backward_precision=CommType.FP16, backward_loss_scale=4096.0)
+        theirs = get_qcomm_codecs(settings).backward
+        assert (round_trip(theirs, gradients) - gradients).norm() > 0.1 * gradients.norm(), "TorchRec mended it"
+
+
+def test_the_scale_is_undone_exactly() -> None:
+    numbers = torch.tensor([1.0, -0.5, 3.0, 2.0**-20, 15.0])
+    for scale in (2.0**-3, 1.0, 2.0**12):
+        codec = ExchangePrecision(backward="fp16", loss_scale=scale).codecs(CPU).backward
+        assert torch.equal(round_trip(codec, numbers), numbers)
+    # the stated end of the range with the default scale: larger gradients arrive as 16
+    codec = ExchangePrecision(backward="fp16").codecs(CPU).backward
+    assert round_trip(codec, torch.tensor([100.0])).item() == 65504 / 4096
+
+
+def test_large_numbers_are_clamped_in_fp16_only() -> None:
+    numbers = torch.tensor([1e6, -1e6, 65504.0, 65600.0])
+    fp16 = ExchangePrecision(forward="fp16").codecs(CPU).forward
+    assert round_trip(fp16, numbers).tolist() == [65504.0, -65504.0, 65504.0, 65504.0]
+    bf16 = ExchangePrecision(forward="bf16").codecs(CPU).forward
+    assert ((round_trip(bf16, numbers) - numbers).abs() <= bound("bf16", numbers)).all()
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("fault", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 17, 31])
+def test_what_is_not_finite_never_arrives_as_a_number(name: Any, fault: float, place: int) -> None:
+    numbers = torch.linspace(0, 1, 96)
+    numbers[32 + place] = fault
+    codecs = ExchangePrecision(forward=name, backward=name).codecs(CPU)
+    for codec in (codecs.forward, codecs.backward):
+        got = round_trip(codec, numbers)
+        assert got[32 + place].isnan()
+        assert got[:32].isfinite().all()
+        assert got[64:].isfinite().all(), "another group was spoilt"
+        assert int(got.isnan().sum()) == (32 if name == "int8" else 1)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.7, -1e-30, 1e30])
+def test_int8_of_equal_numbers_is_exact(value: float) -> None:
+    numbers = torch.full((64,), value)
+    assert torch.equal(round_trip(ExchangePrecision(forward="int8").codecs(CPU).forward, numbers), numbers)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_codecs_take_and_give_the_dtype_of_the_outputs(name: Any, dtype: torch.dtype) -> None:
+    """FBGEMM's give FP32, assert on 16-bit input (FP32 codec) or fail on it (BF16 codec, FP16 input)."""
+    numbers = torch.linspace(-1, 1, 32).to(dtype)
+    codecs = ExchangePrecision(forward=name, backward=name).codecs(CPU, dtype)
+    if codecs is None:
+        assert {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype] == name
+        return
+    for codec in (codecs.forward, codecs.backward):
+        assert round_trip(codec, numbers).dtype == dtype
+
+
+def test_choices_that_change_nothing_need_no_codec() -> None:
+    assert ExchangePrecision().codecs(CPU) is None
+    assert ExchangePrecision(forward="bf16").codecs(CPU, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"forward": "f16"}, r"forward='f16' is unknown; use one of .* Did you mean 'fp16'"),
+    ({"backward": "float32"}, "backward='float32' is unknown"),
+    ({"backward": "bf16", "loss_scale": 2.0}, "loss_scale=2.0 is set but backward='bf16', which needs no scale"),
+    ({"backward": "fp16", "loss_scale": 1000.0}, "loss_scale=1000.0 cannot be undone exactly; give a power of two"),
+    ({"backward": "fp16", "loss_scale": 0.0}, "loss_scale=0.0 cannot be undone exactly"),
+    ({"backward": "fp16", "loss_scale": float("inf")}, "loss_scale=inf cannot be undone exactly"),
+    ({"backward": "int8", "loss_scale": 2.0**30}, "from 2.*-24 to 2.*24, or None for 4096"),
+], ids=str)  # fmt: skip
+def test_wrong_choices_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ExchangePrecision(**wrong)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_fp8_is_refused_on_a_cpu(direction: str) -> None:
+    with pytest.raises(InputError, match=f"{direction}='fp8' does not run on device 'cpu'; FBGEMM has it for CUDA"):
+        ExchangePrecision(**{direction: "fp8"}).codecs(CPU)
+
+
+def test_padding_makes_whole_groups_and_no_more() -> None:
+    precision = ExchangePrecision(backward="int8")
+    for outputs, batches in itertools.product(([1], [7, 64], [48, 16], [96]), ([0, 1, 5], [32, 33], [64])):
+        padded = precision.padded_batch_sizes(batches, output_sizes=outputs)
+        for before, after in zip(batches, padded, strict=True):
+            assert after >= before
+            assert all(after * o % 32 == 0 for o in outputs)
+            fewer = range(before, after)
+            assert not any(all(b * o % 32 == 0 for o in outputs) for b in fewer), "padded more than needed"
+    assert ExchangePrecision(forward="fp16").padded_batch_sizes([5, 0], output_sizes=[3]) == [5, 0]
+
+
+def test_choices_are_made_without_torchrec() -> None:
+    result = run_without_torchrec(
+        """
+        from dmt.precision import ExchangePrecision
+        print(ExchangePrecision(forward="int8", backward="fp16").backward_scale)
+        assert "torch" not in sys.modules
+        """
+    )
+    assert result.stdout.strip() == "4096.0", result.stderr
+
+
+def exchange(
+    group: Any, precision: ExchangePrecision | None, outputs: Tensor, weights: Tensor, sizes: Any, widths: Any
+) -> tuple[Tensor, Tensor]:
+    """What arrives, and the gradient of the outputs when the loss is the sum of what arrives times ``weights``."""
+    outputs = outputs.clone().requires_grad_()
+    peers = PeerExchange(group, widths, dtype=outputs.dtype, precision=precision)
+    columns = peers(outputs, sizes).wait()
+    (columns * weights).sum().backward()
+    return columns.detach(), outputs.grad
+
+
+SHAPES = {
+    "even": ((32, 32), (16, 16)),
+    "uneven, odd": ((5, 3, 7), (3, 5, 9)),
+    "no samples on a peer": ((4, 0, 6), (8, 4, 8)),
+    "one column": ((5, 2), (1, 1)),
+    "wide and narrow": ((33, 1), (96, 2)),
+}
+
+
+def bounds_on_rank(rank: int, shape: str, dtype: torch.dtype) -> int:
+    sizes, widths = SHAPES[shape]
+    group = dist.group.WORLD
+    generator = torch.Generator().manual_seed(rank)
+    # Rows and towers of very different magnitude: INT8 groups run over both.
+    outputs = (torch.randn(sum(sizes), widths[rank], generator=generator) * 10.0 ** (rank - 1)).to(dtype)
+    weights = (torch.randn(sizes[rank], sum(widths), generator=generator) * 1e-5).to(dtype)
+    plain, plain_grad = exchange(group, None, outputs, weights, sizes, widths)
+    sent: list[Any] = [None] * len(sizes)
+    dist.all_gather_object(sent, (outputs, weights))
+    # 16-bit outputs are rounded to their own dtype as well, gradients once more when they are divided by T.
+    again = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    tiny = 2**-24 if dtype == torch.float16 else 0.0
+    checked = 0
+    for forward, backward in itertools.product(ON_CPU, ON_CPU):
+        precision = ExchangePrecision(forward=forward, backward=backward)
+        columns, grad = exchange(group, precision, outputs, weights, sizes, widths)
+        assert columns.dtype == grad.dtype == dtype
+        assert columns.shape == plain.shape
+        parts = zip(columns.split(widths, 1), plain.split(widths, 1), sent, strict=True)
+        for got, expected, (from_tower, _) in parts:
+            allowed = bound(forward, expected.float(), together=from_tower.float())
+            limit = (1 + again) * allowed + again * expected.float().abs() + tiny
+            error = (got.float() - expected.float()).abs()
+            assert (error <= limit).all(), (forward, error.max())
+            checked += got.numel()
+        if forward == "fp32":
+            assert torch.equal(columns, plain)
+        towers, scale = len(widths), precision.backward_scale
+        for (got, expected), (_, of_peer) in zip(
+            zip(grad.split(sizes), plain_grad.split(sizes), strict=True), sent, strict=True
+        ):
+            # The codec sees the gradient before the division by the number of towers.
+            allowed = bound(backward, expected.float() * towers, together=of_peer.float(), scale=scale) / towers
+            limit = (1 + again) * allowed + again * expected.float().abs() + tiny
+            error = (got.float() - expected.float()).abs()
+            assert (error <= limit).all(), (backward, error.max())
+        if backward == "fp32":
+            assert torch.equal(grad, plain_grad)
+    return checked
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_direction_errs_by_its_own_format_only(shape: str) -> None:
+    for checked in run_ranks(bounds_on_rank, len(SHAPES[shape][0]), shape, torch.float32):
+        assert checked > 0 or 0 in SHAPES[shape][0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_outputs_keep_their_dtype(dtype: torch.dtype) -> None:
+    run_ranks(bounds_on_rank, 3, "uneven, odd", dtype)
+
+
+def bytes_on_rank(rank: int) -> dict[tuple[str, str, str], tuple[int, int]]:
+    sizes, widths, group = (64, 64), (16, 48), dist.group.WORLD
+    found = {}
+    choices = [
+        *itertools.product(ON_CPU, ON_CPU, ["float32"]),
+        ("fp32", "fp32", "bfloat16"),
+        ("int8", "fp32", "bfloat16"),
+    ]
+    for forward, backward, dtype in choices:
+        outputs = torch.randn(128, widths[rank]).to(getattr(torch, dtype)).requires_grad_()
+        precision = ExchangePrecision(forward=forward, backward=backward)
+        peers = PeerExchange(group, widths, dtype=outputs.dtype, precision=precision)
+        measured = []
+        for phase in ("forward", "backward"):
+            meter = TrafficMeter(host_of=lambda r: r)
+            with meter:
+                if phase == "forward":
+                    columns = peers(outputs, sizes).wait()
+                else:
+                    with meter.phase("backward"):
+                        columns.sum().backward()
+            total = meter.total(group)
+            assert total.inside == 0
+            measured.append(total.across)
+        found[forward, backward, dtype] = tuple(measured)
+    return found
+
+
+@pytest.mark.ranks
+def test_bytes_shrink_in_the_direction_chosen_and_nowhere_else() -> None:
+    found = run_ranks(bytes_on_rank, 2)[0]
+    numbers = 64 * 16 + 64 * 48  # each of two ranks sends 64 rows of its tower to the other
+    per_number = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1.25}
+    for (forward, backward, dtype), measured in found.items():
+        size = {**per_number, "fp32": 4 if dtype == "float32" else 2}
+        assert measured == (numbers * size[forward], numbers * size[backward])
+
+
+def wrong_dtype_on_rank(rank: int) -> None:
+    peers = PeerExchange(dist.group.WORLD, [4, 4], dtype=torch.bfloat16)
+    with pytest.raises(InputError, match=f"made for torch.bfloat16, but tower {rank} hands it torch.float32"):
+        peers(torch.zeros(2, 4), [1, 1])
+
+
+@pytest.mark.ranks
+def test_another_dtype_than_agreed_on_is_refused() -> None:
+    run_ranks(wrong_dtype_on_rank, 2)
+
+
+STEPS, RATE = 20, 0.5
+
+
+def train_on_rank(rank: int, choices: list[tuple[Any, Any]]) -> list[tuple[list[float], Tensor, float]]:
+    """A tower per rank, a linear over arch on every rank; SGD on a mean loss; local batches of different size."""
+    sizes, widths, group = (24, 40), (6, 10), dist.group.WORLD
+    results = []
+    for forward, backward in choices:
+        generator = torch.Generator().manual_seed(7)
+        inputs = torch.randn(sum(sizes), 12, generator=generator)
+        labels = (inputs[:, 0] * inputs[:, 1] + inputs[:, 2] > 0).float().split(list(sizes))[rank]
+        torch.manual_seed(rank)
+        tower = torch.nn.Sequential(torch.nn.Linear(12, widths[rank]), torch.nn.Tanh())
+        torch.manual_seed(9)
+        over = torch.nn.Linear(sum(widths), 1)
+        peers = PeerExchange(group, widths, precision=ExchangePrecision(forward=forward, backward=backward))
+        losses, steepest = [], 0.0
+        for _ in range(STEPS):
+            columns = peers(tower(inputs), sizes).wait()
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(over(columns).squeeze(1), labels)
+            parameters = [*tower.parameters(), *over.parameters()]
+            for parameter in parameters:
+                parameter.grad = None
+            loss.backward()
+            for parameter in over.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 2
+            with torch.no_grad():
+                for parameter in parameters:
+                    steepest = max(steepest, parameter.grad.abs().max().item())
+                    parameter -= RATE * parameter.grad
+            losses.append(loss.item())
+        results.append((losses, torch.cat([p.detach().flatten() for p in parameters]), steepest))
+    return results
+
+
+@pytest.mark.ranks
+def test_training_stays_close_to_fp32() -> None:
+    """Each step moves a weight by at most RATE * steepest, of which the formats change a share of at most their
+    relative error in each direction (INT8 of tanh outputs: 1/255 of their range of 2). Errors of earlier steps grow
+    by less than 1 + RATE * curvature; a factor of four covers 20 steps of this nearly linear model."""
+    choices = [("fp32", "fp32"), *itertools.product(("fp16", "bf16", "int8"), ("fp32",))]
+    choices += [("fp32", "fp16"), ("fp32", "bf16"), ("fp32", "int8"), ("int8", "bf16"), ("bf16", "bf16")]
+    share = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8, "int8": 2 / 510}
+    for of_rank in run_ranks(train_on_rank, 2, choices):
+        losses, weights, steepest = of_rank[0]
+        assert losses[-1] < 0.9 * losses[0], "nothing was learnt; the comparison would prove nothing"
+        for (forward, backward), (other_losses, other, _) in zip(choices[1:], of_rank[1:], strict=True):
+            limit = 4 * STEPS * RATE * steepest * (share[forward] + share[backward])
+            apart = (other - weights).abs().max().item()
+            assert 0 < apart <= limit, (forward, backward, apart, limit)
+            assert abs(other_losses[-1] - losses[-1]) <= limit, (forward, backward)
+
+
+def test_every_format_is_tested() -> None:
+    assert set(FORMATS) == {*ON_CPU, "fp8"}

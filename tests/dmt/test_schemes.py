@@ -1,0 +1,268 @@
+"""The four schemes inside a tower: what TorchRec gets wrong without an error, and what data-wise tables get."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from dmt import (
+    InputError,
+    SPTTEmbeddingBagCollectionSharder,
+    TowerCollectionSharder,
+    TowerMesh,
+    TowerPlan,
+    TowerShardingPlanner,
+    TowerTopology,
+)
+from dmt.data_wise import DataWiseOptimizer
+from dmt.placement import TablePlacement
+from tests.parity import (
+    EPS,
+    LR,
+    Batches,
+    FlatModel,
+    Oracle,
+    PassThrough,
+    TowerModel,
+    full_state,
+    load_full,
+    loss_of,
+    make_tables,
+)
+from tests.ranks import run_ranks
+from tests.sptt_case import FUSED, OPTIMIZERS, TOLERANCE
+
+CPU = torch.device("cpu")
+ROW_WISE = TablePlacement(scheme="row_wise", ranks=(0, 1, 2))
+DATA_WISE = TablePlacement(scheme="data_wise", ranks=(0, 1, 2))
+
+
+def sharded(
+    tables: list[EmbeddingBagConfig],
+    pins: dict[str, TablePlacement],
+    *,
+    num_ranks: int = 3,
+    fused_params: dict[str, Any] = FUSED,
+) -> DistributedModelParallel:
+    """A flat model with all tables in one tower."""
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=num_ranks))
+    plan = TowerPlan.from_lists([list(dict.fromkeys(f for t in tables for f in t.feature_names))])
+    sharder = SPTTEmbeddingBagCollectionSharder(mesh, plan, fused_params=fused_params)
+    model = FlatModel(tables)
+    plan_ = TowerShardingPlanner(mesh.topology, pinned=pins).plan(model, [sharder])
+    return DistributedModelParallel(model, device=CPU, plan=plan_, sharders=[sharder])
+
+
+def trained_like_the_oracle(
+    rank: int, tables: list[EmbeddingBagConfig], pins: dict[str, Any], batches: Batches
+) -> None:
+    torch.manual_seed(0)
+    plain = FlatModel(tables)
+    oracle = Oracle(plain)
+    model = sharded(tables, pins, num_ranks=len(batches.sizes))
+    load_full(model, plain.state_dict())
+    for step in range(3):
+        everyone = [batches.draw(r, step, tables) for r in range(len(batches.sizes))]
+        ids, labels = everyone[rank]
+        embeddings, logits = model(ids)
+        if step == 0:
+            torch.testing.assert_close(embeddings.values(), oracle.model(ids)[0].values(), rtol=1e-6, atol=1e-6)
+        loss_of(logits, labels).backward()
+        oracle.optimizer = None  # the over arch stays as it is: only tables are looked at
+        oracle.step(everyone)
+    after = full_state(model)
+    for name, value in oracle.model.state_dict().items():
+        if "embedding_bags" in name:
+            assert (after[name] - value).abs().max() < TOLERANCE, name
+            assert not torch.equal(plain.state_dict()[name], value), f"{name} did not move"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sizes", [(7, 1, 5), (1, 1, 11), (5, 4, 4)])
+def test_row_shards_of_any_sizes_train_right(sizes: tuple[int, ...]) -> None:
+    """TorchRec's bucketizer takes equal blocks, whatever the sharding spec says."""
+    tables = make_tables([8, 12], rows=13)
+    tables[1].num_embeddings = 13
+    pins = {"t0": TablePlacement(scheme="row_wise", ranks=(0, 1, 2), sizes=sizes), "t1": ROW_WISE}
+    run_ranks(trained_like_the_oracle, 3, tables, pins, Batches(sizes=(6, 6, 6), max_bag=3))
+
+
+@pytest.mark.ranks
+def test_a_table_with_hardly_more_rows_than_ranks_is_cut_row_wise() -> None:
+    tables = make_tables([8, 8], rows=5)  # 5 rows over 4 ranks: equal blocks of two would leave the last rank none
+    pins = {name: TablePlacement(scheme="row_wise", ranks=(0, 1, 2, 3)) for name in ("t0", "t1")}
+    run_ranks(trained_like_the_oracle, 4, tables, pins, Batches(sizes=(6, 6, 6, 6), max_bag=3))
+
+
+@pytest.mark.ranks
+def test_column_shards_of_given_widths() -> None:
+    tables = make_tables([24, 8])
+    pins = {"t0": TablePlacement(scheme="column_wise", ranks=(2, 0), sizes=(4, 20)), "t1": DATA_WISE}
+    run_ranks(forward_on_rank, 3, tables, pins)
+
+
+def forward_on_rank(rank: int, tables: list[EmbeddingBagConfig], pins: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = FlatModel(tables)
+    model = sharded(tables, pins)
+    load_full(model, plain.state_dict())
+    batches = Batches(sizes=(4, 4, 4), max_bag=3)
+    ids, _ = batches.draw(rank, 0, tables)
+    assert torch.equal(model(ids)[0].values(), plain(ids)[0].values())
+
+
+@pytest.mark.ranks
+def test_mean_pooling_divides_each_table_once() -> None:
+    """Sum and mean, row-wise and not, and a feature that two tables look up, in one collection."""
+    run_ranks(mean_on_rank, 3)
+
+
+def mean_on_rank(rank: int) -> None:
+    tables = make_tables([8, 8, 8, 4, 8], pooling="MEAN")
+    tables[1].pooling = PoolingType.SUM
+    tables[4].pooling = PoolingType.SUM
+    tables[4].feature_names = ["f0"]  # looked up in t0, row-wise and averaged, and here, summed
+    torch.manual_seed(0)
+    keys = ["f0@t0", "f1", "f2", "f3", "f0@t4"]
+    plain = TowerModel([EmbeddingTower(EmbeddingBagCollection(tables=tables), PassThrough(keys))], 36)
+    start = {name: value.clone() for name, value in plain.state_dict().items()}
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=3))
+    sharder = TowerCollectionSharder(mesh, fused_params=FUSED)
+    pins = {"t0": ROW_WISE, "t1": ROW_WISE, "t2": DATA_WISE}
+    plan = TowerShardingPlanner(mesh.topology, pinned=pins).plan(plain, [sharder])
+    model = DistributedModelParallel(copy.deepcopy(plain), device=CPU, plan=plan, sharders=[sharder])
+    load_full(model, start)
+    ids, _ = Batches(sizes=(9, 9, 9), max_bag=4).draw(rank, 0, tables[:4])
+    assert (ids.lengths() == 0).any(), "no bag is empty"
+    torch.testing.assert_close(model(ids)[0].wait(), plain(ids)[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_data_wise_table_trains_like_any_other(optimizer: str) -> None:
+    """Same settings, same schedule of the learning rate, same state, whatever the scheme."""
+    run_ranks(schedule_on_rank, 2, optimizer)
+
+
+def schedule_on_rank(rank: int, optimizer: str) -> None:
+    tables = make_tables([8, 12])
+    found = []
+    for scheme, ranks in (("table_wise", (1,)), ("data_wise", (0, 1))):
+        torch.manual_seed(rank)
+        pins = {table.name: TablePlacement(scheme=scheme, ranks=ranks) for table in tables}
+        model = sharded(tables, pins, num_ranks=2, fused_params={**FUSED, "optimizer": OPTIMIZERS[optimizer]})
+        parameters = [(n, p) for n, p in model.named_parameters() if "embedding_bags" in n]
+        assert not list(in_backward_optimizer_filter(parameters)), "an optimizer of the dense parts would take them too"
+        start = {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()}
+        load_full(model, start)
+        stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)]
+        tables_optimizer = WarmupOptimizer(model.fused_optimizer, stages, lr=LR)
+        for step in range(4):
+            ids, labels = Batches(sizes=(6, 6), max_bag=3).draw(rank, step, tables)
+            tables_optimizer.zero_grad()
+            loss_of(model(ids)[1], labels).backward()
+            tables_optimizer.step()
+        found.append((full_state(model), start))
+    for name, value in found[0][0].items():
+        torch.testing.assert_close(value, found[1][0][name], rtol=0, atol=1e-6)
+        if "embedding_bags" in name:
+            assert (value - found[0][1][name]).abs().max() > 1e-3, f"{name} did not move"
+
+
+@pytest.mark.ranks
+def test_a_data_wise_table_keeps_the_optimizer_given_on_its_parameter() -> None:
+    """TorchRec drops it without a word."""
+    run_ranks(given_on_rank, 2)
+
+
+def given_on_rank(rank: int) -> None:
+    tables = make_tables([8, 8])
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+    model = FlatModel(tables)
+    apply_optimizer_in_backward(torch.optim.SGD, [model.sparse_arch.embedding_bags["t0"].weight], {"lr": 0.5})
+    sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]), fused_params=FUSED)
+    plan = TowerShardingPlanner(mesh.topology, scheme="data_wise").plan(model, [sharder])
+    dmp = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+    before = full_state(dmp)
+    ids, _ = Batches(sizes=(4, 4)).draw(0, 0, tables)  # the same samples on both ranks
+    dmp(ids)[1].sum().backward()
+    step = before["sparse_arch.embedding_bags.t0.weight"] - full_state(dmp)["sparse_arch.embedding_bags.t0.weight"]
+    rows = torch.bincount(ids["f0"].values(), minlength=40).float()
+    expected = 0.5 * rows.unsqueeze(1) * before["over_arch.weight"][0, :8]
+    torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks
+def test_data_wise_tables_start_equal_and_stay_equal() -> None:
+    weights = run_ranks(equal_on_rank, 3)
+    for name, value in weights[0].items():
+        for other in weights[1:]:
+            assert torch.equal(value, other[name]), name
+
+
+def equal_on_rank(rank: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(rank)
+    tables = make_tables([8, 8])
+    model = sharded(tables, {"t0": DATA_WISE, "t1": DATA_WISE})
+    for step in range(3):
+        ids, labels = Batches(sizes=(4, 4, 4)).draw(rank, step, tables)
+        loss_of(model(ids)[1], labels).backward()
+    return {n: p.detach().clone() for n, p in model.state_dict().items() if "embedding_bags" in n}
+
+
+def reference_adam(weight: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+    """FBGEMM's Adam: rows of the batch only, one count of steps for all rows."""
+    weight, first, second = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
+    for step, grad in enumerate(grads, start=1):
+        for row in range(len(weight)):
+            if not grad[row].any():
+                continue
+            first[row] = 0.9 * first[row] + 0.1 * grad[row]
+            second[row] = 0.999 * second[row] + 0.001 * grad[row] ** 2
+            mean, square = first[row] / (1 - 0.9**step), second[row] / (1 - 0.999**step)
+            weight[row] -= LR * mean / (square.sqrt() + EPS)
+    return weight
+
+
+def test_adam_of_data_wise_tables_visits_the_rows_of_the_batch() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(6, 4)
+    expected_from = weight.clone()
+    optimizer = DataWiseOptimizer({"t": weight}, {"t": {**FUSED, "optimizer": EmbOptimType.ADAM}})
+    grads = []
+    for step in range(4):
+        grads.append(torch.randn(6, 4) * (torch.arange(6) % 3 != step % 3).unsqueeze(1))
+        weight.grad = grads[-1].clone()
+        optimizer.update()
+    torch.testing.assert_close(weight, reference_adam(expected_from, grads), rtol=1e-6, atol=1e-6)
+    plain = torch.nn.Parameter(torch.ones(2, 2))  # every row in every batch: torch's own Adam
+    ours = torch.ones(2, 2)
+    adam, fused = (
+        torch.optim.Adam([plain], lr=LR),
+        DataWiseOptimizer({"t": ours}, {"t": {**FUSED, "optimizer": EmbOptimType.ADAM}}),
+    )
+    for _ in range(3):
+        plain.grad = torch.randn(2, 2)
+        ours.grad = plain.grad.clone()
+        adam.step()
+        fused.update()
+    torch.testing.assert_close(ours, plain.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_optimizers_that_data_wise_tables_do_not_have_are_named() -> None:
+    weight = {"t_ad": torch.zeros(2, 4)}
+    with pytest.raises(InputError, match=r"Table 't_ad' is data-wise, but its optimizer is lamb"):
+        DataWiseOptimizer(weight, {"t_ad": {"optimizer": EmbOptimType.LAMB}})
+    with pytest.raises(InputError, match=r"'t_ad' is data-wise, but its fused optimizer sets weight_decay=0.1"):
+        DataWiseOptimizer(weight, {"t_ad": {**FUSED, "weight_decay": 0.1}})
