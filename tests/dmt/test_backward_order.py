@@ -1,0 +1,49 @@
+"""Tower-module gradients are reduced while the embedding backward runs: their all-reduce is started before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmt import TowerMesh, TowerTopology
+from tests.parity import loss_of, make_tables
+from tests.ranks import run_ranks
+from tests.sptt_case import Case, build, shard
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives in the order in which they are started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def order_on_rank(rank: int, scheme: str) -> list[str]:
+    case = Case(towers=2, ranks=2, scheme=scheme)
+    model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)))
+    tables = make_tables(list(case.dims))
+    for step in range(2):  # DDP arranges its buckets anew after the first step
+        ids, labels = case.batches().draw(rank, step, tables)
+        loss = loss_of(model(ids)[1], labels)
+        with Collectives() as seen:
+            loss.backward()
+    return seen.names
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("scheme", "embeddings"), [("table_wise", "alltoall_base_"), ("row_wise", "_allgather_base_")])
+def test_tower_gradients_are_under_way_before_the_embedding_backward(scheme: str, embeddings: str) -> None:
+    names = run_ranks(order_on_rank, 4, scheme)[0]
+    peers = names.index("alltoall_base_")
+    tower_module = names.index("allreduce_", peers)
+    assert embeddings in names[tower_module:], names
+    assert names[:peers].count("allreduce_") == len(names[:peers]), names  # the over arch's alone comes before
