@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.errors import InputError
+from dmt.global_route import IdRoute
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
-from dmt.sptt import SPTTModule, in_order, shard_in_tower
+from dmt.precision import ExchangePrecision
+from dmt.sptt import Exchange, SPTTModule, in_order, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
@@ -32,10 +34,12 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
         mesh: the groups of this job.
         plan: which features go to which tower; as many towers as the mesh has.
         fused_params: of FBGEMM's fused optimizer.
-        qcomm_codecs_registry: TorchRec's quantised communication; applies to the exchange of outputs too.
+        qcomm_codecs_registry: TorchRec's quantised communication, for the exchanges inside a tower.
+        id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.global_route`); the result is the same.
+        peer_precision: number formats of the exchange of outputs between towers; None sends as is.
 
     Raises:
-        InputError: the plan has another number of towers than the mesh.
+        InputError: the plan has another number of towers than the mesh, or ``id_route`` is unknown.
 
     Example::
 
@@ -51,6 +55,8 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
         *,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        id_route: IdRoute = "peer",
+        peer_precision: ExchangePrecision | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         if plan.num_towers != mesh.topology.num_towers:
@@ -60,6 +66,7 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
             )
         self.mesh = mesh
         self.plan = plan
+        self.exchange = Exchange(id_route=id_route, precision=peer_precision or ExchangePrecision())
 
     def shard(
         self,
@@ -78,6 +85,7 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
             fused_params=self.fused_params,
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
+            exchange=self.exchange,
         )
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
@@ -106,6 +114,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         sharding: Mapping[str, ParameterSharding],
         *,
         mesh: TowerMesh,
+        exchange: Exchange,
         tables_by_tower: list[list[Any]],
         fused_params: dict[str, Any] | None = None,
         device: torch.device | None = None,
@@ -119,6 +128,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             pieces_by_tower=features_by_tower,
             piece_order=self._keys,
             is_weighted=module.is_weighted(),
+            exchange=exchange,
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
@@ -130,14 +140,15 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
+        self.route_ids([self.embedding])
         width = {f: t.embedding_dim for tables in tables_by_tower for t in tables for f in t.feature_names}
         self._my_features = features_by_tower[mesh.tower]
         self._my_widths = [width[f] for f in self._my_features]
         self._key_widths = [width[f] for f in self._keys]
 
-    def tower_output(self, ids: KeyedJaggedTensor) -> tuple[Tensor, list[int]]:
+    def tower_output(self, embeddings: Sequence[Any], num_samples: int) -> tuple[Tensor, list[int]]:
         """This tower's embeddings side by side, in plan order: [sum of B, sum of N over the tower's features]."""
-        return in_order(self.embedding(ids).wait(), self._my_features).values(), self._my_widths
+        return in_order(embeddings[0].wait(), self._my_features).values(), self._my_widths
 
     def result(self, columns: Tensor) -> KeyedTensor:
         """The ``KeyedTensor`` of the unsharded collection."""

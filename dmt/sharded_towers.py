@@ -16,13 +16,14 @@ from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt._torchrec import key_mismatch
 from dmt.collectives import broadcast_module
 from dmt.errors import InputError
+from dmt.global_route import IdRoute
 from dmt.mesh import TowerMesh
-from dmt.sptt import SPTTModule, in_order, shard_in_tower
+from dmt.precision import ExchangePrecision
+from dmt.sptt import Exchange, SPTTModule, in_order, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]
@@ -42,7 +43,9 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
         placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
             logical towers may share one mesh tower, none may stay empty.
         fused_params: of FBGEMM's fused optimizer, e.g. ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}``.
-        qcomm_codecs_registry: TorchRec's quantised communication; applies to the exchange of outputs too.
+        qcomm_codecs_registry: TorchRec's quantised communication, for the exchanges inside a tower.
+        id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.global_route`); the result is the same.
+        peer_precision: number formats of the exchange of outputs between towers; None sends as is.
 
     Example::
 
@@ -59,10 +62,13 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
         placement: Sequence[int] | None = None,
         fused_params: dict[str, Any] | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+        id_route: IdRoute = "peer",
+        peer_precision: ExchangePrecision | None = None,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         self.mesh = mesh
         self.placement = None if placement is None else tuple(placement)
+        self.exchange = Exchange(id_route=id_route, precision=peer_precision or ExchangePrecision())
 
     def shard(
         self,
@@ -81,6 +87,7 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
             fused_params=self.fused_params,
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
+            exchange=self.exchange,
         )
 
     def mesh_towers(self, module: EmbeddingTowerCollection) -> tuple[int, ...]:
@@ -144,6 +151,7 @@ class ShardedTowerCollection(SPTTModule):
         sharding: Mapping[str, ParameterSharding],
         *,
         mesh: TowerMesh,
+        exchange: Exchange,
         placement: Sequence[int],
         fused_params: dict[str, Any] | None = None,
         device: torch.device | None = None,
@@ -159,6 +167,7 @@ class ShardedTowerCollection(SPTTModule):
             pieces_by_tower=by_mesh_tower,
             piece_order=range(len(placement)),
             is_weighted=module.towers[0].embedding.is_weighted(),
+            exchange=exchange,
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
@@ -177,22 +186,22 @@ class ShardedTowerCollection(SPTTModule):
                 for i in mine
             }
         )
+        self.route_ids(self.embeddings.values())  # type: ignore[arg-type]
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
         self._data_parallel = _data_parallel(self.interactions, mesh)
 
-    def tower_output(self, ids: KeyedJaggedTensor) -> tuple[Tensor, list[int]]:
+    def tower_output(self, embeddings: Sequence[Any], num_samples: int) -> tuple[Tensor, list[int]]:
         """Outputs of this rank's towers side by side, in logical order: [sum of B, O_t]."""
-        pending = [embedding(ids) for embedding in self.embeddings.values()]
         # In the order of the tables, so that a tower module may also read embeddings by position.
-        embeddings = [
-            in_order(lazy.wait(), self._features[i]) for i, lazy in zip(self.embeddings, pending, strict=True)
+        ordered = [
+            in_order(lazy.wait(), self._features[i]) for i, lazy in zip(self.embeddings, embeddings, strict=True)
         ]
         with torch.profiler.record_function("## dmt:tower_modules ##"):
-            outputs: list[Tensor] = self._data_parallel(embeddings)
+            outputs: list[Tensor] = self._data_parallel(ordered)
         for name, output in zip(self.embeddings, outputs, strict=True):
-            if output.dim() != 2 or output.shape[0] != ids.stride():
+            if output.dim() != 2 or output.shape[0] != num_samples:
                 raise InputError(
-                    f"The tower module of tower {name} returned shape {list(output.shape)} for {ids.stride()} samples; "
+                    f"The tower module of tower {name} returned shape {list(output.shape)} for {num_samples} samples; "
                     "it must return [samples, output dim]."
                 )
         columns = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]

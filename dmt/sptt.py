@@ -1,6 +1,7 @@
 """The semantic-preserving tower transform (SPTT) as a TorchRec sharded module: what every tower dataflow shares.
 
-DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route the paper's steps become:
+DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps become as below; see
+`dmt.global_route` for the other one and `dmt.walkthrough` for an example to follow by eye.
 
 ======  ==================================================================  ==========  =====================
 step    what                                                                group       who does it
@@ -10,7 +11,7 @@ a       from there to the rank that holds the table (or column shard)       towe
 b       lookup                                                              -           FBGEMM
 d, e    partial embeddings to the tower's ranks, [sum of B, F_t, N]         tower       TorchRec's sharded EBC
 -       tower module, [sum of B, F_t, N] -> [sum of B, O_t]                 tower       `ShardedTowerCollection`
-f       outputs to peers, [sum of B, O_t] -> [B, sum of O_t]                peer        `OutputsToPeers`
+f       outputs to peers, [sum of B, O_t] -> [B, sum of O_t]                peer        `PeerExchange`
 ======  ==================================================================  ==========  =====================
 
 Only bytes move: the result is the unsharded module's, in its column order, on any placement. Gradients divide by T
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,6 @@ from torchrec.streamable import Multistreamable
 from dmt._torchrec import GroupShardedEBC, LazyResult, PipelinedModule, place_globally
 from dmt.collectives import (
     IdsToTowers,
-    OutputsToPeers,
     RowWiseOutputs,
     broadcast_tensor,
     gather_objects,
@@ -46,13 +46,33 @@ from dmt.collectives import (
 )
 from dmt.data_wise import DataWiseTables
 from dmt.errors import InputError, nearest
+from dmt.global_route import GlobalIdRoute, IdRoute, check_id_route
 from dmt.mesh import TowerMesh
+from dmt.peer_exchange import PeerExchange
+from dmt.precision import ExchangePrecision, check_table_format
 from dmt.tables import feature_names
 
-__all__ = ["SPTTContext", "SPTTModule", "check_sharding", "in_order", "shard_in_tower"]
+__all__ = ["Exchange", "SPTTContext", "SPTTModule", "check_sharding", "in_order", "shard_in_tower"]
 
 # TorchRec's names of the four schemes.
 _SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """How ids and outputs travel between towers; the same on every rank.
+
+    Raises:
+        InputError: ``id_route`` is unknown.
+    """
+
+    id_route: IdRoute = "peer"
+    """Ids by way of the own peer in each tower, or straight to the holders of the tables (`dmt.global_route`)."""
+    precision: ExchangePrecision = field(default_factory=ExchangePrecision)
+    """Number formats of tower outputs and of their gradients."""
+
+    def __post_init__(self) -> None:
+        check_id_route(self.id_route)
 
 
 @dataclass
@@ -60,7 +80,9 @@ class SPTTContext(Multistreamable):
     """What one batch carries from the id exchange to the output exchange."""
 
     sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=lambda: [EmbeddingShardingContext()])
-    """TorchRec's own; the id exchange writes the peers' batch sizes into it."""
+    """TorchRec's own; the id exchange writes the batch sizes of the ranks it crosses into it."""
+    peers: slice = field(default_factory=lambda: slice(None))
+    """Where the peers, in tower order, stand among those ranks."""
     widths: list[int] = field(default_factory=list)
     """Columns of each piece of this tower's output."""
 
@@ -70,7 +92,7 @@ class SPTTContext(Multistreamable):
     @property
     def batch_sizes(self) -> list[int]:
         """B of every peer, in tower order."""
-        return self.sharding_contexts[0].batch_size_per_rank
+        return self.sharding_contexts[0].batch_size_per_rank[self.peers]
 
 
 class SPTTModule(PipelinedModule, FusedOptimizerModule):
@@ -85,11 +107,13 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         pieces_by_tower: names of the pieces that each mesh tower computes, in its order.
         piece_order: the same names in the order of the result.
         is_weighted: whether the ids carry weights.
+        exchange: how ids and outputs travel.
         device: this rank's device.
-        qcomm_codecs_registry: TorchRec's quantised communication.
+        qcomm_codecs_registry: TorchRec's quantised communication, inside the tower.
 
     Raises:
-        InputError: replicas are asked for (not supported yet), or ranks disagree on the towers or tables.
+        InputError: replicas are asked for (not supported yet), ranks disagree on the towers, tables or the exchange, or
+            the device cannot do a number format.
     """
 
     def __init__(
@@ -100,6 +124,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         pieces_by_tower: Sequence[Sequence[Any]],
         piece_order: Sequence[Any],
         is_weighted: bool,
+        exchange: Exchange,
         device: torch.device | None,
         qcomm_codecs_registry: dict[str, Any] | None,
     ) -> None:
@@ -110,6 +135,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
                 "built), so they would drift apart. Use num_replicas=1."
             )
         self.mesh = mesh
+        self._exchange = exchange
         # A feature that several tables of a tower look up is sent there once.
         self._features_by_tower = [list(dict.fromkeys(feature_names(tables))) for tables in tables_by_tower]
         self._is_weighted = is_weighted
@@ -118,21 +144,43 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         arrival = {piece: i for i, piece in enumerate(piece for pieces in pieces_by_tower for piece in pieces)}
         self._column_order = [arrival[piece] for piece in piece_order]
         self._column_split: list[int] = []
-        self._outputs_to_peers: OutputsToPeers | None = None
+        self._outputs_to_peers: PeerExchange | None = None
         self._output_dtype = torch.float32
         self._widths: list[int] = []
-        differing = ranks_that_differ(
-            [[_table_record(t) for t in tables] for tables in tables_by_tower], mesh.global_group
-        )
-        if differing:
+        self._collections: list[GroupShardedEBC] = []
+        self._global_route: GlobalIdRoute | None = None
+        tables = [[_table_record(table) for table in of_tower] for of_tower in tables_by_tower]
+        if differing := ranks_that_differ(tables, mesh.global_group):
             raise InputError(
                 f"Ranks {differing} have other towers or tables than rank 0. Every rank must build the same model and "
                 "load the same tower plan."
             )
+        if differing := ranks_that_differ(exchange, mesh.global_group):
+            raise InputError(
+                f"Ranks {differing} have another id_route or peer_precision than rank 0 ({exchange}). Give every rank "
+                "the same."
+            )
+        exchange.precision.check_device(self._target_device)
+
+    def route_ids(self, embeddings: Iterable[GroupShardedEBC]) -> None:
+        """Says how ids get to the sharded collections of this rank's tower; subclasses call it when they have them.
+
+        Raises:
+            InputError: the global route cannot serve a table.
+        """
+        # A plain list: they are registered by the subclass, under its own names.
+        self._collections = list(embeddings)
+        if self._exchange.id_route == "global":
+            self._global_route = GlobalIdRoute(self.mesh, self._collections)
 
     @abc.abstractmethod
-    def tower_output(self, ids: KeyedJaggedTensor) -> tuple[Tensor, list[int]]:
-        """This tower's output [sum of B, O_t] for the ids of all peers, and the columns of each of its pieces."""
+    def tower_output(self, embeddings: Sequence[Any], num_samples: int) -> tuple[Tensor, list[int]]:
+        """This tower's output [sum of B, O_t], and the columns of each of its pieces.
+
+        Args:
+            embeddings: of each sharded collection given to `route_ids` the lazy ``KeyedTensor`` [sum of B, columns].
+            num_samples: sum of B, the samples of all peers.
+        """
 
     @abc.abstractmethod
     def result(self, columns: Tensor) -> Any:
@@ -140,7 +188,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
 
     def create_context(self) -> SPTTContext:
         """A fresh context for one batch."""
-        return SPTTContext()
+        return SPTTContext() if self._global_route is None else SPTTContext(peers=self._global_route.peers)
 
     def input_dist(
         self,
@@ -169,7 +217,11 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             ids = KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), stride=ids.stride())
         if self.id_exchange is None:
             device = ids.device() if self._target_device.type == "meta" else self._target_device
-            self.set_id_exchange(IdsToTowers(self.mesh.peer_group, self._features_by_tower, ids.keys(), device))
+            self.set_id_exchange(
+                IdsToTowers(self.mesh.peer_group, self._features_by_tower, ids.keys(), device)
+                if self._global_route is None
+                else self._global_route.exchange(ids.keys(), device)
+            )
             self._input_features = ids.keys()
         exchange = self.id_exchange
         assert exchange is not None, "the id exchange was just installed"
@@ -178,7 +230,12 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
 
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> Tensor:
         """This tower's output [sum of B, O_t]."""
-        output, ctx.widths = self.tower_output(dist_input[0])
+        ids = dist_input[0]
+        if self._global_route is None:
+            embeddings = [embedding(ids) for embedding in self._collections]
+        else:
+            embeddings = self._global_route.look_up(ids, ctx.sharding_contexts[0].batch_size_per_rank)
+        output, ctx.widths = self.tower_output(embeddings, sum(ctx.batch_sizes))
         return output
 
     def output_dist(self, ctx: SPTTContext, output: Tensor) -> LazyAwaitable[Any]:
@@ -199,16 +256,20 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         )
         return LazyResult(self._outputs_to_peers(output.to(self._output_dtype), ctx.batch_sizes), self._finish)
 
-    def _connect(self, widths: list[int], output: Tensor) -> OutputsToPeers:
+    def _connect(self, widths: list[int], output: Tensor) -> PeerExchange:
         """Asks the peers once how wide their pieces are, and of which dtype: a tower module may put out anything."""
         peers = gather_objects((widths, output.dtype), self.mesh.peer_group)
         self._widths = list(widths)
         self._column_split = [width for of_tower, _ in peers for width in of_tower]
         # Under autocast a tower with a matrix product puts out another dtype than one that passes through.
         self._output_dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in peers))
-        codecs = (self.qcomm_codecs_registry or {}).get("POOLED_EMBEDDINGS_ALL_TO_ALL")
-        sizes = [sum(of_tower) for of_tower, _ in peers]
-        return OutputsToPeers(self.mesh.peer_group, sizes, output.device, codecs)
+        return PeerExchange(
+            self.mesh.peer_group,
+            [sum(of_tower) for of_tower, _ in peers],
+            dtype=self._output_dtype,
+            device=output.device,
+            precision=self._exchange.precision,
+        )
 
     def _finish(self, columns: Tensor) -> Any:
         if self._column_order != list(range(len(self._column_order))):
@@ -333,12 +394,16 @@ def check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: int
         raise InputError(
             f"{where} is sharded {sharding.sharding_type!r}; inside a tower use one of {list(_SHARDING_TYPES)}."
         )
+    check_table_format(table, sharding.sharding_type, tower=tower)
     ranks, shards = list(sharding.ranks or []), _shards(sharding)
     outside = [rank for rank in (*ranks, *(s.placement.rank() for s in shards)) if not 0 <= rank < num_ranks]
     if outside:
         raise InputError(
             f"{where} has a shard on rank {outside[0]}; ranks of a plan are local to the tower, 0..{num_ranks - 1}."
         )
+    if len(set(ranks)) < len(ranks):
+        # With shards of unequal width TorchRec reports a table of another shape, or fails.
+        raise InputError(f"{where} has more than one shard on a rank: {ranks}. Give each rank one, of more columns.")
     if sharding.sharding_type in ("row_wise", "data_parallel") and ranks != list(range(num_ranks)):
         raise InputError(
             f"{where} is sharded {sharding.sharding_type!r} over ranks {ranks}; it takes every rank of the tower, "

@@ -76,9 +76,13 @@ class DCN(nn.Module):
         self.over_arch = OverArch(self.inter_arch.out_features, over_arch_layer_sizes, device=device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
-        dense = self.dense_arch(dense_features)
+        """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1].
+
+        Where the sparse arch is sharded, the dense arch runs while the exchange of embeddings is under way. So it does
+        in the backward pass, because autograd turns first to what was made last.
+        """
         embeddings = self.sparse_arch(sparse_features)
+        dense = self.dense_arch(dense_features)
         # By name: once sharded, the order of the columns depends on where the tables lie.
         sparse = torch.stack([embeddings[name] for name in self.feature_names], dim=1)
         return self.over_arch(self.inter_arch(dense, sparse))

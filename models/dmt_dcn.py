@@ -90,7 +90,11 @@ class DMTDCN(nn.Module):
         self.over_arch = OverArch(self.inter_arch.out_features, over_arch_layer_sizes, device=device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
-        dense = self.dense_arch(dense_features)
+        """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1].
+
+        Where the sparse arch is sharded, the dense arch runs while the towers' peer exchange is under way. So it does
+        in the backward pass, because autograd turns first to what was made last.
+        """
         towers = self.sparse_arch(sparse_features)
+        dense = self.dense_arch(dense_features)
         return self.over_arch(self.inter_arch(dense, towers.reshape(-1, self.num_vectors, self.tower_dim)))

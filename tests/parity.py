@@ -17,6 +17,7 @@ from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerColle
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 LR, EPS = 0.05, 1e-6
+DENSE = (torch.optim.Adam, torch.optim.SGD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +158,7 @@ class Oracle:
     """Trains the plain model on every rank's batch at once: the mean over ranks of the local mean losses.
 
     Tables take row-wise AdaGrad as FBGEMM does (state = mean of squared gradients over the columns of a shard),
-    AdaGrad or SGD; dense parts take Adam.
+    AdaGrad or SGD; dense parts take Adam, and SGD where tables do.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Oracle:
         self.tables = {n: p for n, p in self.model.named_parameters() if "embedding_bags" in n}
         self.dense = {n: p for n, p in self.model.named_parameters() if n not in self.tables}
         trainable = [p for p in self.dense.values() if p.requires_grad]
-        self.optimizer = torch.optim.Adam(trainable, lr=LR) if trainable else None
+        self.optimizer = DENSE[optimizer == "sgd"](trainable, lr=LR) if trainable else None
         self.cuts = column_cuts or {}
         self.table_optimizer = optimizer
         self.state: dict[str, list[Tensor]] = {}

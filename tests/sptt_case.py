@@ -28,7 +28,9 @@ from dmt import (
     TowerTopology,
 )
 from dmt.placement import TablePlacement
+from dmt.precision import ExchangePrecision
 from tests.parity import (
+    DENSE,
     EPS,
     LR,
     Batches,
@@ -44,6 +46,18 @@ from tests.parity import (
 )
 
 TOLERANCE = 5e-6
+PRECISIONS = {
+    "fp32": ExchangePrecision(),
+    "fp16": ExchangePrecision(forward="fp16", backward="fp16"),
+    "bf16": ExchangePrecision(forward="bf16", backward="bf16"),
+    "int8-bf16": ExchangePrecision(forward="int8", backward="bf16"),
+}
+# Forward, relative to the largest number sent: half a unit in the last place of each format, with room for FP32.
+FORWARD = {"fp32": 1e-6, "fp16": 2**-11 * 1.01, "bf16": 2**-8 * 1.01, "int8-bf16": 2 / 510 * 1.01}
+# Weights after four steps of SGD, as a share of the largest way a weight went: rounding moves a gradient by the format's
+# error and, through the logits, by as much again, in each of the steps. AdaGrad and Adam divide by the gradient's own
+# size, so a gradient that cancels takes its direction from rounding: only FP32 trains with them.
+TRAINED = {"fp16": 8 * 2**-11, "bf16": 8 * 2**-8, "int8-bf16": 8 * 2**-8}
 STEPS = 4
 OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -71,6 +85,8 @@ class Case:
     sizes: tuple[int, ...] = ()
     placement: tuple[int, ...] | None = None
     optimizer: str = "rowwise_adagrad"
+    id_route: str = "peer"
+    precision: str = "fp32"  # of outputs and gradients between towers, a key of PRECISIONS
 
     @property
     def world(self) -> int:
@@ -88,9 +104,8 @@ class Case:
         pins = {}
         for i, dim in enumerate(self.dims):
             scheme = mix[i % len(mix)]
-            if scheme == "column_wise" and dim >= 8:
-                # More shards than ranks, where columns allow: a rank may hold two shards of a table.
-                ranks = tuple(j % self.ranks for j in range(min(self.ranks + 1, dim // 4)))
+            if scheme == "column_wise" and dim >= 8 and self.ranks > 1:
+                ranks = tuple(range(min(self.ranks, dim // 4)))
                 pins[f"t{i}"] = TablePlacement(scheme="column_wise", ranks=ranks[::-1])
             elif scheme in ("row_wise", "data_wise") and self.ranks > 1:
                 pins[f"t{i}"] = TablePlacement(scheme=scheme, ranks=everyone)
@@ -119,7 +134,11 @@ def build(case: Case) -> torch.nn.Module:
 
 
 def shard(case: Case, model: torch.nn.Module, mesh: TowerMesh) -> DistributedModelParallel:
-    options: dict[str, Any] = {"fused_params": {**FUSED, "optimizer": OPTIMIZERS[case.optimizer]}}
+    options: dict[str, Any] = {
+        "fused_params": {**FUSED, "optimizer": OPTIMIZERS[case.optimizer]},
+        "id_route": case.id_route,
+        "peer_precision": PRECISIONS[case.precision],
+    }
     if case.kind == "flat":
         plan = TowerPlan.from_lists([[f"f{i}" for i in members] for members in case.plan])
         sharder: Any = SPTTEmbeddingBagCollectionSharder(mesh, plan, **options)
@@ -165,7 +184,7 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
     assert set(full_state(model)) == set(start), "the sharded state has other names than the unsharded one"
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter((n, p) for n, p in model.named_parameters() if p.requires_grad)),
-        lambda params: torch.optim.Adam(params, lr=LR),
+        lambda params: DENSE[case.optimizer == "sgd"](params, lr=LR),
     )
     assert not any("embedding_bags" in name for name in dense.params), "a table would be updated twice"
     batches = case.batches()
@@ -193,16 +212,21 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
 def check_forward(case: Case, result: Any, expected: Any) -> None:
     # FBGEMM averages a bag as a sum of v/n, the plain module as (sum of v)/n; row-wise sums a bag rank by rank.
     rounds = case.max_bag > 1 and (case.pooling == "MEAN" or case.scheme == "row_wise" or case.scheme in MIXES)
-    if case.kind in ("pass", "flat") and not rounds:  # only bytes have moved
-        assert torch.equal(columns_of(result), columns_of(expected)), case
+    ours, theirs = columns_of(result), columns_of(expected)
+    if case.kind in ("pass", "flat") and not rounds and case.precision == "fp32":  # only bytes have moved
+        assert torch.equal(ours, theirs), case
     else:  # a matrix product of other row counts may round differently
-        torch.testing.assert_close(columns_of(result), columns_of(expected), rtol=1e-6, atol=1e-6)
+        largest = max(1.0, theirs.abs().max().item())
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=FORWARD[case.precision] * largest)
     if case.kind == "flat":
         assert result.keys() == expected.keys()
 
 
 def check_worst(case: Case, worst: dict[str, float]) -> None:
-    moved = 1e-3 if case.optimizer == "sgd" else 1e-2  # mean-loss gradients are small, AdaGrad's steps are not
+    moved = 3e-4 if case.optimizer == "sgd" else 1e-2  # mean-loss gradients are small, AdaGrad's steps are not
     assert worst["moved"] > moved, f"{case}: training did not move the weights; the comparison would prove nothing"
-    assert worst["tables"] < TOLERANCE, f"{case}: {worst}"
-    assert worst["dense"] < TOLERANCE, f"{case}: {worst}"
+    allowed = 1e-6 if case.optimizer == "sgd" else TOLERANCE  # SGD amplifies no rounding
+    if case.precision != "fp32":
+        allowed = TRAINED[case.precision] * worst["moved"]
+    assert worst["tables"] < allowed, f"{case}: {worst}"
+    assert worst["dense"] < allowed, f"{case}: {worst}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from dmt.models import (
     tower_sparse_arch,
 )
 from dmt.models.complexity import MetaTables, MetaTowers
+from dmt.models.shards import joined_sparse_arch
 from dmt.placement import SCHEMES
 from dmt.plan import TowerPlan
 from dmt.planner import TowerShardingPlanner
@@ -37,6 +40,7 @@ from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder
 from dmt.sharded_towers import TowerCollectionSharder
 from dmt.tables import TableSpec, feature_names
 from dmt.training.config import OptimizerConfig, TrainingConfig
+from dmt.training.data import ClickData, open_source
 from dmt.training.data.batch import ClickBatch
 
 __all__ = [
@@ -45,6 +49,7 @@ __all__ = [
     "build_optimizer",
     "count_model",
     "fused_params",
+    "open_data",
     "shard_model",
     "tower_plan",
 ]
@@ -62,6 +67,8 @@ _DENSE = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
+# The parameters of tower modules, by name as in the unsharded model.
+_TOWER_MODULE = re.compile(r"\.towers\.\d+\.interaction\.")
 
 
 class ClickTask(nn.Module):
@@ -82,25 +89,39 @@ class ClickTask(nn.Module):
         return loss, (logits.detach(), batch.labels, batch.weights)
 
 
-def tower_plan(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan:
-    """The tower plan the config names, checked against the tables.
+def open_data(config: TrainingConfig) -> ClickData:
+    """The data of a run, with ids for the column shards of the tables that its tower plan cuts.
+
+    `ClickData.tables` are whole; `build_model` and `shard_model` cut them themselves.
 
     Raises:
-        InputError: the file is bad, does not fit the tables or cuts one, or more towers are asked for than there are
-            features.
+        InputError: the data do not fit the config, or the tower plan's file is bad or cuts what is not there.
+    """
+    # A flat dataflow has no towers, and a strided plan no cuts.
+    reads_plan = config.dataflow == "sptt" and config.towers.plan != "strided"
+    splits = TowerPlan.load(config.towers.plan).column_splits if reads_plan else {}
+    return open_source(config.data, embedding_dim=config.model.embedding_dim, column_splits=splits)
+
+
+def tower_plan(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan:
+    """The tower plan the config names, checked against the tables, which are whole.
+
+    Raises:
+        InputError: the file is bad, does not fit the tables or cuts one into shards that FBGEMM cannot take, or more
+            towers are asked for than there are features.
     """
     if config.towers.plan == "strided":
         plan = TowerPlan.strided(feature_names(tables), config.topology.num_towers)
     else:
         plan = TowerPlan.load(config.towers.plan)
-    if plan.column_splits:
-        feature, widths = next(iter(plan.column_splits.items()))
-        raise InputError(
-            f"Tower plan {config.towers.plan} cuts the table of feature {feature!r} into column shards of "
-            f"{list(widths)} columns, but the trainer cuts no tables. Partition with split_columns='no' (dmt partition "
-            "--split-columns no), or build the model yourself from plan.split_tables(tables)."
-        )
-    plan.tables_by_tower(tables)
+    for feature, widths in plan.column_splits.items():
+        if any(width % 4 for width in widths):
+            raise InputError(
+                f"Tower plan {config.towers.plan} cuts the table of feature {feature!r} into column shards of "
+                f"{list(widths)} columns; each must be a multiple of 4 (FBGEMM's kernels). Make a plan with other "
+                "shards."
+            )
+    plan.tables_by_tower(plan.split_tables(tables))
     return plan
 
 
@@ -116,7 +137,8 @@ def build_model(
 
     Args:
         config: the run.
-        tables: the tables of the data source.
+        tables: the tables of the data source, whole; the model has them cut where its tower plan cuts them. A flat
+            model puts their shards side by side again (`dmt.models.shards`).
         num_dense: dense columns of the data source.
         device: where parameters are made; ``"meta"`` makes none.
         without_tables: use the complexity counter's stand-ins for TorchRec's tables.
@@ -131,10 +153,13 @@ def build_model(
     shared: dict[str, Any] = {"tables": tables, "dense_in_features": num_dense, "options": options}
     if "dcn" in model.arch:
         shared |= {"num_cross_layers": model.cross_layers, "cross_rank": model.cross_rank}
-    if not model.has_towers:
-        shared["make_sparse_arch"] = MetaTables if without_tables else flat_sparse_arch
+    plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
+    if plan is None or not model.has_towers:
+        flat = MetaTables if without_tables else flat_sparse_arch
+        splits = {} if plan is None else plan.column_splits
+        shared["make_sparse_arch"] = joined_sparse_arch(splits, flat) if splits else flat
         return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
-    shared |= {"tower_plan": tower_plan(config, tables), "tower_dim": model.tower_dim}
+    shared |= {"tables": plan.split_tables(tables), "tower_plan": plan, "tower_dim": model.tower_dim}
     shared["make_sparse_arch"] = MetaTowers if without_tables else tower_sparse_arch
     return DMTDLRM(**shared, c=model.c, p=model.p) if model.arch == "dmt-dlrm" else DMTDCN(**shared)
 
@@ -200,18 +225,22 @@ def fused_params(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
-    """The optimizer of everything: the tables' fused ones and one for tower modules and dense parts.
+    """The optimizer of everything: the tables' fused ones, one for tower modules and one for the other dense parts.
 
-    Both learning rates rise linearly over ``warmup_steps``.
+    The three learning rates rise linearly over ``warmup_steps``.
     """
     trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    dense: KeyedOptimizer = KeyedOptimizerWrapper(
-        dict(in_backward_optimizer_filter(trainable)),
-        lambda parameters: _DENSE[config.dense](parameters, lr=config.dense_lr),
-    )
-    parts: list[tuple[str, KeyedOptimizer]] = [("tables", model.fused_optimizer), ("dense", dense)]
+    rates = {"towers": config.dense_lr if config.tower_lr is None else config.tower_lr, "dense": config.dense_lr}
+    parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in rates}
+    for name, parameter in in_backward_optimizer_filter(trainable):
+        parameters["towers" if _TOWER_MODULE.search(name) else "dense"][name] = parameter
+    parts: list[tuple[str, KeyedOptimizer, float]] = [("tables", model.fused_optimizer, config.sparse_lr)]
+    for part, rate in rates.items():
+        # A flat model has no tower modules, and PyTorch's optimizers refuse to have nothing to do.
+        if parameters[part]:
+            make = partial(_DENSE[config.dense], lr=rate)
+            parts.append((part, KeyedOptimizerWrapper(parameters[part], make), rate))
     if config.warmup_steps:
         stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=config.warmup_steps, value=1 / config.warmup_steps)]
-        rates = (config.sparse_lr, config.dense_lr)
-        parts = [(name, WarmupOptimizer(part, stages, lr=lr)) for (name, part), lr in zip(parts, rates, strict=True)]
-    return CombinedOptimizer(parts)
+        parts = [(part, WarmupOptimizer(optimizer, stages, lr=rate), rate) for part, optimizer, rate in parts]
+    return CombinedOptimizer([(part, optimizer) for part, optimizer, _ in parts])

@@ -116,8 +116,10 @@ class OptimizerConfig(_Section):
     """Of tower modules and all other dense parts."""
     dense_lr: float = Field(default=1e-3, gt=0)
     """Learning rate of the dense parts."""
+    tower_lr: float | None = Field(default=None, gt=0)
+    """Learning rate of tower modules; by default ``dense_lr``. A flat model has none."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Steps over which both learning rates rise linearly to their value."""
+    """Steps over which all learning rates rise linearly to their value."""
 
 
 class TrainConfig(_Section):
@@ -135,6 +137,9 @@ class TrainConfig(_Section):
     """Evaluate every so many steps, besides at the end."""
     log_every: int = Field(default=50, ge=1)
     """Write the training loss every so many steps."""
+    prefetch_ids: bool = True
+    """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``); false: one
+    batch after another. The results have the same bits."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights."""
     affinity_rows: int = Field(default=0, ge=0)

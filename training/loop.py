@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from tqdm import tqdm
 
 from dmt.collectives import sum_over_ranks
@@ -71,7 +71,7 @@ class Trainer:
         self._model = model
         self._optimizer = optimizer
         self._record = record
-        self._pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
+        self._pipeline = _pipeline(config, model, optimizer)
         self._step = 0
         self._timed_steps = 0
         self._timed_seconds = 0.0
@@ -117,7 +117,8 @@ class Trainer:
 
     def detach(self) -> None:
         """Takes the pipeline off the model, which can then be run by itself but not be trained further here."""
-        self._pipeline.detach()
+        if isinstance(self._pipeline, TrainPipelineSparseDist):
+            self._pipeline.detach()
 
     def measure_traffic(self) -> Traffic:
         """Runs one more forward and backward pass and counts the bytes it sends; towers are hosts here. Collective.
@@ -165,6 +166,9 @@ class Trainer:
                 start = time.perf_counter()
 
     def _progress(self, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        if not self._config.prefetch_ids:
+            # This pipeline stays at the end of the batches that it was given before.
+            self._pipeline.reset()
         while True:
             try:
                 yield self._pipeline.progress(batches)
@@ -174,6 +178,15 @@ class Trainer:
     def _mean_loss(self, logits: Tensor, labels: Tensor) -> float:
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
         return float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
+
+
+def _pipeline(
+    config: TrainConfig, model: DistributedModelParallel, optimizer: Any
+) -> TrainPipelineSparseDist[Any, Any] | TrainPipelineBase[Any, Any]:
+    device = torch.device("cpu")
+    if config.prefetch_ids:
+        return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+    return TrainPipelineBase(model, optimizer, device)
 
 
 def _named(prefix: str, values: MetricValues) -> dict[str, float]:

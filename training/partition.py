@@ -13,9 +13,10 @@ from torch import nn
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
+from dmt.models.shards import whole_tables
 from dmt.partitioner import FeatureAffinity
 from dmt.tables import TableSpec
-from dmt.training.build import ClickTask, build_model
+from dmt.training.build import ClickTask, build_model, tower_plan
 from dmt.training.checkpoint import load_plain
 from dmt.training.config import TrainConfig, TrainingConfig, load_config
 from dmt.training.data import ClickBatch, ClickData, open_source
@@ -40,6 +41,7 @@ def affinity_of_run(
     Batches are taken at even distances (see `spread_batches`), so that a file sorted by time or by user is sampled
     from its beginning to its end. Of the run's own data only rows that it was trained on are used: what it stopped
     short of may hold ids whose embeddings it has never seen. A file of ``data_path`` is read once more, to count it.
+    The features are those of the data: where the run's tower plan cuts tables into column shards, they are joined.
 
     Args:
         run: the ``output_dir`` of a finished run, with its ``checkpoint/``.
@@ -69,13 +71,20 @@ def affinity_of_run(
         check(data.tables)
     task = ClickTask(build_model(config, data.tables, len(data.dense_names)))
     load_plain(task, checkpoint)
+    model: nn.Module = task.model
+    forward: Callable[[nn.Module, ClickBatch], object] | None = None
+    plan = tower_plan(config, data.tables) if config.dataflow == "sptt" else None
+    if plan is not None and plan.column_splits:
+        # A new partition may cut other tables, or none: it is of the whole ones.
+        model = whole_tables(task, data.tables, plan.column_splits)
+        forward = _look_up
     # Not more than the run's own batch: there are at least so many rows.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
     rows = None if data_path is not None else _rows_of_run(run, config)
     if rows is None:
         rows = _count_rows(data, size)
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
-    return FeatureAffinity.collect(task.model, batches), data.tables
+    return FeatureAffinity.collect(model, batches, forward=forward), data.tables
 
 
 def affinity_of_model(
@@ -188,6 +197,10 @@ def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
         1000
     """
     return steps // config.epochs * config.batch_size * world_size
+
+
+def _look_up(tables: nn.Module, batch: ClickBatch) -> object:
+    return tables(batch.sparse_features)
 
 
 def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:

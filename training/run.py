@@ -21,10 +21,18 @@ from dmt.files import probe_folder
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
 from dmt.tables import TableSpec
-from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model, tower_plan
+from dmt.training.build import (
+    build_model,
+    build_optimizer,
+    count_model,
+    fused_params,
+    open_data,
+    shard_model,
+    tower_plan,
+)
 from dmt.training.checkpoint import save_model
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.data import ClickData, ValidationReport, open_source
+from dmt.training.data import ClickData, ValidationReport
 from dmt.training.loop import Trainer
 from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, versions
@@ -57,10 +65,16 @@ def preflight(config: TrainingConfig, world_size: int) -> ClickData:
             "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
             "dmt partition --checkpoint."
         )
-    data = open_source(config.data, embedding_dim=config.model.embedding_dim)
+    data = open_data(config)
     tables = data.tables
     if config.dataflow == "sptt":
         plan = tower_plan(config, tables)
+        if config.train.affinity_rows and plan.column_splits:
+            raise InputError(
+                f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
+                f"{config.towers.plan} cuts that of feature {next(iter(plan.column_splits))!r} into column shards. "
+                "Leave it 0 and run dmt partition --checkpoint, which joins them."
+            )
         if plan.num_towers != config.topology.num_towers:
             raise InputError(
                 f"The tower plan {config.towers.plan} has {plan.num_towers} towers, but topology.num_towers="
@@ -97,6 +111,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         tables = data.tables
         # Read before training: the file may change while this run trains with what it held.
         plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
+        complexity = count_model(config, tables, len(data.dense_names))
         record = RunRecord(config, enabled=rank == 0)
         if rank == 0 and config.train.affinity_rows:
             # What an earlier run left would be taken for this one's, should none be written.
@@ -124,7 +139,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
             "dataflow": config.dataflow,
             "world_size": world_size,
             **{f"eval_{name}": value for name, value in asdict(metrics).items()},
-            **asdict(count_model(config, tables, len(data.dense_names))),
+            **asdict(complexity),
             **asdict(time),
             "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
             "bad_lines": data.bad_lines,
@@ -178,7 +193,7 @@ def check_writable(folder: Path) -> None:
 def _describe(config: TrainingConfig, plan: TowerPlan | None, tables: Sequence[TableSpec], folder: Path) -> None:
     """Lays the run's own config and tower plan into a checkpoint: its files elsewhere may change or move."""
     if plan is not None:
-        replace(plan, tables=tuple(tables)).save(folder / "towers.json")
+        replace(plan, tables=tuple(plan.split_tables(tables))).save(folder / "towers.json")
     (folder / "config.toml").write_text(to_toml(config))
 
 

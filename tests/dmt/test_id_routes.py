@@ -7,31 +7,43 @@ place of sums of at most 3 numbers below 1, so 1e-6 is a bound with room.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
-from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter
+from dmt import (
+    InputError,
+    SPTTEmbeddingBagCollectionSharder,
+    TowerCollectionSharder,
+    TowerMesh,
+    TowerPlan,
+    TowerTopology,
+    TrafficMeter,
+)
 from dmt.collectives import IdsToOwners, IdsToTowers, WantedIds, gather_objects
 from dmt.global_route import GlobalIdRoute
 from dmt.placement import TablePlacement
 from dmt.planner import parameter_sharding
 from dmt.sptt import SPTTContext, shard_in_tower
-from tests.parity import EPS, LR, Batches
+from tests import sptt_case
+from tests.parity import EPS, LR, Batches, full_state, load_full, loss_of, make_tables
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR, "eps": EPS}
 Layout = tuple[tuple[tuple[str, ...], ...], ...]
-MIX: tuple[str, ...] = ("rows", "whole", "columns", "uneven", "repeated")
+MIX: tuple[str, ...] = ("rows", "whole", "columns", "uneven", "reversed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +59,22 @@ class Case:
     """Every table also looks up one feature that all of them have."""
     sizes: tuple[int, ...] = ()
     dtype: torch.dtype = torch.int64
+    replicas: int = 1
+    """More than one: the replicas of a shard are neighbouring ranks."""
 
     @property
     def world(self) -> int:
-        return self.towers * self.ranks
+        return self.replicas * self.towers * self.ranks
 
     def mesh(self) -> TowerMesh:
-        return TowerMesh(TowerTopology(num_towers=self.towers, ranks_per_tower=self.ranks))
+        return TowerMesh(
+            TowerTopology(
+                num_towers=self.towers,
+                ranks_per_tower=self.ranks,
+                num_replicas=self.replicas,
+                replica_placement="intra_host",
+            )
+        )
 
     def batches(self) -> Batches:
         return Batches(sizes=self.sizes or (4,) * self.world, max_bag=self.max_bag, weighted=self.weighted)
@@ -77,7 +98,7 @@ def placed_tables(case: Case) -> list[list[list[Placed]]]:
                 placement = {
                     "whole": TablePlacement(scheme="table_wise", ranks=(number % case.ranks,)),
                     "columns": TablePlacement(scheme="column_wise", ranks=everyone),
-                    "repeated": TablePlacement(scheme="column_wise", ranks=(case.ranks - 1, 0, case.ranks - 1)),
+                    "reversed": TablePlacement(scheme="column_wise", ranks=everyone[::-1]),
                     "rows": TablePlacement(scheme="row_wise", ranks=everyone),
                     "uneven": TablePlacement(scheme="row_wise", ranks=everyone, sizes=uneven),
                     "data": TablePlacement(scheme="data_wise", ranks=everyone),
@@ -177,7 +198,7 @@ def both_routes_on_rank(rank: int, case: Case) -> float:
         context = SPTTContext()
         arrived = KJTListSplitsAwaitable([to_owners(ids)], context).wait().wait()[0]
         sizes = context.sharding_contexts[0].batch_size_per_rank
-        assert sizes == list(case.batches().sizes)
+        assert sizes == [case.batches().sizes[r] for r in dist.get_process_group_ranks(mesh.sharding_group)]
         pending = route.look_up(arrived, sizes)
         got = [value for lazy in pending for value in by_name(lazy)]
         assert [key for key, _ in got] == [key for key, _ in expected]
@@ -200,7 +221,7 @@ def both_routes_on_rank(rank: int, case: Case) -> float:
 
 CASES = {
     "whole-2x2": Case(towers=2, ranks=2, layout=((("whole", "whole"),), (("whole", "whole"),)), max_bag=1),
-    "columns-2x2": Case(towers=2, ranks=2, layout=((("columns",),), (("repeated", "columns"),))),
+    "columns-2x2": Case(towers=2, ranks=2, layout=((("columns",),), (("reversed", "columns"),))),
     "rows-2x2": Case(towers=2, ranks=2, layout=((("rows",),), (("rows", "uneven"),))),
     "mix-2x3-uneven-batches": Case(towers=2, ranks=3, layout=((MIX,), (MIX[:3],)), sizes=(2, 5, 1, 4, 3, 6)),
     "mix-3x2-weighted": Case(
@@ -214,7 +235,8 @@ CASES = {
     ),
     "shared-feature": Case(towers=2, ranks=2, layout=((MIX,), (("whole", "rows"), ("columns",))), shared=True),
     "idle-rank": Case(towers=2, ranks=2, layout=((("whole",),), (MIX,))),
-    "mean": Case(towers=2, ranks=2, layout=((("whole", "columns"),), (("repeated",),)), pooling="MEAN"),
+    "mean": Case(towers=2, ranks=2, layout=((("whole", "columns"),), (("reversed",),)), pooling="MEAN"),
+    "replicas": Case(towers=2, ranks=2, replicas=2, layout=((MIX,), (MIX[:3],)), sizes=(1, 2, 3, 4, 5, 4, 3, 2)),
     "int32-batch-of-one": Case(towers=2, ranks=2, layout=((MIX,), (MIX,)), sizes=(1, 1, 1, 1), dtype=torch.int32),
 }
 
@@ -295,3 +317,88 @@ def test_what_crosses_hosts_is_what_the_routes_need(kind: str, numbers: int) -> 
     samples = 4 * 50 * 2  # each with the two features of the other host
     assert samples * 2 * 8 <= peer <= samples * 2 * 8 + 4 * 64
     assert samples * numbers * 8 <= owners <= samples * numbers * 8 + 4 * 128
+
+
+@dataclass
+class Batch(Pipelineable):
+    ids: KeyedJaggedTensor
+    labels: torch.Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch(self.ids.to(device), self.labels.to(device))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        pass
+
+
+class Trained(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        _, logits = self.model(batch.ids)
+        return loss_of(logits, batch.labels), logits
+
+
+def train_on_rank(rank: int, case: sptt_case.Case) -> None:
+    """Peer route, global route, and global route in TorchRec's train pipeline."""
+    tables = make_tables(list(case.dims))
+    mesh = TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks))
+    ends = []
+    for id_route, pipelined in (("peer", False), ("global", False), ("global", True)):
+        torch.manual_seed(0)
+        model = sptt_case.shard(replace(case, id_route=id_route), Trained(sptt_case.build(case)), mesh)
+        load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
+        dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
+        optimizer = torch.optim.Adam(dense, lr=LR)
+        batches = iter([Batch(*case.batches().draw(rank, step, tables)) for step in range(5)])
+        if pipelined:
+            pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+            for _ in range(5):
+                pipeline.progress(batches)
+            assert len(pipeline._pipelined_modules) == 1, "the towers were not pipelined"
+        else:
+            for batch in batches:
+                optimizer.zero_grad()
+                model(batch)[0].backward()
+                optimizer.step()
+        ends.append(full_state(model))
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+        assert torch.equal(value, ends[2][name]), name
+
+
+TRAINED = {
+    "modules-2x2": sptt_case.Case(towers=2, ranks=2, scheme="mixed-model-parallel", dims=(8, 24, 8, 8), max_bag=3),
+    "flat-2x3": sptt_case.Case(
+        towers=2, ranks=3, scheme="mixed-model-parallel", kind="flat", dims=(8, 16, 8, 12), sizes=(2, 5, 1, 4, 3, 6)
+    ),
+    "two-towers-on-one-host": sptt_case.Case(
+        towers=2, ranks=2, plan=((0,), (3,), (1, 2)), placement=(1, 0, 1), scheme="row_wise", weighted=True, max_bag=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_and_the_pipeline_change_no_bit(name: str) -> None:
+    run_ranks(train_on_rank, TRAINED[name].world, TRAINED[name])
+
+
+def sharder_refusals_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+    plan = TowerPlan.from_lists([["f0"]])
+    with pytest.raises(InputError, match=r"id_route='globl' is unknown; use one of .* Did you mean 'global'\?"):
+        SPTTEmbeddingBagCollectionSharder(mesh, plan, id_route="globl")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="id_route='tower' is unknown"):
+        TowerCollectionSharder(mesh, id_route="tower")  # type: ignore[arg-type]
+    for kind in ("flat", "modules"):
+        case = sptt_case.Case(
+            towers=1, ranks=2, kind=kind, plan=((0, 1, 2, 3),), scheme="mixed", id_route="global", dims=(8, 8, 8, 8)
+        )
+        with pytest.raises(InputError, match="Table 't3' in tower 0 is data_wise"):
+            sptt_case.shard(case, sptt_case.build(case), mesh)
+
+
+def test_sharders_refuse_what_their_route_cannot_carry() -> None:
+    run_ranks(sharder_refusals_on_rank, 2)

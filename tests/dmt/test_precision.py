@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dmt import InputError, TrafficMeter
 from dmt.peer_exchange import PeerExchange
-from dmt.precision import FORMATS, ExchangePrecision
+from dmt.precision import FORMATS, ExchangePrecision, check_table_format
+from tests.parity import make_tables
 from tests.ranks import run_ranks
 from tests.test_house import run_without_torchrec
 
@@ -346,6 +347,27 @@ def test_training_stays_close_to_fp32() -> None:
             apart = (other - weights).abs().max().item()
             assert 0 < apart <= limit, (forward, backward, apart, limit)
             assert abs(other_losses[-1] - losses[-1]) <= limit, (forward, backward)
+
+
+def test_table_formats_that_train_wrongly_are_refused() -> None:
+    from torchrec.modules.embedding_configs import DataType
+
+    table = make_tables([8])[0]
+    for scheme in ("table_wise", "row_wise", "column_wise", "data_wise", "data_parallel"):
+        table.data_type = DataType.FP32
+        check_table_format(table, scheme, tower=0)
+        table.data_type = DataType.FP16
+        if scheme.startswith("data"):
+            with pytest.raises(
+                InputError, match=r"Table 't0' in tower 3 has data_type='FP16' and is data-wise; .* FP32"
+            ):
+                check_table_format(table, scheme, tower=3)
+        else:
+            check_table_format(table, scheme, tower=0)
+        for other in (DataType.BF16, DataType.INT8):
+            table.data_type = other
+            with pytest.raises(InputError, match=f"Table 't0' in tower 1 has data_type='{other.value}'; tables train"):
+                check_table_format(table, scheme, tower=1)
 
 
 def test_every_format_is_tested() -> None:

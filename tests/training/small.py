@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmt.training.build import ClickTask, build_model
+from dmt.training.build import ClickTask, build_model, open_data
 from dmt.training.config import TrainingConfig
-from dmt.training.data import ClickData, open_source
+from dmt.training.data import ClickData
 
 NUM_DENSE = 3
 # Every model with every dataflow it can take.
@@ -39,7 +39,7 @@ def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, 
 
 def source(config: TrainingConfig) -> ClickData:
     """The data of a run."""
-    return open_source(config.data, embedding_dim=config.model.embedding_dim)
+    return open_data(config)
 
 
 def plain(config: TrainingConfig) -> ClickTask:

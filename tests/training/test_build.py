@@ -142,13 +142,10 @@ def test_training_on_ranks_is_training_on_the_union_of_their_batches() -> None:
             )
 
 
-def learning_rates(rank: int, arch: str, warmup: int, steps: int) -> list[tuple[float, float]]:
-    """The learning rates of tables and dense parts at each step: what SGD did, over the gradient of the plain model."""
-    config = small(
-        arch,
-        topology={"ranks_per_tower": 1},
-        optimizer={"sparse": "sgd", "sparse_lr": 0.5, "dense": "sgd", "dense_lr": 0.25, "warmup_steps": warmup},
-    )
+def learning_rates(rank: int, arch: str, warmup: int, steps: int, tower_lr: float | None) -> list[dict[str, float]]:
+    """The learning rates of each part at each step: what SGD did, over the gradient of the plain model."""
+    sgd = {"sparse": "sgd", "sparse_lr": 0.5, "dense": "sgd", "dense_lr": 0.25, "tower_lr": tower_lr}
+    config = small(arch, topology={"ranks_per_tower": 1}, optimizer={**sgd, "warmup_steps": warmup})
     model = shard_model(config, source(config).tables, NUM_DENSE, TowerMesh(config.topology.build()))
     # The pipeline the trainer uses: it decides when zero_grad and step are called.
     pipeline = TrainPipelineSparseDist(model, build_optimizer(config.optimizer, model), CPU, execute_all_batches=True)
@@ -163,36 +160,44 @@ def learning_rates(rank: int, arch: str, warmup: int, steps: int) -> list[tuple[
         oracle(next(union))[0].backward()
         pipeline.progress(mine)
         after = full_state(model)
-        products = {True: [0.0, 0.0], False: [0.0, 0.0]}
+        products: dict[str, list[float]] = {}
         for name, parameter in oracle.named_parameters():
             assert parameter.grad is not None, name
-            product = products["embedding_bags" in name]
+            part = next((part for part in ("embedding_bags", "interaction") if part in name), "dense")
+            product = products.setdefault(part, [0.0, 0.0])
             product[0] += float((parameter.grad.double() * (before[name] - after[name])).sum())
             product[1] += float(parameter.grad.double().pow(2).sum())
-        rates.append((products[True][0] / products[True][1], products[False][0] / products[False][1]))
+        rates.append({part: moved / gradient for part, (moved, gradient) in products.items()})
     return rates
 
 
-# model, warm-up steps -> share of the full rates at each step
-WARMUPS = {
-    ("dmt-dlrm", 4): [4 / 16, 7 / 16, 10 / 16, 13 / 16, 1, 1, 1],  # from 1/4 in 4 equal steps to 1
-    ("dlrm", 2): [1 / 2, 3 / 4, 1, 1],
-    ("dmt-dcn", 1): [1, 1],
-    ("dlrm", 0): [1, 1],
+# model, warm-up steps, rate of tower modules -> share of the full rates at each step
+WARMUPS: dict[tuple[str, int, float | None], list[float]] = {
+    ("dmt-dlrm", 4, 0.0625): [4 / 16, 7 / 16, 10 / 16, 13 / 16, 1, 1, 1],  # from 1/4 in 4 equal steps to 1
+    ("dlrm", 2, 0.0625): [1 / 2, 3 / 4, 1, 1],
+    ("dmt-dcn", 1, None): [1, 1],
+    ("dmt-dcn", 0, 0.0625): [1, 1],
+    ("dlrm", 0, None): [1, 1],
 }
 
 
-def rates_on_rank(rank: int) -> list[list[tuple[float, float]]]:
-    return [learning_rates(rank, arch, warmup, len(shares)) for (arch, warmup), shares in WARMUPS.items()]
+def rates_on_rank(rank: int) -> list[list[dict[str, float]]]:
+    return [
+        learning_rates(rank, arch, warmup, len(shares), tower_lr)
+        for (arch, warmup, tower_lr), shares in WARMUPS.items()
+    ]
 
 
 @pytest.mark.ranks
-def test_both_learning_rates_warm_up() -> None:
+def test_all_learning_rates_are_as_set_and_warm_up() -> None:
     for found in run_ranks(rates_on_rank, 2):
-        for shares, rates in zip(WARMUPS.values(), found, strict=True):
-            # Weights of about 1 have a float32 spacing of 1e-7, and the steps here are about 1e-3 of them.
-            assert [table for table, _ in rates] == pytest.approx([0.5 * share for share in shares], rel=2e-3)
-            assert [dense for _, dense in rates] == pytest.approx([0.25 * share for share in shares], rel=2e-3)
+        for ((arch, _, tower_lr), shares), rates in zip(WARMUPS.items(), found, strict=True):
+            full = {"embedding_bags": 0.5, "dense": 0.25}
+            if arch.startswith("dmt"):
+                full["interaction"] = tower_lr or 0.25
+            for share, of_step in zip(shares, rates, strict=True):
+                # Weights of about 1 have a float32 spacing of 1e-7, and the steps here are about 1e-3 of them.
+                assert of_step == pytest.approx({part: rate * share for part, rate in full.items()}, rel=2e-3), arch
 
 
 def start_on_rank(rank: int) -> dict[str, tuple[State, State, list[State]]]:

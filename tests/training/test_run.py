@@ -65,18 +65,6 @@ def test_a_plan_of_other_tables_is_refused(tmp_path: Path) -> None:
         preflight(config, 4)
 
 
-@pytest.mark.parametrize(("arch", "dataflow"), [("dmt-dlrm", "auto"), ("dlrm", "sptt")])
-def test_a_plan_that_cuts_tables_is_refused(arch: str, dataflow: str, tmp_path: Path) -> None:
-    towers = [["C1[0:4]", "C2", "C3"], ["C1[4:8]", "C4", "C5", "C6"]]
-    TowerPlan.from_lists(towers, column_splits={"C1": (4, 4)}).save(tmp_path / "towers.json")
-    message = (
-        r"towers\.json cuts the table of feature 'C1' into column shards of \[4, 4\] columns, but the trainer cuts no "
-        r"tables\. .*--split-columns no\), or build the model yourself from plan\.split_tables\(tables\)"
-    )
-    with pytest.raises(InputError, match=message):
-        preflight(small(arch, dataflow, towers={"plan": str(tmp_path / "towers.json")}), 4)
-
-
 def test_an_absent_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Tower plan .*nowhere\.json: cannot be read"):
         preflight(small(towers={"plan": str(tmp_path / "nowhere.json")}), 4)
@@ -196,17 +184,19 @@ LOOPS: list[tuple[dict[str, Any], int, set[int], list[int]]] = [
     ({"epochs": 9, "max_steps": 6, "eval_every": 2}, 6, {1, 2}, [2, 4]),
     ({"max_steps": 1}, 1, {0, 1}, []),
     ({"max_steps": 99, "eval_every": 99}, 5, {1}, []),
+    ({"prefetch_ids": False, "epochs": 2, "eval_every": 3}, 10, {2}, [3, 6, 9]),
+    ({"prefetch_ids": False, "epochs": 9, "max_steps": 6, "eval_every": 2}, 6, {1, 2}, [2, 4]),
 ]
 
 
-def losses_on_rank(arch: str, seed: int) -> list[float]:
+def losses_on_rank(arch: str, seed: int, prefetch_ids: bool = True) -> list[float]:
     """The losses of a run, in training and evaluation, with the optimizers of every day."""
     config = small(
         arch,
         topology={"ranks_per_tower": 1},
         synthetic={"num_rows": 400, "num_eval_rows": 90, "num_multi_hot": 2},
         optimizer={"warmup_steps": 5},
-        train={"seed": seed, "log_every": 1, "eval_every": 5},
+        train={"seed": seed, "log_every": 1, "eval_every": 5, "prefetch_ids": prefetch_ids},
     )
     mesh = TowerMesh(config.topology.build())
     data = source(config)
@@ -226,7 +216,9 @@ def losses_on_rank(arch: str, seed: int) -> list[float]:
 
 def loops_on_rank(rank: int, folder: str) -> tuple[Any, Any]:
     loops = [loop_on_rank(rank, folder, **settings) for settings, *_ in LOOPS]
-    return loops, [losses_on_rank(arch, seed) for arch in ("dlrm", "dmt-dlrm") for seed in (0, 0, 1)]
+    # The last is without ids ahead of time.
+    runs = [(0, True), (0, True), (1, True), (0, False)]
+    return loops, [losses_on_rank(arch, *settings) for arch in ("dlrm", "dmt-dlrm") for settings in runs]
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +231,17 @@ def of_loops(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
 @pytest.mark.ranks
 def test_the_losses_of_a_seed_are_bitwise_the_same_again(of_loops: list[tuple[Any, Any]]) -> None:
     losses = of_loops[0][1]
-    for one, same, other in (losses[:3], losses[3:]):
+    for one, same, other, _ in (losses[:4], losses[4:]):
         assert len(one) == 12 + 2 + 1  # 12 steps, evaluations after 5, 10 and the last
         assert one == same
         assert one[-1] != other[-1]
+
+
+@pytest.mark.ranks
+def test_ids_sent_ahead_of_time_change_no_bit(of_loops: list[tuple[Any, Any]]) -> None:
+    losses = of_loops[0][1]
+    for ahead, _, _, step_by_step in (losses[:4], losses[4:]):
+        assert ahead == step_by_step
 
 
 @pytest.mark.ranks

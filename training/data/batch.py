@@ -5,8 +5,8 @@ Legend: B rows, D dense features, F categorical features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from dmt.columns import split_ids
 from dmt.errors import InputError, nearest
 from dmt.training.data.encode import out_of_range
 from dmt.training.data.rows import Rows
@@ -66,6 +67,14 @@ class ClickBatch(Pipelineable):
             self.labels.pin_memory(),
             self.weights.pin_memory(),
         )
+
+    def split_columns(self, splits: Mapping[str, Sequence[int]]) -> ClickBatch:
+        """The batch for a model whose tables are cut: ids repeated for each column shard, see `dmt.columns.split_ids`.
+
+        Done here, in the batch, and not in the model: a train pipeline starts the id exchange of the next batch early
+        only where the model hands its ids on as they are.
+        """
+        return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
 
 
 def make_batch(rows: Rows, feature_names: Sequence[str], batch_size: int) -> ClickBatch:

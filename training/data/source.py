@@ -6,7 +6,7 @@ Legend: W ranks, B rows of a rank's batch, a global batch has W * B rows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -51,15 +51,20 @@ class ValidationReport:
     """Malformed rows that were left out on the way (only with ``skip_bad_lines``)."""
 
 
-def open_source(config: DataConfig, *, embedding_dim: int | None = None) -> ClickData:
+def open_source(
+    config: DataConfig, *, embedding_dim: int | None = None, column_splits: Mapping[str, Sequence[int]] | None = None
+) -> ClickData:
     """Opens the data of a run: finds the files, the columns and the tables. Reads no row yet.
 
     Args:
         config: what the data are.
         embedding_dim: columns of every table, for `ClickData.tables`; leave it out if that is not asked for.
+        column_splits: features whose tables the model cuts into column shards (`TowerPlan.column_splits`): batches
+            have their ids once for each shard. `ClickData.tables` and ``feature_names`` stay those of the data.
 
     Raises:
-        InputError: no file matches, a column is absent or unfit, or ``num_embeddings_per_feature`` names no feature.
+        InputError: no file matches, a column is absent or unfit, ``num_embeddings_per_feature`` names no feature, or
+            ``column_splits`` names none.
 
     Example:
         >>> from dmt.training.data.config import SyntheticConfig
@@ -67,7 +72,7 @@ def open_source(config: DataConfig, *, embedding_dim: int | None = None) -> Clic
         >>> [(table.name, table.num_embeddings) for table in data.tables]
         [('t_C1', 1000), ('t_C2', 1000)]
     """
-    return ClickData(config, embedding_dim=embedding_dim)
+    return ClickData(config, embedding_dim=embedding_dim, column_splits=column_splits)
 
 
 class ClickData:
@@ -76,6 +81,7 @@ class ClickData:
     Args:
         config: what the data are.
         embedding_dim: columns of every table.
+        column_splits: see `open_source`.
 
     Raises:
         InputError: see `open_source`.
@@ -89,9 +95,16 @@ class ClickData:
         [4]
     """
 
-    def __init__(self, config: DataConfig, *, embedding_dim: int | None = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        embedding_dim: int | None = None,
+        column_splits: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
         self.config = config
         self._embedding_dim = embedding_dim
+        self._splits = column_splits or {}
         self._bad: dict[str, BadRows] = {}  # by split: of the latest pass
         self._warned: set[str] = set()
         self._splits_seen: set[str] = set()
@@ -117,6 +130,13 @@ class ClickData:
             found = resolve_columns(config, self._files["train"][0])
             self.dense_names, multi_hot = found.dense, found.multi_hot
             self.num_embeddings = _table_rows(config, found.categorical)
+        for feature in self._splits:
+            if feature not in self.num_embeddings:
+                raise InputError(
+                    f"column_splits of the tower plan cuts the table of feature {feature!r}, which is not a "
+                    f"categorical feature of the data ({len(self.num_embeddings)} features)."
+                    f"{nearest(feature, self.num_embeddings)} Make a new tower plan for these data."
+                )
         self._encoder = Encoder(
             dense=self.dense_names,
             num_embeddings=self.num_embeddings,
@@ -128,7 +148,7 @@ class ClickData:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """The categorical features, in the order of a batch's keys."""
+        """The categorical features, in the order of a batch's keys (which name the shards of those that are cut)."""
         return tuple(self.num_embeddings)
 
     @property
@@ -244,14 +264,15 @@ class ClickData:
                 rows = Rows.concat(waiting)
                 for i in range(ready):
                     part = rows.slice(i * batch_size, (i + 1) * batch_size)
-                    yield make_batch(part, self.feature_names, batch_size)
+                    yield make_batch(part, self.feature_names, batch_size).split_columns(self._splits)
                 waiting = [rows.slice(ready * batch_size, rows.num_rows)]
                 emitted += ready
         self._some_rows(split, seen)
         self._num_rows[split] = seen
         ragged = seen - emitted * global_batch
         if split == "eval" and ragged:
-            yield make_batch(Rows.concat(waiting or [self._no_rows()]), self.feature_names, batch_size)
+            last = Rows.concat(waiting or [self._no_rows()])
+            yield make_batch(last, self.feature_names, batch_size).split_columns(self._splits)
         if split == "train":
             if not emitted:
                 raise InputError(

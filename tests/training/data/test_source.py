@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
@@ -161,6 +162,28 @@ def test_tables(log):
     assert data.dense_names == tuple(f"I{i}" for i in range(1, 14))
     with pytest.raises(InputError, match="tables needs embedding_dim"):
         _ = open_source(config_of(log)).tables
+
+
+def test_ids_of_cut_tables_are_repeated_in_every_batch(log):
+    splits = {"C2": (4, 8, 4), "C26": (8, 8)}
+    whole, cut = (open_source(config_of(log), embedding_dim=16, column_splits=given) for given in (None, splits))
+    assert cut.feature_names == whole.feature_names
+    assert cut.tables == whole.tables
+    for split in ("train", "eval"):
+        settings = {"rank": 1, "world_size": 2, "batch_size": 4}
+        batches = list(zip(whole.batches(split, **settings), cut.batches(split, **settings), strict=True))
+        assert batches
+        for wanted, found in batches:
+            keys = found.sparse_features.keys()
+            assert keys[:4] == ["C1", "C2[0:4]", "C2[4:12]", "C2[12:16]"]
+            assert keys[-2:] == ["C26[0:8]", "C26[8:16]"]
+            for key in keys:
+                of_whole = wanted.sparse_features[key.split("[")[0]].values()
+                assert torch.equal(found.sparse_features[key].values(), of_whole), key
+            assert torch.equal(found.dense_features, wanted.dense_features)
+            assert torch.equal(found.weights, wanted.weights)
+    with pytest.raises(InputError, match=r"cuts the table of feature 'C27', .*\(26 features\)\. Did you mean"):
+        open_source(config_of(log), column_splits={"C27": (8, 8)})
 
 
 def test_some_of_criteo_s_columns(log):

@@ -1,0 +1,297 @@
+"""Plans that cut tables into column shards in different towers, in the trainer: refusals, parity, a whole run."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.models.shards import whole_tables
+from dmt.partitioner import FeatureAffinity, TowerPartitioner
+from dmt.plan import TowerPlan
+from dmt.training import run
+from dmt.training.build import build_optimizer, open_data, shard_model, tower_plan
+from dmt.training.checkpoint import load_plain
+from dmt.training.config import TrainingConfig
+from dmt.training.data import open_source
+from dmt.training.loop import Trainer
+from dmt.training.partition import affinity_of_run
+from dmt.training.records import RunRecord
+from tests.parity import full_state, load_full
+from tests.ranks import run_ranks
+from tests.training.small import NUM_DENSE, plain, small
+
+FEATURES = [f"C{i}" for i in range(1, 7)]
+# Every table in both towers, and the towers of different dimensions.
+ALL_CUT = TowerPlan.from_lists(
+    [[f"{f}[4:16]" for f in FEATURES[::-1]], [f"{f}[0:4]" for f in FEATURES]],
+    column_splits={f: (4, 12) for f in FEATURES},
+)
+# Whole tables among shards; C6 has bags.
+SOME_CUT = TowerPlan.from_lists(
+    [["C6[4:12]", "C1[12:16]", "C3", "C2"], ["C6[0:4]", "C4", "C1[0:12]", "C6[12:16]", "C5"]],
+    column_splits={"C1": (12, 4), "C6": (4, 8, 4)},
+)
+# With a flat model the shards are joined, and the model is the uncut one.
+CASES = [("dmt-dlrm", ALL_CUT), ("dmt-dcn", ALL_CUT), ("dlrm", SOME_CUT), ("dcn", SOME_CUT)]
+
+
+def config_of(folder: Path, arch: str, plan: TowerPlan, **sections: dict[str, Any]) -> TrainingConfig:
+    path = folder / f"{arch}.json"
+    plan.save(path)
+    sections["model"] = {"embedding_dim": 16} | sections.get("model", {})
+    sections["synthetic"] = {"num_multi_hot": 2} | sections.get("synthetic", {})
+    return small(arch, "sptt", towers={"plan": str(path)}, **sections)
+
+
+def uncut(config: TrainingConfig) -> TrainingConfig:
+    """The same run with whole tables in some towers."""
+    return config.model_copy(update={"towers": config.towers.model_copy(update={"plan": "strided"})})
+
+
+def cut(towers: list[list[str]], splits: dict[str, tuple[int, ...]]) -> TowerPlan:
+    return TowerPlan.from_lists(towers, column_splits=splits)
+
+
+REST = FEATURES[1:]
+
+
+@pytest.mark.parametrize("arch", ["dmt-dlrm", "dlrm"])
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            cut([["C1[0:6]", *REST], ["C1[6:16]"]], {"C1": (6, 10)}),
+            r"cuts the table of feature 'C1' into column shards of \[6, 10\] columns; each must be a multiple of 4",
+        ),
+        (
+            cut([["C1[0:4]", *REST], ["C1[4:8]"]], {"C1": (4, 4)}),
+            r"Table 't_C1' has embedding_dim=16, but its column shards are \[4, 4\]; they must add up",
+        ),
+        (
+            cut([["C7[0:4]", *FEATURES], ["C7[4:16]"]], {"C7": (4, 12)}),
+            r"column_splits of the tower plan cuts the table of feature 'C7', which is not a categorical feature",
+        ),
+        (cut([["C1[0:4]", *REST[1:]], ["C1[4:16]"]], {"C1": (4, 12)}), r"Feature 'C2' is in no tower"),
+    ],
+    ids=["width", "sum", "unknown", "missing"],
+)
+def test_a_plan_with_wrong_cuts_is_refused(arch: str, plan: TowerPlan, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        run.preflight(config_of(tmp_path, arch, plan), 4)
+
+
+def test_a_tower_of_shards_of_two_widths_is_refused_by_models_with_towers_only(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"Table 't_C1\[12:16\]' has embedding_dim=4, but DMTDLRM, tower 'tower_0'"):
+        run.preflight(config_of(tmp_path, "dmt-dlrm", SOME_CUT), 4)
+    run.preflight(config_of(tmp_path, "dlrm", SOME_CUT), 4)
+
+
+def test_an_affinity_of_shards_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "dlrm", SOME_CUT, train={"affinity_rows": 8})
+    with pytest.raises(InputError, match=r"train\.affinity_rows=8 needs whole tables, but .* that of feature 'C1'"):
+        run.preflight(config, 4)
+
+
+def test_batches_name_the_shards_and_tables_stay_whole(tmp_path: Path) -> None:
+    data = run.preflight(config_of(tmp_path, "dlrm", SOME_CUT), 4)
+    assert [table.embedding_dim for table in data.tables] == [16] * 6
+    for split in ("train", "eval"):
+        ids = next(data.batches(split, rank=0, world_size=1, batch_size=8)).sparse_features
+        assert ids.keys() == ["C1[0:12]", "C1[12:16]", "C2", "C3", "C4", "C5", "C6[0:4]", "C6[4:12]", "C6[12:16]"]
+        assert torch.equal(ids["C6[0:4]"].values(), ids["C6[12:16]"].values())
+
+
+# Parity on 2 towers x 2 ranks.
+
+
+def trained(rank: int, config: TrainingConfig, start: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
+    """The weights after training, and whether the pipeline runs the id exchange ahead."""
+    mesh = TowerMesh(config.topology.build())
+    data = open_data(config)
+    model = shard_model(config, data.tables, NUM_DENSE, mesh)
+    load_full(model, start)
+    optimizer = build_optimizer(config.optimizer, model)
+    record = RunRecord(config, enabled=False)
+    Trainer(config=config.train, data=data, mesh=mesh, model=model, optimizer=optimizer, record=record).train()
+    sparse_arch: Any = model.module.model.sparse_arch
+    # A train pipeline puts an object of its own in the place of the method, where it can.
+    return full_state(model), not inspect.ismethod(getattr(sparse_arch, "shards", sparse_arch).forward)
+
+
+class RowWiseAdagrad:
+    """FBGEMM's row-wise AdaGrad: one state per row of a table, the sum of mean squared gradients over its columns."""
+
+    def __init__(self, tables: list[torch.nn.Parameter], lr: float, eps: float) -> None:
+        self.tables, self.lr, self.eps = tables, lr, eps
+        self.states = [torch.zeros(table.shape[0], 1) for table in tables]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for table, state in zip(self.tables, self.states, strict=True):
+            assert table.grad is not None
+            state += table.grad.pow(2).mean(dim=1, keepdim=True)
+            table -= self.lr * table.grad / (state.sqrt() + self.eps)
+
+
+def oracle_of(config: TrainingConfig, steps: int, start: Any) -> dict[str, torch.Tensor]:
+    """The weights of the plain model of a config after training on the union of the ranks' batches."""
+    model = plain(config)
+    model.load_state_dict(start)
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups["embedding_bags" in name].append(parameter)
+    rate, eps = config.optimizer.sparse_lr, config.optimizer.sparse_eps
+    tables: Any
+    if config.optimizer.sparse == "sgd":
+        tables = torch.optim.SGD(groups[True], lr=rate)
+    elif config.optimizer.sparse == "adagrad":
+        tables = torch.optim.Adagrad(groups[True], lr=rate, eps=eps)
+    else:
+        tables = RowWiseAdagrad(groups[True], lr=rate, eps=eps)
+    dense = torch.optim.SGD(groups[False], lr=config.optimizer.dense_lr)
+    union = open_data(config).batches("train", rank=0, world_size=1, batch_size=4 * config.train.batch_size)
+    for batch in itertools.islice(union, steps):
+        model.zero_grad()
+        model(batch)[0].backward()
+        tables.step()
+        dense.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def joined(config: TrainingConfig, plan: TowerPlan, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state of a flat model with cut tables as that of the uncut model."""
+    model = plain(config)
+    model.load_state_dict(state)
+    tables = open_source(config.data, embedding_dim=16).tables
+    whole = whole_tables(model, tables, plan.column_splits).state_dict()
+    dense = {name: value for name, value in state.items() if "embedding_bags" not in name}
+    return dense | {f"model.sparse_arch.{name}": value for name, value in whole.items()}
+
+
+OPTIMIZERS = {"sgd": 2.0, "adagrad": 0.1, "rowwise_adagrad": 0.1}
+STEPS = 6
+
+
+def parity_on_rank(rank: int, folder: str) -> dict[tuple[str, str], Any]:
+    """By optimizer and arch, on rank 0: whether ids go ahead, and pairs of weights that must agree."""
+    found: dict[tuple[str, str], Any] = {}
+    for (sparse, rate), (arch, plan) in itertools.product(OPTIMIZERS.items(), CASES):
+        config = config_of(
+            Path(folder) / str(rank),
+            arch,
+            plan,
+            optimizer={"sparse": sparse, "sparse_lr": rate, "sparse_eps": 1e-3, "dense": "sgd", "dense_lr": 0.2},
+            train={"max_steps": STEPS},
+        )
+        torch.manual_seed(5)
+        start = plain(config).state_dict()
+        ours, is_ahead = trained(rank, config, start)
+        if rank:
+            continue
+        pairs = [(ours, oracle_of(config, STEPS, start))]
+        # One state per row and shard makes row-wise AdaGrad of shards another optimizer than that of whole tables.
+        if not config.model.has_towers and sparse != "rowwise_adagrad":
+            pairs.append((joined(config, plan, ours), oracle_of(uncut(config), STEPS, joined(config, plan, start))))
+        found[sparse, arch] = (is_ahead, pairs)
+    return found
+
+
+@pytest.mark.ranks
+def test_training_on_shards_is_training_the_plain_model_and_the_uncut_one(tmp_path: Path) -> None:
+    for rank in range(4):
+        (tmp_path / str(rank)).mkdir()
+    found = run_ranks(parity_on_rank, 4, str(tmp_path))[0]
+    assert sum(len(pairs) for _, pairs in found.values()) == 3 * 4 + 2 * 2
+    for case, (is_ahead, pairs) in found.items():
+        assert is_ahead, f"{case}: the pipeline does not exchange the ids of the next batch"
+        assert sum("embedding_bags" in name for name in pairs[0][0]) == (12 if case[1].startswith("dmt") else 9)
+        for ours, oracle in pairs:
+            assert ours.keys() == oracle.keys()
+            for name, value in oracle.items():
+                # Same sums in another order: a few units in the last place of numbers up to 1, over six steps. AdaGrad
+                # divides by roots of sums that can be small; eps bounds what that makes of them.
+                torch.testing.assert_close(
+                    ours[name], value, rtol=0, atol=2e-6, msg=lambda m, n=name, c=case: f"{c}, {n}: {m}"
+                )
+
+
+# A whole run, as torchrun would start it.
+
+
+def run_on_rank(rank: int, folder: str, archs: list[str]) -> list[dict[str, Any]]:
+    run._process_group = contextlib.nullcontext  # type: ignore[assignment]  # the test has made one
+    results = []
+    for arch in archs:
+        config = small(
+            arch,
+            "sptt",
+            model={"embedding_dim": 16},
+            synthetic={"num_rows": 1600, "num_eval_rows": 150, "num_multi_hot": 1},
+            towers={"plan": f"{folder}/{arch}.json"},
+            optimizer={"sparse_lr": 0.02},
+            train={"epochs": 2, "eval_every": 15, "output_dir": f"{folder}/{arch}"},
+        )
+        results.append(run.train(config))
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("runs")
+    archs = ["dmt-dlrm", "dlrm"]
+    for arch, plan in CASES:
+        plan.save(folder / f"{arch}.json")
+    return folder, run_ranks(run_on_rank, 4, str(folder), archs)[0]
+
+
+@pytest.mark.ranks
+def test_a_whole_run_with_cut_tables(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, results = runs
+    for (arch, plan), result in zip([CASES[0], CASES[2]], results, strict=True):
+        assert (result["steps"], result["eval_num_rows"]) == (50, 150)
+        assert min(result["bytes_per_sample"].values()) >= 0 < max(result["bytes_per_sample"].values())
+        checkpoint = folder / arch / "checkpoint"
+        saved = TowerPlan.load(checkpoint / "towers.json")
+        assert saved.column_splits == plan.column_splits
+        config = config_of(folder / arch, arch, saved, synthetic={"num_eval_rows": 150, "num_multi_hot": 1})
+        assert len(saved.tables) == len(tower_plan(config, open_data(config).tables).features)
+        model = plain(config)
+        load_plain(model, checkpoint)
+        # The evaluation of the run is that of its checkpoint in one process.
+        batch = next(open_data(config).batches("eval", rank=0, world_size=1, batch_size=150))
+        assert model(batch)[0].item() == pytest.approx(result["eval_loss"], rel=1e-5)
+        assert result["parameters"] == sum(p.numel() for p in model.parameters())
+        assert math.isfinite(result["eval_auc"])
+
+
+@pytest.mark.ranks
+def test_new_towers_are_learned_from_a_checkpoint_of_shards(runs: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, _ = runs
+    for arch, plan in (CASES[0], CASES[2]):
+        affinity, tables = affinity_of_run(folder / arch, max_rows=1600)
+        assert affinity.features == tuple(FEATURES)
+        assert affinity.tables == tuple(tables)
+        assert {table.embedding_dim for table in tables} == {16}
+        config = config_of(folder / arch, arch, plan, synthetic={"num_rows": 1600, "num_multi_hot": 1})
+        model = plain(config)
+        load_plain(model, folder / arch / "checkpoint")
+        data = open_source(config.data, embedding_dim=16)
+        embeddings = whole_tables(model, data.tables, plan.column_splits)
+        batches = data.batches("train", rank=0, world_size=1, batch_size=16)
+        wanted = FeatureAffinity.collect(embeddings, batches, forward=lambda m, b: m(b.sparse_features))
+        assert affinity.num_samples == wanted.num_samples == 1600
+        np.testing.assert_array_equal(affinity.matrix, wanted.matrix)
+        # And the trainer takes the new plan, with other shards.
+        again = TowerPartitioner(num_towers=8, split_columns="even").fit(affinity)
+        assert again.column_splits.keys() == set(FEATURES)
+        assert tower_plan(config_of(folder / arch, arch, again), tables) == again
