@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
@@ -45,7 +46,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.autograd.Variable": "_execution_engine",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
         "_embedding_shardings _embedding_bag_configs _lookups _input_dists _output_dists _embedding_names "
-        "_embedding_dims _has_mean_pooling_callback _optim _device _create_input_dist _create_output_dist"
+        "_embedding_dims _has_mean_pooling_callback _optim _device _create_input_dist _create_output_dist "
+        "_pre_load_state_dict_hook"
     ),
     "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
@@ -146,13 +148,14 @@ def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
 
 
 class GroupShardedEBC(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded collection over any group of ranks, all four schemes in one collection, with four mends.
+    """TorchRec's sharded collection over any group of ranks, all four schemes in one collection, with five mends.
 
     - Data-wise tables are handled by ``make_data_wise`` rather than DDP, and their first weights come from the
       group's first rank (TorchRec broadcasts from global rank 0, which may not be in the group).
     - Row-wise shards of any sizes: TorchRec's bucketizer takes equal blocks, whatever the sharding spec says.
     - Mean pooling of row-wise tables divides those tables only; TorchRec divides every table of the collection by
       its bags' lengths (plus 1e-6), those with other schemes a second time.
+    - Column shards of unequal widths can be loaded: TorchRec views each with the width of the first.
     - Row-wise tables with batches of unequal size, by ``make_row_wise_output``: gloo cannot gather unequal gradients.
 
     Args:
@@ -217,6 +220,22 @@ class GroupShardedEBC(ShardedEmbeddingBagCollection):
         if self._has_mean_pooling_callback:
             ctx.divisor = self._divisor(features)
         return awaitable
+
+    @staticmethod
+    def _pre_load_state_dict_hook(
+        self: GroupShardedEBC,  # TorchRec registers it as a function of the module
+        state_dict: dict[str, Any],
+        prefix: str,
+        *arguments: Any,
+    ) -> None:
+        mine = {}
+        for table in self._embedding_bag_configs:
+            key = f"{prefix}embedding_bags.{table.name}.weight"
+            if isinstance(state_dict.get(key), ShardedTensor):
+                shards = state_dict.pop(key).local_shards()
+                mine[key] = shards[0].tensor if shards else torch.empty(0)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *arguments)
+        state_dict.update(mine)
 
     def _divisor(self, features: Any) -> Tensor:
         """[B, columns]: lengths of the bags for row-wise mean-pooled tables (1 for empty bags), 1 for all others."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
-from dmt.errors import InputError, nearest
+from dmt.errors import InputError
 
 __all__ = [
     "SCHEMES",
@@ -15,7 +15,6 @@ __all__ = [
     "TablePlacement",
     "TableShard",
     "column_shards",
-    "place_tables",
     "row_shards",
     "table_shards",
 ]
@@ -32,7 +31,7 @@ class TablePlacement:
 
     ================  ==========================================================================================
     ``table_wise``    whole on one rank; exchange: all-to-all of pooled embeddings
-    ``column_wise``   some columns on each of ``ranks``, which may repeat; ids go to all of them; all-to-all
+    ``column_wise``   some columns on each of ``ranks``; ids go to all of them; all-to-all of pooled embeddings
     ``row_wise``      some rows on every rank of the tower; ids go to the row's rank; reduce-scatter of partial sums
     ``data_wise``     whole on every rank of the tower; no exchange of ids and embeddings, all-reduce of gradients
     ================  ==========================================================================================
@@ -51,6 +50,11 @@ class TablePlacement:
         if not self.ranks or (self.scheme == "table_wise" and len(self.ranks) != 1):
             raise InputError(
                 f"A {self.scheme} table cannot live on ranks {list(self.ranks)}; table_wise takes one rank."
+            )
+        if len(set(self.ranks)) < len(self.ranks):
+            # With shards of unequal width TorchRec reports a table of another shape, or fails.
+            raise InputError(
+                f"A {self.scheme} table has more than one shard on a rank, ranks={list(self.ranks)}. Give each rank one."
             )
         if self.scheme in ("row_wise", "data_wise") and self.ranks != tuple(range(len(self.ranks))):
             raise InputError(
@@ -165,96 +169,3 @@ def _given(field: str, total: int, placement: TablePlacement) -> Sequence[int]:
             f"to {field}={total}."
         )
     return sizes
-
-
-def place_tables(
-    tables: Sequence[Any],
-    ranks_per_tower: int,
-    *,
-    scheme: Scheme | Literal["auto"] = "auto",
-    pinned: Mapping[str, TablePlacement] | None = None,
-) -> dict[str, TablePlacement]:
-    """Spreads the tables of one tower over its ranks.
-
-    Tables go, widest first, to the rank with the fewest columns so far (a lookup reads ``embedding_dim`` columns per
-    id), then the fewest bytes. ``"auto"`` keeps tables whole unless cutting every table into columns lowers the
-    load of the busiest rank by more than a tenth.
-
-    Args:
-        tables: ``EmbeddingBagConfig`` or `TableSpec` of one tower.
-        ranks_per_tower: L.
-        scheme: one scheme for every table, or ``"auto"``.
-        pinned: placements decided by the user, by table name; the rest is balanced around them.
-
-    Returns:
-        The placement of every table, by name.
-
-    Raises:
-        InputError: unknown scheme, unknown pinned table, or a pin on a rank outside the tower.
-
-    Example:
-        >>> from dmt.tables import TableSpec
-        >>> ads, users = (TableSpec(name=n, num_embeddings=100, embedding_dim=8, feature_names=(n,)) for n in "au")
-        >>> place_tables([ads, users], 2)["u"]
-        TablePlacement(scheme='table_wise', ranks=(1,), sizes=())
-        >>> place_tables([ads], 2)["a"]
-        TablePlacement(scheme='column_wise', ranks=(0, 1), sizes=())
-    """
-    if scheme not in ("auto", *SCHEMES):
-        raise InputError(f"scheme={scheme!r} is unknown; use one of {['auto', *SCHEMES]}.")
-    if scheme in ("row_wise", "data_wise"):
-        everyone = TablePlacement(scheme=scheme, ranks=tuple(range(ranks_per_tower)))
-        return {table.name: (pinned or {}).get(table.name, everyone) for table in tables}
-    pinned = dict(pinned or {})
-    names = [table.name for table in tables]
-    for name, placement in pinned.items():
-        if name not in names:
-            raise InputError(f"Table {name!r} is pinned but not in this tower.{nearest(name, names)}")
-        outside = [rank for rank in placement.ranks if not 0 <= rank < ranks_per_tower]
-        if outside:
-            raise InputError(
-                f"Table {name!r} is pinned to local rank {outside[0]}, but its tower has ranks "
-                f"0..{ranks_per_tower - 1}."
-            )
-    if scheme != "auto":
-        return _balance(tables, ranks_per_tower, cut=scheme == "column_wise", pinned=pinned)
-    whole = _balance(tables, ranks_per_tower, cut=False, pinned=pinned)
-    cut = _balance(tables, ranks_per_tower, cut=True, pinned=pinned)
-    busiest_whole, busiest_cut = (max(_columns_per_rank(tables, p, ranks_per_tower)) for p in (whole, cut))
-    return cut if busiest_cut < 0.9 * busiest_whole else whole
-
-
-def _balance(
-    tables: Sequence[Any], num_ranks: int, *, cut: bool, pinned: Mapping[str, TablePlacement]
-) -> dict[str, TablePlacement]:
-    columns, num_bytes = [0] * num_ranks, [0] * num_ranks
-    placements: dict[str, TablePlacement] = {}
-
-    def put(table: Any, placement: TablePlacement) -> None:
-        placements[table.name] = placement
-        for shard in table_shards(table, placement):
-            columns[shard.rank] += shard.columns
-            num_bytes[shard.rank] += shard.columns * shard.rows
-
-    for table in tables:
-        if table.name in pinned:
-            put(table, pinned[table.name])
-    for table in sorted(tables, key=lambda t: (-t.embedding_dim, -t.num_embeddings, t.name)):
-        if table.name in pinned:
-            continue
-        ranks = sorted(range(num_ranks), key=lambda rank: (columns[rank], num_bytes[rank], rank))
-        shards = min(num_ranks, table.embedding_dim // _COLUMN_QUANTUM) if cut else 1
-        if shards > 1 and table.embedding_dim % _COLUMN_QUANTUM == 0:
-            put(table, TablePlacement(scheme="column_wise", ranks=tuple(ranks[:shards])))
-        else:
-            put(table, TablePlacement(scheme="table_wise", ranks=(ranks[0],)))
-    return {table.name: placements[table.name] for table in tables}
-
-
-def _columns_per_rank(tables: Sequence[Any], placements: Mapping[str, TablePlacement], num_ranks: int) -> list[int]:
-    columns = [0] * num_ranks
-    for table in tables:
-        placement = placements[table.name]
-        for shard in table_shards(table, placement):
-            columns[shard.rank] += shard.columns
-    return columns

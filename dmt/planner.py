@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
@@ -16,23 +16,30 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from dmt.errors import InputError, nearest
-from dmt.placement import Scheme, TablePlacement, place_tables, table_shards
+from dmt.costs import Hardware, StepWorkload
+from dmt.errors import InputError
+from dmt.placement import SCHEMES, Scheme, TablePlacement, table_shards
+from dmt.sharding_report import TowerSharding
+from dmt.sharding_rules import Rule, ShardingRules
 from dmt.topology import TowerTopology
+from dmt.tower_sharding import plan_tables
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding"]
 
 
 class TowerShardingPlanner:
-    """Plans where each table lives inside its tower.
+    """Plans where each table lives inside its tower (Neo, section 4.1; see `dmt.tower_sharding.plan_tables`).
 
     Needs no process group: every rank computes the same plan. Ranks in it are local to the tower (0..L-1), so one plan
     serves every tower and replica; the sharders turn them into global ranks.
 
     Args:
         topology: the mesh sizes.
-        scheme: one of `SCHEMES`, or ``"auto"`` (see `place_tables`).
-        pinned: placements decided by the user, by table name.
+        scheme: one of `SCHEMES` for every table that can have it, several of them, or ``"auto"``. A table that can have
+            none of them stays whole.
+        pinned: what is decided for single tables, by name or pattern: a scheme, several, or a `TablePlacement`.
+        workload: batch size, ids per sample and optimizer of the tables.
+        hardware: memory and rates of a rank.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
 
@@ -40,13 +47,17 @@ class TowerShardingPlanner:
         self,
         topology: TowerTopology,
         *,
-        scheme: Scheme | Literal["auto"] = "auto",
-        pinned: Mapping[str, TablePlacement] | None = None,
+        scheme: Scheme | Sequence[Scheme] | Literal["auto"] = "auto",
+        pinned: Mapping[str, Rule] | None = None,
+        workload: StepWorkload | None = None,
+        hardware: Hardware | None = None,
         device_type: str = "cpu",
     ) -> None:
         self.topology = topology
-        self.scheme = scheme
-        self.pinned = dict(pinned or {})
+        schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
+        self.rules = ShardingRules(schemes=cast("tuple[Scheme, ...]", schemes), tables=dict(pinned or {}))
+        self.workload = workload or StepWorkload()
+        self.hardware = hardware or Hardware()
         self.device_type = device_type
 
     def plan(self, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
@@ -60,38 +71,53 @@ class TowerShardingPlanner:
             TorchRec's plan, for ``DistributedModelParallel(model, plan=plan, sharders=sharders)``.
 
         Raises:
-            InputError: no module fits a sharder, or a pinned table is in no tower.
+            InputError: no module fits a sharder, a rule names no table, or tables do not fit (see `plan_tables`).
         """
-        modules: dict[str, EmbeddingModuleShardingPlan] = {}
-        planned: set[str] = set()
-        for path, module in model.named_modules():
-            sharder = next((s for s in sharders if type(module) is s.module_type), None)
-            inside_planned = any(outer == "" or path == outer or path.startswith(f"{outer}.") for outer in modules)
-            if sharder is None or inside_planned:
-                continue
-            modules[path] = self.plan_module(sharder.tables_by_tower(module))
-            planned.update(modules[path])
-        if not modules:
-            kinds = sorted({s.module_type.__name__ for s in sharders})
-            raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
-        unknown = sorted(set(self.pinned) - planned)
-        if unknown:
-            raise InputError(f"Table {unknown[0]!r} is pinned but not in the model.{nearest(unknown[0], planned)}")
-        return ShardingPlan(plan=dict(modules))
+        modules = self._modules(model, sharders)
+        placements = self._explain(modules).placements
+        return ShardingPlan(plan={path: self._sharding(tables, placements) for path, tables in modules.items()})
+
+    def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerSharding:
+        """The plan behind `plan`, with costs, loads and reasons."""
+        return self._explain(self._modules(model, sharders))
 
     def plan_module(self, tables_by_tower: Sequence[Sequence[Any]]) -> EmbeddingModuleShardingPlan:
         """Plans one module from the table configs of each mesh tower."""
+        return self._sharding(tables_by_tower, self.plan_tables(tables_by_tower).placements)
+
+    def plan_tables(self, tables_by_tower: Sequence[Sequence[Any]]) -> TowerSharding:
+        """`dmt.tower_sharding.plan_tables` with this planner's settings."""
+        return plan_tables(
+            tables_by_tower, self.topology, workload=self.workload, hardware=self.hardware, rules=self.rules
+        )
+
+    def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]]) -> TowerSharding:
+        # Together: the modules of a model share the ranks.
+        towers = [
+            [table for tables in of_tower for table in tables] for of_tower in zip(*modules.values(), strict=True)
+        ]
+        return self.plan_tables(towers)
+
+    @staticmethod
+    def _modules(model: nn.Module, sharders: Sequence[Any]) -> dict[str, list[list[Any]]]:
+        """The tables by mesh tower of every module that a sharder handles, by path; nothing inside of those."""
+        modules: dict[str, list[list[Any]]] = {}
+        for path, module in model.named_modules():
+            sharder = next((s for s in sharders if type(module) is s.module_type), None)
+            inside_planned = any(outer == "" or path == outer or path.startswith(f"{outer}.") for outer in modules)
+            if sharder is not None and not inside_planned:
+                modules[path] = [list(tables) for tables in sharder.tables_by_tower(module)]
+        if not modules:
+            kinds = sorted({s.module_type.__name__ for s in sharders})
+            raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
+        return modules
+
+    def _sharding(
+        self, tables_by_tower: Sequence[Sequence[Any]], placements: Mapping[str, TablePlacement]
+    ) -> EmbeddingModuleShardingPlan:
         plan = EmbeddingModuleShardingPlan()
-        for tables in tables_by_tower:
-            names = {table.name for table in tables}
-            placements = place_tables(
-                tables,
-                self.topology.ranks_per_tower,
-                scheme=self.scheme,
-                pinned={name: p for name, p in self.pinned.items() if name in names},
-            )
-            for table in tables:
-                plan[table.name] = parameter_sharding(table, placements[table.name], device_type=self.device_type)
+        for table in (table for tables in tables_by_tower for table in tables):
+            plan[table.name] = parameter_sharding(table, placements[table.name], device_type=self.device_type)
         return plan
 
 

@@ -27,7 +27,7 @@ class Traffic:
     """Bytes sent by all ranks of the job in one measured step."""
 
     ids: int = 0
-    """Across hosts, integer tensors: sparse ids, lengths and sizes."""
+    """Across hosts, integer tensors wider than a byte: sparse ids, lengths and sizes."""
     forward: int = 0
     """Across hosts, floating-point tensors outside the backward phase: embeddings or tower outputs on their way to the
     samples, and the weights of weighted bags."""
@@ -127,7 +127,9 @@ class TrafficMeter(TorchDispatchMode):
             raise NotImplementedError(f"TrafficMeter does not know the collective c10d.{name}")
 
     def _send(self, tensors: Any, to: dict[int, float]) -> None:
-        kind = self._phase if next(_flat(tensors)).dtype.is_floating_point else "ids"
+        dtype = next(_flat(tensors)).dtype
+        # Quantised numbers travel as bytes; ids and lengths are wider.
+        kind = self._phase if dtype.is_floating_point or dtype == torch.uint8 else "ids"
         for rank, size in to.items():
             if rank == self._rank:
                 continue

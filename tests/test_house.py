@@ -64,11 +64,15 @@ def test_dependencies_point_one_way(path: Path) -> None:
 
 # Inside dmt: plan and topology <- collectives <- SPTT <- sharded towers.
 LAYERS = [
-    {"errors", "files"},
-    {"columns", "tables", "topology"},
-    {"plan", "placement", "mesh"},
+    {"errors", "files", "words"},
+    {"columns", "tables", "topology", "walkthrough"},
+    {"plan", "placement", "mesh", "packing", "precision"},
+    {"costs", "sharding_rules", "branching", "packing_search", "sharding_report"},
+    {"sharding_reasons"},
+    {"tower_sharding"},
     {"_torchrec", "collectives"},
-    {"traffic", "sptt"},
+    {"traffic", "data_wise", "global_route", "peer_exchange"},
+    {"sptt"},
     {"sharded_towers", "sharded_ebc", "planner"},
 ]
 
@@ -108,13 +112,14 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
         import dmt, dmt.partitioner, dmt.models.complexity
         from dmt import TowerPlan, TowerTopology
         from dmt.partitioner import FeatureAffinity, TowerPartitioner
-        from dmt.placement import place_tables
         from dmt.tables import TableSpec
+        from dmt.tower_sharding import plan_tables
 
         TowerTopology(num_towers=2, ranks_per_tower=2).peer_order()
         affinity = FeatureAffinity(matrix=np.eye(4), features=list("abcd"))
         plan = TowerPartitioner(num_towers=2).fit(affinity)
-        place_tables([TableSpec(name="t", num_embeddings=1, embedding_dim=8, feature_names=("a",))], 2)
+        table = TableSpec(name="t", num_embeddings=1, embedding_dim=8, feature_names=("a",))
+        plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=2))
         print(plan.num_towers, round(dmt.models.complexity.paper_complexity("dlrm", 8).mflops_per_sample, 2))
         assert "torchrec" not in sys.modules and "fbgemm_gpu" not in sys.modules
         """

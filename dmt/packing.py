@@ -1,0 +1,243 @@
+"""Numbers onto ranks: the two heuristics of Neo (section 4.1), greedy and largest differencing, with a memory limit.
+
+Knows nothing of tables: an item has options, an option has parts for different ranks and a share that falls on every
+rank. What is to be small is the cost of the busiest rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Option", "Packing", "Problem", "differencing", "greedy"]
+
+Vector = NDArray[np.float64]
+
+
+class Option(NamedTuple):
+    """One way to cut an item."""
+
+    part_costs: tuple[float, ...]
+    """Cost of each part, largest first; parts go to different ranks."""
+    part_memory: tuple[float, ...]
+    everywhere_cost: float
+    """Cost on every rank."""
+    everywhere_memory: Vector | None
+    """[L] memory on each rank; None: none."""
+    kind: int
+    """Which fixed cost it brings."""
+
+    def total(self, num_ranks: int) -> float:
+        """Cost summed over ranks."""
+        return sum(self.part_costs) + num_ranks * self.everywhere_cost
+
+    @property
+    def most_memory(self) -> float:
+        """Largest memory on one rank."""
+        spread = 0.0 if self.everywhere_memory is None else float(self.everywhere_memory.max())
+        return spread + max(self.part_memory, default=0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Items with their options, and what is on the ranks already."""
+
+    options: Sequence[Sequence[Option]]
+    """Of each item; at least one."""
+    cost: Vector
+    """[L] cost of what is there already."""
+    memory: Vector
+    """[L] memory of what is there already."""
+    capacity: float
+    """Memory of a rank."""
+    fixed: tuple[float, ...]
+    """Cost on every rank, once, by kind in use."""
+    used: frozenset[int] = frozenset()
+    """Kinds in use already."""
+
+    @property
+    def num_ranks(self) -> int:
+        """L."""
+        return len(self.cost)
+
+    def fixed_cost(self, kinds: Iterable[int]) -> float:
+        """The fixed costs of some kinds and of those in use already."""
+        return sum(self.fixed[kind] for kind in self.used.union(kinds))
+
+
+class Packing:
+    """An option and ranks for every item, with the sums they make; items can be taken out and put back."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.cost = problem.cost.copy()
+        self.memory = problem.memory.copy()
+        self.chosen: list[int] = [-1] * len(problem.options)
+        self.ranks: list[tuple[int, ...]] = [()] * len(problem.options)
+        self.on_rank: list[set[tuple[int, int]]] = [set() for _ in range(problem.num_ranks)]
+        """(item, part) on each rank."""
+        self.uses = [0] * len(problem.fixed)
+        """Items of each kind."""
+
+    def put(self, item: int, option: int, ranks: Sequence[int]) -> None:
+        """Places an item that is out."""
+        self.chosen[item], self.ranks[item] = option, tuple(ranks)
+        self._add(item, 1.0)
+        self.uses[self.option_of(item).kind] += 1
+        for part, rank in enumerate(ranks):
+            self.on_rank[rank].add((item, part))
+
+    def take(self, item: int) -> None:
+        """Takes an item out."""
+        self._add(item, -1.0)
+        self.uses[self.option_of(item).kind] -= 1
+        for part, rank in enumerate(self.ranks[item]):
+            self.on_rank[rank].remove((item, part))
+        self.chosen[item], self.ranks[item] = -1, ()
+
+    def option_of(self, item: int) -> Option:
+        """The chosen option of an item that is placed."""
+        return self.problem.options[item][self.chosen[item]]
+
+    def _add(self, item: int, sign: float) -> None:
+        option = self.option_of(item)
+        if option.everywhere_cost:
+            self.cost += sign * option.everywhere_cost
+        if option.everywhere_memory is not None:
+            self.memory += sign * option.everywhere_memory
+        for rank, cost, memory in zip(self.ranks[item], option.part_costs, option.part_memory, strict=True):
+            self.cost[rank] += sign * cost
+            self.memory[rank] += sign * memory
+
+    def room_for(self, option: Option) -> tuple[int, ...] | None:
+        """The cheapest ranks that have room for an option's parts, largest part to cheapest; None: there is no room."""
+        memory = self.memory if option.everywhere_memory is None else self.memory + option.everywhere_memory
+        limit = self.problem.capacity
+        if (memory > limit).any():
+            return None
+        if not option.part_costs:
+            return ()
+        free = np.flatnonzero(memory + max(option.part_memory) <= limit)
+        if len(free) < len(option.part_costs):
+            return None
+        order = free[np.lexsort((free, self.memory[free], self.cost[free]))]
+        return tuple(order[: len(option.part_costs)].tolist())
+
+    @property
+    def feasible(self) -> bool:
+        """Whether no rank holds more than its memory."""
+        return bool((self.memory <= self.problem.capacity).all())
+
+    @property
+    def busiest(self) -> float:
+        """Cost of the busiest rank, without fixed costs."""
+        return float(self.cost.max())
+
+    @property
+    def fixed(self) -> float:
+        """Fixed cost of the kinds in use."""
+        return self.problem.fixed_cost(kind for kind, uses in enumerate(self.uses) if uses)
+
+    @property
+    def objective(self) -> float:
+        """Cost of the busiest rank."""
+        return self.busiest + self.fixed
+
+
+def greedy(problem: Problem, preferred: Sequence[int], *, by_memory: bool = False) -> Packing | None:
+    """Largest first, each part to the cheapest rank with room (Neo, section 4.1).
+
+    Args:
+        problem: what to place.
+        preferred: the option of each item; where it has no room, the item's cheapest that has.
+        by_memory: largest memory first, for tight limits.
+
+    Returns:
+        The packing, or None where an item finds no room.
+    """
+    packing = Packing(problem)
+
+    def size(item: int) -> float:
+        option = problem.options[item][preferred[item]]
+        return max(option.part_memory if by_memory else option.part_costs, default=0.0)
+
+    for item in sorted(range(len(preferred)), key=lambda item: (-size(item), item)):
+        options = problem.options[item]
+        others = sorted(range(len(options)), key=lambda o: (options[o].total(problem.num_ranks), o))
+        for option in (preferred[item], *others):
+            ranks = packing.room_for(options[option])
+            if ranks is not None:
+                packing.put(item, option, ranks)
+                break
+        else:
+            return None
+    return packing
+
+
+def differencing(problem: Problem, preferred: Sequence[int]) -> Packing:
+    """Largest differencing (Karmarkar-Karp) for L ranks: join the two most uneven partial packings, until one is left.
+
+    Blind to memory: see `Packing.feasible`. What is on the ranks already takes part as one uneven packing.
+
+    Args:
+        problem: what to place.
+        preferred: the option of each item.
+
+    Example:
+        >>> costs = [8.0, 7.0, 6.0, 5.0, 4.0]
+        >>> options = [[Option((cost,), (0.0,), 0.0, None, 0)] for cost in costs]
+        >>> problem = Problem(options, np.zeros(2), np.zeros(2), np.inf, (0.0,))
+        >>> differencing(problem, [0] * 5).busiest, greedy(problem, [0] * 5).busiest
+        (16.0, 17.0)
+    """
+    num_ranks = problem.num_ranks
+    # A partial packing: slot costs, largest first, and for each slot a tree of the parts in it, None for an empty one.
+    heap: list[tuple[float, int, Vector, list[object]]] = []
+
+    def push(costs: Vector, slots: list[object], number: int) -> None:
+        order = np.argsort(-costs, kind="stable")
+        heapq.heappush(heap, (costs.min() - costs.max(), number, costs[order], [slots[i] for i in order]))
+
+    push(problem.cost - problem.cost.min(), [("rank", rank) for rank in range(num_ranks)], -1)
+    for item, option in enumerate(preferred):
+        costs = problem.options[item][option].part_costs
+        if costs:
+            slots: list[object] = [("part", item, part) for part in range(len(costs))]
+            push(np.array(costs + (0.0,) * (num_ranks - len(costs))), slots + [None] * (num_ranks - len(costs)), item)
+    number = len(preferred)
+    while len(heap) > 1:
+        *_, first, left = heapq.heappop(heap)
+        *_, second, right = heapq.heappop(heap)
+        joined = [a if b is None else b if a is None else (a, b) for a, b in zip(left, reversed(right), strict=True)]
+        push(first + second[::-1], joined, number)
+        number += 1
+    packing = Packing(problem)
+    placed: list[dict[int, int]] = [{} for _ in preferred]
+    for slot in heap[0][3]:
+        rank, parts = _leaves(slot)
+        for item, part in parts:
+            placed[item][part] = rank
+    for item, option in enumerate(preferred):
+        packing.put(item, option, [placed[item][part] for part in range(len(placed[item]))])
+    return packing
+
+
+def _leaves(slot: object) -> tuple[int, list[tuple[int, int]]]:
+    """The rank of a slot, and the (item, part) in it."""
+    rank, parts, stack = -1, [], [slot]
+    while stack:
+        node = stack.pop()
+        assert isinstance(node, tuple), "a slot of the last packing is empty"
+        if node[0] == "rank":
+            rank = node[1]
+        elif node[0] == "part":
+            parts.append(node[1:])
+        else:
+            stack += node
+    assert rank >= 0, "a slot of the last packing has no rank"
+    return rank, parts
