@@ -16,7 +16,7 @@ __all__ = ["branch_and_bound"]
 _TOLERANCE = 0.003
 
 
-def branch_and_bound(problem: Problem, best: Packing | None, max_nodes: int = 3000) -> Packing | None:
+def branch_and_bound(problem: Problem, best: Packing | None, max_nodes: int = 4000) -> Packing | None:
     """Looks through all packings of few items that could be better than ``best``, by depth first search.
 
     Ranks with equal loads are tried once. A branch ends where its busiest rank, or the mean over ranks with the least

@@ -196,48 +196,73 @@ def differencing(problem: Problem, preferred: Sequence[int]) -> Packing:
         (16.0, 17.0)
     """
     num_ranks = problem.num_ranks
-    # A partial packing: slot costs, largest first, and for each slot a tree of the parts in it, None for an empty one.
-    heap: list[tuple[float, int, Vector, list[object]]] = []
+    # A partial packing: slot costs, largest first, and for each slot a tree of the parts in it, -1 for an empty one.
+    heap: list[tuple[float, int, Vector, NDArray[np.int64]]] = []
+    trees = _Trees(num_ranks)
 
-    def push(costs: Vector, slots: list[object], number: int) -> None:
+    def push(costs: Vector, slots: NDArray[np.int64], number: int) -> None:
         order = np.argsort(-costs, kind="stable")
-        heapq.heappush(heap, (costs.min() - costs.max(), number, costs[order], [slots[i] for i in order]))
+        heapq.heappush(heap, (float(costs.min() - costs.max()), number, costs[order], slots[order]))
 
-    push(problem.cost - problem.cost.min(), [("rank", rank) for rank in range(num_ranks)], -1)
+    # The first slots stand for the ranks themselves.
+    push(problem.cost - problem.cost.min(), np.arange(num_ranks), -1)
     for item, option in enumerate(preferred):
-        costs = problem.options[item][option].part_costs
-        if costs:
-            slots: list[object] = [("part", item, part) for part in range(len(costs))]
-            push(np.array(costs + (0.0,) * (num_ranks - len(costs))), slots + [None] * (num_ranks - len(costs)), item)
+        parts = problem.options[item][option].part_costs
+        if parts:
+            costs, slots = np.zeros(num_ranks), np.full(num_ranks, -1)
+            costs[: len(parts)] = parts
+            slots[: len(parts)] = trees.leaves(item, len(parts))
+            push(costs, slots, item)
     number = len(preferred)
     while len(heap) > 1:
         *_, first, left = heapq.heappop(heap)
         *_, second, right = heapq.heappop(heap)
-        joined = [a if b is None else b if a is None else (a, b) for a, b in zip(left, reversed(right), strict=True)]
-        push(first + second[::-1], joined, number)
+        push(first + second[::-1], trees.join(left, right[::-1]), number)
         number += 1
     packing = Packing(problem)
-    placed: list[dict[int, int]] = [{} for _ in preferred]
-    for slot in heap[0][3]:
-        rank, parts = _leaves(slot)
-        for item, part in parts:
-            placed[item][part] = rank
+    placed = trees.ranks_of(heap[0][3], [len(problem.options[i][o].part_costs) for i, o in enumerate(preferred)])
     for item, option in enumerate(preferred):
-        packing.put(item, option, [placed[item][part] for part in range(len(placed[item]))])
+        packing.put(item, option, placed[item])
     return packing
 
 
-def _leaves(slot: object) -> tuple[int, list[tuple[int, int]]]:
-    """The rank of a slot, and the (item, part) in it."""
-    rank, parts, stack = -1, [], [slot]
-    while stack:
-        node = stack.pop()
-        assert isinstance(node, tuple), "a slot of the last packing is empty"
-        if node[0] == "rank":
-            rank = node[1]
-        elif node[0] == "part":
-            parts.append(node[1:])
-        else:
-            stack += node
-    assert rank >= 0, "a slot of the last packing has no rank"
-    return rank, parts
+class _Trees:
+    """Binary trees over leaves, built for many slots at a time: leaves are ranks or parts of items."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.nodes: list[tuple[int, int]] = [(-1, rank) for rank in range(num_ranks)]
+        self.num_ranks = num_ranks
+        self.joined: dict[int, tuple[int, int]] = {}
+
+    def leaves(self, item: int, count: int) -> NDArray[np.int64]:
+        first = len(self.nodes)
+        self.nodes += [(item, part) for part in range(count)]
+        return np.arange(first, first + count)
+
+    def join(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
+        both = (left >= 0) & (right >= 0)
+        slots = np.where(left >= 0, left, right)
+        first = len(self.nodes)
+        pairs = list(zip(left[both].tolist(), right[both].tolist(), strict=True))
+        slots[both] = np.arange(first, first + len(pairs))
+        self.joined.update(enumerate(pairs, first))
+        self.nodes += pairs
+        return slots
+
+    def ranks_of(self, slots: NDArray[np.int64], counts: Sequence[int]) -> list[list[int]]:
+        """The rank of every part of every item: that of the slot it is in."""
+        placed = [[-1] * count for count in counts]
+        for slot in slots.tolist():
+            rank, parts, stack = -1, [], [slot]
+            while stack:
+                node = stack.pop()
+                if node in self.joined:
+                    stack += self.joined[node]
+                elif node < self.num_ranks:
+                    rank = node
+                else:
+                    parts.append(self.nodes[node])
+            assert rank >= 0, "a slot of the last packing has no rank"
+            for item, part in parts:
+                placed[item][part] = rank
+        return placed

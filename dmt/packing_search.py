@@ -22,8 +22,8 @@ _PARTNERS = 16
 _MOST_SWAPS = 20_000
 # The start of `_starts` that only looks at memory.
 _LAST_RESORT = 2
-# A set of kinds is tried if it could be better by so much.
-_WORTHWHILE = 0.003
+# A smaller set of kinds is taken where it is better by so much: it cuts tables that could stay whole.
+_WORTHWHILE = 0.005
 # Branch and bound is tried up to so many items on so many ranks.
 _FEW_ITEMS, _FEW_RANKS = 16, 8
 
@@ -55,7 +55,7 @@ def pack(problem: Problem) -> Packed | None:
         if best is not None and _floor(without) >= best.packing.objective * (1 - _WORTHWHILE):
             continue
         found = _heuristics(without)
-        if found is not None and _is_better(found.packing, best and best.packing):
+        if found is not None and _is_better(found.packing, best and best.packing, _WORTHWHILE):
             best = found
     if len(problem.options) > _FEW_ITEMS or problem.num_ranks > _FEW_RANKS:
         return best
@@ -65,8 +65,8 @@ def pack(problem: Problem) -> Packed | None:
     return Packed(exact, f"{best.method}, branch and bound" if best else "branch and bound")
 
 
-def _is_better(one: Packing, other: Packing | None) -> bool:
-    return other is None or one.objective < other.objective * (1 - _GAIN)
+def _is_better(one: Packing, other: Packing | None, gain: float = _GAIN) -> bool:
+    return other is None or one.objective < other.objective * (1 - gain)
 
 
 def _heuristics(problem: Problem) -> Packed | None:

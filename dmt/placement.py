@@ -54,7 +54,7 @@ class TablePlacement:
         if len(set(self.ranks)) < len(self.ranks):
             # With shards of unequal width TorchRec reports a table of another shape, or fails.
             raise InputError(
-                f"A {self.scheme} table has more than one shard on a rank, ranks={list(self.ranks)}. Give each rank one."
+                f"A {self.scheme} table has more than one shard on a rank, ranks={list(self.ranks)}; give each one."
             )
         if self.scheme in ("row_wise", "data_wise") and self.ranks != tuple(range(len(self.ranks))):
             raise InputError(

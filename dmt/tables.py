@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from dmt.errors import InputError
 
@@ -31,18 +31,20 @@ class TableSpec:
     """Columns."""
     feature_names: tuple[str, ...]
     """The features that look up in this table; usually one, more when a table is shared."""
+    data_type: Literal["FP32", "FP16"] = field(default="FP32", compare=False)
+    """Number format of the weights; no part of what a table is, a plan holds for either."""
 
     def __post_init__(self) -> None:
-        for field in ("num_embeddings", "embedding_dim"):
-            if getattr(self, field) < 1:
-                raise InputError(f"Table {self.name!r} has {field}={getattr(self, field)}; it must be positive.")
+        for size in ("num_embeddings", "embedding_dim"):
+            if getattr(self, size) < 1:
+                raise InputError(f"Table {self.name!r} has {size}={getattr(self, size)}; it must be positive.")
         if not self.feature_names:
             raise InputError(f"Table {self.name!r} has no feature; give at least one in feature_names.")
 
     @property
     def num_bytes(self) -> int:
-        """Size of the weights in bytes at 32-bit floats."""
-        return 4 * self.num_embeddings * self.embedding_dim
+        """Size of the weights in bytes."""
+        return (2 if self.data_type == "FP16" else 4) * self.num_embeddings * self.embedding_dim
 
 
 def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
@@ -57,6 +59,7 @@ def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
             feature_names=tuple(table.feature_names),
+            data_type="FP16" if "FP16" in str(getattr(table, "data_type", "FP32")) else "FP32",
         )
         for table in tables
     )

@@ -74,7 +74,7 @@ MakeTowerSparseArch = Callable[[Sequence[Any], TowerPlan, Sequence[nn.Module], D
 
 
 def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
-    """TorchRec's configurations of the tables; a `TableSpec` becomes one with sum pooling and 32-bit floats.
+    """TorchRec's configurations of the tables; a `TableSpec` becomes one with sum pooling.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig``, which stay as they are, or `TableSpec`.
@@ -87,7 +87,7 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
         >>> embedding_bag_configs([spec])[0].feature_names
         ['f0']
     """
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
     table_specs(tables)
     return [
@@ -96,6 +96,7 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
             feature_names=list(table.feature_names),
+            data_type=DataType(table.data_type),
         )
         if isinstance(table, TableSpec)
         else table

@@ -1,4 +1,4 @@
-"""From a config to a model, its optimizers and its sharded form. The model itself stays plain PyTorch."""
+"""From a config to data, a plain PyTorch model and the optimizers of its sharded form (`dmt.training.sharding`)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
 from dmt.models import (
     DCN,
     DLRM,
@@ -33,11 +28,7 @@ from dmt.models import (
 )
 from dmt.models.complexity import MetaTables, MetaTowers
 from dmt.models.shards import joined_sparse_arch
-from dmt.placement import SCHEMES
 from dmt.plan import TowerPlan
-from dmt.planner import TowerShardingPlanner
-from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder
-from dmt.sharded_towers import TowerCollectionSharder
 from dmt.tables import TableSpec, feature_names
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, open_source
@@ -48,19 +39,10 @@ __all__ = [
     "build_model",
     "build_optimizer",
     "count_model",
-    "fused_params",
     "open_data",
-    "shard_model",
     "tower_plan",
 ]
 
-_FUSED = {
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-    "sgd": EmbOptimType.EXACT_SGD,
-}
-_NOT_ON_CPU = ("adam",)
 _DENSE = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -100,7 +82,12 @@ def open_data(config: TrainingConfig) -> ClickData:
     # A flat dataflow has no towers, and a strided plan no cuts.
     reads_plan = config.dataflow == "sptt" and config.towers.plan != "strided"
     splits = TowerPlan.load(config.towers.plan).column_splits if reads_plan else {}
-    return open_source(config.data, embedding_dim=config.model.embedding_dim, column_splits=splits)
+    return open_source(
+        config.data,
+        embedding_dim=config.model.embedding_dim,
+        data_type="FP16" if config.sharding.table_precision == "fp16" else "FP32",
+        column_splits=splits,
+    )
 
 
 def tower_plan(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan:
@@ -169,59 +156,6 @@ def count_model(config: TrainingConfig, tables: Sequence[TableSpec], num_dense: 
     model = build_model(config, tables, num_dense, device="meta", without_tables=True)
     ids = torch.empty(1, dtype=torch.long, device="meta")
     return count_complexity(model, torch.empty(1, num_dense, device="meta"), ids)
-
-
-def shard_model(
-    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, mesh: TowerMesh
-) -> DistributedModelParallel:
-    """Builds the model and distributes it over the mesh, ready to train.
-
-    Everything is built on the meta device, so a rank never holds tables that are not its own. Dense parts start equal
-    on all ranks (data parallel broadcasts them). Tables are drawn by the rank that holds them, each rank from a seed of
-    its own: with a shared one, tables of equal size would start equal, and features look alike that are not.
-    """
-    model = ClickTask(build_model(config, tables, num_dense, device="meta"))
-    fused = fused_params(config.optimizer)
-    device = torch.device("cpu")
-    torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
-    if config.dataflow == "flat":
-        topology = config.topology
-        sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
-        schemes = list(SCHEMES) if config.sharding.scheme == "auto" else [config.sharding.scheme]
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(
-                world_size=dist.get_world_size(),
-                local_world_size=topology.ranks_per_tower,
-                compute_device=device.type,
-            ),
-            # Left free, it makes small tables data parallel: TorchRec then drops their fused optimizer, and the dense
-            # one trains them at the dense learning rate, without a word.
-            constraints={table.name: ParameterConstraints(sharding_types=schemes) for table in tables},
-        )
-        plan = planner.collective_plan(model, sharders, mesh.global_group)
-    else:
-        if config.model.has_towers:
-            sharders = [TowerCollectionSharder(mesh, fused_params=fused)]
-        else:
-            towers = tower_plan(config, tables)
-            sharders = [SPTTEmbeddingBagCollectionSharder(mesh, towers, fused_params=fused)]
-        plan = TowerShardingPlanner(mesh.topology, scheme=config.sharding.scheme).plan(model, sharders)
-    return DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
-
-
-def fused_params(config: OptimizerConfig) -> dict[str, Any]:
-    """FBGEMM's settings of the tables' fused optimizer.
-
-    Raises:
-        InputError: FBGEMM has no kernel of this optimizer for the CPU, where the tables live.
-    """
-    if config.sparse in _NOT_ON_CPU:
-        able = [name for name in _FUSED if name not in _NOT_ON_CPU]
-        raise InputError(
-            f"optimizer.sparse={config.sparse!r}: FBGEMM has no CPU kernel for it, and tables live on the CPU here. "
-            f"Use one of {able}."
-        )
-    return {"optimizer": _FUSED[config.sparse], "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:

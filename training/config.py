@@ -11,6 +11,8 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dmt.errors import InputError, nearest
+from dmt.placement import Scheme
+from dmt.precision import ExchangeFormat, ExchangePrecision
 from dmt.topology import TowerTopology
 from dmt.training.data.config import DataConfig
 
@@ -93,14 +95,52 @@ class TowersConfig(_Section):
 
 
 class ShardingConfig(_Section):
-    """How embedding tables are spread and moved."""
+    """How embedding tables are spread and moved.
+
+    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``forward_precision`` and
+    ``backward_precision``, which the flat one has too.
+    """
 
     dataflow: Literal["auto", "flat", "sptt"] = "auto"
     """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
     multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
-    scheme: Literal["auto", "table_wise", "column_wise"] = "auto"
-    """Of the tables: over the ranks of their tower, or over all ranks with the flat dataflow. A column-wise table under
-    row-wise AdaGrad keeps one state per shard and row, so it trains a little differently from a whole one."""
+    scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_wise"] = "auto"
+    """Of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each table
+    (``dmt plan`` shows why). The flat dataflow spreads over all ranks and has ``table_wise`` and ``column_wise``. A
+    column-wise table under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
+    tables: dict[str, Scheme | tuple[Scheme, ...]] = Field(default_factory=dict)
+    """What single tables must be, by name or pattern: ``"t_ad*" = "row_wise"``, or several schemes to choose from."""
+    plan: str | None = None
+    """A sharding plan that ``dmt plan --out`` wrote, to be carried out as it is."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
+    pooling_factors: dict[str, float] = Field(default_factory=dict)
+    """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
+    lookup_gb_per_s: float = Field(default=1000.0, gt=0)
+    """Rate at which a rank reads rows, in 10^9 bytes per second; its ratio to the next one decides plans."""
+    link_gb_per_s: float = Field(default=150.0, gt=0)
+    """Rate at which a rank sends inside its tower, in 10^9 bytes per second."""
+    id_route: Literal["peer", "global"] = "peer"
+    """How ids get to the tables: by way of the own peer in each tower, or in one exchange over all ranks."""
+    forward_precision: ExchangeFormat = "fp32"
+    """Number format of embeddings or tower outputs on their way between towers (flat: between all ranks)."""
+    backward_precision: ExchangeFormat = "fp32"
+    """Number format of their gradients; ``bf16`` is the safe one of the small ones."""
+    table_precision: Literal["fp32", "fp16"] = "fp32"
+    """Number format of the table weights; optimizer state stays FP32. Data-wise tables must be ``fp32``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ShardingConfig:
+        if self.plan is not None and (self.tables or self.scheme != "auto"):
+            raise InputError(
+                f"sharding.plan={self.plan!r} says where every table goes; leave out sharding.scheme and sharding.tables."
+            )
+        return self
+
+    @property
+    def precision(self) -> ExchangePrecision:
+        """The formats of the exchange between towers."""
+        return ExchangePrecision(forward=self.forward_precision, backward=self.backward_precision)
 
 
 class OptimizerConfig(_Section):
@@ -187,7 +227,31 @@ class TrainingConfig(_Section):
                 f"sharding.dataflow='flat' cannot carry towers, but model.arch={self.model.arch!r}. "
                 "Use 'sptt' or 'auto', or a flat arch."
             )
+        if self.dataflow == "flat":
+            self._check_flat()
         return self
+
+    def _check_flat(self) -> None:
+        """Refuses what only the tower dataflow has; TorchRec would run without it and not say so."""
+        sharding, default = self.sharding, ShardingConfig()
+        for key in ("tables", "plan", "memory_gib", "pooling_factors", "id_route"):
+            if getattr(sharding, key) != getattr(default, key):
+                raise InputError(
+                    f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
+                    "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out."
+                )
+        if sharding.scheme in ("row_wise", "data_wise"):
+            raise InputError(
+                f"sharding.scheme={sharding.scheme!r} needs the tower dataflow, but this run has "
+                "sharding.dataflow='flat', which has 'table_wise' and 'column_wise'."
+            )
+        for key in ("forward_precision", "backward_precision"):
+            if getattr(sharding, key) in ("int8", "fp8"):
+                raise InputError(
+                    f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
+                    "sharding.dataflow='flat', where TorchRec's exchange does not pad to whole groups of numbers. Use "
+                    "'fp16' or 'bf16'."
+                )
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:

@@ -21,21 +21,14 @@ from dmt.files import probe_folder
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
 from dmt.tables import TableSpec
-from dmt.training.build import (
-    build_model,
-    build_optimizer,
-    count_model,
-    fused_params,
-    open_data,
-    shard_model,
-    tower_plan,
-)
+from dmt.training.build import build_model, build_optimizer, count_model, open_data, tower_plan
 from dmt.training.checkpoint import save_model
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, ValidationReport
 from dmt.training.loop import Trainer
 from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, versions
+from dmt.training.sharding import fused_params, shard_model, tower_sharding
 
 __all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train"]
 
@@ -84,6 +77,9 @@ def preflight(config: TrainingConfig, world_size: int) -> ClickData:
         raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
     check_rows(config, world_size, data.num_rows("train"))
     fused_params(config.optimizer)
+    if config.dataflow == "sptt":
+        tower_sharding(config, tables)
+    config.sharding.precision.check_device(torch.device("cpu"))
     build_model(config, tables, len(data.dense_names), device="meta")
     return data
 

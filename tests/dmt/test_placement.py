@@ -1,32 +1,15 @@
-"""Placing tables on a tower's ranks: pure arithmetic."""
+"""Placements of single tables and the shards they cut: pure arithmetic."""
 
 from __future__ import annotations
 
 import pytest
 
 from dmt import InputError, TableSpec
-from dmt.placement import TablePlacement, column_shards, place_tables
+from dmt.placement import TablePlacement, column_shards, row_shards, table_shards
 
 
-def tables(*dims: int) -> list[TableSpec]:
-    return [
-        TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=d, feature_names=(f"f{i}",))
-        for i, d in enumerate(dims)
-    ]
-
-
-def test_tables_are_spread_by_columns() -> None:
-    placements = place_tables(tables(64, 16, 16, 32), 2, scheme="table_wise")
-    load = [0, 0]
-    for spec in tables(64, 16, 16, 32):
-        load[placements[spec.name].ranks[0]] += spec.embedding_dim
-    assert load == [64, 64]
-
-
-def test_auto_cuts_columns_only_where_it_helps() -> None:
-    assert {p.scheme for p in place_tables(tables(8, 8, 8, 8), 2).values()} == {"table_wise"}
-    assert {p.scheme for p in place_tables(tables(8), 2).values()} == {"column_wise"}
-    assert place_tables(tables(4), 2)["t0"].scheme == "table_wise"  # one shard needs four columns
+def table(rows: int = 10, columns: int = 8) -> TableSpec:
+    return TableSpec(name="t", num_embeddings=rows, embedding_dim=columns, feature_names=("f",))
 
 
 @pytest.mark.parametrize(("dim", "shards"), [(24, 4), (8, 2), (12, 3), (128, 3), (4, 1)])
@@ -38,17 +21,38 @@ def test_column_shards_cover_the_table(dim: int, shards: int) -> None:
     assert max(widths) - min(widths) <= 4
 
 
-def test_pins_are_kept_and_checked() -> None:
-    pin = TablePlacement(scheme="table_wise", ranks=(1,))
-    assert place_tables(tables(8, 8), 2, pinned={"t0": pin})["t0"] == pin
-    assert place_tables(tables(8, 8), 2, pinned={"t0": pin})["t1"].ranks == (0,)
-    with pytest.raises(InputError, match="Table 't9' is pinned but not in this tower"):
-        place_tables(tables(8), 2, pinned={"t9": pin})
-    with pytest.raises(InputError, match=r"'t0' is pinned to local rank 1, but its tower has ranks 0\.\.0"):
-        place_tables(tables(8), 1, pinned={"t0": pin})
-    with pytest.raises(InputError, match="scheme='diagonal' is unknown"):
-        place_tables(tables(8), 1, scheme="diagonal")
-    with pytest.raises(InputError, match="Table 't0': embedding_dim=8 cannot be cut into 3 column shards"):
-        place_tables(tables(8), 3, pinned={"t0": TablePlacement(scheme="column_wise", ranks=(0, 1, 2))})
+@pytest.mark.parametrize(("rows", "shards"), [(10, 4), (5, 4), (4, 4), (1000, 7), (1, 1)])
+def test_row_shards_cover_the_table(rows: int, shards: int) -> None:
+    heights = row_shards(rows, shards)
+    assert sum(heights) == rows
+    assert len(heights) == shards
+    assert min(heights) >= 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "cells"),
+    [
+        (TablePlacement(scheme="table_wise", ranks=(1,)), 80),
+        (TablePlacement(scheme="column_wise", ranks=(1, 0)), 80),
+        (TablePlacement(scheme="row_wise", ranks=(0, 1, 2)), 80),
+        (TablePlacement(scheme="row_wise", ranks=(0, 1), sizes=(3, 7)), 80),
+        (TablePlacement(scheme="data_wise", ranks=(0, 1)), 160),
+    ],
+)
+def test_shards_cover_a_table_once_and_data_wise_on_every_rank(placement: TablePlacement, cells: int) -> None:
+    shards = table_shards(table(), placement)
+    assert [shard.rank for shard in shards] == list(placement.ranks)
+    assert sum(shard.rows * shard.columns for shard in shards) == cells
+
+
+def test_bad_placements_are_refused() -> None:
     with pytest.raises(InputError, match="table_wise takes one rank"):
         TablePlacement(scheme="table_wise", ranks=(0, 1))
+    with pytest.raises(InputError, match="scheme 'diagonal' is unknown"):
+        TablePlacement(scheme="diagonal", ranks=(0,))
+    with pytest.raises(InputError, match=r"on every rank of its tower, in order, but ranks=\[1, 0\]"):
+        TablePlacement(scheme="row_wise", ranks=(1, 0))
+    with pytest.raises(InputError, match="Table 't': embedding_dim=8 cannot be cut into 3 column shards"):
+        table_shards(table(), TablePlacement(scheme="column_wise", ranks=(0, 1, 2)))
+    with pytest.raises(InputError, match="Table 't': num_embeddings=2 cannot be cut into 3 row shards"):
+        table_shards(table(rows=2), TablePlacement(scheme="row_wise", ranks=(0, 1, 2)))

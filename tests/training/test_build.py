@@ -14,12 +14,13 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model
+from dmt.training.build import build_model, build_optimizer, count_model
 from dmt.training.checkpoint import load_plain, save_model
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord
+from dmt.training.sharding import fused_params, shard_model
 from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.small import ARCHS, NUM_DENSE, plain, small, source

@@ -11,8 +11,8 @@ import torch
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.training.build import shard_model
 from dmt.training.checkpoint import load_plain, save_model
+from dmt.training.sharding import shard_model
 from tests.parity import full_state
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, plain, small, source

@@ -12,7 +12,8 @@ from torchrec.distributed.types import LazyAwaitable
 from dmt._torchrec import LazyResult
 from dmt.collectives import OutputsToPeers
 from dmt.mesh import TowerMesh
-from dmt.training.build import build_optimizer, open_data, shard_model
+from dmt.training.build import build_optimizer, open_data
+from dmt.training.sharding import shard_model
 from tests.parity import full_state
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, small

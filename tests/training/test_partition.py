@@ -22,12 +22,12 @@ from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.partitioner import FeatureAffinity
 from dmt.training import partition
-from dmt.training.build import shard_model
 from dmt.training.checkpoint import load_plain
 from dmt.training.config import TrainConfig, load_config, to_toml
 from dmt.training.data import DataConfig, open_source
 from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows, write_affinity
 from dmt.training.run import preflight
+from dmt.training.sharding import shard_model
 from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source

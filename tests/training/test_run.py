@@ -18,12 +18,13 @@ import pytest
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
-from dmt.training.build import build_optimizer, shard_model
+from dmt.training.build import build_optimizer
 from dmt.training.checkpoint import load_plain
 from dmt.training.config import load_config
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
 from dmt.training.run import check_writable, preflight, train
+from dmt.training.sharding import shard_model
 from dmt.training.summary import ROWS, cells
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source

@@ -52,13 +52,18 @@ class ValidationReport:
 
 
 def open_source(
-    config: DataConfig, *, embedding_dim: int | None = None, column_splits: Mapping[str, Sequence[int]] | None = None
+    config: DataConfig,
+    *,
+    embedding_dim: int | None = None,
+    data_type: Literal["FP32", "FP16"] = "FP32",
+    column_splits: Mapping[str, Sequence[int]] | None = None,
 ) -> ClickData:
     """Opens the data of a run: finds the files, the columns and the tables. Reads no row yet.
 
     Args:
         config: what the data are.
         embedding_dim: columns of every table, for `ClickData.tables`; leave it out if that is not asked for.
+        data_type: number format of their weights.
         column_splits: features whose tables the model cuts into column shards (`TowerPlan.column_splits`): batches
             have their ids once for each shard. `ClickData.tables` and ``feature_names`` stay those of the data.
 
@@ -72,7 +77,7 @@ def open_source(
         >>> [(table.name, table.num_embeddings) for table in data.tables]
         [('t_C1', 1000), ('t_C2', 1000)]
     """
-    return ClickData(config, embedding_dim=embedding_dim, column_splits=column_splits)
+    return ClickData(config, embedding_dim=embedding_dim, data_type=data_type, column_splits=column_splits)
 
 
 class ClickData:
@@ -81,6 +86,7 @@ class ClickData:
     Args:
         config: what the data are.
         embedding_dim: columns of every table.
+        data_type: number format of their weights.
         column_splits: see `open_source`.
 
     Raises:
@@ -100,10 +106,12 @@ class ClickData:
         config: DataConfig,
         *,
         embedding_dim: int | None = None,
+        data_type: Literal["FP32", "FP16"] = "FP32",
         column_splits: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.config = config
         self._embedding_dim = embedding_dim
+        self._data_type = data_type
         self._splits = column_splits or {}
         self._bad: dict[str, BadRows] = {}  # by split: of the latest pass
         self._warned: set[str] = set()
@@ -162,7 +170,11 @@ class ClickData:
             raise InputError("ClickData.tables needs embedding_dim; give it to open_source.")
         return [
             TableSpec(
-                name=table_name(name), num_embeddings=rows, embedding_dim=self._embedding_dim, feature_names=(name,)
+                name=table_name(name),
+                num_embeddings=rows,
+                embedding_dim=self._embedding_dim,
+                feature_names=(name,),
+                data_type=self._data_type,
             )
             for name, rows in self.num_embeddings.items()
         ]

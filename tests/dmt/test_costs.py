@@ -1,0 +1,101 @@
+"""The cost model, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from dmt import InputError, TableSpec, TowerTopology
+from dmt.costs import CostModel, Hardware, StepWorkload
+from dmt.placement import TablePlacement
+
+TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=8, feature_names=("a", "b"))
+# G = 2 towers * 4 ranks * 16 = 128 samples; 3 + 1 ids per sample.
+MODEL = CostModel(
+    topology=TowerTopology(num_towers=2, ranks_per_tower=4, num_replicas=2),
+    workload=StepWorkload(batch_size=16, pooling_factors={"a": 3.0}),
+    hardware=Hardware(lookup_gb_per_s=1.0, link_gb_per_s=0.5, exchange_us=10.0),
+)
+
+
+def test_a_whole_table() -> None:
+    load = MODEL.shard(TABLE, "table_wise", 1000, 8)
+    assert load.lookups == 128 * 4
+    assert load.id_bytes == 0.75 * 128 * 8 * (4 + 2)
+    assert load.output_bytes == 0.75 * 128 * 2 * 8 * 4
+    assert load.memory == 1000 * (8 * 4 + 4)
+    expected = 3 * 128 * 4 * 8 * 4 / 1e9 + (load.id_bytes + 2 * load.output_bytes) / 0.5e9
+    assert load.seconds == pytest.approx(expected)
+
+
+def test_column_shards_split_everything_but_ids() -> None:
+    whole, half = MODEL.shard(TABLE, "table_wise", 1000, 8), MODEL.shard(TABLE, "column_wise", 1000, 4)
+    assert half.id_bytes == whole.id_bytes
+    assert half.output_bytes == whole.output_bytes / 2
+    assert half.memory == 1000 * (4 * 4 + 4)  # a row-wise state for each shard
+
+
+def test_row_shards_split_lookups_but_not_outputs() -> None:
+    whole, shard = MODEL.shard(TABLE, "table_wise", 1000, 8), MODEL.shard(TABLE, "row_wise", 250, 8)
+    assert shard.lookups == whole.lookups / 4
+    assert shard.output_bytes == whole.output_bytes
+    assert shard.id_bytes == 0.75 * 128 * 8 * (4 / 4 + 2)
+    assert shard.memory == whole.memory / 4
+
+
+def test_a_data_wise_table_is_reduced_over_all_copies() -> None:
+    load = MODEL.shard(TABLE, "data_wise", 1000, 8)
+    assert (load.id_bytes, load.output_bytes) == (0, 0)
+    assert load.reduced_bytes == 2 * 7 / 8 * 1000 * 8 * 4
+    assert load.memory == 1000 * (8 * 4 * 2 + 4)
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [("rowwise_adagrad", 4), ("adagrad", 32), ("adam", 64), ("sgd", 0)])
+def test_memory_has_the_optimizer_state(optimizer: str, state: int) -> None:
+    model = dataclasses.replace(MODEL, workload=StepWorkload(optimizer=optimizer))
+    assert model.shard(TABLE, "table_wise", 1000, 8).memory == 1000 * (32 + state)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    model = CostModel(topology=TowerTopology(num_towers=3, ranks_per_tower=1))
+    load = model.shard(TABLE, "table_wise", 1000, 8)
+    assert (load.id_bytes, load.output_bytes, model.fixed_seconds("table_wise")) == (0, 0, 0)
+
+
+def test_sixteen_bit_tables_take_half() -> None:
+    torchrec = pytest.importorskip("torchrec")
+    from torchrec.modules.embedding_configs import DataType
+
+    table = torchrec.EmbeddingBagConfig(
+        name="t", num_embeddings=1000, embedding_dim=8, feature_names=["a"], data_type=DataType.FP16
+    )
+    assert MODEL.shard(table, "table_wise", 1000, 8).memory == 1000 * (8 * 2 + 4)
+    table.data_type = DataType.INT4
+    with pytest.raises(InputError, match="Table 't' has data_type='INT4'"):
+        MODEL.shard(table, "table_wise", 1000, 8)
+
+
+def test_shards_of_a_placement() -> None:
+    loads = MODEL.shards(TABLE, TablePlacement(scheme="column_wise", ranks=(3, 1)))
+    assert [rank for rank, _ in loads] == [3, 1]
+    assert loads[0][1] == MODEL.shard(TABLE, "column_wise", 1000, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StepWorkload(batch_size=0), "batch_size=0 must be a whole number of at least 1"),
+        (lambda: StepWorkload(pooling_factors={"a": 0.0}), r"pooling_factors\['a'\]=0.0 must be a positive number"),
+        (lambda: StepWorkload(pooling_factors={"a": math.nan}), r"pooling_factors\['a'\]=nan must be a positive"),
+        (lambda: StepWorkload(optimizer="lamb"), "optimizer='lamb' is unknown; use one of"),
+        (lambda: Hardware(memory_per_rank=0), "memory_per_rank=0 must be a positive number of bytes"),
+        (lambda: Hardware(lookup_gb_per_s=-1.0), "lookup_gb_per_s=-1.0 must be a positive number"),
+        (lambda: Hardware(link_gb_per_s=math.nan), "link_gb_per_s=nan must be a positive number"),
+        (lambda: Hardware(exchange_us=-1.0), "exchange_us=-1.0 must be zero or a positive number"),
+    ],
+)
+def test_bad_numbers_are_refused(make: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()

@@ -1,0 +1,98 @@
+"""Packing numbers on ranks: the two heuristics, local search, branch and bound."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from dmt.branching import branch_and_bound
+from dmt.packing import Option, Packing, Problem, differencing, greedy
+from dmt.packing_search import improve, pack
+
+
+def problem(costs: list[float], num_ranks: int, memory: list[float] | None = None, capacity: float = np.inf) -> Problem:
+    sizes = memory or [0.0] * len(costs)
+    options = [[Option((cost,), (size,), 0.0, None, 0)] for cost, size in zip(costs, sizes, strict=True)]
+    return Problem(options, np.zeros(num_ranks), np.zeros(num_ranks), capacity, (0.0,))
+
+
+def sums(packing: Packing) -> np.ndarray:
+    """Loads added up anew."""
+    cost = packing.problem.cost.copy()
+    for item, ranks in enumerate(packing.ranks):
+        option = packing.option_of(item)
+        cost += option.everywhere_cost
+        for rank, part in zip(ranks, option.part_costs, strict=True):
+            cost[rank] += part
+    return cost
+
+
+def test_the_textbook_example_of_largest_differencing() -> None:
+    """8 7 6 5 4 on two ranks: differencing 16 to 14, greedy 17 to 13, best 15 to 15."""
+    costs = [8.0, 7.0, 6.0, 5.0, 4.0]
+    assert differencing(problem(costs, 2), [0] * 5).busiest == 16
+    assert greedy(problem(costs, 2), [0] * 5).busiest == 17
+    assert pack(problem(costs, 2)).packing.busiest == 15
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_loads_are_what_the_parts_add_up_to(num_ranks: int) -> None:
+    rng = np.random.default_rng(num_ranks)
+    options = []
+    for _ in range(30):
+        cost = float(rng.random())
+        cuts = [Option((cost,), (0.0,), 0.0, None, 0), Option((cost / 1.9, cost / 2), (0.0, 0.0), 0.0, None, 1)]
+        options.append([*cuts, Option((), (), cost / num_ranks, np.zeros(num_ranks), 2)])
+    what = Problem(options, rng.random(num_ranks), np.zeros(num_ranks), np.inf, (0.0, 0.0, 0.0))
+    for packing in (greedy(what, [1] * 30), differencing(what, [1] * 30), improve(greedy(what, [2] * 30))):
+        np.testing.assert_allclose(packing.cost, sums(packing), rtol=1e-12)
+        assert all(len(set(ranks)) == len(ranks) for ranks in packing.ranks), "two parts of an item on one rank"
+
+
+def test_differencing_takes_what_is_there_into_account() -> None:
+    what = Problem([[Option((3.0,), (0.0,), 0.0, None, 0)]], np.array([3.0, 0.0]), np.zeros(2), np.inf, (0.0,))
+    assert differencing(what, [0]).cost.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_packings_are_optimal(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_ranks, costs = 2 + seed % 2, rng.random(7).round(3).tolist()
+    sizes = rng.integers(1, 6, size=7).astype(float).tolist()
+    room = float(np.ceil(1.3 * sum(sizes) / num_ranks))
+    best = np.inf
+    for ranks in product(range(num_ranks), repeat=7):
+        if np.bincount(ranks, sizes, num_ranks).max() <= room:
+            best = min(best, np.bincount(ranks, costs, num_ranks).max())
+    found = pack(problem(costs, num_ranks, sizes, room))
+    assert found.packing.feasible
+    assert best <= found.packing.busiest + 1e-12
+    assert found.packing.busiest <= 1.003 * best
+
+
+def test_a_tight_memory_is_found_and_an_impossible_one_is_not() -> None:
+    # 3 3 | 2 2 2 is the only way.
+    assert pack(problem([1.0] * 5, 2, [3.0, 3.0, 2.0, 2.0, 2.0], 6.0)).packing.memory.tolist() in ([6, 6],)
+    assert pack(problem([1.0] * 3, 2, [2.0, 2.0, 2.0], 3.0)) is None
+
+
+def test_a_fixed_cost_is_paid_once_and_avoided_where_it_does_not_pay() -> None:
+    options = [[Option((1.0,), (0.0,), 0.0, None, 0), Option((0.5, 0.5), (0.0, 0.0), 0.0, None, 1)] for _ in range(3)]
+    free = Problem(options, np.zeros(2), np.zeros(2), np.inf, (0.0, 0.0))
+    assert pack(free).packing.objective == 1.5
+    dear = Problem(options, np.zeros(2), np.zeros(2), np.inf, (0.1, 9.0))
+    assert pack(dear).packing.objective == 2.1
+    # Both kinds would cost 1.4; one of them 1.7.
+    both = Problem(options, np.zeros(2), np.zeros(2), np.inf, (0.2, 0.2))
+    assert pack(both).packing.objective == pytest.approx(1.7)
+    assert pack(both).packing.uses == [0, 3]
+
+
+def test_branch_and_bound_stops_at_its_count_and_keeps_the_best() -> None:
+    what = problem([8.0, 7.0, 6.0, 5.0, 4.0], 2)
+    start = greedy(what, [0] * 5)
+    assert branch_and_bound(what, start, max_nodes=1) is start
+    assert branch_and_bound(what, start).busiest == 15
+    assert branch_and_bound(what, None).busiest == 15
