@@ -151,7 +151,7 @@ class ExchangePrecision:
             return None
         # Not get_qcomm_codecs_registry: on a CPU it turns BF16 into FP16.
         from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
-        from torchrec.distributed.types import QuantizedCommCodecs
+        from torchrec.distributed.types import NoOpQuantizedCommCodec, QuantizedCommCodecs
 
         row = _GROUP if "fp8" in (self.forward, self.backward) else None
         made = get_qcomm_codecs(
@@ -162,7 +162,9 @@ class ExchangePrecision:
                 fp8_quantize_dim_bwd=row,
             )
         )
-        codecs = QuantizedCommCodecs()  # as they are, in both directions
+        as_is: Any = NoOpQuantizedCommCodec()
+        as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
+        codecs = QuantizedCommCodecs(forward=as_is, backward=as_is)
         if not _is_plain(self.forward, dtype):
             codecs.forward = _ExactFrame(made.forward, 1.0, dtype, by_group=self.forward in _GROUPED)
         if not _is_plain(self.backward, dtype):

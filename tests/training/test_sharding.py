@@ -1,0 +1,160 @@
+"""Sharding in the trainer's config: what is refused before any process group, and what each choice does to training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from dmt import TrafficMeter
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.training.config import TrainingConfig
+from dmt.training.run import preflight
+from dmt.training.sharding import shard_model, tower_sharding
+from tests.parity import full_state, load_full
+from tests.ranks import run_ranks
+from tests.training.small import NUM_DENSE, plain, small, source
+
+MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"sharding": {"tables": {"t_C9": "row_wise"}}},
+            r"Table 't_C9' is pinned but not in the model .*Did you mean 't_C",
+        ),
+        ({"sharding": {"tables": {"x*": "row_wise"}}}, r"'x\*' matches none of the 6 tables"),
+        (
+            {"sharding": {"tables": {"t_C1": "row_wise"}}, "topology": {"num_towers": 4, "ranks_per_tower": 1}},
+            r"Table 't_C1' in tower 0 cannot be row_wise.*one rank",
+        ),
+        (
+            {
+                "sharding": {"tables": {"t_C3": "row_wise"}},
+                "synthetic": {"rows_per_table": 3},
+                "topology": {"num_towers": 1, "ranks_per_tower": 4},
+            },
+            r"Table 't_C3' in tower 0 cannot be row_wise.*num_embeddings=3 is fewer than the 4 ranks",
+        ),
+        ({"sharding": {"memory_gib": 1e-7}}, r"Table 't_C\d' in tower 0 needs .* memory_per_rank is 107 bytes"),
+        ({"sharding": {"memory_gib": 5e-7}}, r"tower 0 .*memory_per_rank"),
+        ({"sharding": {"pooling_factors": {"C7": 3.0}}}, r"pooling_factors names the feature 'C7', which no table has"),
+        ({"sharding": {"plan": "nowhere.json"}}, r"Sharding plan nowhere\.json: cannot be read"),
+        ({"sharding": {"forward_precision": "fp8"}}, r"forward='fp8' does not run on device 'cpu'"),
+        (
+            {"sharding": {"table_precision": "fp16", "scheme": "data_wise", "tables": {"t_C2": "data_wise"}}},
+            r"Table 't_C2' in tower 1 cannot be data_wise.*FP16",
+        ),
+    ],
+    ids=["table", "pattern", "one rank", "rows", "memory", "all memory", "feature", "plan", "fp8", "fp16 data-wise"],
+)
+def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
+    config = small(**sections)
+    with pytest.raises(InputError, match=message):
+        preflight(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        ({"tables": {"t_C1": "table_wise"}}, r"sharding\.tables=.* needs the tower dataflow"),
+        ({"memory_gib": 1.0}, r"sharding\.memory_gib=1\.0 needs the tower dataflow"),
+        ({"id_route": "global"}, r"sharding\.id_route='global' needs the tower dataflow"),
+        ({"scheme": "row_wise"}, r"sharding\.scheme='row_wise' needs the tower dataflow"),
+        ({"backward_precision": "int8"}, r"sharding\.backward_precision='int8' needs the tower dataflow"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_flat_run_refuses_what_only_towers_have(sharding: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small("dlrm", "flat", sharding={"dataflow": "auto", **sharding})
+
+
+def test_a_saved_plan_is_carried_out_as_it_is(tmp_path: Path) -> None:
+    config = small(sharding={"tables": {"t_C*": "row_wise"}})
+    found = tower_sharding(config, source(config).tables)
+    found.save(tmp_path / "sharding.json")
+    again = small(sharding={"plan": str(tmp_path / "sharding.json")})
+    assert tower_sharding(again, source(again).tables).placements == found.placements
+    assert {p.scheme for p in found.placements.values()} == {"row_wise"}
+    one_tower = {"num_towers": 1, "ranks_per_tower": 4}
+    other = small(sharding={"plan": str(tmp_path / "sharding.json")}, topology=one_tower)
+    with pytest.raises(InputError, match=r"was made for TowerTopology\(num_towers=2.* but the run has"):
+        preflight(other, 4)
+    with pytest.raises(ValueError, match=r"says where every table goes; leave out sharding\.scheme"):
+        small(sharding={"plan": "sharding.json", "scheme": "row_wise"})
+
+
+def trained(
+    rank: int, config: TrainingConfig, start: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], list[float], tuple[float, float]]:
+    """Weights and losses after three steps, and the bytes between hosts of the last one."""
+    mesh = TowerMesh(config.topology.build())
+    data = source(config)
+    model: DistributedModelParallel = shard_model(config, data.tables, NUM_DENSE, mesh)
+    load_full(model, start)
+    losses = []
+    for batch, _ in zip(data.batches("train", rank=rank, world_size=4, batch_size=16, epoch=0), range(3), strict=False):
+        meter = TrafficMeter(host_of=lambda r: r // 2)
+        with meter:
+            loss, _ = model(batch)
+            with meter.phase("backward"):
+                loss.backward()
+        losses.append(loss.item())
+    traffic = meter.total(mesh.global_group)
+    return full_state(model), losses, (traffic.forward, traffic.backward)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("arch", "dataflow"), [*MODES, ("dlrm", "flat")])
+def test_precision_halves_the_bytes_and_keeps_training(arch: str, dataflow: str) -> None:
+    """BF16 has 8 significant bits; three steps keep losses within 1 %, and the other direction's bytes as they were."""
+    start = dict(plain(small(arch, dataflow)).state_dict())
+    _, exact, (forward, backward) = run_ranks(trained, 4, small(arch, dataflow), start)[0]
+    for key, ratios in (("forward_precision", (0.5, 1.0)), ("backward_precision", (1.0, 0.5))):
+        config = small(arch, dataflow, sharding={"dataflow": dataflow, key: "bf16"})
+        _, losses, sent = run_ranks(trained, 4, config, start)[0]
+        assert (sent[0] / forward, sent[1] / backward) == pytest.approx(ratios, abs=0.02)
+        assert losses == pytest.approx(exact, rel=0.01)
+        assert losses != exact, "nothing was rounded"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("arch", "dataflow"), MODES)
+def test_schemes_and_routes_train_alike(arch: str, dataflow: str) -> None:
+    """To float32 rounding: bags of one id are moved, not summed; gradients are summed in another order."""
+    start = dict(plain(small(arch, dataflow)).state_dict())
+    reference = None
+    for sharding in (
+        {"scheme": "table_wise"},
+        {"scheme": "table_wise", "id_route": "global"},
+        {"scheme": "row_wise"},
+        {"scheme": "data_wise"},
+        {"tables": {"t_C1": "row_wise", "t_C2": "data_wise"}},
+    ):
+        config = small(arch, dataflow, sharding={"dataflow": dataflow, **sharding}, optimizer={"sparse": "sgd"})
+        state, losses, _ = run_ranks(trained, 4, config, start)[0]
+        if reference is None:
+            reference = (state, losses)
+            assert any(not torch.equal(state[name], start[name]) for name in start if "embedding_bags" in name)
+        assert losses == pytest.approx(reference[1], rel=1e-6)
+        for name, value in state.items():
+            torch.testing.assert_close(value, reference[0][name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.ranks
+def test_fp16_tables_train_within_their_rounding() -> None:
+    """FP16 weights are within 2^-11 of themselves, and so are the losses of tables whose weights are below 1."""
+    start = dict(plain(small()).state_dict())
+    _, exact, _ = run_ranks(trained, 4, small(sharding={"scheme": "table_wise"}), start)[0]
+    config = small(sharding={"scheme": "table_wise", "table_precision": "fp16"})
+    state, losses, _ = run_ranks(trained, 4, config, start)[0]
+    tables = [name for name in state if "embedding_bags" in name]
+    assert all(torch.equal(state[name], state[name].half().float()) for name in tables)
+    assert losses == pytest.approx(exact, rel=2e-3)
