@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | lint | clean        (see README.md)
+# make install | demo | test | test-all | parity | lint | clean        (see README.md)
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ PIP_FLAGS := --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-ind
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-all lint clean
+.PHONY: install demo test test-all parity lint clean
 
 install: $(STAMP)
 
@@ -28,6 +28,10 @@ test: install
 
 test-all: install
 	$(BIN)/python -m pytest
+
+# Every scheme, pooling, topology, id route and precision against the plain module: 3,808 cases, some 15 minutes.
+parity: install
+	$(BIN)/python -m pytest tests/dmt/test_parity_matrix.py --durations=0
 
 lint: install
 	$(BIN)/ruff check .

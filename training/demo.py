@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,23 @@ from rich.console import Console
 
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
+from dmt.sharding_report import TowerSharding
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.data.textfile import text_blocks
 from dmt.training.partition import affinity_of_run
+from dmt.training.planned import traffic_warning
 from dmt.training.records import read_result
 from dmt.training.report import plot_curves, write_report
 from dmt.training.run import auc_warning, check_rows, check_writable, preflight, rows_at_most
 
-__all__ = ["demo", "demo_settings", "step_settings"]
+__all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
 _STEPS = 1000  # about so many steps tell the models apart and end within minutes
 _TABLE_ROWS = 20_000
+# Keys of the section sharding that only the tower dataflow has.
+_OF_TOWERS = ("tables", "memory_gib", "pooling_factors", "id_route")
 
 
 def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:
@@ -37,7 +41,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     Args:
         data: a file of clicks (see `demo_settings`), None for the built-in generator.
         output_dir: where everything goes.
-        overrides: ``section.key=value`` for both runs.
+        overrides: ``section.key=value`` for both runs; what only the tower dataflow has is for the second one.
         command: what the user typed, for the report.
 
     Returns:
@@ -68,7 +72,9 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
 
     check_rows(load_config("demo", shared), ranks, rows_at_most(config, checked))
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
-    flat = load_config("demo", [*shared, f"model.arch={flat_arch}", _setting("train.output_dir", out / flat_arch)])
+    flat = load_config(
+        "demo", [*flat_settings(shared), f"model.arch={flat_arch}", _setting("train.output_dir", out / flat_arch)]
+    )
     runs = {flat_arch: _train(flat)}
 
     console.print("[bold]3/4[/] learning which features belong together")
@@ -90,18 +96,27 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
         out / "report.html",
         runs=runs,
         plan=plan,
+        sharding=TowerSharding.load(out / arch / "sharding.json"),
         affinity_picture=towers_page.with_name("affinity.png"),
         curves_picture=plot_curves({name: out / name for name in runs}, out / "curves.png"),
         data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
         notes=[
             *partition.notes,
-            *(f"{name}: {text}" for name, run in runs.items() if (text := auc_warning(run["eval_auc"]))),
+            *(f"{name}: {text}" for name, run in runs.items() for text in _warnings(run)),
         ],
     )
     for tower in plan.towers:
         console.print(f"{tower.name}: {' '.join(tower.features)}")
     console.print(f"Report: {page}   towers: {out / 'towers.json'}, {towers_page}   curves: tensorboard --logdir {out}")
     return runs
+
+
+def _warnings(run: Mapping[str, Any]) -> Iterator[str]:
+    """What should give a reader of the run's numbers pause."""
+    texts = [auc_warning(run["eval_auc"])]
+    if "sharding" in run:
+        texts.append(traffic_warning(run["sharding"]["planned_bytes_per_sample"], run["bytes_per_sample"]))
+    yield from filter(None, texts)
 
 
 def demo_settings(data: Path) -> list[str]:
@@ -158,6 +173,25 @@ def step_settings(rows: int, ranks: int) -> list[str]:
     size = min(512, max(16, 2 ** (wanted.bit_length() - 1)))
     eval_every = max(10, rows * epochs // (size * ranks) // 5)
     return [f"train.batch_size={size}", f"train.epochs={epochs}", f"train.eval_every={eval_every}"]
+
+
+def flat_settings(settings: Sequence[str]) -> list[str]:
+    """The settings without those that the flat dataflow refuses, because they are about tables inside towers.
+
+    Example:
+        >>> flat_settings(["train.epochs=1", "sharding.scheme=row_wise", 'sharding.tables={"t_*" = "data_wise"}'])
+        ['train.epochs=1']
+        >>> flat_settings(["sharding.scheme=table_wise", "sharding.table_precision=fp16"])
+        ['sharding.scheme=table_wise', 'sharding.table_precision=fp16']
+    """
+
+    def about_towers(setting: str) -> bool:
+        key, _, value = (part.strip() for part in setting.partition("="))
+        if key == "sharding.scheme":
+            return value.strip("\"'") in ("row_wise", "data_wise")
+        return any(f"{key}.".startswith(f"sharding.{name}.") for name in _OF_TOWERS)
+
+    return [setting for setting in settings if not about_towers(setting)]
 
 
 def _setting(key: str, path: Path) -> str:

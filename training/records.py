@@ -12,9 +12,11 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from dmt.sharding_report import TowerSharding
 from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.summary import tables_by_scheme
 
-__all__ = ["RunRecord", "read_curves", "read_result", "to_json", "versions"]
+__all__ = ["RunRecord", "read_curves", "read_result", "sharding_summary", "to_json", "versions"]
 
 
 def versions() -> dict[str, str]:
@@ -31,8 +33,8 @@ def versions() -> dict[str, str]:
 class RunRecord:
     """Files of one run in its output directory; does nothing on ranks other than 0.
 
-    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line), ``tensorboard/`` and
-    ``result.json``.
+    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line), ``tensorboard/``,
+    ``sharding.json`` (with the tower dataflow) and ``result.json``.
 
     Args:
         config: the run.
@@ -52,6 +54,17 @@ class RunRecord:
         (self.folder / "config.toml").write_text(to_toml(config))
         self._board = SummaryWriter(str(self.folder / "tensorboard"))
 
+    def sharding(self, plan: TowerSharding | None) -> None:
+        """Writes the sharding plan as ``sharding.json``; None removes what an earlier run left."""
+        if not self._enabled:
+            return
+        path = self.folder / "sharding.json"
+        if plan is None:
+            path.unlink(missing_ok=True)
+        else:
+            # In one step: it may be the very plan that the config names and other ranks still read.
+            plan.save(path)
+
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Adds numbers at a training step; names such as ``"train/loss"``."""
         if not self._enabled:
@@ -67,6 +80,15 @@ class RunRecord:
             return
         self._board.close()
         (self.folder / "result.json").write_text(to_json({**result, "versions": versions()}) + "\n")
+
+
+def sharding_summary(plan: TowerSharding) -> dict[str, Any]:
+    """What ``result.json`` keeps of a sharding plan: imbalance, tables by scheme, bytes of the largest rank."""
+    return {
+        "imbalance": plan.imbalance,
+        "tables_by_scheme": tables_by_scheme(plan),
+        "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
+    }
 
 
 def to_json(result: Any) -> str:

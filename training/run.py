@@ -20,6 +20,7 @@ from dmt.errors import InputError
 from dmt.files import probe_folder
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
+from dmt.sharding_report import TowerSharding
 from dmt.tables import TableSpec
 from dmt.training.build import build_model, build_optimizer, count_model, open_data, tower_plan
 from dmt.training.checkpoint import save_model
@@ -27,8 +28,10 @@ from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, ValidationReport
 from dmt.training.loop import Trainer
 from dmt.training.partition import write_affinity
-from dmt.training.records import RunRecord, versions
+from dmt.training.planned import planned_traffic, traffic_warning
+from dmt.training.records import RunRecord, sharding_summary, versions
 from dmt.training.sharding import fused_params, shard_model, tower_sharding
+from dmt.training.summary import sharding_sentence
 
 __all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train"]
 
@@ -105,10 +108,16 @@ def train(config: TrainingConfig) -> dict[str, Any]:
             data = preflight(config, world_size)
         mesh = TowerMesh(config.topology.build())
         tables = data.tables
-        # Read before training: the file may change while this run trains with what it held.
+        # Read before training: the files may change while this run trains with what they held.
         plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
+        sharding = tower_sharding(config, tables) if config.dataflow == "sptt" else None
+        planned = None if sharding is None else planned_traffic(config, tables, len(data.dense_names), sharding)
         complexity = count_model(config, tables, len(data.dense_names))
         record = RunRecord(config, enabled=rank == 0)
+        record.sharding(sharding)
+        if rank == 0 and sharding is not None:
+            lines = [f"sharding: {sharding_sentence(sharding)}", *sharding.notes]
+            print("".join(f"# {line}\n" for line in lines), end="", flush=True)
         if rank == 0 and config.train.affinity_rows:
             # What an earlier run left would be taken for this one's, should none be written.
             (record.folder / "affinity.npz").unlink(missing_ok=True)
@@ -123,7 +132,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         )
         time = trainer.train()
         metrics = trainer.evaluate()
-        save_model(model, record.folder / "checkpoint", partial(_describe, config, plan, tables))
+        save_model(model, record.folder / "checkpoint", partial(_describe, config, plan, sharding, tables))
         if config.train.affinity_rows:
             trainer.detach()
             path = record.folder / "affinity.npz"
@@ -140,10 +149,14 @@ def train(config: TrainingConfig) -> dict[str, Any]:
             "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
             "bad_lines": data.bad_lines,
         }
+        warnings = [auc_warning(metrics.auc)]
+        if sharding is not None and planned is not None:
+            per_sample = {name: number / rows for name, number in asdict(planned).items()}
+            result["sharding"] = {**sharding_summary(sharding), "planned_bytes_per_sample": per_sample}
+            warnings.append(traffic_warning(per_sample, result["bytes_per_sample"]))
         record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
         record.close(result)
-        warning = auc_warning(metrics.auc)
-        if rank == 0 and warning:
+        for warning in filter(None, warnings if rank == 0 else []):
             logger.warning(warning)
         return result
 
@@ -186,10 +199,18 @@ def check_writable(folder: Path) -> None:
         raise InputError(f"train.output_dir={str(folder)!r} cannot be written: {error.strerror}.") from error
 
 
-def _describe(config: TrainingConfig, plan: TowerPlan | None, tables: Sequence[TableSpec], folder: Path) -> None:
-    """Lays the run's own config and tower plan into a checkpoint: its files elsewhere may change or move."""
+def _describe(
+    config: TrainingConfig,
+    plan: TowerPlan | None,
+    sharding: TowerSharding | None,
+    tables: Sequence[TableSpec],
+    folder: Path,
+) -> None:
+    """Lays the run's own config and plans into a checkpoint: its files elsewhere may change or move."""
     if plan is not None:
         replace(plan, tables=tuple(plan.split_tables(tables))).save(folder / "towers.json")
+    if sharding is not None:
+        sharding.save(folder / "sharding.json")
     (folder / "config.toml").write_text(to_toml(config))
 
 

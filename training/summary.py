@@ -1,15 +1,21 @@
-"""The table that ends a run or a comparison of runs."""
+"""What a run says in a few words: its sharding plan at the start, the table of its numbers at the end."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["ROWS", "cells", "print_summary"]
+from dmt.partitioner.pictures.style import counted
+from dmt.placement import SCHEMES
+from dmt.sharding_report import TowerSharding
+from dmt.words import human_bytes
+
+__all__ = ["ROWS", "cells", "print_summary", "sharding_sentence", "tables_by_scheme"]
 
 # name, path in the result, format, which direction is better (for the reader)
 ROWS: tuple[tuple[str, str, str], ...] = (
@@ -25,6 +31,34 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("bytes/sample across hosts: dense all-reduce", "bytes_per_sample.dense", "{:,.0f}"),
     ("bytes/sample inside hosts", "bytes_per_sample.inside", "{:,.0f}"),
 )
+
+
+def sharding_sentence(plan: TowerSharding) -> str:
+    """Tables, schemes, the largest rank and the imbalance of a sharding plan.
+
+    Example:
+        >>> from dmt.tables import TableSpec
+        >>> from dmt.topology import TowerTopology
+        >>> from dmt.tower_sharding import plan_tables
+        >>> table = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
+        >>> sharding_sentence(plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=1)))
+        '1 table in 1 tower of 1 rank: 1 table_wise. A rank holds at most 260 kB. The busiest rank costs 1.00 times \
+the mean of all ranks.'
+    """
+    topology = plan.topology
+    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in tables_by_scheme(plan).items())
+    return (
+        f"{counted(len(plan.tables), 'table')} in {counted(topology.num_towers, 'tower')} of "
+        f"{counted(topology.ranks_per_tower, 'rank')}: {schemes}. A rank holds at most "
+        f"{human_bytes(max(rank.memory for rank in plan.ranks))}. The busiest rank costs {plan.imbalance:.2f} times "
+        "the mean of all ranks."
+    )
+
+
+def tables_by_scheme(plan: TowerSharding) -> dict[str, int]:
+    """How many tables have each scheme; those that none has are left out."""
+    counts = Counter(table.placement.scheme for table in plan.tables)
+    return {scheme: counts[scheme] for scheme in SCHEMES if counts[scheme]}
 
 
 def cells(result: Mapping[str, Any]) -> list[str]:

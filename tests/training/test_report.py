@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from html.parser import HTMLParser
 
 import numpy as np
@@ -12,10 +13,16 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.partitioner.pictures import TOWER_COLORS
+from dmt.placement import TablePlacement
 from dmt.plan import TowerPlan
+from dmt.sharding_rules import ShardingRules
+from dmt.tables import TableSpec
+from dmt.topology import TowerTopology
+from dmt.tower_sharding import plan_tables
 from dmt.training.report import auc_standard_error, compare_runs, plot_curves, write_report
 from dmt.training.report.curves import RUN_COLORS, smooth
 from dmt.training.summary import ROWS
+from dmt.words import human_bytes
 
 AFFINITY = {"within_towers": 0.4567, "between_towers": 0.3214, "within_strided_towers": 0.3456}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -43,6 +50,16 @@ def result(auc=0.78, *, rows=65_536, rate=0.25, embedding=1664.0, mflops=0.499, 
         "versions": {"torch": "2.13.0+cpu", "fbgemm-gpu": "absent"},
         **more,
     }
+
+
+def sharding_of(plan, ranks=2, **rules):
+    """A sharding plan of ``plan``'s towers, each of its features with a table of 1000 x 32."""
+    tables = [
+        TableSpec(name=f"t_{feature}", num_embeddings=1000, embedding_dim=32, feature_names=(feature,))
+        for feature in plan.features
+    ]
+    topology = TowerTopology(num_towers=plan.num_towers, ranks_per_tower=ranks)
+    return plan_tables(plan.tables_by_tower(tables), topology, rules=ShardingRules(**rules))
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------
@@ -263,6 +280,7 @@ def arguments(tmp_path):
     return {
         "runs": {"dlrm": result(0.7834), "dmt-dlrm": result(0.7842, embedding=832.0, mflops=0.491)},
         "plan": plan,
+        "sharding": sharding_of(plan, tables={"t_*": "row_wise"}),
         "affinity_picture": tmp_path / "affinity.png",
         "curves_picture": tmp_path / "curves.png",
         "data_description": "clicks of <Tuesday>",
@@ -328,6 +346,7 @@ def test_towers_have_the_colours_of_the_picture(tmp_path, arguments):
     names = [f"f{i}" for i in range(2 * len(TOWER_COLORS) + 1)]
     plan = TowerPlan.strided(names, len(TOWER_COLORS) + 1)
     arguments["plan"] = TowerPlan(towers=plan.towers, affinity=AFFINITY)
+    arguments["sharding"] = sharding_of(plan)
     source = write_report(tmp_path / "report.html", **arguments).read_text()
     tops = [part[:7] for part in source.split("border-top:4px solid ")[1:]]
     assert tops == [*TOWER_COLORS, TOWER_COLORS[0]]
@@ -349,6 +368,7 @@ def test_towers_have_the_colours_of_the_picture(tmp_path, arguments):
 def test_the_partition_is_judged_by_its_own_aim(tmp_path, arguments, strategy, within, words):
     affinity = AFFINITY | {"within_towers": within}
     arguments["plan"] = TowerPlan.from_lists([["a", "b"], ["c"]], strategy=strategy, affinity=affinity)
+    arguments["sharding"] = sharding_of(arguments["plan"])
     text = Page(write_report(tmp_path / "report.html", **arguments)).text
     assert words in text
     assert ("times those" in text) == (within is not None)
@@ -382,3 +402,86 @@ def test_what_the_page_lacks_is_named(tmp_path, arguments):
     with pytest.raises(InputError, match="run 'dlrm': 'eval_auc' is missing"):
         write_report(path, **arguments | {"runs": {"dlrm": {}, "dmt-dlrm": result()}})
     assert not path.exists()
+
+
+# --- where the tables live -------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_where_the_tables_live_and_why(tmp_path, arguments):
+    rules = {"t_C1": "row_wise", "t_C2": "data_wise", "t_C&3": "column_wise"}
+    arguments["sharding"] = found = sharding_of(arguments["plan"], 4, tables=rules, schemes=["table_wise"])
+    text = Page(write_report(tmp_path / "report.html", **arguments)).text
+    assert "4 tables in 2 towers of 4 ranks: 1 table_wise, 1 row_wise, 1 column_wise, 1 data_wise." in text
+    assert f"The busiest rank costs {found.imbalance:.2f} times the mean of all ranks." in text
+    # The reason without the placement that it begins with.
+    why = {name: reason.partition(": ")[2] for name, reason in found.reasons.items()}
+    assert all(why.values())
+    for words in (
+        f"t_C1 tower_0 row_wise all 132 kB {why['t_C1']}",
+        f"t_C2 tower_1 data_wise all 1.04 MB {why['t_C2']}",
+        f"t_<b>bold</b> tower_0 table_wise {found.placements['t_<b>bold</b>'].ranks[0]} 132 kB",
+        "t_C&3 tower_1 column_wise",
+        "a step has 1,024 samples a rank",
+        found.notes[0],
+    ):
+        assert words in text, words
+    mean = sum(rank.seconds for rank in found.ranks) / len(found.ranks)
+    for rank in found.ranks:
+        row = f"tower_{rank.tower} {rank.local} {human_bytes(rank.memory)} {rank.lookups:,.0f} "
+        assert f"{row}{human_bytes(rank.bytes_sent)} {rank.seconds / mean:.2f}" in text
+    for tower in found.towers:
+        assert f"tower_{tower.tower}: 2 tables ({tower.method}); its busiest rank costs" in text
+
+
+def test_bars_are_as_long_as_the_ranks_are_busy(tmp_path, arguments):
+    # Both tables of a tower on its first rank; the second one has none, and costs what every rank does.
+    pinned = {"t_*": TablePlacement(scheme="table_wise", ranks=(0,))}
+    arguments["sharding"] = found = sharding_of(arguments["plan"], tables=pinned)
+    path = write_report(tmp_path / "report.html", **arguments)
+    section = path.read_text().partition("Where the tables live")[2].partition("</table>")[0]
+    widths = [float(width) for width in re.findall(r"<i class=\"within\" style=\"width:([0-9.]+)%\">", section)]
+    assert widths == [round(100 * rank.seconds / found.seconds, 1) for rank in found.ranks]
+    assert widths[0] == widths[2] == 100.0
+    assert widths[1] == widths[3] < 90.0
+    text = Page(path).text
+    assert f"tower_0: 2 tables (pinned by the user); its busiest rank costs {found.imbalance:.2f} times" in text
+    assert "t_C1 tower_0 table_wise 0 132 kB pinned by the user ('t_*')" in text
+
+
+def test_a_plan_of_hundreds_of_tables_folds(tmp_path, arguments):
+    plan = TowerPlan.strided([f"f{i}" for i in range(500)], 50)
+    arguments |= {"plan": TowerPlan(towers=plan.towers, affinity=AFFINITY), "sharding": sharding_of(plan)}
+    page = Page(write_report(tmp_path / "report.html", **arguments))
+    assert page.tags.count("details") == 2
+    shown, _, folded = page.text.partition("the other 460 tables, which cost less")
+    assert "the other 60 ranks" in shown
+    assert "The other 10 are in sharding.json" in shown
+    rows = [f"t_f{i} tower_{i % 50}" for i in range(500)]
+    assert sum(f" {row} " in shown for row in rows) == 40
+    assert sum(f" {row} " in folded for row in rows) == 460
+
+
+def test_planned_bytes_stand_beside_measured_ones(tmp_path, arguments):
+    path = tmp_path / "report.html"
+    assert "Planned and measured bytes" not in Page(write_report(path, **arguments)).text
+    planned = {"ids": 104.0, "forward": 832.0, "backward": 832.0, "dense": 354.2, "inside": 2121.9}
+    arguments["runs"]["dmt-dlrm"]["sharding"] = {"imbalance": 1.0, "planned_bytes_per_sample": planned}
+    text = Page(write_report(path, **arguments)).text
+    for words in (
+        "across hosts: ids 104 208 +100.0%",
+        "across hosts: forward 832 832 0.0%",
+        "across hosts: dense all-reduce 354 354 0.0%",
+        "inside hosts 2,122 2,122 0.0%",
+    ):
+        assert words in text, words
+    planned |= {"ids": 0.0, "inside": 0.0}
+    arguments["runs"]["dmt-dlrm"]["bytes_per_sample"]["inside"] = 0.0
+    text = Page(write_report(path, **arguments)).text
+    assert "across hosts: ids 0 208 - " in text
+    assert "inside hosts 0 0 0.0%" in text
+
+
+def test_a_sharding_plan_of_other_towers_is_refused(tmp_path, arguments):
+    arguments["sharding"] = sharding_of(TowerPlan.strided(["a", "b", "c"], 3))
+    with pytest.raises(InputError, match=r"sharding has 3 towers, but plan has 2\. Give the sharding\.json"):
+        write_report(tmp_path / "report.html", **arguments)

@@ -18,14 +18,15 @@ import pytest
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
+from dmt.sharding_report import TowerSharding
 from dmt.training.build import build_optimizer
 from dmt.training.checkpoint import load_plain
-from dmt.training.config import load_config
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
 from dmt.training.run import check_writable, preflight, train
-from dmt.training.sharding import shard_model
-from dmt.training.summary import ROWS, cells
+from dmt.training.sharding import shard_model, tower_sharding
+from dmt.training.summary import ROWS, cells, sharding_sentence
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 
@@ -299,6 +300,7 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     folder = tmp_path / "out"
     folder.mkdir()
     (folder / "affinity.npz").write_text("of an earlier run, hours of work")
+    (folder / "sharding.json").write_text("of an earlier run")
     finished = torchrun("demo", *SMALL_RUN, f"model.arch={arch}", f"train.output_dir={folder}")
     printed = finished.stdout + finished.stderr
     assert finished.returncode == 0, printed
@@ -337,6 +339,28 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
             ["C2", "C4", "C6"],
         ]
         assert len(TowerPlan.load(folder / "checkpoint" / "towers.json").tables) == 6
+    check_sharding(config, folder, result, finished.stdout)
+
+
+def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any], printed: str) -> None:
+    """The sharding plan in the run's folder, in its checkpoint, in its result and in what it printed."""
+    if config.dataflow == "flat":
+        assert not list(folder.rglob("sharding.json")), "that of an earlier run is removed"
+        assert "sharding" not in result
+        return
+    found = tower_sharding(config, source(config).tables)
+    for place in (folder, folder / "checkpoint"):
+        assert TowerSharding.load(place / "sharding.json") == found
+    schemes = Counter(placement.scheme for placement in found.placements.values())
+    assert result["sharding"]["tables_by_scheme"] == schemes
+    assert result["sharding"]["imbalance"] == found.imbalance
+    assert result["sharding"]["largest_rank_bytes"] == max(rank.memory for rank in found.ranks)
+    measured = result["bytes_per_sample"]
+    assert result["sharding"]["planned_bytes_per_sample"] == pytest.approx(measured, rel=0.01)
+    assert f"# sharding: {sharding_sentence(found)}" in printed.splitlines()
+    # The plan is one that a run can be given.
+    again = load_config(folder / "config.toml", [f'sharding.plan="{folder / "sharding.json"}"'])
+    assert tower_sharding(again, source(again).tables).placements == found.placements
 
 
 def read_errors(output: str) -> list[str]:

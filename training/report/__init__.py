@@ -1,6 +1,7 @@
 """The page that ``dmt demo`` leaves behind: two runs side by side, their towers, and what the numbers mean.
 
-`finding` is arithmetic, `curves` draws, `page` puts everything into one HTML file that needs nothing beside it.
+`finding` is arithmetic, `curves` draws, `sharding` lists where tables live, `page` puts everything into one HTML file
+that needs nothing beside it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,10 @@ from dmt.errors import InputError
 from dmt.partitioner.page import data_uri, render_page
 from dmt.partitioner.pictures.style import tower_color, tower_ink
 from dmt.plan import TowerPlan
+from dmt.sharding_report import TowerSharding
 from dmt.training.report.curves import RUN_COLORS
 from dmt.training.report.finding import Finding, compare_runs, lookup, ratio
+from dmt.training.report.sharding import sharding_context
 from dmt.training.summary import ROWS, cells
 
 __all__ = ["write_report"]
@@ -33,6 +35,7 @@ def write_report(
     *,
     runs: Mapping[str, Mapping[str, Any]],
     plan: TowerPlan,
+    sharding: TowerSharding,
     affinity_picture: Path,
     curves_picture: Path,
     data_description: str,
@@ -44,6 +47,7 @@ def write_report(
         path: the HTML file to write; missing folders are made.
         runs: two results as in ``result.json``, by the name to show, the baseline first.
         plan: the towers of the second run, with the affinity numbers that `TowerPartitioner` leaves in it.
+        sharding: where the second run had its tables, as in its ``sharding.json``.
         affinity_picture: what `plot_affinity` drew of ``plan`` (``.png``, ``.svg`` or ``.jpg``).
         curves_picture: what `plot_curves` drew of ``runs``, in the same order.
         data_description: what the models were trained on, in a few words.
@@ -53,15 +57,21 @@ def write_report(
         The path written.
 
     Raises:
-        InputError: there are not two runs, a run lacks a number, the plan has no affinity numbers, or a picture cannot
-            be read or embedded.
+        InputError: there are not two runs, a run lacks a number, the plan has no affinity numbers or another number of
+            towers than ``sharding``, or a picture cannot be read or embedded.
 
     Example:
         >>> import tempfile
+        >>> from dmt.tables import TableSpec
+        >>> from dmt.topology import TowerTopology
+        >>> from dmt.tower_sharding import plan_tables
         >>> run = {"eval_auc": 0.78, "eval_num_rows": 65536, "eval_label_rate": 0.25, "mflops_per_sample": 0.5}
         >>> run["bytes_per_sample"] = {"ids": 8.0, "forward": 64.0, "backward": 64.0, "dense": 4.0}
         >>> means = {"within_towers": 0.5, "between_towers": 0.25, "within_strided_towers": 0.3}
         >>> plan = TowerPlan.from_lists([["a", "b"], ["c", "d"]], affinity=means)
+        >>> sizes = {"num_embeddings": 100, "embedding_dim": 8}
+        >>> tables = [TableSpec(name=f"t_{name}", feature_names=(name,), **sizes) for name in "abcd"]
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     picture = Path(folder, "picture.svg")
         ...     _ = picture.write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
@@ -69,6 +79,7 @@ def write_report(
         ...         Path(folder, "report.html"),
         ...         runs={"flat": run, "towers": run},
         ...         plan=plan,
+        ...         sharding=plan_tables(plan.tables_by_tower(tables), topology),
         ...         affinity_picture=picture,
         ...         curves_picture=picture,
         ...         data_description="made-up clicks",
@@ -77,6 +88,11 @@ def write_report(
         True
     """
     finding = compare_runs(runs)
+    if sharding.topology.num_towers != plan.num_towers:
+        raise InputError(
+            f"write_report: sharding has {sharding.topology.num_towers} towers, but plan has {plan.num_towers}. "
+            "Give the sharding.json of the run that had this plan."
+        )
     context = {
         "names": list(runs),
         "finding": finding,
@@ -86,6 +102,7 @@ def write_report(
         "rows": _rows(runs),
         "towers": _towers(plan),
         "plan": plan,
+        "sharding": sharding_context(sharding, plan, list(runs.values())[1]),
         "affinity_rows": _affinity_rows(plan),
         "affinity_sentence": _affinity_sentence(plan),
         "affinity_picture": data_uri(affinity_picture, place="write_report: affinity_picture"),

@@ -1,0 +1,141 @@
+"""Bytes that the sharding plan expects of a step against those that `TrafficMeter` counts in one, on four ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from dmt.mesh import TowerMesh
+from dmt.plan import TowerPlan
+from dmt.training.build import build_optimizer
+from dmt.training.config import TrainingConfig
+from dmt.training.loop import Trainer
+from dmt.training.planned import planned_traffic, traffic_warning
+from dmt.training.sharding import shard_model, tower_sharding
+from tests.ranks import run_ranks
+from tests.training.small import NUM_DENSE, small, source
+
+# C1 whole, C6 in both towers.
+CUT = TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]"]], column_splits={"C6": (4, 4)})
+
+# arch, then the sections of the config
+CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "planner's choice": ("dmt-dlrm", {}),
+    "table_wise": ("dmt-dlrm", {"sharding": {"scheme": "table_wise"}}),
+    "row_wise": ("dmt-dlrm", {"sharding": {"scheme": "row_wise"}}),
+    "column_wise": ("dmt-dlrm", {"sharding": {"scheme": "column_wise"}}),
+    "data_wise": ("dmt-dlrm", {"sharding": {"scheme": "data_wise"}}),
+    "a mix": ("dmt-dcn", {"sharding": {"tables": {"t_C1": "row_wise", "t_C[23]": "data_wise", "t_C4": "table_wise"}}}),
+    "flat model": ("dlrm", {"sharding": {"scheme": "table_wise"}}),
+    "cut table": ("dcn", {"sharding": {"scheme": "table_wise"}, "towers": {"plan": "cut"}}),
+    "global route": ("dmt-dlrm", {"sharding": {"scheme": "column_wise", "id_route": "global"}}),
+    "global route, row_wise": ("dmt-dlrm", {"sharding": {"scheme": "row_wise", "id_route": "global"}}),
+    "16 bits": (
+        "dmt-dlrm",
+        {"sharding": {"scheme": "table_wise", "forward_precision": "fp16", "backward_precision": "bf16"}},
+    ),
+    "8 bits": ("dlrm", {"sharding": {"scheme": "table_wise", "forward_precision": "int8"}}),
+    "one tower": (
+        "dmt-dlrm",
+        {"sharding": {"scheme": "table_wise"}, "topology": {"num_towers": 1, "ranks_per_tower": 4}},
+    ),
+    "one rank per tower": ("dmt-dlrm", {"topology": {"num_towers": 4, "ranks_per_tower": 1}}),
+}
+
+
+def config_of(name: str, folder: str) -> TrainingConfig:
+    arch, sections = CASES[name]
+    sections = {key: dict(section) for key, section in sections.items()}
+    if "towers" in sections:
+        sections["towers"] = {"plan": f"{folder}/towers.json"}
+    sections["sharding"] = {"dataflow": "sptt"} | sections.get("sharding", {})
+    # Rows that the tower's ranks share evenly, ids that use them evenly, and one id a sample, as planned.
+    synthetic = {"rows_per_table": 12, "zipf_exponent": 0.0, "num_rows": 2000}
+    return small(arch, synthetic=synthetic, train={"batch_size": 128, "max_steps": 1}, **sections)
+
+
+class Silent:
+    """Stands in for `RunRecord`."""
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Nothing is kept."""
+
+
+def measure_on_rank(rank: int, folder: str) -> dict[str, dict[str, int]]:
+    """The bytes of one step of every case, on all ranks."""
+    found = {}
+    for name in CASES:
+        config = config_of(name, folder)
+        mesh = TowerMesh(config.topology.build())
+        data = source(config)
+        model = shard_model(config, data.tables, NUM_DENSE, mesh)
+        silent: Any = Silent()
+        trainer = Trainer(
+            config=config.train,
+            data=data,
+            mesh=mesh,
+            model=model,
+            optimizer=build_optimizer(config.optimizer, model),
+            record=silent,
+        )
+        trainer.train()
+        found[name] = asdict(trainer.measure_traffic())
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict[str, int]]]:
+    folder = tmp_path_factory.mktemp("planned")
+    CUT.save(folder / "towers.json")
+    return str(folder), run_ranks(measure_on_rank, 4, str(folder))[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_sends_what_was_planned(name: str, measured: tuple[str, dict[str, dict[str, int]]]) -> None:
+    folder, traffic = measured
+    config = config_of(name, folder)
+    tables = source(config).tables
+    planned = asdict(planned_traffic(config, tables, NUM_DENSE, tower_sharding(config, tables)))
+    found = traffic[name]
+    assert any(found.values())
+    for kind in ("forward", "backward", "dense"):
+        assert found[kind] == planned[kind], kind
+    # Sizes come on top: at most 8 numbers of 8 bytes from every rank to each other one.
+    sizes = 8 * 8 * 4 * 3
+    assert 0 <= found["ids"] - planned["ids"] <= sizes
+    # Which ranks the ids of a row-wise table go to is chance: 512 samples, each id to the own rank with 1/2. The sum
+    # over 6 tables has a standard deviation of 8 * sqrt(6 * 512 / 4), 222 bytes; five of them.
+    chance = 1110 if "row_wise" in str(CASES[name]) else 0
+    assert -chance <= found["inside"] - planned["inside"] <= sizes + chance
+    per_sample = [{kind: number / 512 for kind, number in of.items()} for of in (planned, found)]
+    assert traffic_warning(*per_sample) == ""
+
+
+def test_more_ids_than_planned_are_told_and_pooling_factors_mend_it() -> None:
+    bags: dict[str, Any] = {"synthetic": {"num_multi_hot": 6}, "sharding": {"scheme": "table_wise"}}
+    plain = small("dmt-dlrm", **bags)
+    bags["sharding"] = {"scheme": "table_wise", "pooling_factors": {f"C{i}": 1.5 for i in range(1, 7)}}
+    told = small("dmt-dlrm", **bags)
+
+    def planned(config: TrainingConfig) -> dict[str, int]:
+        tables = source(config).tables
+        return asdict(planned_traffic(config, tables, NUM_DENSE, tower_sharding(config, tables)))
+
+    without, with_factors = planned(plain), planned(told)
+    # Half of 64 samples, 6 features: a length each, and 1 or 1.5 ids.
+    assert (without["ids"], with_factors["ids"]) == (32 * 6 * 16, 32 * 6 * 20)
+    warning = traffic_warning(without, with_factors)
+    assert "ids 3,072, measured 3,840" in warning
+    assert "sharding.pooling_factors" in warning
+    assert "forward" not in warning
+    assert traffic_warning(with_factors, with_factors) == ""
+
+
+def test_a_warning_needs_a_tenth() -> None:
+    planned = {"ids": 100.0, "inside": 0.0}
+    assert traffic_warning(planned, {"ids": 109.0, "inside": 0.0}) == ""
+    assert traffic_warning(planned, {"ids": 89.0, "inside": 0.0}).count("measured") == 1
+    assert "inside 0, measured 5" in traffic_warning(planned, {"ids": 100.0, "inside": 5.0})

@@ -1,0 +1,116 @@
+"""The bytes that a step should send by the sharding plan, to be laid beside those that `TrafficMeter` measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from dmt.costs import CostModel
+from dmt.models.complexity import compression_ratio
+from dmt.sharding_report import TowerSharding
+from dmt.tables import TableSpec
+from dmt.traffic import Traffic
+from dmt.training.build import build_model, tower_plan
+from dmt.training.config import TrainingConfig
+
+__all__ = ["planned_traffic", "traffic_warning"]
+
+_ID_BYTES = 8  # an id, and a length
+# Bytes per number; the last two with the scale of each group of 32 numbers (`dmt.precision`).
+_NUMBER_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.25, "fp8": 1.25}
+# Planned and measured bytes that differ by more are worth a word.
+_TOLERANCE = 0.1
+
+
+def planned_traffic(
+    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, sharding: TowerSharding
+) -> Traffic:
+    """What all ranks together should send in one training step, booked as `TrafficMeter` books it; towers are hosts.
+
+    Ids and lengths by the pooling factors of the plan; embeddings or tower outputs and their gradients in the formats
+    of the config; rings of all-reduces for data-wise tables, tower modules and dense parts. Not counted: the sizes that
+    ranks tell each other before an exchange, rows that pad small number formats to whole groups, and that the rows of a
+    row-wise table are not read equally often.
+
+    Args:
+        config: the run, with the tower dataflow.
+        tables: of the data source, whole.
+        num_dense: dense columns of the data source.
+        sharding: the run's plan.
+    """
+    topology, own = sharding.topology, config.sharding
+    replicas, ranks, away = topology.num_replicas, topology.world_size, 1 - 1 / topology.num_towers
+    ids, local_ids = _id_bytes(config, tables, sharding)
+    model = build_model(config, tables, num_dense, device="meta", without_tables=True)
+    outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
+    numbers = outputs / sharding.hardware.exchange_bytes
+    dense, of_towers = _replicated_bytes(model)
+    ring = 2 * (ranks - 1) * dense
+    # A ring in host order has one link from each host to the next; a single host has none.
+    across = topology.num_towers / ranks if away else 0.0
+    inside = replicas * sum(rank.bytes_sent for rank in sharding.ranks) + local_ids
+    inside += 2 * (replicas * topology.ranks_per_tower - 1) * of_towers
+    return Traffic(
+        ids=round(ids),
+        forward=round(numbers * _NUMBER_BYTES[own.forward_precision]),
+        backward=round(numbers * _NUMBER_BYTES[own.backward_precision]),
+        dense=round(ring * across),
+        inside=round(inside + ring * (1 - across)),
+    )
+
+
+def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    """A text that says so when a step sends more or less than planned; else an empty string.
+
+    Args:
+        planned: bytes per sample by the names of `Traffic`.
+        measured: the same.
+
+    Example:
+        >>> traffic_warning({"ids": 208.0, "inside": 3000.0}, {"ids": 624.0, "inside": 3010.0})[:65]
+        'The sharding plan expected other bytes per sample: ids 208, measu'
+        >>> traffic_warning({"ids": 208.0}, {"ids": 209.0})
+        ''
+    """
+    apart = [
+        f"{name} {number:,.0f}, measured {measured[name]:,.0f}"
+        for name, number in planned.items()
+        if abs(measured[name] - number) > _TOLERANCE * number
+    ]
+    if not apart:
+        return ""
+    return (
+        f"The sharding plan expected other bytes per sample: {'; '.join(apart)}. Features with more or fewer ids than "
+        "one per sample need sharding.pooling_factors, or the planner weighs them wrongly."
+    )
+
+
+def _id_bytes(config: TrainingConfig, tables: Sequence[TableSpec], sharding: TowerSharding) -> tuple[float, float]:
+    """Bytes of ids and lengths between towers, and what must be added to the plan's bytes inside them."""
+    model = CostModel(topology=sharding.topology, workload=sharding.workload, hardware=sharding.hardware)
+    samples = sharding.topology.num_replicas * model.global_batch
+    away = 1 - 1 / sharding.topology.num_towers
+    split = tower_plan(config, tables).split_tables(tables)
+    if config.sharding.id_route == "peer":
+        numbers = sum(model.pooling(table) + len(table.feature_names) for table in split)
+        return away * samples * numbers * _ID_BYTES, 0.0
+    ids = counted = 0.0
+    for table in split:
+        for _, load in model.shards(table, sharding.placements[table.name]):
+            ids += (load.lookups + model.global_batch * len(table.feature_names)) * _ID_BYTES
+            counted += load.id_bytes
+    # In one hop, only a tower's own samples send it their ids inside it; the plan counts those of all samples there.
+    replicas = sharding.topology.num_replicas
+    return away * replicas * ids, -away * replicas * counted
+
+
+def _replicated_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the dense parts, and of the tower modules of all towers together."""
+    sizes = {"dense": 0, "towers": 0}
+    for name, parameter in model.named_parameters():
+        if not name.startswith("sparse_arch."):
+            sizes["dense"] += parameter.nbytes
+        elif ".interaction." in name:
+            sizes["towers"] += parameter.nbytes
+    return sizes["dense"], sizes["towers"]
