@@ -138,7 +138,7 @@ def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: S
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls ``callback`` when the backward pass that is running has computed every gradient, before it returns."""
-    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
@@ -187,7 +187,8 @@ class GroupShardedEBC(ShardedEmbeddingBagCollection):
         super().__init__(module, sharding, group_env(group), **options)
         data_wise = [("", lookup.optimizer) for lookup in self._lookups if hasattr(lookup, "optimizer")]
         if data_wise:
-            self._optim = CombinedOptimizer([*self._optim._optims, *data_wise])
+            fused: Any = self._optim
+            self._optim: Any = CombinedOptimizer([*fused._optims, *data_wise])
         divided = {
             feature if feature in self._embedding_names else f"{feature}@{table.name}": feature
             for table in self._embedding_bag_configs

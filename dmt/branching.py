@@ -16,29 +16,29 @@ __all__ = ["branch_and_bound"]
 _TOLERANCE = 0.003
 
 
-def branch_and_bound(problem: Problem, best: Packing | None, max_nodes: int = 4000) -> Packing | None:
+def branch_and_bound(problem: Problem, best: Packing | None, max_steps: int = 20_000) -> Packing | None:
     """Looks through all packings of few items that could be better than ``best``, by depth first search.
 
     Ranks with equal loads are tried once. A branch ends where its busiest rank, or the mean over ranks with the least
     that the other items can cost, is no longer better than the best packing by 0.3 %.
 
     Args:
-        problem: a few items and ranks; more than that and ``max_nodes`` stops it early.
+        problem: a few items and ranks; more than that and ``max_steps`` stops it early.
         best: the best known, if any.
-        max_nodes: partial packings that are extended, at most; a count and not a time, so that all ranks of a job
+        max_steps: partial packings that are looked at, at most; a count and not a time, so that all ranks of a job
             find the same.
 
     Returns:
         A better packing, or ``best``.
     """
-    search = _Search(problem, best, max_nodes)
+    search = _Search(problem, best, max_steps)
     search.descend(0, problem.cost.tolist(), problem.memory.tolist(), problem.used)
     return search.best
 
 
 class _Search:
-    def __init__(self, problem: Problem, best: Packing | None, max_nodes: int) -> None:
-        self.problem, self.best, self.nodes_left = problem, best, max_nodes
+    def __init__(self, problem: Problem, best: Packing | None, max_steps: int) -> None:
+        self.problem, self.best, self.steps_left = problem, best, max_steps
         num_ranks = problem.num_ranks
         least = [min(option.total(num_ranks) for option in options) for options in problem.options]
         self.order = sorted(range(len(least)), key=lambda item: (-least[item], item))
@@ -49,10 +49,9 @@ class _Search:
         if depth == len(self.order):
             self._keep()
             return
-        self.nodes_left -= 1
         children = sorted(self._children(depth, cost, memory, kinds), key=lambda child: child[:2])
         for bound, _, option, ranks, *state in children:
-            if self.nodes_left <= 0 or bound >= self._bar():
+            if self.steps_left <= 0 or bound >= self._bar():
                 return
             self.taken.append((option, ranks))
             self.descend(depth + 1, *state)
@@ -80,6 +79,9 @@ class _Search:
                 continue
             spread = option.everywhere_memory
             for ranks in _unlike_ranks(option, cost, memory):
+                self.steps_left -= 1
+                if self.steps_left < 0:
+                    return
                 new_cost = [c + option.everywhere_cost for c in cost]
                 new_memory = memory.copy() if spread is None else [m + s for m, s in zip(memory, spread, strict=True)]
                 for rank, c, m in zip(ranks, option.part_costs, option.part_memory, strict=True):
@@ -91,11 +93,16 @@ class _Search:
 
 
 def _unlike_ranks(option: Option, cost: Sequence[float], memory: Sequence[float]) -> Iterator[tuple[int, ...]]:
-    """Sets of ranks for an option's parts, one for each set of loads."""
-    order = sorted(range(len(cost)), key=lambda rank: (cost[rank], memory[rank]))
+    """Ranks for an option's parts, once for each set of loads; `column_shards` cuts parts of one or two sizes."""
+    loads = [(round(c, 12), m) for c, m in zip(cost, memory, strict=True)]
+    order = sorted(range(len(cost)), key=loads.__getitem__)
+    num_parts = len(option.part_costs)
+    num_large = option.part_costs.count(option.part_costs[0]) if num_parts else 0
     seen = set()
-    for ranks in combinations(order, len(option.part_costs)):
-        loads = tuple((round(cost[rank], 12), memory[rank]) for rank in ranks)
-        if loads not in seen:
-            seen.add(loads)
-            yield ranks
+    for ranks in combinations(order, num_parts):
+        for large in combinations(ranks, num_large):
+            small = tuple(rank for rank in ranks if rank not in large)
+            signature = (tuple(loads[rank] for rank in large), tuple(loads[rank] for rank in small))
+            if signature not in seen:
+                seen.add(signature)
+                yield large + small

@@ -175,10 +175,10 @@ class CostModel:
 
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
         """(local rank, load) of every shard of a placed table."""
-        return [
-            (shard.rank, self.shard(table, placement.scheme, shard.rows, shard.columns))
-            for shard in table_shards(table, placement)
-        ]
+        shards = table_shards(table, placement)
+        sizes = {shard[3:] for shard in shards}
+        loads = {size: self.shard(table, placement.scheme, *size) for size in sizes}
+        return [(shard.rank, loads[shard[3:]]) for shard in shards]
 
     def fixed_seconds(self, scheme: Scheme) -> float:
         """The fixed cost of a scheme's collectives, once for all tables of a tower that use it."""

@@ -159,6 +159,7 @@ class DataWiseTables(nn.Module):
         pending, self._pending = self._pending, []
         for parameter, work in pending:
             work.wait()
+            assert parameter.grad is not None, "it was there when its reduction began"
             parameter.grad.div_(self._group.size())
         self.optimizer.update()
         for parameter, _ in pending:

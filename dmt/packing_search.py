@@ -214,7 +214,7 @@ def _cut_another_way(packing: Packing) -> bool:
 
 
 def _gather(packing: Packing, tries: int = 8) -> bool:
-    """Puts an item that is spread over all ranks onto some of them, which relieves all others."""
+    """Puts items that are spread over all ranks onto some of them, which relieves all others."""
     cheap = np.sort(packing.cost)
     top = cheap[-1]
     found = []
@@ -225,15 +225,21 @@ def _gather(packing: Packing, tries: int = 8) -> bool:
                 after = max(cheap[k] + cost for k, cost in enumerate(option.part_costs)) - share
                 if after < top:
                     found.append((max(after, top - share), item, number))
-    objective = packing.objective
-    for _, item, number in sorted(found)[:tries]:
-        before, before_ranks = packing.chosen[item], packing.ranks[item]
+    gathered, failed = False, 0
+    for _, item, number in sorted(found):
+        if packing.option_of(item).everywhere_cost == 0:
+            continue  # gathered already, another way
+        before, before_ranks, objective = packing.chosen[item], packing.ranks[item], packing.objective
         packing.take(item)
         ranks = packing.room_for(packing.problem.options[item][number])
         if ranks is not None:
             packing.put(item, number, ranks)
             if packing.objective < objective * (1 - _GAIN):
-                return True
+                gathered = True
+                continue
             packing.take(item)
         packing.put(item, before, before_ranks)
-    return False
+        failed += 1
+        if failed == tries:
+            break
+    return gathered

@@ -153,15 +153,15 @@ class TowerSharding:
         version = record.get("format") if isinstance(record, dict) else None
         if version != SHARDING_FORMAT:
             raise InputError(
-                f"Sharding plan {path} has format {version!r}; this version reads format {SHARDING_FORMAT}. Re-run `dmt "
-                "plan`."
+                f"Sharding plan {path} has format {version!r}; this version reads format {SHARDING_FORMAT}. Re-run "
+                "`dmt plan`."
             )
         try:
             return cls(
                 topology=TowerTopology(**record["topology"]),
                 workload=StepWorkload(**record["workload"]),
                 hardware=Hardware(**record["hardware"]),
-                tables=tuple(TableSharding(**t | {"placement": _placement(t["placement"])}) for t in record["tables"]),
+                tables=tuple(TableSharding(**t | {"placement": _placed(t["placement"])}) for t in record["tables"]),
                 ranks=tuple(RankLoad(**rank) for rank in record["ranks"]),
                 towers=tuple(TowerLoad(**tower) for tower in record["towers"]),
                 notes=tuple(record["notes"]),
@@ -172,7 +172,7 @@ class TowerSharding:
             raise InputError(f"Sharding plan {path}: an entry is malformed ({error!r}). Re-run `dmt plan`.") from error
 
 
-def _placement(record: Mapping[str, Any]) -> TablePlacement:
+def _placed(record: Mapping[str, Any]) -> TablePlacement:
     def whole(numbers: Sequence[Any]) -> tuple[int, ...]:
         return tuple(int(number) for number in numbers)
 

@@ -40,7 +40,7 @@ class ShardingRules:
         >>> from dmt.tables import TableSpec
         >>> table = TableSpec(name="t_ad", num_embeddings=100, embedding_dim=8, feature_names=("ad",))
         >>> ShardingRules(tables={"t_*": "row_wise"}).resolve(table, num_ranks=4, tower=0)
-        Allowed(schemes=('row_wise',), placement=None, why="row_wise asked for ('t_*')")
+        Allowed(schemes=('row_wise',), placement=None, why="asked for ('t_*')")
     """
 
     schemes: Sequence[Scheme] = SCHEMES
@@ -61,12 +61,10 @@ class ShardingRules:
             if key in known or any(fnmatchcase(name, key) for name in names):
                 continue
             if any(mark in key for mark in "*?["):
-                raise InputError(
-                    f"The rule for tables {key!r} matches none of the {len(known)} tables. Mend the pattern."
-                )
+                raise InputError(f"The rule for tables {key!r} matches none of the {len(known)} tables. Mend it.")
             raise InputError(
-                f"Table {key!r} is pinned but not in the model ({len(known)} tables).{nearest(key, known)} Mend the name "
-                "or drop the rule."
+                f"Table {key!r} is pinned but not in the model ({len(known)} tables).{nearest(key, known)} Mend the "
+                "name or drop the rule."
             )
 
     def resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
@@ -83,7 +81,7 @@ class ShardingRules:
                 return Allowed(possible, None, "")
             asked = " or ".join(s for s in SCHEMES if s in self.schemes)
             if possible:
-                return Allowed(possible, None, f"{asked} asked for")
+                return Allowed(possible, None, f"{_choice(possible)}asked for")
             return Allowed(
                 ("table_wise",), None, f"{asked} asked for, but {obstacle(table, self.schemes[0], num_ranks)}"
             )
@@ -100,7 +98,7 @@ class ShardingRules:
                 f"{where} cannot be {first}, as the rule for {key!r} asks: {obstacle(table, first, num_ranks)}. Change "
                 "the rule, or let it choose from several schemes."
             )
-        return Allowed(possible, None, f"{' or '.join(possible)} asked for{of_pattern}")
+        return Allowed(possible, None, f"{_choice(possible)}asked for{of_pattern}")
 
     def _key(self, name: str, where: str) -> str | None:
         if name in self.tables:
@@ -128,6 +126,8 @@ def obstacle(table: Any, scheme: Scheme, num_ranks: int) -> str:
         return ""
     if num_ranks == 1:
         return "its tower has one rank"
+    if scheme == "data_wise" and "FP16" in str(getattr(table, "data_type", "FP32")):
+        return "its weights are FP16, and gradients of data-wise tables would be too"
     try:
         if scheme == "row_wise":
             row_shards(table.num_embeddings, num_ranks)
@@ -165,6 +165,10 @@ def _check_placement(table: Any, placement: TablePlacement, num_ranks: int, wher
             f"the tower. Use ranks=tuple(range({num_ranks}))."
         )
     table_shards(table, placement)
+
+
+def _choice(schemes: Sequence[Scheme]) -> str:
+    return f"{' or '.join(schemes)} " if len(schemes) > 1 else ""
 
 
 def _words(rule: Rule) -> str:

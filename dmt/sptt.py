@@ -351,13 +351,13 @@ def shard_in_tower(
         check_sharding(table, sharding.get(table.name), tower=mesh.tower, num_ranks=len(ranks))
         placed[table.name] = place_globally(sharding[table.name], ranks, devices)
     return GroupShardedEBC(
-        embedding,  # type: ignore[arg-type]
+        embedding,
         placed,
         group=mesh.tower_group,
         # Data-wise tables of all replicas must stay equal, like the tower's dense module.
-        make_data_wise=lambda *parts: DataWiseTables(*parts, group=mesh.tower_module_group),
-        start_equal=lambda weight: broadcast_tensor(weight, mesh.tower_module_group),
-        make_row_wise_output=lambda exchange: RowWiseOutputs(exchange, mesh.local),
+        make_data_wise=functools.partial(DataWiseTables, group=mesh.tower_module_group),
+        start_equal=functools.partial(broadcast_tensor, group=mesh.tower_module_group),
+        make_row_wise_output=functools.partial(RowWiseOutputs, rank=mesh.local),
         options={"fused_params": fused_params, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry},
     )
 

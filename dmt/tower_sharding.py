@@ -51,7 +51,8 @@ def plan_tables(
     Example:
         >>> from dmt.tables import TableSpec
         >>> rows = {"ad": 50_000_000, "user": 3_000_000, "hour": 24}
-        >>> tables = [TableSpec(name=n, num_embeddings=r, embedding_dim=64, feature_names=(n,)) for n, r in rows.items()]
+        >>> shape = {"embedding_dim": 64}
+        >>> tables = [TableSpec(name=n, num_embeddings=r, feature_names=(n,), **shape) for n, r in rows.items()]
         >>> topology = TowerTopology(num_towers=1, ranks_per_tower=4)
         >>> found = plan_tables([tables], topology, hardware=Hardware(memory_per_rank=4_000_000_000))
         >>> {name: placement.scheme for name, placement in found.placements.items()}
@@ -171,8 +172,8 @@ class _TowerPlanner:
             if smallest.most_memory > room:
                 raise InputError(
                     f"Table {table.name!r} in {where} needs {human_bytes(smallest.most_memory)} on a rank even "
-                    f"{SCHEMES[smallest.kind]}, but memory_per_rank is {human_bytes(room)}. Use more ranks per tower or "
-                    "a smaller data type or optimizer state, or allow it other schemes."
+                    f"{SCHEMES[smallest.kind]}, but memory_per_rank is {human_bytes(room)}. Use more ranks per "
+                    "tower or a smaller data type or optimizer state, or allow it other schemes."
                 )
             least += min(_all_memory(option) for option in options)
         if least + problem.memory.sum() > ranks * room:
@@ -186,12 +187,12 @@ class _TowerPlanner:
     def _no_room(self, free: Sequence[Any], problem: Problem) -> InputError:
         largest = max(range(len(free)), key=lambda i: min(option.most_memory for option in problem.options[i]))
         least = sum(min(_all_memory(option) for option in options) for options in problem.options)
+        needed, room = least + problem.memory.sum(), problem.capacity
         return InputError(
             f"No placement was found for the {len(self.tables)} tables of tower {self.number}: they need at least "
-            f"{human_bytes(least + problem.memory.sum())} of the {human_bytes(problem.num_ranks * problem.capacity)} "
-            f"that {problem.num_ranks} ranks of memory_per_rank={human_bytes(problem.capacity)} have, but the pieces do "
-            f"not fit beside each other; the largest is table {free[largest].name!r}. Let large tables be row_wise, or "
-            "use more ranks per tower."
+            f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} that {problem.num_ranks} ranks of "
+            f"memory_per_rank={human_bytes(room)} have, but the pieces do not fit beside each other; the largest is "
+            f"table {free[largest].name!r}. Let large tables be row_wise, or use more ranks per tower."
         )
 
     def _report(

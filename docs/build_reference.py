@@ -29,7 +29,7 @@ END = "<!-- end: written by docs/build_reference.py -->"
 """The line below it."""
 
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "text"}
-_PLURALS = {int: "integers", str: "texts"}
+_PLURALS = {int: "integers", str: "texts", float: "numbers"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -104,7 +104,8 @@ def _kind(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {_PLURALS[arguments[0]]}"
     if origin is dict:
-        return f"table of {_PLURALS[arguments[1]]}"
+        choices = get_origin(arguments[1]) is Literal
+        return f"table of {_kind(arguments[1]) if choices else _PLURALS[arguments[1]]}"
     if origin is UnionType:
         return _kind(next(argument for argument in arguments if argument is not NoneType))
     return _KINDS[annotation]

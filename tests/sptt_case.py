@@ -57,9 +57,9 @@ PRECISIONS = {
 }
 # Forward, relative to the largest number sent: half a unit in the last place of each format, with room for FP32.
 FORWARD = {"fp32": 1e-6, "fp16": 2**-11 * 1.01, "bf16": 2**-8 * 1.01, "int8-bf16": 2 / 510 * 1.01}
-# Weights after four steps of SGD, as a share of the largest way a weight went: rounding moves a gradient by the format's
-# error and, through the logits, by as much again, in each of the steps. AdaGrad and Adam divide by the gradient's own
-# size, so a gradient that cancels takes its direction from rounding: only FP32 trains with them.
+# Weights after four steps of SGD, as a share of the largest way a weight went: rounding moves a gradient by the error
+# of the format and, through the logits, by as much again, in each of the steps. AdaGrad and Adam divide by the
+# gradient's own size, so a gradient that cancels takes its direction from rounding: only FP32 trains with them.
 TRAINED = {"fp16": 8 * 2**-11, "bf16": 8 * 2**-8, "int8-bf16": 8 * 2**-8}
 STEPS = 4
 OPTIMIZERS = {

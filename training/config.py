@@ -108,8 +108,8 @@ class ShardingConfig(_Section):
     """Of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each table
     (``dmt plan`` shows why). The flat dataflow spreads over all ranks and has ``table_wise`` and ``column_wise``. A
     column-wise table under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
-    tables: dict[str, Scheme | tuple[Scheme, ...]] = Field(default_factory=dict)
-    """What single tables must be, by name or pattern: ``"t_ad*" = "row_wise"``, or several schemes to choose from."""
+    tables: dict[str, Scheme] = Field(default_factory=dict)
+    """The scheme of single tables, by name or pattern: ``"t_ad*" = "row_wise"``."""
     plan: str | None = None
     """A sharding plan that ``dmt plan --out`` wrote, to be carried out as it is."""
     memory_gib: float | None = Field(default=None, gt=0)
@@ -133,7 +133,7 @@ class ShardingConfig(_Section):
     def _check(self) -> ShardingConfig:
         if self.plan is not None and (self.tables or self.scheme != "auto"):
             raise InputError(
-                f"sharding.plan={self.plan!r} says where every table goes; leave out sharding.scheme and sharding.tables."
+                f"sharding.plan={self.plan!r} says where tables go; leave out sharding.scheme and sharding.tables."
             )
         return self
 
