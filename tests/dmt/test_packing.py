@@ -93,6 +93,6 @@ def test_a_fixed_cost_is_paid_once_and_avoided_where_it_does_not_pay() -> None:
 def test_branch_and_bound_stops_at_its_count_and_keeps_the_best() -> None:
     what = problem([8.0, 7.0, 6.0, 5.0, 4.0], 2)
     start = greedy(what, [0] * 5)
-    assert branch_and_bound(what, start, max_nodes=1) is start
+    assert branch_and_bound(what, start, max_steps=1) is start
     assert branch_and_bound(what, start).busiest == 15
     assert branch_and_bound(what, None).busiest == 15

@@ -1,0 +1,136 @@
+"""``dmt check`` from the command line: whole runs, exit codes, what is printed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dmt.plan import TowerPlan
+from dmt.training import check_command
+from dmt.training.check.findings import CheckReport, Finding, make_rows
+from dmt.training.check.ranks import RanksFailedError
+from dmt.training.cli import main
+from dmt.training.config import TrainingConfig, to_toml
+from tests.training.small import small
+
+FEATURES = [f"C{i}" for i in range(1, 7)]
+
+
+def write(config: TrainingConfig, folder: Path) -> str:
+    (folder / "run.toml").write_text(to_toml(config))
+    return str(folder / "run.toml")
+
+
+@pytest.mark.ranks
+def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
+    config = small(
+        "dmt-dlrm",
+        synthetic={"rows_per_table": 5000},
+        topology={"num_towers": 3, "ranks_per_tower": 4},
+        sharding={"scheme": "row_wise", "forward_precision": "fp16", "backward_precision": "bf16"},
+        optimizer={"warmup_steps": 10, "tower_lr": 0.01},
+    )
+    options = ["--max-ranks", "4", "--rows", "40", "--steps", "3", "--json"]
+    run = CliRunner().invoke(main, ["check", write(config, tmp_path), *options])
+    assert run.exit_code == 0, run.output
+    report = json.loads(run.stdout)
+    assert report["agrees"]
+    assert report["ranks"] == 4
+    verdicts = {row["check"]: row["verdict"] for row in report["rows"]}
+    assert len(verdicts) == 16
+    assert set(verdicts.values()) == {"ok"}, report["rows"]
+    outputs = next(row for row in report["rows"] if row["check"] == "tower outputs")
+    # FP16 is seen to be at work, and to be all that is.
+    assert 0 < outputs["difference"] <= outputs["allowed"] < 2**-10
+    assert [line.split()[0] for line in report["reduced"]] == ["checked", "the", "6", "learning"]
+    assert report["seconds"] > 0
+
+
+@pytest.mark.ranks
+def test_a_flat_model_with_column_shards_in_towers(tmp_path: Path) -> None:
+    plan = TowerPlan.from_lists(
+        [["C6[4:12]", "C1", "C3", "C2"], ["C6[0:4]", "C4", "C5", "C6[12:16]"]], column_splits={"C6": (4, 8, 4)}
+    )
+    plan.save(tmp_path / "towers.json")
+    config = small(
+        "dcn",
+        "sptt",
+        model={"embedding_dim": 16},
+        towers={"plan": str(tmp_path / "towers.json")},
+        sharding={"dataflow": "sptt", "scheme": "column_wise"},
+    )
+    run = CliRunner().invoke(main, ["check", write(config, tmp_path), "sharding.id_route=global"])
+    assert run.exit_code == 0, run.output
+    assert "Everything agrees. 4 ranks" in run.stdout
+    assert "column-wise tables keep one row-wise AdaGrad state" in " ".join(run.stdout.split())
+
+
+@pytest.mark.ranks
+def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
+    run = CliRunner().invoke(main, ["check", write(small("dlrm", "flat"), tmp_path), "--json"])
+    assert run.exit_code == 0, run.output
+    rows = json.loads(run.stdout)["rows"]
+    assert {row["check"] for row in rows if row["verdict"] == "skipped"} == {
+        "tower outputs",
+        "tower gradients",
+        "id routes",
+    }
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    for overrides, message in (
+        (["sharding.tables.t_C9=row_wise"], "Table 't_C9' is pinned but not in the model"),
+        (["data.kind=columns", f"data.train_path={tmp_path}/none.csv", 'data.categorical=["a"]'], "none.csv"),
+        (["optimizer.sparse=adam"], "optimizer.sparse='adam'"),
+    ):
+        run = CliRunner().invoke(main, ["check", write(small("dmt-dlrm"), tmp_path), *overrides])
+        assert run.exit_code == 2, run.output
+        assert run.stderr.startswith("error: ")
+        assert message in run.stderr
+        assert run.stderr.count("\n") == 1
+
+
+def report_of(*findings: Finding, skipped: dict[str, str] | None = None) -> CheckReport:
+    rows = make_rows(findings, {"logits": "both batches", "shards": "all"}, skipped or {})
+    return CheckReport(rows=rows, reduced=("checked with 2 of 8 ranks per tower",), notes=("N.",), ranks=4, seconds=1.5)
+
+
+SOUND = Finding(check="logits", item="the logits", difference=1e-7, allowed=1e-6)
+SHARDS = Finding(check="shards", item="table t", difference=0, allowed=0)
+
+
+@pytest.mark.parametrize("difference", [float("nan"), 1e-5, float("inf")])
+def test_what_does_not_agree_is_told_and_ends_with_1(difference: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Finding(check="logits", item="[tower] 3", difference=difference, allowed=1e-6, place="rank 2, step 1")
+    report = report_of(SOUND, wrong, SHARDS)
+    assert not report.agrees
+    monkeypatch.setattr(check_command, "run_check", lambda *args, **options: report)
+    run = CliRunner().invoke(main, ["check", "demo"])
+    assert run.exit_code == 1
+    assert "[tower] 3 (rank 2, step 1)" in " ".join(run.stdout.replace("│", " ").split())
+    assert "Does not agree: logits." in run.stdout
+    assert run.stdout.startswith("- checked with 2 of 8 ranks per tower\n")
+    as_json = CliRunner().invoke(main, ["check", "demo", "--json"])
+    assert as_json.exit_code == 1
+    found = json.loads(as_json.stdout)["rows"][0]
+    assert found["difference"] == (difference if difference < 1 else None)
+    assert found["where"] == "[tower] 3 (rank 2, step 1)"
+
+
+def test_a_check_that_compared_nothing_has_failed() -> None:
+    rows = report_of(SOUND).rows
+    assert (rows[1].verdict, rows[1].where) == ("FAILED", "nothing was compared")
+    assert report_of(SOUND, skipped={"shards": "why"}).agrees
+
+
+def test_ranks_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object, **options: object) -> CheckReport:
+        raise RanksFailedError("Rank 2 died with exit code -9 while it was at: training.")
+
+    monkeypatch.setattr(check_command, "run_check", fails)
+    run = CliRunner().invoke(main, ["check", "demo"])
+    assert (run.exit_code, run.stdout) == (1, "")
+    assert run.stderr == "FAILED: Rank 2 died with exit code -9 while it was at: training.\n"

@@ -1,0 +1,137 @@
+"""What is made smaller, and what stays: schemes, ranks of shards, towers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmt.errors import InputError
+from dmt.placement import TablePlacement
+from dmt.plan import TowerPlan
+from dmt.sharding_report import TowerSharding
+from dmt.topology import TowerTopology
+from dmt.training.build import build_model, open_data, tower_plan
+from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
+from dmt.training.check.shrink import CheckedRun, CheckLimits, fewer_ranks, shrink
+from dmt.training.config import TrainingConfig
+from dmt.training.sharding import tower_sharding
+from tests.training.small import NUM_DENSE, small
+
+TABLES = [f"t_C{i}" for i in range(1, 7)]
+SCHEMES: dict[str, Any] = dict(
+    zip(TABLES, ["row_wise", "column_wise", "table_wise", "data_wise", "row_wise", "column_wise"], strict=True)
+)
+
+
+def shrunk(config: TrainingConfig, folder: Path, **limits: Any) -> CheckedRun:
+    tables = open_data(config).tables
+    return shrink(config, tables, NUM_DENSE, limits=CheckLimits(**limits), folder=folder)
+
+
+def placements(config: TrainingConfig) -> dict[str, TablePlacement]:
+    assert config.sharding.plan is not None
+    return TowerSharding.load(config.sharding.plan).placements
+
+
+@pytest.mark.parametrize(
+    ("towers", "ranks", "most", "left"),
+    [(2, 2, 8, (2, 2)), (2, 8, 8, (2, 4)), (8, 8, 8, (4, 2)), (8, 1, 8, (8, 1)), (8, 1, 4, (4, 1)), (1, 16, 8, (1, 8)),
+     (3, 8, 8, (3, 2)), (64, 8, 4, (2, 2)), (2, 3, 4, (2, 2))],
+)  # fmt: skip
+def test_ranks_per_tower_go_first_and_both_exchanges_stay(
+    towers: int, ranks: int, most: int, left: tuple[int, int]
+) -> None:
+    small_one = fewer_ranks(TowerTopology(num_towers=towers, ranks_per_tower=ranks), most)
+    assert (small_one.num_towers, small_one.ranks_per_tower) == left
+
+
+def test_nothing_is_changed_that_fits(tmp_path: Path) -> None:
+    config = small("dmt-dlrm", sharding={"tables": SCHEMES})
+    run = shrunk(config, tmp_path)
+    assert (run.reduced, run.placement) == ((), None)
+    assert placements(run.config) == tower_sharding(config, open_data(config).tables).placements
+
+
+def test_large_tables_keep_their_schemes_and_ranks(tmp_path: Path) -> None:
+    synthetic = {"rows_per_table": 20_000}
+    config = small("dmt-dlrm", synthetic=synthetic, sharding={"tables": SCHEMES, "memory_gib": 0.01})
+    full = tower_sharding(config, open_data(config).tables).placements
+    run = shrunk(config, tmp_path, max_rows=50)
+    assert {table.num_embeddings for table in run.tables} == {50}
+    assert placements(run.config) == full
+    assert {name: placement.scheme for name, placement in full.items()} == SCHEMES
+    assert run.reduced == ("6 of 6 tables have 50 rows instead of up to 20,000",)
+
+
+def test_fewer_ranks_keep_schemes_and_several_towers_share_a_mesh_tower(tmp_path: Path) -> None:
+    topology = {"num_towers": 6, "ranks_per_tower": 4}
+    config = small("dmt-dlrm", topology=topology, sharding={"tables": SCHEMES | {"t_C4": "row_wise"}})
+    run = shrunk(config, tmp_path, max_ranks=4)
+    assert (run.topology.num_towers, run.topology.ranks_per_tower) == (2, 2)
+    assert (run.placement, run.other_placement) == ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
+    assert tower_plan(run.config, list(run.tables)).num_towers == 6, "every tower keeps its module"
+    assert {n: p.scheme for n, p in placements(run.config).items()} == SCHEMES | {"t_C4": "row_wise"}
+    assert run.reduced[:2] == ("checked with 2 of 4 ranks per tower", "the 6 towers share 2 mesh towers")
+
+
+def test_the_towers_of_a_flat_model_are_joined(tmp_path: Path) -> None:
+    config = small("dlrm", "sptt", topology={"num_towers": 3, "ranks_per_tower": 4})
+    run = shrunk(config, tmp_path, max_ranks=4)
+    assert run.placement is None
+    assert tower_plan(run.config, list(run.tables)).to_lists() == [["C1", "C4", "C2", "C5"], ["C3", "C6"]]
+    assert tower_plan(run.other, list(run.tables)).to_lists() == [["C3", "C6"], ["C1", "C4", "C2", "C5"]]
+
+
+def test_the_other_placement_has_other_schemes_and_towers(tmp_path: Path) -> None:
+    run = shrunk(small("dmt-dlrm", sharding={"tables": SCHEMES}), tmp_path)
+    here, there = placements(run.config), placements(run.other)
+    assert all(here[name].scheme != there[name].scheme for name in TABLES)
+    assert run.other_placement == (1, 0)
+
+
+def test_a_plan_made_for_larger_tables_still_builds(tmp_path: Path) -> None:
+    config = small("dmt-dlrm", synthetic={"rows_per_table": 3000})
+    tables = open_data(config).tables
+    TowerPlan.from_lists([["C1", "C2"], ["C3", "C4", "C5", "C6"]], tables=tuple(tables)).save(tmp_path / "t.json")
+    config = small("dmt-dlrm", synthetic={"rows_per_table": 3000}, towers={"plan": str(tmp_path / "t.json")})
+    run = shrunk(config, tmp_path, max_rows=20)
+    build_model(run.config, run.tables, NUM_DENSE, device="meta")
+
+
+def test_row_shards_of_given_sizes_keep_their_proportions(tmp_path: Path) -> None:
+    config = small("dmt-dlrm", synthetic={"rows_per_table": 1000}, sharding={"scheme": "row_wise"})
+    made = tower_sharding(config, open_data(config).tables)
+    tables = tuple(
+        type(t)(**{**vars(t), "placement": TablePlacement(scheme="row_wise", ranks=(0, 1), sizes=(900, 100))})
+        for t in made.tables
+    )
+    type(made)(**{**vars(made), "tables": tables}).save(tmp_path / "plan.json")
+    config = small("dmt-dlrm", synthetic={"rows_per_table": 1000}, sharding={"plan": str(tmp_path / "plan.json")})
+    run = shrunk(config, tmp_path, max_rows=40)
+    assert {placement.sizes for placement in placements(run.config).values()} == {(36, 4)}
+
+
+def test_the_memory_limit_is_that_of_the_full_size(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"synthetic": {"rows_per_table": 60_000}, "sharding": {"memory_gib": 0.0005}}
+    with pytest.raises(InputError, match=r"Table 't_C1' in tower 0 needs .* but memory_per_rank is"):
+        shrunk(small("dmt-dlrm", **sections), tmp_path)
+
+
+def test_warm_up_is_cut_so_that_full_rates_are_run(tmp_path: Path) -> None:
+    run = shrunk(small("dmt-dlrm", optimizer={"warmup_steps": 100}), tmp_path)
+    assert run.config.optimizer.warmup_steps == 2
+    assert run.reduced == ("learning rates rise over 2 steps instead of 100",)
+
+
+def test_batches_have_single_ids_bags_and_unequal_sizes(tmp_path: Path) -> None:
+    run = shrunk(small("dmt-dlrm"), tmp_path)
+    single, uneven = ([draw_batch(run, rank, i) for rank in range(4)] for i in (SINGLE_IDS, UNEVEN_BAGS))
+    assert all(batch.sparse_features.lengths().eq(1).all() for batch in single)
+    assert len({len(batch.labels) for batch in uneven}) == 3
+    lengths = uneven[0].sparse_features.lengths()
+    assert (lengths.min(), lengths.max()) == (0, 3)
+    assert uneven[0].sparse_features.values().max() < 11
+    again = draw_batch(run, 0, UNEVEN_BAGS)
+    assert again.sparse_features.values().equal(uneven[0].sparse_features.values())
