@@ -19,7 +19,7 @@ From step b on nothing differs from the peer route, so every result is bitwise t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
@@ -29,13 +29,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt._torchrec import LookupTable, lookup_tables
 from dmt.collectives import IdsToOwners, WantedIds, gather_objects
-from dmt.errors import InputError, nearest
+from dmt.errors import InputError
+from dmt.exchange import route_obstacle
 from dmt.mesh import TowerMesh
 
-__all__ = ["ID_ROUTES", "GlobalIdRoute", "IdRoute", "check_id_route"]
-
-IdRoute = Literal["peer", "global"]
-ID_ROUTES: tuple[IdRoute, ...] = get_args(IdRoute)
+__all__ = ["GlobalIdRoute"]
 
 
 class GlobalIdRoute:
@@ -111,32 +109,10 @@ class GlobalIdRoute:
         return pending
 
 
-def check_id_route(id_route: str) -> None:
-    """Raises `InputError` unless this is a route.
-
-    Example:
-        >>> check_id_route("globl")
-        Traceback (most recent call last):
-        dmt.errors.InputError: id_route='globl' is unknown; use one of ['peer', 'global']. Did you mean 'global'?
-    """
-    if id_route not in ID_ROUTES:
-        raise InputError(
-            f"id_route={id_route!r} is unknown; use one of {list(ID_ROUTES)}.{nearest(id_route, ID_ROUTES)}"
-        )
-
-
 def _refusal(table: LookupTable) -> str | None:
     """Why the global route cannot serve a table, and what to do about it."""
-    if table.scheme == "data_wise":
-        return (
-            "is data_wise, but with id_route='global' one exchange over the sharding group sends every rank's ids to "
-            "each holder of the table, and here every rank of the tower holds it and serves its peers only. Use "
-            "id_route='peer', or table_wise, column_wise or row_wise for this table."
-        )
-    if table.scheme == "row_wise" and table.is_mean:
-        return (
-            "is row_wise with mean pooling, but with id_route='global' a rank sees the ids of its own rows only, never "
-            "the length of the whole bag to divide by. Use id_route='peer', sum pooling, or table_wise or column_wise "
-            "for this table."
-        )
-    return None
+    obstacle = route_obstacle("global", table.scheme, "MEAN" if table.is_mean else "SUM")
+    if not obstacle:
+        return None
+    pooling = " with mean pooling" if table.is_mean else ""
+    return f"is {table.scheme}{pooling}, but {obstacle}. Use id_route='peer', or another scheme for this table."

@@ -14,11 +14,11 @@ from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.errors import InputError
-from dmt.global_route import IdRoute
+from dmt.exchange import Exchange, IdRoute
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
 from dmt.precision import ExchangePrecision
-from dmt.sptt import Exchange, SPTTModule, in_order, shard_in_tower
+from dmt.sptt import SPTTModule, in_order, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]

@@ -20,10 +20,10 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from dmt._torchrec import key_mismatch
 from dmt.collectives import broadcast_module
 from dmt.errors import InputError
-from dmt.global_route import IdRoute
+from dmt.exchange import Exchange, IdRoute
 from dmt.mesh import TowerMesh
 from dmt.precision import ExchangePrecision
-from dmt.sptt import Exchange, SPTTModule, in_order, shard_in_tower
+from dmt.sptt import SPTTModule, in_order, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]

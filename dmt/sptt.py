@@ -46,33 +46,17 @@ from dmt.collectives import (
 )
 from dmt.data_wise import DataWiseTables
 from dmt.errors import InputError, nearest
-from dmt.global_route import GlobalIdRoute, IdRoute, check_id_route
+from dmt.exchange import Exchange
+from dmt.global_route import GlobalIdRoute
 from dmt.mesh import TowerMesh
 from dmt.peer_exchange import PeerExchange
-from dmt.precision import ExchangePrecision, check_table_format
+from dmt.precision import check_table_format
 from dmt.tables import feature_names
 
-__all__ = ["Exchange", "SPTTContext", "SPTTModule", "check_sharding", "in_order", "shard_in_tower"]
+__all__ = ["SPTTContext", "SPTTModule", "check_sharding", "in_order", "shard_in_tower"]
 
 # TorchRec's names of the four schemes.
 _SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """How ids and outputs travel between towers; the same on every rank.
-
-    Raises:
-        InputError: ``id_route`` is unknown.
-    """
-
-    id_route: IdRoute = "peer"
-    """Ids by way of the own peer in each tower, or straight to the holders of the tables (`dmt.global_route`)."""
-    precision: ExchangePrecision = field(default_factory=ExchangePrecision)
-    """Number formats of tower outputs and of their gradients."""
-
-    def __post_init__(self) -> None:
-        check_id_route(self.id_route)
 
 
 @dataclass

@@ -67,6 +67,7 @@ LAYERS = [
     {"errors", "files", "words"},
     {"columns", "tables", "topology", "walkthrough"},
     {"plan", "placement", "mesh", "packing", "precision"},
+    {"exchange"},
     {"costs", "sharding_rules", "branching", "packing_search", "sharding_report"},
     {"sharding_reasons"},
     {"tower_sharding"},

@@ -279,7 +279,7 @@ def refusal_on_rank(rank: int) -> None:
     """All ranks of the job hear of the fault, whichever tower has it."""
     data = Case(towers=2, ranks=2, layout=((("whole",),), (("whole", "data"),)))
     mesh = data.mesh()
-    with pytest.raises(InputError, match=r"Table 't2' in tower 1 is data_wise, .* Use id_route='peer', or table_wise"):
+    with pytest.raises(InputError, match=r"Table 't2' in tower 1 is data_wise, .* Use id_route='peer', or another scheme"):
         GlobalIdRoute(mesh, shard_all(data, placed_tables(data)[mesh.tower], mesh))
     mean = Case(towers=2, ranks=2, layout=((("whole", "rows"),), (("whole",),)), pooling="MEAN")
     with pytest.raises(
