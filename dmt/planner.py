@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -18,6 +19,7 @@ from torchrec.distributed.types import (
 
 from dmt.costs import Hardware, StepWorkload
 from dmt.errors import InputError
+from dmt.exchange import Exchange, IdRoute
 from dmt.placement import SCHEMES, Scheme, TablePlacement, table_shards
 from dmt.sharding_report import TowerSharding
 from dmt.sharding_rules import Rule, ShardingRules
@@ -40,6 +42,7 @@ class TowerShardingPlanner:
         pinned: what is decided for single tables, by name or pattern: a scheme, several, or a `TablePlacement`.
         workload: batch size, ids per sample and optimizer of the tables.
         hardware: memory and rates of a rank.
+        id_route: how ids travel; `plan` and `explain` take it from the sharders.
         device_type: ``"cpu"`` or ``"cuda"``.
     """
 
@@ -51,11 +54,14 @@ class TowerShardingPlanner:
         pinned: Mapping[str, Rule] | None = None,
         workload: StepWorkload | None = None,
         hardware: Hardware | None = None,
+        id_route: IdRoute = "peer",
         device_type: str = "cpu",
     ) -> None:
         self.topology = topology
         schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
-        self.rules = ShardingRules(schemes=cast("tuple[Scheme, ...]", schemes), tables=dict(pinned or {}))
+        self.rules = ShardingRules(
+            schemes=cast("tuple[Scheme, ...]", schemes), tables=dict(pinned or {}), id_route=id_route
+        )
         self.workload = workload or StepWorkload()
         self.hardware = hardware or Hardware()
         self.device_type = device_type
@@ -74,12 +80,12 @@ class TowerShardingPlanner:
             InputError: no module fits a sharder, a rule names no table, or tables do not fit (see `plan_tables`).
         """
         modules = self._modules(model, sharders)
-        placements = self._explain(modules).placements
+        placements = self._explain(modules, sharders).placements
         return ShardingPlan(plan={path: self._sharding(tables, placements) for path, tables in modules.items()})
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerSharding:
         """The plan behind `plan`, with costs, loads and reasons."""
-        return self._explain(self._modules(model, sharders))
+        return self._explain(self._modules(model, sharders), sharders)
 
     def plan_module(self, tables_by_tower: Sequence[Sequence[Any]]) -> EmbeddingModuleShardingPlan:
         """Plans one module from the table configs of each mesh tower."""
@@ -87,16 +93,19 @@ class TowerShardingPlanner:
 
     def plan_tables(self, tables_by_tower: Sequence[Sequence[Any]]) -> TowerSharding:
         """`dmt.tower_sharding.plan_tables` with this planner's settings."""
-        return plan_tables(
-            tables_by_tower, self.topology, workload=self.workload, hardware=self.hardware, rules=self.rules
-        )
+        return self._plan(tables_by_tower, self.rules)
 
-    def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]]) -> TowerSharding:
+    def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerSharding:
         # Together: the modules of a model share the ranks.
         towers = [
             [table for tables in of_tower for table in tables] for of_tower in zip(*modules.values(), strict=True)
         ]
-        return self.plan_tables(towers)
+        routes = {getattr(sharder, "exchange", Exchange()).id_route for sharder in sharders}
+        rules = replace(self.rules, id_route="global") if "global" in routes else self.rules
+        return self._plan(towers, rules)
+
+    def _plan(self, tables_by_tower: Sequence[Sequence[Any]], rules: ShardingRules) -> TowerSharding:
+        return plan_tables(tables_by_tower, self.topology, workload=self.workload, hardware=self.hardware, rules=rules)
 
     @staticmethod
     def _modules(model: nn.Module, sharders: Sequence[Any]) -> dict[str, list[list[Any]]]:

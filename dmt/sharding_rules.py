@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError, nearest
+from dmt.exchange import IdRoute, route_obstacle
 from dmt.placement import SCHEMES, Scheme, TablePlacement, column_shards, row_shards, table_shards
 
 __all__ = ["Allowed", "Rule", "ShardingRules"]
@@ -48,6 +49,9 @@ class ShardingRules:
     tables: Mapping[str, Rule] = field(default_factory=dict)
     """By table name or pattern (``"t_ad*"``): one scheme, several to choose from, or the whole placement."""
 
+    id_route: IdRoute = "peer"
+    """How ids travel; the global route does not carry every scheme (`dmt.exchange.route_obstacle`)."""
+
     def __post_init__(self) -> None:
         _check_schemes("schemes", self.schemes)
         for key, rule in self.tables.items():
@@ -76,29 +80,36 @@ class ShardingRules:
         where = f"Table {table.name!r} in tower {tower}"
         key = self._key(table.name, where)
         if key is None:
-            possible = tuple(s for s in SCHEMES if s in self.schemes and not obstacle(table, s, num_ranks))
+            possible = tuple(s for s in SCHEMES if s in self.schemes and not self._obstacle(table, s, num_ranks))
             if tuple(self.schemes) == SCHEMES:
                 return Allowed(possible, None, "")
             asked = " or ".join(s for s in SCHEMES if s in self.schemes)
             if possible:
                 return Allowed(possible, None, f"{_choice(possible)}asked for")
             return Allowed(
-                ("table_wise",), None, f"{asked} asked for, but {obstacle(table, self.schemes[0], num_ranks)}"
+                ("table_wise",), None, f"{asked} asked for, but {self._obstacle(table, self.schemes[0], num_ranks)}"
             )
         rule = self.tables[key]
         of_pattern = "" if key == table.name else f" ({key!r})"
         if isinstance(rule, TablePlacement):
+            hindered = self._obstacle(table, rule.scheme, num_ranks)
+            if hindered:
+                raise InputError(f"{where} is pinned {rule.scheme}, but {hindered}. Pin it table_wise.")
             _check_placement(table, rule, num_ranks, where)
             return Allowed((rule.scheme,), rule, f"pinned by the user{of_pattern}")
         asked_schemes = (rule,) if isinstance(rule, str) else tuple(rule)
-        possible = tuple(s for s in SCHEMES if s in asked_schemes and not obstacle(table, s, num_ranks))
+        possible = tuple(s for s in SCHEMES if s in asked_schemes and not self._obstacle(table, s, num_ranks))
         if not possible:
             first = asked_schemes[0]
             raise InputError(
-                f"{where} cannot be {first}, as the rule for {key!r} asks: {obstacle(table, first, num_ranks)}. Change "
-                "the rule, or let it choose from several schemes."
+                f"{where} cannot be {first}, as the rule for {key!r} asks: "
+                f"{self._obstacle(table, first, num_ranks)}. Change the rule, or let it choose from several schemes."
             )
         return Allowed(possible, None, f"{_choice(possible)}asked for{of_pattern}")
+
+    def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:
+        pooling = getattr(table, "pooling", "SUM")
+        return obstacle(table, scheme, num_ranks) or route_obstacle(self.id_route, scheme, pooling)
 
     def _key(self, name: str, where: str) -> str | None:
         if name in self.tables:
@@ -156,9 +167,6 @@ def _check_placement(table: Any, placement: TablePlacement, num_ranks: int, wher
         raise InputError(
             f"{where} is pinned to local rank {outside[0]}, but its tower has ranks 0..{num_ranks - 1}. Use one."
         )
-    hindered = obstacle(table, placement.scheme, num_ranks)
-    if hindered:
-        raise InputError(f"{where} is pinned {placement.scheme}, but {hindered}. Pin it table_wise.")
     if placement.scheme in ("row_wise", "data_wise") and len(placement.ranks) != num_ranks:
         raise InputError(
             f"{where} is pinned {placement.scheme} on {len(placement.ranks)} ranks; it takes all {num_ranks} ranks of "

@@ -123,6 +123,72 @@ def partition(**options: Any) -> None:
         print_partition(found, options["out"], options["report"])
 
 
+@main.command(
+    epilog="Example: dmt plan demo --memory-gib 16; or without a config: dmt plan --towers towers.json "
+    "--ranks-per-tower 8 --batch-size 4096 --pin 't_ad*=row_wise' --out plan.json"
+)
+@click.argument("config", required=False)
+@click.argument("overrides", nargs=-1)
+@click.option("--tables", type=click.Path(path_type=Path), help="Tables as JSON, where there is no CONFIG.")
+@click.option("--towers", type=click.Path(path_type=Path), help="Tower plan; its recorded tables do without --tables.")
+@click.option("--num-towers", type=int, help="T; by default that of --towers, else 1.")
+@click.option("--ranks-per-tower", type=int, help="L; 8 without a CONFIG.")
+@click.option("--num-replicas", type=int, help="R; 1 without a CONFIG.")
+@click.option("--batch-size", type=int, help="B, samples per rank; 1024 without a CONFIG.")
+@click.option("--pooling", multiple=True, metavar="FEATURE=NUMBER", help="Mean ids per sample, where it is not 1.")
+@click.option("--memory-gib", type=float, help="Memory of a rank for tables, in GiB; no limit without it.")
+@click.option("--optimizer", help="Of the tables: rowwise_adagrad, adagrad, adam or sgd.")
+@click.option("--lookup-gb-per-s", type=float, help="Rate of lookups and updates, GB/s.")
+@click.option("--link-gb-per-s", type=float, help="Rate of a rank's link inside its tower, GB/s.")
+@click.option("--exchange-us", type=float, help="Fixed cost of a collective, microseconds.")
+@click.option("--scheme", multiple=True, help="Allow only this scheme (repeatable), where a table can have it.")
+@click.option("--pin", multiple=True, metavar="TABLES=SCHEME", help="Scheme of tables by name or pattern (repeatable).")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the plan as JSON.")
+@click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(config: str | None, overrides: tuple[str, ...], *, everything: bool, as_json: bool, **options: Any) -> None:
+    """Places the tables of each tower on its ranks, and says why.
+
+    CONFIG is a training config or the name of a shipped one; OVERRIDES are section.key=value.
+    """
+    from dmt.training.plan_command import print_sharding, run_plan
+
+    found = run_plan(config, overrides, options)
+    if as_json:
+        click.echo(json.dumps(found.to_record(), indent=1))
+    else:
+        print_sharding(found, everything=everything, out=options["out"])
+
+
+@main.command(epilog="Example: dmt check cluster.toml sharding.id_route=global --rows 500")
+@click.argument("config")
+@click.argument("overrides", nargs=-1)
+@click.option("--rows", "max_rows", type=click.IntRange(min=8), default=1000, show_default=True, help="Most per table.")
+@click.option("--max-ranks", type=click.IntRange(4, 64), default=8, show_default=True, help="Processes, at most.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Rows per rank and step.")
+@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Training steps.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=120, show_default=True, help="Seconds.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: Any) -> None:
+    """Checks a run on processes of this machine, before a cluster is spent on it.
+
+    CONFIG's model, towers, sharding plan, precision and id route, made small, against the same model in one process:
+    forward pass, gradients, a few steps, a checkpoint under another placement. Data files are opened for their columns,
+    but no row of them is read. OVERRIDES are section.key=value. Exit code 1: something does not agree.
+    """
+    from dmt.training.check.ranks import RanksFailedError
+    from dmt.training.check_command import print_report, run_check
+
+    try:
+        report = run_check(config, overrides, **limits)
+    except RanksFailedError as error:
+        click.echo(f"FAILED: {error}", err=True)
+        sys.exit(1)
+    print_report(report, as_json=as_json)
+    if not report.agrees:
+        sys.exit(1)
+
+
 @main.command(epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
 @click.option("--arch", required=True, help="dlrm or dcn.")
 @click.option("--towers", type=int, help="Number of towers; the flat model without it.")

@@ -83,6 +83,7 @@ def sharding_planner(config: TrainingConfig) -> TowerShardingPlanner:
             lookup_gb_per_s=sharding.lookup_gb_per_s,
             link_gb_per_s=sharding.link_gb_per_s,
         ),
+        id_route=sharding.id_route,
     )
 
 

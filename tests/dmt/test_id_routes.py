@@ -279,7 +279,9 @@ def refusal_on_rank(rank: int) -> None:
     """All ranks of the job hear of the fault, whichever tower has it."""
     data = Case(towers=2, ranks=2, layout=((("whole",),), (("whole", "data"),)))
     mesh = data.mesh()
-    with pytest.raises(InputError, match=r"Table 't2' in tower 1 is data_wise, .* Use id_route='peer', or another scheme"):
+    with pytest.raises(
+        InputError, match=r"Table 't2' in tower 1 is data_wise, .* Use id_route='peer', or another scheme"
+    ):
         GlobalIdRoute(mesh, shard_all(data, placed_tables(data)[mesh.tower], mesh))
     mean = Case(towers=2, ranks=2, layout=((("whole", "rows"),), (("whole",),)), pooling="MEAN")
     with pytest.raises(
@@ -396,7 +398,7 @@ def sharder_refusals_on_rank(rank: int) -> None:
         case = sptt_case.Case(
             towers=1, ranks=2, kind=kind, plan=((0, 1, 2, 3),), scheme="mixed", id_route="global", dims=(8, 8, 8, 8)
         )
-        with pytest.raises(InputError, match="Table 't3' in tower 0 is data_wise"):
+        with pytest.raises(InputError, match="Table 't3' in tower 0 is pinned data_wise, but id_route='global'"):
             sptt_case.shard(case, sptt_case.build(case), mesh)
 
 

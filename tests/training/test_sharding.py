@@ -48,11 +48,27 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
         ({"sharding": {"plan": "nowhere.json"}}, r"Sharding plan nowhere\.json: cannot be read"),
         ({"sharding": {"forward_precision": "fp8"}}, r"forward='fp8' does not run on device 'cpu'"),
         (
+            {"sharding": {"id_route": "global", "tables": {"t_C2": "data_wise"}}},
+            r"Table 't_C2' in tower 1 cannot be data_wise, .*id_route='global'",
+        ),
+        (
             {"sharding": {"table_precision": "fp16", "scheme": "data_wise", "tables": {"t_C2": "data_wise"}}},
             r"Table 't_C2' in tower 1 cannot be data_wise.*FP16",
         ),
     ],
-    ids=["table", "pattern", "one rank", "rows", "memory", "all memory", "feature", "plan", "fp8", "fp16 data-wise"],
+    ids=[
+        "table",
+        "pattern",
+        "one rank",
+        "rows",
+        "memory",
+        "all memory",
+        "feature",
+        "plan",
+        "fp8",
+        "route",
+        "fp16 data-wise",
+    ],
 )
 def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
     config = small(**sections)
@@ -158,3 +174,12 @@ def test_fp16_tables_train_within_their_rounding() -> None:
     tables = [name for name in state if "embedding_bags" in name]
     assert all(torch.equal(state[name], state[name].half().float()) for name in tables)
     assert losses == pytest.approx(exact, rel=2e-3)
+
+
+@pytest.mark.parametrize("sharding", [{"id_route": "global"}, {"table_precision": "fp16"}], ids=str)
+def test_the_planner_chooses_only_what_can_be_carried_out(sharding: dict[str, Any]) -> None:
+    free = tower_sharding(small(), source(small()).tables)
+    assert "data_wise" in {placement.scheme for placement in free.placements.values()}
+    config = small(sharding=sharding)
+    found = tower_sharding(config, source(config).tables)
+    assert "data_wise" not in {placement.scheme for placement in found.placements.values()}

@@ -1,0 +1,357 @@
+"""What every rank of a check does: `check_on_rank`. Models are made one after the other, each from the same start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.sharded_towers import TowerCollectionSharder
+from dmt.training.build import ClickTask, build_model, build_optimizer
+from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
+from dmt.training.check.bounds import (
+    allowed_gradient,
+    allowed_logits,
+    allowed_outputs,
+    allowed_weights,
+)
+from dmt.training.check.findings import Finding
+from dmt.training.check.local import LocalPart, column_cuts, copy_parts, digest, load_start, local_parts
+from dmt.training.check.oracle import (
+    Expected,
+    Forward,
+    compute_expected,
+    is_table,
+    is_tower_module,
+    plain_task,
+    table_of,
+)
+from dmt.training.check.ranks import Say
+from dmt.training.check.shrink import CheckedRun
+from dmt.training.check.watch import Watch, sparse_part
+from dmt.training.checkpoint import load_plain, save_model
+from dmt.training.config import TrainingConfig
+from dmt.training.sharding import fused_params, shard_model, sharding_planner
+
+__all__ = ["RankReport", "Trained", "check_on_rank"]
+
+CPU = torch.device("cpu")
+# Tables are updated in the backward pass: their gradient is read off one step of SGD. At this rate the step is as large
+# as the weights or larger, so that its rounding tells nothing else.
+_PROBE_RATE = 2.0**10
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What a rank sends back."""
+
+    findings: tuple[Finding, ...]
+    skipped: Mapping[str, str]
+    """Why a check was left out, by its name."""
+    shards: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """(name, offsets, sizes) of every shard that the rank holds."""
+    whole: Mapping[str, str]
+    """Digest of everything that the rank holds whole, by name, after training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model after training, and what it put out on the way."""
+
+    model: DistributedModelParallel
+    parts: list[LocalPart]
+    """Weights of this rank after training, copied."""
+    losses: list[float]
+    """By step; empty where a pipeline trained."""
+    logits: list[Tensor]
+    """By step."""
+
+
+def check_on_rank(rank: int, say: Say, run: CheckedRun) -> RankReport:
+    """Runs every check on this rank; collective.
+
+    Args:
+        rank: this rank.
+        say: tells the parent what this rank is at.
+        run: what is checked.
+
+    Raises:
+        InputError: the run cannot be built as its config says.
+    """
+    checks = _Checks(rank, run, TowerMesh(run.topology))
+    say("forward pass and gradients")
+    checks.forward_and_gradients()
+    say("training")
+    trained = checks.training()
+    say("train pipeline")
+    checks.pipeline(trained)
+    say("id routes")
+    checks.routes(trained)
+    say("checkpoint")
+    checks.checkpoint(trained)
+    parts = local_parts(trained.model)
+    return RankReport(
+        findings=tuple(checks.findings),
+        skipped=checks.skipped,
+        shards=tuple(
+            (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape))
+            for part in parts
+            if part.is_shard
+        ),
+        whole={part.name: digest(part.tensor) for part in trained.parts if not part.is_shard},
+    )
+
+
+class _Checks:
+    def __init__(self, rank: int, run: CheckedRun, mesh: TowerMesh) -> None:
+        self.rank, self.run, self.mesh = rank, run, mesh
+        self.findings: list[Finding] = []
+        self.skipped: dict[str, str] = {}
+        self.precision = run.config.sharding.precision
+        self._exact = _with(run.config, forward_precision="fp32", backward_precision="fp32")
+        self._expected: Expected | None = None
+
+    @property
+    def expected(self) -> Expected:
+        assert self._expected is not None, "computed with the first model"
+        return self._expected
+
+    # The checks, in order.
+
+    def forward_and_gradients(self) -> None:
+        """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
+        probe = {"sparse": "sgd", "sparse_lr": _PROBE_RATE, "warmup_steps": 0}
+        model = self._shard(_with(self.run.config, section="optimizer", **probe))
+        self._expected = self._meet_expected(column_cuts(model))
+        load_start(model, self.expected.start)
+        watch = Watch(model)
+        for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
+            loss = watch.run(draw_batch(self.run, self.rank, index))
+            self._compare_forward(watch, self.expected.forward[index], name)
+        loss.backward()
+        self._compare_gradients(model)
+
+    def training(self) -> Trained:
+        """A few steps against the plain module, with FP32 between towers; returns the run in its own formats."""
+        trained = self._train(self._exact)
+        expected, steps = self.expected, self.run.limits.steps
+        for step, loss in enumerate(trained.losses):
+            mean = expected.losses[step][self.rank]
+            # A step of Adam may differ in single weights, see `bounds`; a mean loss feels little of that.
+            self._found("losses", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
+        for part in trained.parts:
+            start, wanted = part.of(expected.start), part.of(expected.weights)
+            allowed = allowed_weights(
+                start,
+                wanted,
+                is_table=is_table(part.name),
+                optimizer=self.run.config.optimizer,
+                steps=steps,
+                is_half=part.tensor.dtype == torch.float16,
+            )
+            check = "table weights" if is_table(part.name) else "dense weights"
+            distance = float((part.tensor.float() - wanted).norm())
+            self._found(check, table_of(part.name), distance, allowed, f"after {steps} steps")
+        if all(torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts):
+            self._found("table weights", "every weight", float("nan"), 0.0, "training moved nothing")
+        return trained if self._exact == self.run.config else self._train(self.run.config)
+
+    def pipeline(self, plain: Trained) -> None:
+        """TorchRec's train pipeline, which exchanges ids a batch ahead, against the plain loop."""
+        model = self._shard(self.run.config)
+        load_start(model, self.expected.start)
+        pipeline: Any = TrainPipelineSparseDist(
+            model, build_optimizer(self.run.config.optimizer, model), CPU, execute_all_batches=True
+        )
+        batches = self._batches()
+        logits = [pipeline.progress(batches)[0] for _ in range(self.run.limits.steps)]
+        self._compare_bits("pipeline", plain, logits, local_parts(model))
+
+    def routes(self, plain: Trained) -> None:
+        """The other id route."""
+        if self.run.config.dataflow == "flat":
+            self.skipped["id routes"] = "the flat dataflow has one route"
+            return
+        other = "peer" if self.run.config.sharding.id_route == "global" else "global"
+        try:
+            trained = self._train(_with(self.run.config, id_route=other))
+        except InputError as error:
+            # Every rank raises: what a route cannot carry is agreed on before anything is sent.
+            self.skipped["id routes"] = f"id_route={other!r} cannot: {str(error).partition(', but')[0]}"
+            return
+        self._compare_bits("id routes", plain, trained.logits, trained.parts)
+
+    def checkpoint(self, trained: Trained) -> None:
+        """The trained weights, saved, read into the plain module, and loaded under another placement."""
+        folder = Path(self.run.folder) / "checkpoint"
+        save_model(trained.model, folder)
+        task = plain_task(self.run)
+        load_plain(task, folder)
+        saved = {name: value.detach() for name, value in task.state_dict().items()}
+        for part in trained.parts:
+            self._found("checkpoint", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
+        model = self._shard(self.run.other, placement=self.run.other_placement)
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        for part in local_parts(model):
+            self._found("reload", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
+        ours, plain = Watch(model), Watch(task)
+        seen = [watch.run_and_see(draw_batch(self.run, self.rank, SINGLE_IDS)) for watch in (ours, plain)]
+        if self.run.config.model.has_towers:
+            self._compare_outputs("reload", seen[0].outputs, seen[1].outputs)
+        else:
+            self._compare_tables("reload", seen[0].embeddings, seen[1].embeddings, is_exact=True)
+
+    # What they are made of.
+
+    def _shard(self, config: TrainingConfig, placement: Sequence[int] | None = None) -> DistributedModelParallel:
+        """As the trainer does it; several towers of a model on one mesh tower, which it does not have, besides."""
+        run = self.run
+        placement = run.placement if config is not run.other else placement
+        if placement is None:
+            return shard_model(config, run.tables, run.num_dense, self.mesh)
+        model = ClickTask(build_model(config, run.tables, run.num_dense, device="meta"))
+        sharder = TowerCollectionSharder(
+            self.mesh,
+            placement=placement,
+            fused_params=fused_params(config.optimizer),
+            id_route=config.sharding.id_route,
+            peer_precision=config.sharding.precision,
+        )
+        plan = sharding_planner(config).plan(model, [sharder])
+        return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+
+    def _meet_expected(self, cuts: Mapping[str, Sequence[int]]) -> Expected:
+        """Rank 0 runs the plain module, and the others read what it came to."""
+        path = Path(self.run.folder) / "expected.pt"
+        if self.rank == 0:
+            torch.save(compute_expected(self.run, cuts), path)
+        dist.barrier()
+        # Written a moment ago by this program.
+        expected: Expected = torch.load(path, weights_only=False, mmap=True)
+        return expected
+
+    def _batches(self) -> Iterator[Any]:
+        return (draw_batch(self.run, self.rank, step) for step in range(self.run.limits.steps))
+
+    def _train(self, config: TrainingConfig) -> Trained:
+        model = self._shard(config)
+        load_start(model, self.expected.start)
+        optimizer = build_optimizer(config.optimizer, model)
+        losses, logits = [], []
+        for batch in self._batches():
+            optimizer.zero_grad()
+            loss, (of_batch, _, _) = model(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            logits.append(of_batch)
+        parts = copy_parts(model)
+        with torch.no_grad():
+            losses.append(float(model(draw_batch(self.run, self.rank, self.run.limits.steps))[0]))
+        return Trained(model=model, parts=parts, losses=losses, logits=logits)
+
+    def _compare_forward(self, watch: Watch, expected: Forward, check: str) -> None:
+        has_towers = self.run.config.model.has_towers
+        # A tower sees the samples of all its peers, tower by tower.
+        seen = dist.get_process_group_ranks(self.mesh.peer_group) if has_towers else [self.rank]
+        wanted = {
+            feature: torch.cat([expected.embeddings[rank][feature] for rank in seen])
+            for feature in watch.seen.embeddings
+        }
+        # With one id per bag an embedding is a row; a sum of three may be added up in another order.
+        self._compare_tables(check, watch.seen.embeddings, wanted, is_exact=check == "embeddings")
+        outputs, logits = expected.outputs[self.rank], expected.logits[self.rank]
+        if has_towers:
+            self._compare_outputs("tower outputs", watch.seen.outputs, outputs)
+        allowed = allowed_logits(logits, expected.rounding)
+        batch = "one id per bag" if check == "embeddings" else "bags of 0 to 3 ids"
+        self._found("logits", "the logits", _distance(watch.seen.logits, logits), allowed, batch)
+
+    def _compare_tables(
+        self, check: str, ours: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, is_exact: bool
+    ) -> None:
+        """Embeddings by feature: what goes into tower modules, or in a flat model what crossed between ranks."""
+        forward = "fp32" if self.run.config.model.has_towers else self.precision.forward
+        # Numbers of several tables can share a scale.
+        of_all = max(float(value.abs().max()) for value in wanted.values()) if forward in ("int8", "fp8") else 0.0
+        for feature, value in ours.items():
+            largest = max(of_all, float(wanted[feature].abs().max()))
+            allowed = allowed_outputs(largest, forward, is_exact=is_exact)
+            self._found(check, f"table of {feature}", _distance(value, wanted[feature]), allowed)
+
+    def _compare_outputs(self, check: str, ours: Tensor, wanted: Tensor) -> None:
+        """Outputs of the sparse part, tower by tower."""
+        widths = self._tower_widths()
+        allowed = allowed_outputs(float(wanted.abs().max()), self.precision.forward, is_exact=False)
+        for tower, (mine, its) in enumerate(zip(ours.split(widths, 1), wanted.split(widths, 1), strict=True)):
+            self._found(check, f"output of tower {tower}", _distance(mine, its), allowed)
+
+    def _tower_widths(self) -> list[int]:
+        model = build_model(self.run.config, self.run.tables, self.run.num_dense, device="meta")
+        return [tower.interaction.out_features for tower in sparse_part(ClickTask(model)).towers]
+
+    def _compare_gradients(self, model: DistributedModelParallel) -> None:
+        expected = self.expected.gradients
+        kinds = {"dense gradients": 0.0, "tower gradients": 0.0, "table gradients": 0.0}
+        for name, gradient in expected.items():
+            kinds[_kind(name)] = max(kinds[_kind(name)], float(gradient.abs().max()))
+        found: list[tuple[str, Tensor, Tensor, float]] = []
+        for part in local_parts(model):
+            if is_table(part.name):
+                start = part.of(self.expected.start)
+                after = part.tensor.float()
+                # The step was rounded with the weights that it led to.
+                unit = 2.0**-11 if part.tensor.dtype == torch.float16 else 2.0**-24
+                rounding = 2 * unit * float(after.abs().max()) / _PROBE_RATE
+                found.append((part.name, (start - after) / _PROBE_RATE, part.of(expected), rounding))
+        for name, parameter in model.named_parameters():
+            if not is_table(name) and parameter.grad is not None:
+                found.append((name, parameter.grad, expected[name], 0.0))
+        for name, ours, wanted, rounding in found:
+            kind = _kind(name)
+            allowed = rounding + allowed_gradient(
+                float(wanted.abs().max()), kinds[kind], self.expected.rounding[name], self.precision
+            )
+            self._found(kind, table_of(name), _distance(ours, wanted), allowed)
+
+    def _compare_bits(self, check: str, plain: Trained, logits: Sequence[Tensor], parts: Sequence[LocalPart]) -> None:
+        for step, (ours, wanted) in enumerate(zip(logits, plain.logits, strict=True)):
+            self._found(check, "the logits", _distance(ours, wanted), 0.0, f"step {step}")
+        for part, other in zip(parts, plain.parts, strict=True):
+            assert part.name == other.name, f"{part.name} stands where {other.name} was"
+            self._found(check, table_of(part.name), _distance(part.tensor, other.tensor), 0.0, "after training")
+
+    def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
+        place = f"rank {self.rank}" + (f", {place}" if place else "")
+        self.findings.append(Finding(check=check, item=item, difference=difference, allowed=allowed, place=place))
+
+
+def _kind(name: str) -> str:
+    if is_table(name):
+        return "table gradients"
+    return "tower gradients" if is_tower_module(name) else "dense gradients"
+
+
+def _distance(ours: Tensor, wanted: Tensor) -> float:
+    """Largest difference; NaN where the shapes differ."""
+    if ours.shape != wanted.shape:
+        return float("nan")
+    if ours.numel() == 0:
+        return 0.0
+    return float((ours.detach().float() - wanted.detach().float()).abs().max())
+
+
+def _with(config: TrainingConfig, section: str = "sharding", **values: Any) -> TrainingConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -1,0 +1,261 @@
+"""From a config made for a cluster to one that a few processes of this machine can run: `shrink`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dmt.costs import StepWorkload
+from dmt.placement import SCHEMES, Scheme, TablePlacement
+from dmt.plan import TowerPlan
+from dmt.sharding_rules import Rule, ShardingRules
+from dmt.tables import TableSpec
+from dmt.topology import TowerTopology
+from dmt.tower_sharding import plan_tables
+from dmt.training.build import tower_plan
+from dmt.training.config import TrainingConfig
+from dmt.training.sharding import tower_sharding
+
+__all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink"]
+
+# Warm-up is cut to so many steps: then the few steps that are run have the rising rates and the full ones.
+_WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckLimits:
+    """How large a check may be."""
+
+    max_rows: int = 1000
+    """Most rows of a table."""
+    max_ranks: int = 8
+    """Most ranks, at least 4: two towers of two."""
+    batch_size: int = 16
+    """B, rows per rank and step."""
+    steps: int = 4
+    """Training steps."""
+    timeout_s: float = 120.0
+    """Longest time without any news from a rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """What is run on every rank; plain data."""
+
+    config: TrainingConfig
+    """The run, shrunk."""
+    other: TrainingConfig
+    """The same under another placement, to load its checkpoint into."""
+    tables: tuple[TableSpec, ...]
+    """Whole tables, shrunk; their order is that of the features."""
+    splits: Mapping[str, tuple[int, ...]]
+    """Columns of each shard of the tables that the tower plan cuts, by feature."""
+    num_dense: int
+    """Dense columns."""
+    placement: tuple[int, ...] | None
+    """Mesh tower of each tower of a multi-tower model where several share one; else None."""
+    other_placement: tuple[int, ...] | None
+    """The same in the other placement."""
+    limits: CheckLimits
+    """As given."""
+    folder: str
+    """For plans, expected values and checkpoints; all ranks see it."""
+    reduced: tuple[str, ...]
+    """What is smaller than in the config, a line each."""
+
+    @property
+    def topology(self) -> TowerTopology:
+        """The mesh that is run."""
+        return self.config.topology.build()
+
+
+def shrink(
+    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, *, limits: CheckLimits, folder: Path
+) -> CheckedRun:
+    """Makes the run small and keeps what it is made of: every table its scheme, every tower its module.
+
+    The sharding plan is made for the full size, under the config's memory limit, and its schemes are pinned; where
+    towers keep their number of ranks, so are the ranks of every shard.
+
+    Args:
+        config: the run.
+        tables: of its data, whole.
+        num_dense: dense columns of its data.
+        limits: how small.
+        folder: where the plans are written.
+
+    Raises:
+        InputError: the towers or the sharding plan do not fit the tables or the memory.
+    """
+    full = config.topology.build()
+    topology = fewer_ranks(full, limits.max_ranks)
+    most = max(limits.max_rows, topology.ranks_per_tower)
+    small = [replace(table, num_embeddings=min(table.num_embeddings, most)) for table in tables]
+    asked = config
+    config = _with(config, "optimizer", warmup_steps=min(config.optimizer.warmup_steps, _WARMUP_STEPS))
+    config = _with(config, "topology", num_towers=topology.num_towers, ranks_per_tower=topology.ranks_per_tower)
+    reduced = [*_said_of_ranks(full, topology), *_said_of_sizes(asked, tables, most, config)]
+    shared: dict[str, Any] = {
+        "tables": tuple(small),
+        "num_dense": num_dense,
+        "limits": limits,
+        "folder": str(folder),
+        "reduced": tuple(reduced),
+    }
+    if config.dataflow == "flat":
+        other = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
+        return CheckedRun(
+            config=config,
+            other=_with(config, "sharding", scheme=other),
+            splits={},
+            placement=None,
+            other_placement=None,
+            **shared,
+        )
+    towers = _Towers(tower_plan(asked, tables), config.model.has_towers, topology)
+    pinned = _pins(tower_sharding(asked, tables).placements, towers.plan.split_tables(tables), small, full, topology)
+    others: dict[str, Rule] = {name: _other_schemes(rule, topology) for name, rule in pinned.items()}
+    workload = StepWorkload(batch_size=limits.batch_size, optimizer=config.optimizer.sparse)
+    runs = {}
+    for name, rules, is_swapped in (("run", pinned, False), ("other", others, True)):
+        plan, by_tower = towers.arranged(small, is_swapped=is_swapped)
+        plan.save(folder / f"{name}.towers.json")
+        made = plan_tables(by_tower, topology, workload=workload, rules=ShardingRules(tables=rules))
+        made.save(folder / f"{name}.sharding.json")
+        runs[name] = _with(
+            _with(config, "towers", plan=str(folder / f"{name}.towers.json")),
+            "sharding",
+            plan=str(folder / f"{name}.sharding.json"),
+            scheme="auto",
+            tables={},
+            memory_gib=None,
+        )
+    return CheckedRun(
+        config=runs["run"],
+        other=runs["other"],
+        splits=dict(towers.plan.column_splits),
+        placement=towers.placement(is_swapped=False),
+        other_placement=towers.placement(is_swapped=True),
+        **shared,
+    )
+
+
+def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
+    """The topology with at most so many ranks: fewer ranks per tower first, then fewer towers on the mesh.
+
+    Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
+    least 4 there are two towers where there were two or more.
+
+    Example:
+        >>> small = fewer_ranks(TowerTopology(num_towers=2, ranks_per_tower=8), 8)
+        >>> small.num_towers, small.ranks_per_tower
+        (2, 4)
+        >>> small = fewer_ranks(TowerTopology(num_towers=16, ranks_per_tower=8), 8)
+        >>> small.num_towers, small.ranks_per_tower
+        (4, 2)
+    """
+    towers, ranks = topology.num_towers, topology.ranks_per_tower
+    ranks = min(ranks, max(min(ranks, 2), max_ranks // towers))
+    return TowerTopology(num_towers=max(1, min(towers, max_ranks // ranks)), ranks_per_tower=ranks)
+
+
+class _Towers:
+    """The towers of the run on the mesh that is left for them.
+
+    Args:
+        plan: of the run, whole.
+        has_modules: whether the model is made of towers. Then they stay and several share a mesh tower; the towers of a
+            flat model are joined.
+        topology: the mesh.
+    """
+
+    def __init__(self, plan: TowerPlan, has_modules: bool, topology: TowerTopology) -> None:
+        # Without the tables it was made for, which were larger.
+        self.plan = replace(plan, tables=())
+        self._has_modules = has_modules
+        self._num_mesh = topology.num_towers
+        self._mesh_of = [i * topology.num_towers // plan.num_towers for i in range(plan.num_towers)]
+
+    def placement(self, *, is_swapped: bool) -> tuple[int, ...] | None:
+        """The mesh tower of each tower; None for the plain order."""
+        mesh = self._mesh(is_swapped)
+        return tuple(mesh) if self._has_modules and mesh != list(range(self._num_mesh)) else None
+
+    def arranged(self, tables: Sequence[TableSpec], *, is_swapped: bool) -> tuple[TowerPlan, list[list[TableSpec]]]:
+        """The plan to write down, and the tables of each mesh tower."""
+        mesh = self._mesh(is_swapped)
+        by_tower: list[list[TableSpec]] = [[] for _ in range(self._num_mesh)]
+        features: list[list[str]] = [[] for _ in range(self._num_mesh)]
+        of_towers = self.plan.tables_by_tower(self.plan.split_tables(tables))
+        for tower, of_tower, number in zip(self.plan.towers, of_towers, mesh, strict=True):
+            by_tower[number] += of_tower
+            features[number] += tower.features
+        if self._has_modules:
+            return self.plan, by_tower
+        return TowerPlan.from_lists(features, column_splits=self.plan.column_splits), by_tower
+
+    def _mesh(self, is_swapped: bool) -> list[int]:
+        return [self._num_mesh - 1 - number for number in self._mesh_of] if is_swapped else self._mesh_of
+
+
+def _pins(
+    placements: Mapping[str, TablePlacement],
+    whole: Sequence[TableSpec],
+    small: Sequence[TableSpec],
+    full: TowerTopology,
+    topology: TowerTopology,
+) -> dict[str, Rule]:
+    """The scheme of every table of the full-size plan, and its ranks where towers keep theirs."""
+    if full.ranks_per_tower != topology.ranks_per_tower:
+        return {name: placement.scheme for name, placement in placements.items()}
+    rows = {table.name: table.num_embeddings for table in whole}
+    most = max(table.num_embeddings for table in small)
+    return {
+        name: _with_fewer_rows(placement, rows[name], min(rows[name], most)) for name, placement in placements.items()
+    }
+
+
+def _with_fewer_rows(placement: TablePlacement, rows: int, fewer: int) -> TablePlacement:
+    """The placement for a table of fewer rows; row shards of given sizes keep their proportions, about."""
+    if placement.scheme != "row_wise" or not placement.sizes or rows == fewer:
+        return placement
+    spare = fewer - len(placement.sizes)  # every shard has a row
+    sizes = [1 + spare * size // rows for size in placement.sizes]
+    sizes[sizes.index(max(sizes))] += fewer - sum(sizes)
+    return replace(placement, sizes=tuple(sizes))
+
+
+def _other_schemes(rule: Rule, topology: TowerTopology) -> tuple[Scheme, ...]:
+    if topology.ranks_per_tower == 1:
+        return ("table_wise",)
+    used = rule.scheme if isinstance(rule, TablePlacement) else rule
+    # Not data-wise, which FP16 tables cannot be and the global id route cannot carry.
+    return tuple(scheme for scheme in SCHEMES if scheme not in (used, "data_wise"))
+
+
+def _with(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def _said_of_ranks(full: TowerTopology, topology: TowerTopology) -> list[str]:
+    said = []
+    if full.ranks_per_tower != topology.ranks_per_tower:
+        said.append(f"checked with {topology.ranks_per_tower} of {full.ranks_per_tower} ranks per tower")
+    if full.num_towers != topology.num_towers:
+        said.append(f"the {full.num_towers} towers share {topology.num_towers} mesh towers")
+    return said
+
+
+def _said_of_sizes(asked: TrainingConfig, tables: Sequence[TableSpec], most: int, config: TrainingConfig) -> list[str]:
+    said = []
+    cut = [table for table in tables if table.num_embeddings > most]
+    if cut:
+        largest = max(table.num_embeddings for table in cut)
+        said.append(f"{len(cut)} of {len(tables)} tables have {most:,} rows instead of up to {largest:,}")
+    if asked.optimizer.warmup_steps != config.optimizer.warmup_steps:
+        said.append(
+            f"learning rates rise over {config.optimizer.warmup_steps} steps instead of {asked.optimizer.warmup_steps}"
+        )
+    return said
