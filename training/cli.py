@@ -124,7 +124,7 @@ def partition(**options: Any) -> None:
 
 
 @main.command(
-    epilog="Example: dmt plan demo --memory-gib 16; or without a config: dmt plan --towers towers.json "
+    epilog="Example: dmt plan demo sharding.memory_gib=16; or without a config: dmt plan --towers towers.json "
     "--ranks-per-tower 8 --batch-size 4096 --pin 't_ad*=row_wise' --out plan.json"
 )
 @click.argument("config", required=False)
@@ -132,9 +132,9 @@ def partition(**options: Any) -> None:
 @click.option("--tables", type=click.Path(path_type=Path), help="Tables as JSON, where there is no CONFIG.")
 @click.option("--towers", type=click.Path(path_type=Path), help="Tower plan; its recorded tables do without --tables.")
 @click.option("--num-towers", type=int, help="T; by default that of --towers, else 1.")
-@click.option("--ranks-per-tower", type=int, help="L; 8 without a CONFIG.")
-@click.option("--num-replicas", type=int, help="R; 1 without a CONFIG.")
-@click.option("--batch-size", type=int, help="B, samples per rank; 1024 without a CONFIG.")
+@click.option("--ranks-per-tower", type=int, help="L, 8 by default.")
+@click.option("--num-replicas", type=int, help="R, 1 by default.")
+@click.option("--batch-size", type=int, help="B, samples per rank, 1024 by default.")
 @click.option("--pooling", multiple=True, metavar="FEATURE=NUMBER", help="Mean ids per sample, where it is not 1.")
 @click.option("--memory-gib", type=float, help="Memory of a rank for tables, in GiB; no limit without it.")
 @click.option("--optimizer", help="Of the tables: rowwise_adagrad, adagrad, adam or sgd.")
@@ -149,7 +149,8 @@ def partition(**options: Any) -> None:
 def plan(config: str | None, overrides: tuple[str, ...], *, everything: bool, as_json: bool, **options: Any) -> None:
     """Places the tables of each tower on its ranks, and says why.
 
-    CONFIG is a training config or the name of a shipped one; OVERRIDES are section.key=value.
+    CONFIG is a training config or the name of a shipped one, planned as the trainer will; OVERRIDES are
+    section.key=value. Without a CONFIG, options say what is planned.
     """
     from dmt.training.plan_command import print_sharding, run_plan
 

@@ -120,6 +120,8 @@ class ShardingConfig(_Section):
     """Rate at which a rank reads rows, in 10^9 bytes per second; its ratio to the next one decides plans."""
     link_gb_per_s: float = Field(default=150.0, gt=0)
     """Rate at which a rank sends inside its tower, in 10^9 bytes per second."""
+    exchange_us: float = Field(default=20.0, ge=0)
+    """Fixed microseconds of a collective; with small tables it decides."""
     id_route: Literal["peer", "global"] = "peer"
     """How ids get to the tables: by way of the own peer in each tower, or in one exchange over all ranks."""
     forward_precision: ExchangeFormat = "fp32"

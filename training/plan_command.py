@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dmt.costs import Hardware, SparseOptimizer, StepWorkload
+from dmt.costs import Hardware, StepWorkload
 from dmt.errors import InputError
 from dmt.placement import SCHEMES
 from dmt.plan import TowerPlan
@@ -29,43 +29,37 @@ _SHOWN_TABLES = 20
 _PIPE_WIDTH = 140
 
 
-class _Source(NamedTuple):
-    """What is planned, before options change it."""
-
-    tables: Sequence[TableSpec]
-    towers: TowerPlan
-    topology: TowerTopology
-    batch_size: int
-    optimizer: SparseOptimizer
+# What a config says, so that an option cannot contradict it.
+_CONFIG_KEYS = {
+    "tables": "data",
+    "towers": "towers.plan",
+    "num_towers": "topology.num_towers",
+    "ranks_per_tower": "topology.ranks_per_tower",
+    "num_replicas": "topology.num_replicas",
+    "batch_size": "train.batch_size",
+    "pooling": "sharding.pooling_factors",
+    "memory_gib": "sharding.memory_gib",
+    "optimizer": "optimizer.sparse",
+    "lookup_gb_per_s": "sharding.lookup_gb_per_s",
+    "link_gb_per_s": "sharding.link_gb_per_s",
+    "exchange_us": "sharding.exchange_us",
+    "scheme": "sharding.scheme",
+    "pin": "sharding.tables",
+}
 
 
 def run_plan(config: str | None, overrides: Sequence[str], options: Mapping[str, Any]) -> TowerSharding:
     """Does what ``dmt plan`` was asked for; writes the plan where ``--out`` says.
 
     Args:
-        config: a training config, or None where the tables come from a file.
+        config: a training config, whose run is planned as the trainer will, or None where the tables come from a file.
         overrides: ``section.key=value`` for the config.
         options: the command's options by name, with ``-`` as ``_``.
 
     Raises:
         InputError: options contradict each other, a file cannot be read, or the tables cannot be placed as asked.
     """
-    source = _of_config(config, overrides, options) if config else _of_files(options)
-    batch, optimizer = options["batch_size"], options["optimizer"]
-    memory = options["memory_gib"]
-    rates = {name: options[name] for name in ("lookup_gb_per_s", "link_gb_per_s", "exchange_us") if options[name]}
-    schemes = options["scheme"] or SCHEMES
-    found = plan_tables(
-        source.towers.tables_by_tower(source.tables),
-        source.topology,
-        workload=StepWorkload(
-            batch_size=source.batch_size if batch is None else batch,
-            pooling_factors=_pooling(options["pooling"]),
-            optimizer=cast("SparseOptimizer", optimizer or source.optimizer),
-        ),
-        hardware=Hardware(memory_per_rank=None if memory is None else int(memory * 2**30), **rates),
-        rules=ShardingRules(schemes=schemes, tables=_pins(options["pin"])),
-    )
+    found = _of_config(config, overrides, options) if config else _of_files(options)
     if options["out"]:
         found.save(options["out"])
     return found
@@ -95,23 +89,27 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
         ) from error
 
 
-def _of_config(config: str, overrides: Sequence[str], options: Mapping[str, Any]) -> _Source:
-    given = [name for name in ("tables", "towers", "num_towers", "ranks_per_tower", "num_replicas") if options[name]]
+def _of_config(config: str, overrides: Sequence[str], options: Mapping[str, Any]) -> TowerSharding:
+    given = [name for name in _CONFIG_KEYS if options[name] not in (None, ())]
     if given:
         raise InputError(
-            f"--{given[0].replace('_', '-')} and a CONFIG contradict each other: the config has tables, towers and "
-            "topology. Change it by section.key=value."
+            f"--{given[0].replace('_', '-')} and a CONFIG contradict each other: the config decides it. Change "
+            f"{_CONFIG_KEYS[given[0]]} there, or append section.key=value."
         )
-    from dmt.training.build import tower_plan
+    from dmt.training.build import open_data
     from dmt.training.config import load_config
-    from dmt.training.data import open_source
+    from dmt.training.sharding import tower_sharding
 
     run = load_config(config, overrides)
-    tables = open_source(run.data, embedding_dim=run.model.embedding_dim).tables
-    return _Source(tables, tower_plan(run, tables), run.topology.build(), run.train.batch_size, run.optimizer.sparse)
+    if run.dataflow == "flat":
+        raise InputError(
+            f"Config {config} has the flat dataflow (model.arch={run.model.arch!r}), which TorchRec's own planner "
+            "places. Append sharding.dataflow=sptt to plan its towers."
+        )
+    return tower_sharding(run, open_data(run).tables)
 
 
-def _of_files(options: Mapping[str, Any]) -> _Source:
+def _of_files(options: Mapping[str, Any]) -> TowerSharding:
     towers = TowerPlan.load(options["towers"]) if options["towers"] else None
     if options["tables"]:
         tables = read_tables(options["tables"])
@@ -123,18 +121,30 @@ def _of_files(options: Mapping[str, Any]) -> _Source:
             "its tables."
         )
     number = options["num_towers"] or (towers.num_towers if towers else 1)
-    topology = TowerTopology(
-        num_towers=number,
-        ranks_per_tower=8 if options["ranks_per_tower"] is None else options["ranks_per_tower"],
-        num_replicas=1 if options["num_replicas"] is None else options["num_replicas"],
-    )
     if towers is None:
         towers = TowerPlan.strided(feature_names(tables), number)
     elif towers.num_towers != number:
         raise InputError(
             f"--num-towers {number} does not fit {options['towers']}, which has {towers.num_towers} towers. Drop it."
         )
-    return _Source(tables, towers, topology, StepWorkload().batch_size, StepWorkload().optimizer)
+    known = {name: value for name, value in options.items() if value not in (None, ())}
+    memory = known.get("memory_gib")
+    rates = {name: known[name] for name in ("lookup_gb_per_s", "link_gb_per_s", "exchange_us") if name in known}
+    return plan_tables(
+        towers.tables_by_tower(tables),
+        TowerTopology(
+            num_towers=number,
+            ranks_per_tower=known.get("ranks_per_tower", 8),
+            num_replicas=known.get("num_replicas", 1),
+        ),
+        workload=StepWorkload(
+            batch_size=known.get("batch_size", StepWorkload.batch_size),
+            pooling_factors=_pooling(options["pooling"]),
+            optimizer=known.get("optimizer", StepWorkload.optimizer),
+        ),
+        hardware=Hardware(memory_per_rank=None if memory is None else int(memory * 2**30), **rates),
+        rules=ShardingRules(schemes=options["scheme"] or SCHEMES, tables=_pins(options["pin"])),
+    )
 
 
 def _pins(texts: Sequence[str]) -> dict[str, Rule]:

@@ -82,6 +82,7 @@ def sharding_planner(config: TrainingConfig) -> TowerShardingPlanner:
             memory_per_rank=None if sharding.memory_gib is None else int(sharding.memory_gib * 2**30),
             lookup_gb_per_s=sharding.lookup_gb_per_s,
             link_gb_per_s=sharding.link_gb_per_s,
+            exchange_us=sharding.exchange_us,
         ),
         id_route=sharding.id_route,
     )

@@ -12,8 +12,9 @@ from dmt import TableSpec, TowerPlan
 from dmt.sharding_report import TowerSharding
 from dmt.training.cli import main
 from dmt.training.config import to_toml
+from dmt.training.sharding import tower_sharding
 from tests.test_house import run_without_torchrec
-from tests.training.small import small
+from tests.training.small import small, source
 
 
 def plan(*arguments: object) -> Result:
@@ -51,6 +52,16 @@ def test_a_config_is_planned_with_its_own_sizes(tmp_path: Path) -> None:
     assert (record["topology"]["num_towers"], record["topology"]["ranks_per_tower"]) == (2, 2)
     assert len(record["tables"]) == 6
     assert len(record["ranks"]) == 4
+
+
+def test_a_config_is_planned_as_the_trainer_will(tmp_path: Path) -> None:
+    sections = {"memory_gib": 0.5, "tables": {"t_C2": "row_wise"}, "pooling_factors": {"C1": 7.0}, "id_route": "global"}
+    config = small(sharding={**sections, "exchange_us": 0.0})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    result = plan(tmp_path / "run.toml", "--json")
+    assert result.exit_code == 0, result.output
+    expected = tower_sharding(config, source(config).tables).to_record()
+    assert json.loads(result.output) == json.loads(json.dumps(expected))
 
 
 def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -> None:
@@ -102,6 +113,8 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
         ([], "There are no tables to plan. Give a CONFIG, or --tables"),
         (["--towers", "bare.json"], "There are no tables to plan"),
         (["demo", "--towers", "towers.json"], "--towers and a CONFIG contradict each other"),
+        (["demo", "--memory-gib", "1"], "--memory-gib and a CONFIG contradict each other: the config decides it"),
+        (["demo", "model.arch=dlrm"], "has the flat dataflow (model.arch='dlrm')"),
         (
             ["--towers", "towers.json", "--num-towers", "3"],
             "--num-towers 3 does not fit towers.json, which has 2 towers",
