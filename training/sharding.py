@@ -103,13 +103,25 @@ def tower_sharding(config: TrainingConfig, tables: Sequence[TableSpec]) -> Tower
 
 
 def shard_model(
-    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, mesh: TowerMesh
+    config: TrainingConfig,
+    tables: Sequence[TableSpec],
+    num_dense: int,
+    mesh: TowerMesh,
+    *,
+    placement: Sequence[int] | None = None,
 ) -> DistributedModelParallel:
     """Builds the model and distributes it over the mesh, ready to train.
 
     Everything is built on the meta device, so a rank never holds tables that are not its own. Dense parts start equal
     on all ranks (data parallel broadcasts them). Tables are drawn by the rank that holds them, each rank from a seed of
     its own: with a shared one, tables of equal size would start equal, and features look alike that are not.
+
+    Args:
+        config: the run.
+        tables: of the data source, whole.
+        num_dense: dense columns of the data source.
+        mesh: the groups.
+        placement: the mesh tower of each tower of a multi-tower model; by default one each, in order.
     """
     model = ClickTask(build_model(config, tables, num_dense, device="meta"))
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
@@ -122,7 +134,7 @@ def shard_model(
             "peer_precision": config.sharding.precision,
         }
         if config.model.has_towers:
-            sharders = [TowerCollectionSharder(mesh, **options)]
+            sharders = [TowerCollectionSharder(mesh, placement=placement, **options)]
         else:
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, tower_plan(config, tables), **options)]
         plan = sharding_planner(config).plan(model, sharders)

@@ -16,7 +16,6 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.sharded_towers import TowerCollectionSharder
 from dmt.training.build import ClickTask, build_model, build_optimizer
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.bounds import (
@@ -41,7 +40,7 @@ from dmt.training.check.shrink import CheckedRun
 from dmt.training.check.watch import Watch, sparse_part
 from dmt.training.checkpoint import load_plain, save_model
 from dmt.training.config import TrainingConfig
-from dmt.training.sharding import fused_params, shard_model, sharding_planner
+from dmt.training.sharding import shard_model
 
 __all__ = ["RankReport", "Trained", "check_on_rank"]
 
@@ -216,21 +215,9 @@ class _Checks:
     # What they are made of.
 
     def _shard(self, config: TrainingConfig, placement: Sequence[int] | None = None) -> DistributedModelParallel:
-        """As the trainer does it; several towers of a model on one mesh tower, which it does not have, besides."""
         run = self.run
         placement = run.placement if config is not run.other else placement
-        if placement is None:
-            return shard_model(config, run.tables, run.num_dense, self.mesh)
-        model = ClickTask(build_model(config, run.tables, run.num_dense, device="meta"))
-        sharder = TowerCollectionSharder(
-            self.mesh,
-            placement=placement,
-            fused_params=fused_params(config.optimizer),
-            id_route=config.sharding.id_route,
-            peer_precision=config.sharding.precision,
-        )
-        plan = sharding_planner(config).plan(model, [sharder])
-        return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+        return shard_model(config, run.tables, run.num_dense, self.mesh, placement=placement)
 
     def _meet_expected(self, cuts: Mapping[str, Sequence[int]]) -> Expected:
         """Rank 0 runs the plain module, and the others read what it came to."""
