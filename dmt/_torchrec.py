@@ -18,6 +18,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
@@ -30,6 +31,7 @@ __all__ = [
     "PipelinedModule",
     "at_end_of_backward",
     "equal_blocks",
+    "fused_settings",
     "group_env",
     "key_mismatch",
     "lookup_tables",
@@ -54,6 +56,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.sharding.tw_sharding.BaseTwEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.RwSparseFeaturesDist": "zch_bucketize_row_pos",
     "torchrec.optim.optimizers.in_backward_optimizer_filter": "_in_backward_optimizers",
+    "torchrec.distributed.embeddingbag": "_optimizer_classes _optimizer_kwargs",
 }
 
 
@@ -145,6 +148,20 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
     """Tells ``in_backward_optimizer_filter`` that no other optimizer must update this parameter."""
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
+
+
+def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Fused optimizer settings of a table: those of the sharder, then those given on its parameter.
+
+    Args:
+        parameter: of the unsharded module; ``apply_optimizer_in_backward`` leaves class and arguments on it.
+        fused_params: of the sharder.
+    """
+    classes, arguments = (getattr(parameter, f"_optimizer_{part}", []) for part in ("classes", "kwargs"))
+    settings = dict(fused_params or {})
+    for kind, kwargs in zip(classes, arguments, strict=True):
+        settings |= {"optimizer": optimizer_type_to_emb_opt_type(kind), **kwargs}
+    return settings
 
 
 class GroupShardedEBC(ShardedEmbeddingBagCollection):

@@ -3,7 +3,8 @@
 Neo (arXiv 2104.05158, section 4, "Data parallelism"): no exchange of ids or embeddings, an all-reduce of the table's
 gradient instead. TorchRec leaves such tables to the dense optimizer and drops the fused one they were given; here they
 are updated as FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains
-alike whatever its scheme.
+alike whatever its scheme. One difference: FBGEMM updates once for each forward pass, a data-wise table once for each
+backward pass, also when that goes through several forward passes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torchrec.optim.fused import FusedOptimizer
 from dmt._torchrec import at_end_of_backward, mark_updated_in_backward
 from dmt.collectives import start_sum
 from dmt.errors import InputError
+from dmt.table_optimizers import data_wise_obstacle
 
 __all__ = ["DataWiseOptimizer", "DataWiseTables"]
 
@@ -31,8 +33,6 @@ _STATES = {
 }
 # FBGEMM's defaults.
 _DEFAULTS = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
-# Settings of fused kernels that change the update in a way that is not reproduced here.
-_UNSUPPORTED = ("weight_decay", "gradient_clipping", "max_gradient", "max_norm", "regularization_mode")
 
 
 class DataWiseOptimizer(FusedOptimizer):
@@ -54,7 +54,6 @@ class DataWiseOptimizer(FusedOptimizer):
     def __init__(self, weights: Mapping[str, Tensor], settings: Mapping[str, Mapping[str, Any]]) -> None:
         self._settings = {name: _checked(name, settings[name]) for name in weights}
         self._weights = dict(weights)
-        self._steps = 0
         self._rates = {name: setting["learning_rate"] for name, setting in self._settings.items()}
         state, groups = {}, []
         for name, weight in self._weights.items():
@@ -64,16 +63,18 @@ class DataWiseOptimizer(FusedOptimizer):
                 f"{name}.{part}": torch.zeros(shape, dtype=torch.float32, device=weight.device)
                 for part in _STATES[kind]
             }
+            if kind is EmbOptimType.ADAM:
+                state[weight][f"{name}.iter"] = torch.zeros((), dtype=torch.int64)
             groups.append({"params": [weight], "lr": self._rates[name]})
         super().__init__({f"embedding_bags.{name}.weight": w for name, w in weights.items()}, state, groups)
 
     @torch.no_grad()
     def update(self) -> None:
         """Updates every table that has a gradient."""
-        self._steps += 1
         for name, weight in self._weights.items():
             if weight.grad is not None:
-                weight.sub_(self._rates[name] * self._direction(name, weight, weight.grad.float()))
+                # Of the data, which autograd does not watch: FBGEMM's updates do not invalidate a graph either.
+                weight.data.sub_(self._rates[name] * self._direction(name, weight, weight.grad.float()))
 
     def step(self, closure: Any = None) -> None:
         """Takes over the learning rates of ``param_groups``; the update itself happened in the backward pass."""
@@ -96,13 +97,14 @@ class DataWiseOptimizer(FusedOptimizer):
         if kind is EmbOptimType.EXACT_ADAGRAD:
             first.add_(grad.square())
             return grad / (first.sqrt() + eps)
-        second = self.state[weight][f"{name}.momentum2"]
+        second, steps = (self.state[weight][f"{name}.{part}"] for part in ("momentum2", "iter"))
+        steps += 1
         rows = grad.ne(0).any(dim=1)
         beta1, beta2 = setting["beta1"], setting["beta2"]
         first[rows] = beta1 * first[rows] + (1 - beta1) * grad[rows]
         second[rows] = beta2 * second[rows] + (1 - beta2) * grad[rows].square()
-        mean = first / (1 - beta1**self._steps)
-        root = (second / (1 - beta2**self._steps)).sqrt()
+        mean = first / (1 - beta1 ** int(steps))
+        root = (second / (1 - beta2 ** int(steps))).sqrt()
         return torch.where(rows.unsqueeze(1), mean / (root + eps), 0.0)
 
 
@@ -141,6 +143,8 @@ class DataWiseTables(nn.Module):
 
     def forward(self, features: Any) -> Tensor:
         """Looks up; nothing is sent."""
+        # What a backward pass left that did not come to its end, because something raised.
+        self._drop_pending()
         return self.module(features)
 
     def flush(self) -> None:
@@ -150,33 +154,29 @@ class DataWiseTables(nn.Module):
         """Called by TorchRec before it loads weights; nothing is cached."""
 
     def _reduce(self, parameter: Tensor) -> None:
-        if not self._pending:
-            at_end_of_backward(self._finish)
+        # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
+        at_end_of_backward(self._finish)
         assert parameter.grad is not None, "called once the gradient is there"
         self._pending.append((parameter, start_sum(parameter.grad, self._group)))
 
     def _finish(self) -> None:
-        pending, self._pending = self._pending, []
-        for parameter, work in pending:
+        if not self._pending:
+            return
+        for parameter, work in self._pending:
             work.wait()
             assert parameter.grad is not None, "it was there when its reduction began"
             parameter.grad.div_(self._group.size())
         self.optimizer.update()
-        for parameter, _ in pending:
+        self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        for parameter, work in self._pending:
+            work.wait()
             parameter.grad = None
+        self._pending = []
 
 
 def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    merged = {**_DEFAULTS, **settings}
-    if merged["optimizer"] not in _STATES:
-        raise InputError(
-            f"Table {table!r} is data-wise, but its optimizer is {merged['optimizer']}; data-wise tables take one of "
-            f"{[str(kind) for kind in _STATES]}. Use another optimizer or scheme."
-        )
-    unsupported = [key for key in _UNSUPPORTED if merged.get(key)]
-    if unsupported:
-        raise InputError(
-            f"Table {table!r} is data-wise, but its fused optimizer sets {unsupported[0]}={merged[unsupported[0]]!r}, "
-            "which data-wise tables do not have. Drop the setting or use another scheme."
-        )
-    return merged
+    if obstacle := data_wise_obstacle(settings):
+        raise InputError(f"Table {table!r} is data-wise, but {obstacle}. Use another optimizer or scheme.")
+    return {**_DEFAULTS, **settings}

@@ -17,12 +17,13 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from dmt.costs import Hardware, StepWorkload
+from dmt.costs import Hardware, SparseOptimizer, StepWorkload
 from dmt.errors import InputError
 from dmt.exchange import Exchange, IdRoute
 from dmt.placement import SCHEMES, Scheme, TablePlacement, table_shards
 from dmt.sharding_report import TowerSharding
 from dmt.sharding_rules import Rule, ShardingRules
+from dmt.table_optimizers import data_wise_obstacle, optimizer_name
 from dmt.topology import TowerTopology
 from dmt.tower_sharding import plan_tables
 
@@ -40,7 +41,8 @@ class TowerShardingPlanner:
         scheme: one of `SCHEMES` for every table that can have it, several of them, or ``"auto"``. A table that can have
             none of them stays whole.
         pinned: what is decided for single tables, by name or pattern: a scheme, several, or a `TablePlacement`.
-        workload: batch size, ids per sample and optimizer of the tables.
+        workload: batch size, ids per sample and optimizer of the tables; without it, `plan` and `explain` take the
+            optimizer from the sharders' ``fused_params``.
         hardware: memory and rates of a rank.
         id_route: how ids travel; `plan` and `explain` take it from the sharders.
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -62,7 +64,7 @@ class TowerShardingPlanner:
         self.rules = ShardingRules(
             schemes=cast("tuple[Scheme, ...]", schemes), tables=dict(pinned or {}), id_route=id_route
         )
-        self.workload = workload or StepWorkload()
+        self.workload = workload
         self.hardware = hardware or Hardware()
         self.device_type = device_type
 
@@ -87,25 +89,29 @@ class TowerShardingPlanner:
         """The plan behind `plan`, with costs, loads and reasons."""
         return self._explain(self._modules(model, sharders), sharders)
 
-    def plan_module(self, tables_by_tower: Sequence[Sequence[Any]]) -> EmbeddingModuleShardingPlan:
-        """Plans one module from the table configs of each mesh tower."""
-        return self._sharding(tables_by_tower, self.plan_tables(tables_by_tower).placements)
-
     def plan_tables(self, tables_by_tower: Sequence[Sequence[Any]]) -> TowerSharding:
         """`dmt.tower_sharding.plan_tables` with this planner's settings."""
-        return self._plan(tables_by_tower, self.rules)
+        return self._plan(tables_by_tower, self.rules, self.workload)
 
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerSharding:
         # Together: the modules of a model share the ranks.
         towers = [
             [table for tables in of_tower for table in tables] for of_tower in zip(*modules.values(), strict=True)
         ]
-        routes = {getattr(sharder, "exchange", Exchange()).id_route for sharder in sharders}
-        rules = replace(self.rules, id_route="global") if "global" in routes else self.rules
-        return self._plan(towers, rules)
+        rules, workload = self.rules, self.workload
+        for sharder in sharders:
+            settings = getattr(sharder, "fused_params", None) or {}
+            if getattr(sharder, "exchange", Exchange()).id_route == "global":
+                rules = replace(rules, id_route="global")
+            if obstacle := data_wise_obstacle(settings):
+                rules = replace(rules, data_wise_obstacle=obstacle)
+            workload = _same_optimizer(workload, settings)
+        return self._plan(towers, rules, workload)
 
-    def _plan(self, tables_by_tower: Sequence[Sequence[Any]], rules: ShardingRules) -> TowerSharding:
-        return plan_tables(tables_by_tower, self.topology, workload=self.workload, hardware=self.hardware, rules=rules)
+    def _plan(
+        self, tables_by_tower: Sequence[Sequence[Any]], rules: ShardingRules, workload: StepWorkload | None
+    ) -> TowerSharding:
+        return plan_tables(tables_by_tower, self.topology, workload=workload, hardware=self.hardware, rules=rules)
 
     @staticmethod
     def _modules(model: nn.Module, sharders: Sequence[Any]) -> dict[str, list[list[Any]]]:
@@ -128,6 +134,22 @@ class TowerShardingPlanner:
         for table in (table for tables in tables_by_tower for table in tables):
             plan[table.name] = parameter_sharding(table, placements[table.name], device_type=self.device_type)
         return plan
+
+
+def _same_optimizer(workload: StepWorkload | None, settings: Mapping[str, Any]) -> StepWorkload | None:
+    """The workload with the optimizer of the sharder, which decides the memory of its state."""
+    if "optimizer" not in settings:
+        return workload
+    # An optimizer that the cost model does not know is counted as the one with the most state.
+    optimizer = cast("SparseOptimizer", optimizer_name(settings) or "adam")
+    if workload is None:
+        return StepWorkload(optimizer=optimizer)
+    if workload.optimizer != optimizer:
+        raise InputError(
+            f"TowerShardingPlanner: workload.optimizer={workload.optimizer!r}, but the sharder's fused_params have "
+            f"optimizer {settings['optimizer']}, whose state takes another memory. Make them agree."
+        )
+    return workload
 
 
 def parameter_sharding(table: Any, placement: TablePlacement, *, device_type: str = "cpu") -> ParameterSharding:

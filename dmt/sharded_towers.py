@@ -17,7 +17,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dmt._torchrec import key_mismatch
+from dmt._torchrec import fused_settings, key_mismatch
+from dmt.agreement import check_agreement
 from dmt.collectives import broadcast_module
 from dmt.errors import InputError
 from dmt.exchange import Exchange, IdRoute
@@ -79,6 +80,16 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
         module_fqn: str | None = None,
     ) -> ShardedTowerCollection:
         """Called by DMP; ``env`` is ignored, the mesh says where things go."""
+        check_agreement(
+            self.mesh,
+            self.tables_by_tower(module),
+            params,
+            settings={
+                name: fused_settings(parameter, self.fused_params)
+                for name, parameter in self.shardable_parameters(module).items()
+            },
+            exchange=self.exchange,
+        )
         return ShardedTowerCollection(
             module,
             params,

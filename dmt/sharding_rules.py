@@ -51,6 +51,8 @@ class ShardingRules:
 
     id_route: IdRoute = "peer"
     """How ids travel; the global route does not carry every scheme (`dmt.exchange.route_obstacle`)."""
+    data_wise_obstacle: str = ""
+    """Why no table can be data-wise, if none can: its optimizer (`dmt.table_optimizers`)."""
 
     def __post_init__(self) -> None:
         _check_schemes("schemes", self.schemes)
@@ -109,7 +111,8 @@ class ShardingRules:
 
     def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:
         pooling = getattr(table, "pooling", "SUM")
-        return obstacle(table, scheme, num_ranks) or route_obstacle(self.id_route, scheme, pooling)
+        of_optimizer = self.data_wise_obstacle if scheme == "data_wise" else ""
+        return obstacle(table, scheme, num_ranks) or of_optimizer or route_obstacle(self.id_route, scheme, pooling)
 
     def _key(self, name: str, where: str) -> str | None:
         if name in self.tables:

@@ -42,7 +42,6 @@ from dmt.collectives import (
     RowWiseOutputs,
     broadcast_tensor,
     gather_objects,
-    ranks_that_differ,
 )
 from dmt.data_wise import DataWiseTables
 from dmt.errors import InputError, nearest
@@ -50,13 +49,9 @@ from dmt.exchange import Exchange
 from dmt.global_route import GlobalIdRoute
 from dmt.mesh import TowerMesh
 from dmt.peer_exchange import PeerExchange
-from dmt.precision import check_table_format
 from dmt.tables import feature_names
 
-__all__ = ["SPTTContext", "SPTTModule", "check_sharding", "in_order", "shard_in_tower"]
-
-# TorchRec's names of the four schemes.
-_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+__all__ = ["SPTTContext", "SPTTModule", "in_order", "shard_in_tower"]
 
 
 @dataclass
@@ -96,8 +91,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         qcomm_codecs_registry: TorchRec's quantised communication, inside the tower.
 
     Raises:
-        InputError: replicas are asked for (not supported yet), ranks disagree on the towers, tables or the exchange, or
-            the device cannot do a number format.
+        InputError: the device cannot do a number format.
     """
 
     def __init__(
@@ -113,11 +107,6 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         qcomm_codecs_registry: dict[str, Any] | None,
     ) -> None:
         super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
-        if mesh.topology.num_replicas > 1:
-            raise InputError(
-                f"num_replicas={mesh.topology.num_replicas}: nothing keeps replicas equal yet (ReplicaSync is not "
-                "built), so they would drift apart. Use num_replicas=1."
-            )
         self.mesh = mesh
         self._exchange = exchange
         # A feature that several tables of a tower look up is sent there once.
@@ -133,17 +122,6 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._widths: list[int] = []
         self._collections: list[GroupShardedEBC] = []
         self._global_route: GlobalIdRoute | None = None
-        tables = [[_table_record(table) for table in of_tower] for of_tower in tables_by_tower]
-        if differing := ranks_that_differ(tables, mesh.global_group):
-            raise InputError(
-                f"Ranks {differing} have other towers or tables than rank 0. Every rank must build the same model and "
-                "load the same tower plan."
-            )
-        if differing := ranks_that_differ(exchange, mesh.global_group):
-            raise InputError(
-                f"Ranks {differing} have another id_route or peer_precision than rank 0 ({exchange}). Give every rank "
-                "the same."
-            )
         exchange.precision.check_device(self._target_device)
 
     def route_ids(self, embeddings: Iterable[GroupShardedEBC]) -> None:
@@ -310,30 +288,17 @@ def shard_in_tower(
 
     Args:
         embedding: the collection.
-        sharding: for each table its scheme, with ranks and placements local to the tower (0..L-1).
+        sharding: for each table its scheme, with ranks and placements local to the tower (0..L-1); see
+            `dmt.agreement.check_agreement`.
         mesh: the groups.
         fused_params: of FBGEMM's fused optimizer; data-wise tables take the same.
         device: this rank's device.
         qcomm_codecs_registry: TorchRec's quantised communication.
-
-    Raises:
-        InputError: a table has no sharding, an unsupported scheme, a rank outside the tower, or shards that do not
-            cover it.
     """
     ranks = mesh.tower_ranks()
     tables = embedding.embedding_bag_configs()  # type: ignore[operator]
-    # Before any check of this rank's own raises: all ranks of the tower must get here.
     devices = gather_objects(str(device or "cpu"), mesh.tower_group)
-    differing = ranks_that_differ([_sharding_record(sharding.get(t.name)) for t in tables], mesh.tower_group)
-    if differing:
-        raise InputError(
-            f"Ranks {differing} have another sharding plan for tower {mesh.tower} than rank {ranks[0]}. Make the plan "
-            "from the same arguments on every rank."
-        )
-    placed = {}
-    for table in tables:
-        check_sharding(table, sharding.get(table.name), tower=mesh.tower, num_ranks=len(ranks))
-        placed[table.name] = place_globally(sharding[table.name], ranks, devices)
+    placed = {table.name: place_globally(sharding[table.name], ranks, devices) for table in tables}
     return GroupShardedEBC(
         embedding,
         placed,
@@ -344,74 +309,3 @@ def shard_in_tower(
         make_row_wise_output=functools.partial(RowWiseOutputs, rank=mesh.local),
         options={"fused_params": fused_params, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry},
     )
-
-
-def _table_record(table: Any) -> tuple[Any, ...]:
-    kind = (str(table.pooling), str(table.data_type))
-    return (table.name, table.num_embeddings, table.embedding_dim, tuple(table.feature_names), *kind)
-
-
-def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | None:
-    if sharding is None:
-        return None
-    cuts = [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in _shards(sharding)]
-    return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
-
-
-def _shards(sharding: ParameterSharding) -> list[Any]:
-    return list(getattr(sharding.sharding_spec, "shards", None) or [])
-
-
-def check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: int, num_ranks: int) -> None:
-    """Raises `InputError` unless a table's sharding is one that a tower can carry out, naming table and tower.
-
-    Args:
-        table: its ``EmbeddingBagConfig``.
-        sharding: ranks and placements local to the tower.
-        tower: the mesh tower.
-        num_ranks: L.
-    """
-    where = f"Table {table.name!r} in tower {tower}"
-    if sharding is None:
-        raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
-    if sharding.sharding_type not in _SHARDING_TYPES:
-        raise InputError(
-            f"{where} is sharded {sharding.sharding_type!r}; inside a tower use one of {list(_SHARDING_TYPES)}."
-        )
-    check_table_format(table, sharding.sharding_type, tower=tower)
-    ranks, shards = list(sharding.ranks or []), _shards(sharding)
-    outside = [rank for rank in (*ranks, *(s.placement.rank() for s in shards)) if not 0 <= rank < num_ranks]
-    if outside:
-        raise InputError(
-            f"{where} has a shard on rank {outside[0]}; ranks of a plan are local to the tower, 0..{num_ranks - 1}."
-        )
-    if len(set(ranks)) < len(ranks):
-        # With shards of unequal width TorchRec reports a table of another shape, or fails.
-        raise InputError(f"{where} has more than one shard on a rank: {ranks}. Give each rank one, of more columns.")
-    if sharding.sharding_type in ("row_wise", "data_parallel") and ranks != list(range(num_ranks)):
-        raise InputError(
-            f"{where} is sharded {sharding.sharding_type!r} over ranks {ranks}; it takes every rank of the tower, "
-            f"{list(range(num_ranks))}."
-        )
-    if sharding.sharding_type == "data_parallel":
-        return
-    if ranks != [shard.placement.rank() for shard in shards]:
-        raise InputError(
-            f"{where} lists ranks {ranks} but places its shards on {[shard.placement.rank() for shard in shards]}; the "
-            "two must agree."
-        )
-    rows_are_cut = sharding.sharding_type == "row_wise"
-    covered, whole = 0, (table.num_embeddings, table.embedding_dim)
-    for shard in shards:
-        offset, size = ((covered, 0), (shard.shard_sizes[0], whole[1]))
-        if not rows_are_cut:
-            offset, size = ((0, covered), (whole[0], shard.shard_sizes[1]))
-        if (tuple(shard.shard_offsets), tuple(shard.shard_sizes)) != (offset, size) or min(size) < 1:
-            break
-        covered += size[0 if rows_are_cut else 1]
-    if covered != whole[0 if rows_are_cut else 1]:
-        cut = [(list(s.shard_offsets), list(s.shard_sizes)) for s in shards]
-        raise InputError(
-            f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards (offsets, sizes) {cut} do not "
-            f"cover it {'from top to bottom' if rows_are_cut else 'from left to right'}; none may be empty."
-        )

@@ -65,14 +65,14 @@ def test_dependencies_point_one_way(path: Path) -> None:
 # Inside dmt: plan and topology <- collectives <- SPTT <- sharded towers.
 LAYERS = [
     {"errors", "files", "words"},
-    {"columns", "tables", "topology", "walkthrough"},
+    {"columns", "tables", "table_optimizers", "topology", "walkthrough"},
     {"plan", "placement", "mesh", "packing", "precision"},
     {"exchange"},
     {"costs", "sharding_rules", "branching", "packing_search", "sharding_report"},
     {"sharding_reasons"},
     {"tower_sharding"},
     {"_torchrec", "collectives"},
-    {"traffic", "data_wise", "global_route", "peer_exchange"},
+    {"agreement", "traffic", "data_wise", "global_route", "peer_exchange"},
     {"sptt"},
     {"sharded_towers", "sharded_ebc", "planner"},
 ]

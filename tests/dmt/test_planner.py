@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dmt import InputError, TowerPlan, TowerShardingPlanner, TowerTopology
 from dmt.costs import Hardware, StepWorkload
 from dmt.placement import TablePlacement
+from dmt.sharding_report import TowerSharding
 
 TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
 
@@ -77,8 +78,6 @@ def test_the_plan_and_its_explanation_agree() -> None:
     assert {n: tuple(s.ranks) for n, s in plan.items()} == {n: p.ranks for n, p in found.placements.items()}
     assert found.workload.optimizer == "adam"
     assert max(rank.memory for rank in found.ranks) <= 2_000_000
-    same = planner.plan_module(Sharder().tables_by_tower(model[0]))
-    assert {n: s.ranks for n, s in same.items()} == {n: s.ranks for n, s in plan.items()}
 
 
 def test_modules_of_one_model_share_the_ranks() -> None:
@@ -105,3 +104,22 @@ def test_what_does_not_fit_is_refused_without_a_process_group() -> None:
         TowerShardingPlanner(TWO_BY_TWO, hardware=Hardware(memory_per_rank=10_000)).plan(model, [Sharder()])
     with pytest.raises(InputError, match="has no module of type"):
         TowerShardingPlanner(TWO_BY_TWO).plan(nn.Linear(1, 1), [Sharder()])
+
+
+def test_the_optimizer_of_the_sharder_decides_memory_and_data_wise_tables() -> None:
+    model = nn.Sequential(collection("a", "b", "c", "d"))
+
+    def planned(optimizer: str, **options: Any) -> TowerSharding:
+        sharder: Any = Sharder()
+        sharder.fused_params = {"optimizer": optimizer}
+        return TowerShardingPlanner(TWO_BY_TWO, **options).explain(model, [sharder])
+
+    assert planned("exact_row_wise_adagrad").workload.optimizer == "rowwise_adagrad"
+    adam, sgd = planned("adam", scheme="table_wise"), planned("exact_sgd", scheme="table_wise")
+    assert sum(rank.memory for rank in adam.ranks) == 3 * sum(rank.memory for rank in sgd.ranks)
+    assert "data_wise" in {p.scheme for p in planned("exact_sgd").placements.values()}
+    assert "data_wise" not in {p.scheme for p in planned("lamb").placements.values()}
+    with pytest.raises(InputError, match=r"cannot be data_wise.*its optimizer is lamb"):
+        planned("lamb", pinned={"t*": "data_wise"})
+    with pytest.raises(InputError, match=r"workload\.optimizer='sgd', but .* fused_params have optimizer adam"):
+        planned("adam", workload=StepWorkload(optimizer="sgd"))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -221,6 +226,87 @@ def equal_on_rank(rank: int) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.state_dict().items() if "embedding_bags" in n}
 
 
+@pytest.mark.ranks
+def test_a_backward_pass_that_raises_leaves_no_trace() -> None:
+    """A caller may catch the exception and go on with the next batch."""
+    run_ranks(raising_on_rank, 2)
+
+
+def raising_on_rank(rank: int) -> None:
+    tables = make_tables([8, 8])
+    states = []
+    for raises in (False, True):
+        torch.manual_seed(0)
+        pins = {"t0": TablePlacement(scheme="data_wise", ranks=(0, 1))}
+        model = sharded(tables, pins, num_ranks=2)
+        load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
+        for step in range(3):
+            ids, labels = Batches(sizes=(6, 6), max_bag=3).draw(rank, step, tables)
+            embeddings, logits = model(ids)
+            if step == 1:
+                if raises:
+                    # After the data-wise table's gradient is there and its reduction has begun.
+                    table = model.module.sparse_arch.embedding._lookups[-1]
+                    hooked = next(iter(table.parameters())).register_post_accumulate_grad_hook(_fail)
+                    with pytest.raises(ZeroDivisionError):
+                        embeddings["f0"].sum().backward()
+                    hooked.remove()
+                continue
+            loss_of(logits, labels).backward()
+        states.append(full_state(model)["sparse_arch.embedding_bags.t0.weight"])
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+def _fail(parameter: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations(("table_wise", "row_wise", "data_wise"), 2)))
+def test_optimizer_state_loads_into_another_scheme(saved: str, loaded: str, tmp_path: Path) -> None:
+    written = run_ranks(state_on_rank, 2, saved, str(tmp_path), "save")[0]
+    read = run_ranks(state_on_rank, 2, loaded, str(tmp_path), "load")[0]
+    for name, value in written.items():
+        assert value.abs().max() > 0, name
+        assert torch.equal(value, read[name]), name
+
+
+def state_on_rank(rank: int, scheme: str, folder: str, what: str) -> dict[str, torch.Tensor]:
+    """The state of two tables' optimizer, whole; every rank holds some of it (an idle rank has no state to name)."""
+    tables = make_tables([8, 12])
+    torch.manual_seed(rank)
+    pins = {
+        table.name: TablePlacement(scheme=scheme, ranks=(i,) if scheme == "table_wise" else (0, 1))
+        for i, table in enumerate(tables)
+    }
+    model = sharded(tables, pins, num_ranks=2)
+    optimizer = model.fused_optimizer
+    if what == "save":
+        for step in range(2):
+            ids, labels = Batches(sizes=(6, 6), max_bag=3).draw(rank, step, tables)
+            loss_of(model(ids)[1], labels).backward()
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    else:
+        state = {"optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        optimizer.load_state_dict(state["optimizer"])
+    whole: dict[str, torch.Tensor] = {}
+    for of_table in optimizer.state_dict()["state"].values():
+        for name, value in of_table.items():
+            shards = value.local_shards() if isinstance(value, ShardedTensor) else []
+            target = whole.setdefault(name, torch.zeros(value.size()))
+            if not shards:
+                target.copy_(value)
+            for part in shards:
+                first = part.metadata.shard_offsets[0]
+                target[first : first + len(part.tensor)] = part.tensor
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, whole)
+    # Each rank has zeros where it holds nothing; data-wise ranks hold the same.
+    names = sorted({name for part in everyone for name in part})
+    return {name: torch.stack([part[name] for part in everyone if name in part]).amax(dim=0) for name in names}
+
+
 def reference_adam(weight: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
     """FBGEMM's Adam: rows of the batch only, one count of steps for all rows."""
     weight, first, second = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
@@ -266,3 +352,26 @@ def test_optimizers_that_data_wise_tables_do_not_have_are_named() -> None:
         DataWiseOptimizer(weight, {"t_ad": {"optimizer": EmbOptimType.LAMB}})
     with pytest.raises(InputError, match=r"'t_ad' is data-wise, but its fused optimizer sets weight_decay=0.1"):
         DataWiseOptimizer(weight, {"t_ad": {**FUSED, "weight_decay": 0.1}})
+
+
+@pytest.mark.ranks
+def test_a_fault_in_one_tower_is_raised_on_every_rank() -> None:
+    """No rank is left waiting for one that has raised."""
+    run_ranks(fault_on_rank, 2)
+
+
+def fault_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+    two = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
+    tables = make_tables([8, 8])
+    sharder = SPTTEmbeddingBagCollectionSharder(two, TowerPlan.from_lists([["f0"], ["f1"]]), fused_params=FUSED)
+    plan = TowerShardingPlanner(two.topology).plan(FlatModel(tables), [sharder])
+    plan.plan["sparse_arch"]["t1"].sharding_spec.shards[0].shard_sizes[0] = 7  # a fault of tower 1 alone
+    with pytest.raises(InputError, match="Table 't1' in tower 1 is 43 x 8, but its shards"):
+        DistributedModelParallel(FlatModel(tables), device=CPU, plan=plan, sharders=[sharder])
+    model = FlatModel(tables)
+    apply_optimizer_in_backward(torch.optim.SGD, [model.sparse_arch.embedding_bags["t1"].weight], {"weight_decay": 0.1})
+    one = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]), fused_params=FUSED)
+    everywhere = TowerShardingPlanner(mesh.topology, scheme="data_wise").plan(model, [one])
+    with pytest.raises(InputError, match="'t1' in tower 0 is data-wise, but its fused optimizer sets weight_decay"):
+        DistributedModelParallel(model, device=CPU, plan=everywhere, sharders=[one])
