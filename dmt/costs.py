@@ -13,14 +13,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError
 from dmt.placement import Scheme, TablePlacement, table_shards
+from dmt.tables import number_bytes
 from dmt.topology import TowerTopology
 
-__all__ = ["OPTIMIZERS", "CostModel", "Hardware", "ShardLoad", "SparseOptimizer", "StepWorkload", "number_bytes"]
+__all__ = ["OPTIMIZERS", "CostModel", "Hardware", "ShardLoad", "SparseOptimizer", "StepWorkload"]
 
 SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
 OPTIMIZERS: tuple[SparseOptimizer, ...] = get_args(SparseOptimizer)
 
-_NUMBER_BYTES = {"FP32": 4, "FP16": 2, "BF16": 2, "INT8": 1, "UINT8": 1, "NFP8": 1}
 _ID_BYTES = 8  # an id, and a length: int64 both in a KeyedJaggedTensor
 # A row is read in the forward pass, and read and written by the fused update.
 _LOOKUP_PASSES = 3
@@ -189,17 +189,3 @@ class CostModel:
     def _state_bytes(self, rows: int, columns: int) -> int:
         per_row = {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}
         return rows * per_row[self.workload.optimizer]
-
-
-def number_bytes(table: Any) -> int:
-    """Bytes per weight of a table: of its ``data_type``, 4 where it has none.
-
-    Raises:
-        InputError: tables of that type are not trained.
-    """
-    kind = str(getattr(table, "data_type", "FP32"))
-    if kind not in _NUMBER_BYTES:
-        raise InputError(
-            f"Table {table.name!r} has data_type={kind!r}; the planner knows {list(_NUMBER_BYTES)}. Use one of them."
-        )
-    return _NUMBER_BYTES[kind]

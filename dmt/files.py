@@ -1,14 +1,18 @@
-"""Writing files: whole or not at all, and a look beforehand whether a folder takes any."""
+"""Files: written whole or not at all, a look beforehand whether a folder takes any, and records of one format read."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["probe_folder", "replacing"]
+from dmt.errors import InputError
+
+__all__ = ["probe_folder", "read_record", "replacing"]
 
 
 @contextmanager
@@ -52,3 +56,34 @@ def probe_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:
+    """Reads a JSON object that says its format version under ``format``.
+
+    Args:
+        path: the file.
+        what: kind of file, first in every message: ``"Tower plan"``.
+        version: the format that is read.
+        remedy: last in every message, what to do.
+
+    Raises:
+        InputError: the file is absent, not text, not JSON, no object, or of another format version.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "plan.json")
+        ...     _ = path.write_text('{"format": 1, "towers": []}')
+        ...     read_record(path, what="Tower plan", version=1, remedy="Re-run `dmt partition`.")
+        {'format': 1, 'towers': []}
+    """
+    try:
+        record = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{what} {path}: cannot be read ({error}). {remedy}") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{what} {path}, line {error.lineno}: not JSON ({error.msg}). {remedy}") from error
+    found = record.get("format") if isinstance(record, dict) else None
+    if found != version:
+        raise InputError(f"{what} {path} has format {found!r}; this version reads format {version}. {remedy}")
+    return dict(record)

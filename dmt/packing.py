@@ -59,6 +59,10 @@ class Problem:
     """Cost on every rank, once, by kind in use."""
     used: frozenset[int] = frozenset()
     """Kinds in use already."""
+    avoided: frozenset[int] = frozenset()
+    """Kinds that an item with another option takes only for a real gain."""
+    worthwhile: float = 0.0
+    """By what share a packing without avoided kinds may cost more."""
 
     @property
     def num_ranks(self) -> int:

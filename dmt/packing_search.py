@@ -43,12 +43,62 @@ def pack(problem: Problem) -> Packed | None:
     load; the better one is improved. Sets of kinds are tried, as each brings fixed costs. With
     few items on few ranks, branch and bound looks for something better still.
 
+    Kinds that are to be avoided are left out first, for all items that can do without; then they are left to the items
+    that are too large; then to all. The first packing is taken that costs at most `Problem.worthwhile` more than the
+    last one would.
+
     Example:
         >>> options = [[Option((cost,), (1.0,), 0.0, None, 0)] for cost in (3.0, 3.0, 2.0, 2.0, 2.0)]
         >>> found = pack(Problem(options, np.zeros(2), np.zeros(2), 4.0, (0.0,)))
         >>> found.packing.objective, found.method
         (6.0, 'largest differencing, local search')
     """
+    candidates = []
+    for fewer in _with_few_avoided(problem):
+        candidate = _pack(fewer)
+        if candidate is None:
+            continue
+        if _is_good_enough(candidate, _floor(problem), problem):
+            return candidate
+        candidates.append(candidate)
+    best = _pack(problem)
+    if best is None:
+        return candidates[0] if candidates else None
+    return next((c for c in candidates if _is_good_enough(c, best.packing.objective, problem)), best)
+
+
+def _is_good_enough(candidate: Packed, objective: float, problem: Problem) -> bool:
+    return candidate.packing.objective <= objective * (1 + problem.worthwhile)
+
+
+def _with_few_avoided(problem: Problem) -> Iterator[Problem]:
+    """The problem without the kinds to be avoided; then with them for items above the mean load or the memory alone.
+
+    An item that has nothing else keeps what it has.
+    """
+    totals = [_least_total(options, problem.num_ranks) for options in problem.options]
+    mean = (float(problem.cost.sum()) + sum(totals)) / problem.num_ranks
+    for is_strict in (True, False):
+        kept = []
+        for options in problem.options:
+            others = [option for option in options if option.kind not in problem.avoided]
+            fits = others and (is_strict or _fits_whole(others, mean, problem))
+            kept.append(others if fits else options)
+        if all(len(fewer) == len(options) for fewer, options in zip(kept, problem.options, strict=True)):
+            return
+        yield replace(problem, options=kept)
+
+
+def _fits_whole(options: Sequence[Option], mean: float, problem: Problem) -> bool:
+    cheapest = options[_least(options, range(len(options)), problem.num_ranks)]
+    return max(cheapest.part_costs, default=0.0) <= mean and cheapest.most_memory <= problem.capacity
+
+
+def _least_total(options: Sequence[Option], num_ranks: int) -> float:
+    return min(option.total(num_ranks) for option in options)
+
+
+def _pack(problem: Problem) -> Packed | None:
     best = _heuristics(problem)
     for without in _fewer_kinds(problem):
         # No more can be saved than the fixed costs in use, and nothing costs less than the mean over ranks.
@@ -118,7 +168,7 @@ def _fewer_kinds(problem: Problem) -> Iterator[Problem]:
 
 def _floor(problem: Problem) -> float:
     """What no packing goes below: the mean over ranks, and the smallest fixed cost."""
-    least = sum(min(option.total(problem.num_ranks) for option in options) for options in problem.options)
+    least = sum(_least_total(options, problem.num_ranks) for options in problem.options)
     fixed = min(problem.fixed_cost([option.kind]) for options in problem.options for option in options)
     return (float(problem.cost.sum()) + least) / problem.num_ranks + fixed
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dmt.columns import shard_names, split_tables
 from dmt.errors import InputError, nearest
-from dmt.files import replacing
+from dmt.files import read_record, replacing
 from dmt.tables import TableSpec, table_specs
 
 __all__ = ["FORMAT_VERSION", "TowerFeatures", "TowerPlan"]
@@ -242,20 +242,7 @@ class TowerPlan:
         Raises:
             InputError: the file is absent, not JSON, of another format version, or breaks a rule of the plan.
         """
-        try:
-            record = json.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"Tower plan {path}: cannot be read ({error}).") from error
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"Tower plan {path}, line {error.lineno}: not JSON ({error.msg}). Re-run `dmt partition`."
-            ) from error
-        version = record.get("format") if isinstance(record, dict) else None
-        if version != FORMAT_VERSION:
-            raise InputError(
-                f"Tower plan {path} has format {version!r}; this version reads format {FORMAT_VERSION}. "
-                "Re-run `dmt partition`."
-            )
+        record = read_record(path, what="Tower plan", version=FORMAT_VERSION, remedy="Re-run `dmt partition`.")
         try:
             return cls(
                 towers=tuple(TowerFeatures(str(t["name"]), _names(t["features"])) for t in record["towers"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -60,16 +60,25 @@ class Reasons:
                     f"data_wise: all-reduce of {human_bytes(own.reduced_bytes)} a rank costs less than "
                     f"{human_bytes(exchanged)} a rank of ids, embeddings and gradients"
                 )
-        if whole.seconds <= mean and all(other.scheme != "table_wise" for other in self._placements.values()):
-            saved = 1e6 * self._model.fixed_seconds("table_wise")
-            return (
-                f"{_words(placement)}: no table of its tower is whole, which saves {saved:.0f} us of collectives a step"
-            )
         if whole.seconds > mean:
             return f"{_words(placement)}: whole it would be {whole.seconds / mean:.1f} x the mean load of a rank"
+        saved = self._fixed({"table_wise"}, without={scheme}) - self._fixed()
+        if saved > 0 and all(other.scheme != "table_wise" for other in self._placements.values()):
+            return (
+                f"{_words(placement)}: no table of its tower is whole, which saves {1e6 * saved:.0f} us of "
+                "collectives a step"
+            )
+        more = self._fixed({"table_wise"}) - self._fixed()
+        collectives = f" and, alone, bring {1e6 * more:.0f} us of collectives" if more > 0 else ""
         return (
             f"{_words(placement)}: evens out the ranks; whole it would be {whole.seconds / mean:.2f} x their mean load"
+            f"{collectives}"
         )
+
+    def _fixed(self, more: Set[Scheme] = frozenset(), *, without: Set[Scheme] = frozenset()) -> float:
+        """Fixed seconds of the tower's schemes, with some more of them and without others."""
+        used = {placement.scheme for placement in self._placements.values()}
+        return sum(self._model.fixed_seconds(scheme) for scheme in (used - without) | more)
 
     def _of_whole(self, table: Any, share: float) -> str:
         if self._model.topology.ranks_per_tower == 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dmt.costs import Hardware, StepWorkload
 from dmt.errors import InputError
-from dmt.files import replacing
+from dmt.files import read_record, replacing
 from dmt.placement import TablePlacement
 from dmt.topology import TowerTopology
 
@@ -142,20 +142,7 @@ class TowerSharding:
         Raises:
             InputError: the file is absent, not JSON, of another format version, or malformed.
         """
-        try:
-            record = json.loads(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"Sharding plan {path}: cannot be read ({error}). Re-run `dmt plan`.") from error
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"Sharding plan {path}, line {error.lineno}: not JSON ({error.msg}). Re-run `dmt plan`."
-            ) from error
-        version = record.get("format") if isinstance(record, dict) else None
-        if version != SHARDING_FORMAT:
-            raise InputError(
-                f"Sharding plan {path} has format {version!r}; this version reads format {SHARDING_FORMAT}. Re-run "
-                "`dmt plan`."
-            )
+        record = read_record(path, what="Sharding plan", version=SHARDING_FORMAT, remedy="Re-run `dmt plan`.")
         try:
             return cls(
                 topology=TowerTopology(**record["topology"]),

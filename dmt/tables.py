@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from dmt.errors import InputError
 
-__all__ = ["TableSpec", "feature_names", "table_specs"]
+__all__ = ["TableSpec", "feature_names", "number_bytes", "table_specs"]
+
+_NUMBER_BYTES = {"FP32": 4, "FP16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +42,44 @@ class TableSpec:
                 raise InputError(f"Table {self.name!r} has {size}={getattr(self, size)}; it must be positive.")
         if not self.feature_names:
             raise InputError(f"Table {self.name!r} has no feature; give at least one in feature_names.")
+        number_bytes(self)
 
     @property
     def num_bytes(self) -> int:
         """Size of the weights in bytes."""
-        return (2 if self.data_type == "FP16" else 4) * self.num_embeddings * self.embedding_dim
+        return number_bytes(self) * self.num_embeddings * self.embedding_dim
+
+
+def number_bytes(table: Any) -> int:
+    """Bytes per weight of a table: of its ``data_type``, 4 where it has none.
+
+    Raises:
+        InputError: a format other than FP32 and FP16; tables of others are not trained (`dmt.precision`).
+
+    Example:
+        >>> number_bytes(TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("f",), data_type="FP16"))
+        2
+    """
+    kind = _number_format(table)
+    if kind not in _NUMBER_BYTES:
+        raise InputError(
+            f"Table {table.name!r} has data_type={kind!r}; tables train in FP32 or FP16. Use one of them."
+        )
+    return _NUMBER_BYTES[kind]
+
+
+def _number_format(table: Any) -> str:
+    """The name of the format, of TorchRec's ``DataType`` or of a text."""
+    kind = getattr(table, "data_type", "FP32")
+    return str(getattr(kind, "value", kind))
 
 
 def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
     """Converts TorchRec ``EmbeddingBagConfig`` (or anything with the same fields) to `TableSpec`.
 
     Raises:
-        InputError: two tables have one name, or a feature looks up in two tables.
+        InputError: two tables have one name, a feature looks up in two tables, or a table is of a number format that
+            does not train.
     """
     specs = tuple(
         TableSpec(
@@ -59,7 +87,7 @@ def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
             feature_names=tuple(table.feature_names),
-            data_type="FP16" if "FP16" in str(getattr(table, "data_type", "FP32")) else "FP32",
+            data_type=cast("Literal['FP32', 'FP16']", _number_format(table)),
         )
         for table in tables
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from dmt.errors import InputError, nearest
 from dmt.packing import Option, Packing, Problem
 from dmt.packing_search import pack
 from dmt.placement import SCHEMES, Scheme, TablePlacement, column_shards, row_shards
+from dmt.precision import check_table_format
 from dmt.sharding_reasons import Reasons, notes_on
 from dmt.sharding_report import RankLoad, TableSharding, TowerLoad, TowerSharding
 from dmt.sharding_rules import Allowed, ShardingRules
@@ -31,6 +33,7 @@ def plan_tables(
     workload: StepWorkload | None = None,
     hardware: Hardware | None = None,
     rules: ShardingRules | None = None,
+    column_gain: float = 0.05,
 ) -> TowerSharding:
     """Places every table inside its tower (Neo, sections 4 and 4.1).
 
@@ -44,6 +47,9 @@ def plan_tables(
         workload: batch size, ids per sample and optimizer.
         hardware: memory and rates of a rank.
         rules: what the user decided. With a placement for every table, this only computes the report.
+        column_gain: a tower cuts tables into columns only where its busiest rank would otherwise cost more by more than
+            this share, or nothing else fits the memory; 0 takes the cheapest plan. Under row-wise AdaGrad a column-wise
+            table is trained a little differently, and the global id route sends its ids to other hosts once per shard.
 
     Raises:
         InputError: names or numbers are wrong, rules contradict each other or cannot be met, or tables do not fit.
@@ -61,7 +67,10 @@ def plan_tables(
     model = CostModel(topology=topology, workload=workload or StepWorkload(), hardware=hardware or Hardware())
     rules = rules or ShardingRules()
     _check_names(tables_by_tower, model, rules)
-    towers = [_TowerPlanner(number, tables, model, rules).plan() for number, tables in enumerate(tables_by_tower)]
+    _check_tables(tables_by_tower, model, rules)
+    towers = [
+        _TowerPlanner(number, tables, model, rules, column_gain).plan() for number, tables in enumerate(tables_by_tower)
+    ]
     tables = tuple(table for tower in towers for table in tower[0])
     return TowerSharding(
         topology=model.topology,
@@ -96,6 +105,22 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, rul
             )
 
 
+def _check_tables(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, rules: ShardingRules) -> None:
+    """Refuses tables that are not trained, and schemes that not one table can have."""
+    placed = [(table, number) for number, tables in enumerate(tables_by_tower) for table in tables]
+    for table, number in placed:
+        check_table_format(table, "table_wise", tower=number)
+    allowed = [rules.resolve(table, model.topology.ranks_per_tower, number) for table, number in placed]
+    if "table_wise" in rules.schemes or any(set(choice.schemes) & set(rules.schemes) for choice in allowed):
+        return
+    for (table, number), choice in zip(placed, allowed, strict=True):
+        if not any(table.name == key or fnmatchcase(table.name, key) for key in rules.tables):
+            raise InputError(
+                f"No table of the {len(placed)} can have the scheme asked for; the first of them is table "
+                f"{table.name!r} in tower {number}: {choice.why}. Use table_wise, or leave the schemes open."
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class _TowerPlanner:
     """Plans one tower."""
@@ -104,6 +129,7 @@ class _TowerPlanner:
     tables: Sequence[Any]
     model: CostModel
     rules: ShardingRules
+    column_gain: float
 
     def plan(self) -> tuple[list[TableSharding], list[RankLoad], TowerLoad]:
         num_ranks = self.model.topology.ranks_per_tower
@@ -125,6 +151,8 @@ class _TowerPlanner:
             capacity=capacity,
             fixed=tuple(self.model.fixed_seconds(scheme) for scheme in SCHEMES),
             used=frozenset(SCHEMES.index(placement.scheme) for placement in fixed.values()),
+            avoided=frozenset({SCHEMES.index("column_wise")} if self.column_gain else ()),
+            worthwhile=self.column_gain,
         )
         self._check_memory([table for table, _ in free], problem)
         packed = pack(problem)

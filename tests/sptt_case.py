@@ -147,10 +147,12 @@ def shard(case: Case, model: torch.nn.Module, mesh: TowerMesh) -> DistributedMod
         sharder: Any = SPTTEmbeddingBagCollectionSharder(mesh, plan, **options)
     else:
         sharder = TowerCollectionSharder(mesh, placement=case.placement, **options)
+    # In a tower of one rank every table is whole.
+    scheme = case.scheme if case.ranks > 1 else "table_wise"
     planner = (
         TowerShardingPlanner(mesh.topology, pinned=case.pins())
         if case.scheme in MIXES
-        else TowerShardingPlanner(mesh.topology, scheme=case.scheme)
+        else TowerShardingPlanner(mesh.topology, scheme=scheme)
     )
     return DistributedModelParallel(
         model, device=torch.device("cpu"), plan=planner.plan(model, [sharder]), sharders=[sharder]

@@ -30,6 +30,19 @@ __all__ = [
 ]
 
 
+# Keys of the section sharding that only the tower dataflow has.
+_OF_TOWERS = (
+    "tables",
+    "plan",
+    "memory_gib",
+    "pooling_factors",
+    "lookup_gb_per_s",
+    "link_gb_per_s",
+    "exchange_us",
+    "id_route",
+)
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -97,8 +110,8 @@ class TowersConfig(_Section):
 class ShardingConfig(_Section):
     """How embedding tables are spread and moved.
 
-    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``forward_precision`` and
-    ``backward_precision``, which the flat one has too.
+    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``forward_precision``,
+    ``backward_precision`` and ``table_precision``, which the flat one has too.
     """
 
     dataflow: Literal["auto", "flat", "sptt"] = "auto"
@@ -236,7 +249,7 @@ class TrainingConfig(_Section):
     def _check_flat(self) -> None:
         """Refuses what only the tower dataflow has; TorchRec would run without it and not say so."""
         sharding, default = self.sharding, ShardingConfig()
-        for key in ("tables", "plan", "memory_gib", "pooling_factors", "id_route"):
+        for key in _OF_TOWERS:
             if getattr(sharding, key) != getattr(default, key):
                 raise InputError(
                     f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "

@@ -32,7 +32,7 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 _STEPS = 1000  # about so many steps tell the models apart and end within minutes
 _TABLE_ROWS = 20_000
 # Keys of the section sharding that only the tower dataflow has.
-_OF_TOWERS = ("tables", "memory_gib", "pooling_factors", "id_route")
+_OF_TOWERS = ("tables", "memory_gib", "pooling_factors", "lookup_gb_per_s", "link_gb_per_s", "exchange_us", "id_route")
 
 
 def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:

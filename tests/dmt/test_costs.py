@@ -10,6 +10,7 @@ import pytest
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.costs import CostModel, Hardware, StepWorkload
 from dmt.placement import TablePlacement
+from dmt.tables import table_specs
 
 TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=8, feature_names=("a", "b"))
 # G = 2 towers * 4 ranks * 16 = 128 samples; 3 + 1 ids per sample.
@@ -72,9 +73,12 @@ def test_sixteen_bit_tables_take_half() -> None:
         name="t", num_embeddings=1000, embedding_dim=8, feature_names=["a"], data_type=DataType.FP16
     )
     assert MODEL.shard(table, "table_wise", 1000, 8).memory == 1000 * (8 * 2 + 4)
-    table.data_type = DataType.INT4
-    with pytest.raises(InputError, match="Table 't' has data_type='INT4'"):
-        MODEL.shard(table, "table_wise", 1000, 8)
+    for kind in (DataType.INT4, DataType.BF16, DataType.INT8, DataType.UINT8, DataType.NFP8):
+        table.data_type = kind
+        with pytest.raises(InputError, match=f"Table 't' has data_type='{kind.value}'; tables train in FP32 or FP16"):
+            MODEL.shard(table, "table_wise", 1000, 8)
+        with pytest.raises(InputError, match=f"Table 't' has data_type='{kind.value}'; tables train in FP32 or FP16"):
+            table_specs([table])
 
 
 def test_shards_of_a_placement() -> None:

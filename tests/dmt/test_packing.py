@@ -90,6 +90,31 @@ def test_a_fixed_cost_is_paid_once_and_avoided_where_it_does_not_pay() -> None:
     assert pack(both).packing.uses == [0, 3]
 
 
+def test_a_kind_to_be_avoided_is_taken_for_a_gain_alone() -> None:
+    """Four equal items on two ranks are even as they are; three are 2 to 1 whole, and 1.5 each if one is halved."""
+    whole, halves = Option((1.0,), (1.0,), 0.0, None, 0), Option((0.5, 0.5), (0.5, 0.5), 0.0, None, 1)
+
+    def uses(number: int, worthwhile: float, capacity: float = np.inf, fixed: float = 0.0) -> list[int]:
+        of_all = Problem(
+            [[whole, halves]] * number,
+            np.zeros(2),
+            np.zeros(2),
+            capacity,
+            (0.0, fixed),
+            avoided=frozenset({1}),
+            worthwhile=worthwhile,
+        )
+        return pack(of_all).packing.uses
+
+    assert uses(4, 0.0) == [4, 0]
+    assert uses(3, 0.34) == [3, 0]
+    assert uses(3, 0.33)[1] > 0
+    assert uses(3, 0.05, fixed=1.0) == [3, 0]
+    assert uses(3, 0.34, capacity=1.5)[1] > 0, "whole they do not fit"
+    forced = Problem([[halves]] * 3, np.zeros(2), np.zeros(2), np.inf, (0.0, 0.0), avoided=frozenset({1}), worthwhile=9)
+    assert pack(forced).packing.uses == [0, 3]
+
+
 def test_branch_and_bound_stops_at_its_count_and_keeps_the_best() -> None:
     what = problem([8.0, 7.0, 6.0, 5.0, 4.0], 2)
     start = greedy(what, [0] * 5)

@@ -15,6 +15,9 @@ OF_TOWERS = [
     "sharding.tables.t_C1=row_wise",
     "sharding.memory_gib=2",
     "sharding.pooling_factors.C1=1.5",
+    "sharding.lookup_gb_per_s=500",
+    "sharding.link_gb_per_s=20.0",
+    "sharding.exchange_us=0",
     "sharding.id_route=global",
 ]
 
