@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dmt.errors import InputError as InputError
     from dmt.mesh import TowerMesh as TowerMesh
+    from dmt.placement import TablePlacement as TablePlacement
     from dmt.plan import TowerPlan as TowerPlan
     from dmt.planner import TowerShardingPlanner as TowerShardingPlanner
+    from dmt.precision import ExchangePrecision as ExchangePrecision
     from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder as SPTTEmbeddingBagCollectionSharder
     from dmt.sharded_towers import TowerCollectionSharder as TowerCollectionSharder
     from dmt.tables import TableSpec as TableSpec
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
     from dmt.traffic import TrafficMeter as TrafficMeter
 
 _HOME = {
+    "ExchangePrecision": "dmt.precision",
     "InputError": "dmt.errors",
     "SPTTEmbeddingBagCollectionSharder": "dmt.sharded_ebc",
+    "TablePlacement": "dmt.placement",
     "TableSpec": "dmt.tables",
     "TowerCollectionSharder": "dmt.sharded_towers",
     "TowerMesh": "dmt.mesh",
@@ -32,8 +36,10 @@ _HOME = {
 }
 
 __all__ = [
+    "ExchangePrecision",
     "InputError",
     "SPTTEmbeddingBagCollectionSharder",
+    "TablePlacement",
     "TableSpec",
     "TowerCollectionSharder",
     "TowerMesh",

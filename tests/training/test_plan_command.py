@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from dmt import TableSpec, TowerPlan
+from dmt import InputError, TableSpec, TowerPlan
 from dmt.sharding_report import TowerSharding
 from dmt.training.cli import main
 from dmt.training.config import to_toml
+from dmt.training.plan_command import read_tables
 from dmt.training.sharding import tower_sharding
 from tests.test_house import run_without_torchrec
 from tests.training.small import small, source
+
+
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 def plan(*arguments: object) -> Result:
@@ -124,7 +130,21 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
         (["--towers", "towers.json", "--pin", "t_1=x"], "scheme 'x' is unknown"),
         (["--towers", "towers.json", "--pin", "t_1=row_wise", "--pin", "t_1=data_wise"], "--pin gives 't_1' twice"),
         (["--towers", "towers.json", "--pooling", "f0=many"], "--pooling 'f0=many' is not of the form FEATURE=NUMBER"),
-        (["--towers", "towers.json", "--pooling", "f9=2"], "pooling_factors names the feature 'f9'"),
+        (["--towers", "towers.json", "--pooling", "=2"], "--pooling '=2' is not of the form FEATURE=NUMBER"),
+        (["--towers", "towers.json", "--pooling", "f0=nan"], "--pooling 'f0=nan' is not of the form FEATURE=NUMBER"),
+        (["--towers", "towers.json", "--pooling", "f9=2"], "--pooling 'f9=2': no table has the feature 'f9' (6 fe"),
+        (["--towers", "towers.json", "--pooling", "f1=3", "--pooling", "f1=4"], "--pooling gives 'f1' twice"),
+        (["--towers", "towers.json", "--num-towers", "0"], "--num-towers 0: must be a whole number of at least 1"),
+        (
+            ["--tables", "two.json", "--num-towers", "3"],
+            "--num-towers 3: must not be more than the tables, which are 2",
+        ),
+        (["--towers", "towers.json", "--tables", "two.json"], "--towers towers.json with --tables two.json: Features"),
+        *(
+            (["--towers", "towers.json", "--memory-gib", gib], f"--memory-gib {gib}: must be a finite number of GiB")
+            for gib in ("nan", "inf", "0", "-1", "1e-12")
+        ),
+        (["demo", "optimizer.sparse=adam"], "optimizer.sparse='adam': FBGEMM has no CPU kernel for it"),
         (["--towers", "towers.json", "--scheme", "diagonal"], "scheme 'diagonal' is unknown"),
         (["--towers", "towers.json", "--batch-size", "0"], "batch_size=0 must be"),
         (["--towers", "towers.json", "--memory-gib", "0.001"], "but memory_per_rank is 1.07 MB"),
@@ -132,16 +152,150 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
         (["--tables", "absent.json"], "--tables absent.json: cannot be read"),
         (["--tables", "broken.json"], "--tables broken.json, line 1: not JSON"),
         (["--tables", "empty.json"], "--tables empty.json: holds no list of tables"),
-        (["--tables", "odd.json"], "--tables odd.json: an entry is malformed"),
+        (["--tables", "odd.json"], "--tables odd.json, entry 1 ('t'): num_embeddings is missing"),
     ],
 )
 def test_bad_input_is_one_line(
     arguments: list[str], message: str, towers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in (("broken", "{"), ("empty", "[]"), ("odd", '[{"name": "t"}]')):
+    two = json.dumps([vars(table) for table in specs(2)])
+    for name, text in (("broken", "{"), ("empty", "[]"), ("odd", '[{"name": "t"}]'), ("two", two)):
         Path(f"{name}.json").write_text(text)
     result = plan(*arguments)
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('"name": 3', r"name=3 must be a text"),
+        ('"name": ""', r"name='' must be a text that is not empty"),
+        ('"num_embeddings": "10"', r"num_embeddings='10' must be a whole number of at least 1"),
+        ('"num_embeddings": 1e400', r"num_embeddings=inf must be a whole"),
+        ('"num_embeddings": true', r"num_embeddings=True must be a whole"),
+        ('"num_embeddings": 0', r"num_embeddings=0 must be a whole"),
+        ('"num_embeddings": 9223372036854775808', r"num_embeddings=9.223e\+18 must be below 2\*\*63"),
+        ('"embedding_dim": 8.0', r"embedding_dim=8.0 must be a whole"),
+        ('"embedding_dim": 6', r"embedding_dim=6 must be a multiple of 4"),
+        ('"feature_names": "abc"', r"feature_names='abc' must be a list of one text or more"),
+        ('"feature_names": [3]', r"feature_names=\[3\] must be a list"),
+        ('"feature_names": []', r"feature_names=\[\] must be a list"),
+        ('"data_type": "INT8"', r"data_type='INT8' is unknown; use one of \['FP32', 'FP16'\]"),
+        ('"data_type": ["FP16"]', r"data_type=\['FP16'\] is unknown"),
+        ('"datatype": "FP16"', r"the key 'datatype' is unknown;.* Did you mean 'data_type'\?"),
+    ],
+)
+def test_malformed_tables_are_named(change: str, message: str, tmp_path: Path) -> None:
+    entry = '{"name": "a", "num_embeddings": 10, "embedding_dim": 8, "feature_names": ["x"]%s}'
+    path = tmp_path / "tables.json"
+    path.write_text(f"[{entry % ''}, {entry % f', {change}'}]")
+    with pytest.raises(InputError, match=rf"--tables {path}, entry 2( \('a?'\))?: {message}"):
+        read_tables(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[3]", "entry 1: 3 must be an object with the keys name, num_embeddings"),
+        ("9" * 5000, "not JSON that can be read"),
+        (json.dumps([vars(table) for table in specs(1) * 2]), "Table 't_0' is given 2 times"),
+    ],
+)
+def test_malformed_files_are_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tables.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"--tables {path}.*{message}"):
+        read_tables(path)
+
+
+def test_tables_of_a_tower_plan_are_checked_too(tmp_path: Path) -> None:
+    path = tmp_path / "towers.json"
+    odd = TableSpec(name="t", num_embeddings=10, embedding_dim=6, feature_names=("f",))
+    TowerPlan.from_lists([["f"]], tables=(odd,)).save(path)
+    result = plan("--towers", path)
+    assert result.exit_code == 2
+    assert f"--towers {path}, entry 1 ('t'): embedding_dim=6 must be a multiple of 4" in result.output
+
+
+def test_fp16_tables_take_half_the_weights(tmp_path: Path) -> None:
+    entry = {"name": "t", "num_embeddings": 1000, "embedding_dim": 8, "feature_names": ["f"]}
+    path = tmp_path / "tables.json"
+    memory = {}
+    for kind in ("FP32", "FP16"):
+        path.write_text(json.dumps([entry | {"data_type": kind}]))
+        result = plan("--tables", path, "--ranks-per-tower", 1, "--optimizer", "sgd", "--json")
+        assert result.exit_code == 0, result.output
+        memory[kind] = json.loads(result.output)["ranks"][0]["memory"]
+    assert memory == {"FP32": 32000, "FP16": 16000}
+
+
+def test_without_towers_the_features_of_a_table_stay_together(tmp_path: Path) -> None:
+    path = tmp_path / "tables.json"
+    shared = [
+        TableSpec(name=f"t_{i}", num_embeddings=100, embedding_dim=8, feature_names=(f"a{i}", f"b{i}"))
+        for i in range(5)
+    ]
+    path.write_text(json.dumps([vars(table) for table in shared]))
+    result = plan("--tables", path, "--num-towers", 3, "--json")
+    assert result.exit_code == 0, result.output
+    towers = {table["name"]: table["tower"] for table in json.loads(result.output)["tables"]}
+    assert towers == {"t_0": 0, "t_1": 1, "t_2": 2, "t_3": 0, "t_4": 1}
+
+
+def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
+    towers, tables = tmp_path / "cut.json", tables_file(tmp_path, 2)
+    cut = TowerPlan.from_lists([["f0[0:16]", "f1"], ["f0[16:32]"]], column_splits={"f0": (16, 16)})
+    cut.save(towers)
+    pooling = ["--pooling", "f0=5", "--pooling", "f0[16:32]=7"]
+    pins = ["--pin", "t_0=row_wise", "--pin", "t_0[16:32]=table_wise"]
+    result = plan("--towers", towers, "--tables", tables, *pooling, *pins, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.output)
+    placed = {table["name"]: (table["tower"], table["placement"]["scheme"]) for table in record["tables"]}
+    assert placed.keys() == {"t_0[0:16]", "t_0[16:32]", "t_1"}
+    assert placed["t_0[0:16]"] == (0, "row_wise")
+    assert placed["t_0[16:32]"] == (1, "table_wise")
+    assert record["workload"]["pooling_factors"] == {"f0[0:16]": 5.0, "f0[16:32]": 7.0}
+
+    tables.write_text(json.dumps([vars(table) for table in cut.split_tables(specs(2))]))
+    again = plan("--towers", towers, "--tables", tables, "--json")
+    assert again.exit_code == 0, again.output
+    assert {table["name"] for table in json.loads(again.output)["tables"]} == placed.keys()
+
+
+def test_notes_on_what_was_left_open(towers: Path, tmp_path: Path) -> None:
+    words = " ".join(plan("--towers", towers, "--num-replicas", 2).output.split())
+    assert "Note: no memory limit given; the fullest rank needs " in words
+    assert "Note: training with replicas is not built yet" in words
+    words = " ".join(plan("--tables", tables_file(tmp_path, 1), "--memory-gib", 1).output.split())
+    assert "memory limit" not in words
+    assert "replicas" not in words
+    assert " 1 table: 1 " in words
+
+
+@pytest.mark.parametrize("number", [6, 300])
+@pytest.mark.parametrize("width", [200, 100, 79, 60, 50])
+def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tables_file(tmp_path, number)
+    found = json.loads(plan("--tables", path, "--num-towers", 4, "--batch-size", 99999, "--json").output)
+    monkeypatch.setenv("COLUMNS", str(width))
+    output = plan("--tables", path, "--num-towers", 4, "--batch-size", 99999).output
+    assert max(map(len, output.splitlines())) <= width
+    assert "\u2026" not in output
+    words = " ".join(output.split())
+    busiest = max(rank["seconds"] for rank in found["ranks"])
+    assert f" {1e3 * busiest:,.3f} ms " in words
+    assert (f" {max(rank['lookups'] for rank in found['ranks']):,.0f} " in words) == (width >= 79)
+    for table in sorted(found["tables"], key=lambda table: (-table["seconds"], table["name"]))[:20]:
+        assert f" {table['name']} " in words
+        assert width < 60 or f" {1e3 * table['seconds']:,.3f} ms " in words
+
+
+def test_a_console_too_narrow_for_any_column_still_cuts_none(towers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "12")
+    output = plan("--towers", towers).output
+    assert "\u2026" not in output
+    assert " memory " in output
