@@ -62,9 +62,7 @@ def number_bytes(table: Any) -> int:
     """
     kind = _number_format(table)
     if kind not in _NUMBER_BYTES:
-        raise InputError(
-            f"Table {table.name!r} has data_type={kind!r}; tables train in FP32 or FP16. Use one of them."
-        )
+        raise InputError(f"Table {table.name!r} has data_type={kind!r}; tables train in FP32 or FP16. Use one of them.")
     return _NUMBER_BYTES[kind]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dmt.training.check.ranks import prepare_ranks
 
 __all__ = ["print_report", "run_check"]
 
+_PIPE_WIDTH = 140
 _COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
 
 
@@ -70,9 +72,14 @@ def print_report(report: CheckReport, *, as_json: bool) -> None:
         print(json.dumps(_finite(report.to_record()), indent=1))
         return
     console = Console(highlight=False, emoji=False)
-    for line in report.reduced:
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        # A pipe has no width; 80 columns would break what a file has room for.
+        console = Console(highlight=False, emoji=False, width=_PIPE_WIDTH)
+    for line in (*report.schemes, *report.reduced):
         console.print(f"- {escape(line)}")
     table = Table("", "against the plain module, or as said", "difference", "allowed", "")
+    for column in table.columns:
+        column.overflow = "fold"
     for column in table.columns[2:4]:
         column.justify = "right"
     for row in report.rows:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import CommOp, ShardingPlan
 
+from dmt.columns import shard_names, split_tables
 from dmt.costs import Hardware, StepWorkload
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
+from dmt.placement import TablePlacement
 from dmt.planner import TowerShardingPlanner
 from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder
 from dmt.sharded_towers import TowerCollectionSharder
 from dmt.sharding_report import TowerSharding
 from dmt.sharding_rules import Rule
 from dmt.tables import TableSpec
+from dmt.topology import TowerTopology
 from dmt.training.build import ClickTask, build_model, tower_plan
 from dmt.training.config import OptimizerConfig, TrainingConfig
 
@@ -34,6 +38,7 @@ _FUSED = {
     "sgd": EmbOptimType.EXACT_SGD,
 }
 _NOT_ON_CPU = ("adam",)
+Splits = Mapping[str, tuple[int, ...]]
 # What TorchRec's flat dataflow is given to choose from.
 _FLAT_SCHEMES = ["table_wise", "column_wise"]
 
@@ -53,29 +58,37 @@ def fused_params(config: OptimizerConfig) -> dict[str, Any]:
     return {"optimizer": _FUSED[config.sparse], "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
 
 
-def sharding_planner(config: TrainingConfig) -> TowerShardingPlanner:
+def sharding_planner(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerShardingPlanner:
     """The planner with the config's rules, or with the placements of the plan that the config names.
 
+    Where the tower plan cuts tables into column shards, what the config says of a whole table or feature holds for each
+    of its shards that has no rule or factor of its own.
+
+    Args:
+        config: the run.
+        tables: of the data source, whole.
+
     Raises:
-        InputError: the plan's file is bad or was made for another topology.
+        InputError: the plan's file is bad, or was made for another topology or other tables.
     """
     sharding, topology = config.sharding, config.topology.build()
-    rules: dict[str, Rule] = dict(sharding.tables)
+    splits = tower_plan(config, tables).column_splits
+    rules = _rules_of_shards(sharding.tables, tables, splits)
     if sharding.plan is not None:
-        loaded = TowerSharding.load(sharding.plan)
-        if loaded.topology != topology:
-            raise InputError(
-                f"Sharding plan {sharding.plan} was made for {loaded.topology}, but the run has {topology}. Re-run "
-                "`dmt plan` with this config."
-            )
-        rules |= loaded.placements
+        rules |= _loaded_placements(sharding.plan, topology, split_tables(tables, splits))
+    factors: dict[str, float] = {}
+    for feature, factor in sharding.pooling_factors.items():
+        if feature in splits:
+            factors = dict.fromkeys(shard_names(feature, splits[feature]), factor) | factors
+        else:
+            factors[feature] = factor
     return TowerShardingPlanner(
         topology,
         scheme=sharding.scheme,
         pinned=rules,
         workload=StepWorkload(
             batch_size=config.train.batch_size,
-            pooling_factors=sharding.pooling_factors,
+            pooling_factors=factors,
             optimizer=config.optimizer.sparse,
         ),
         hardware=Hardware(
@@ -86,6 +99,56 @@ def sharding_planner(config: TrainingConfig) -> TowerShardingPlanner:
         ),
         id_route=sharding.id_route,
     )
+
+
+def _rules_of_shards(rules: Mapping[str, Rule], tables: Sequence[TableSpec], splits: Splits) -> dict[str, Rule]:
+    """The rules with those for the name, or for a pattern of the name, of a table that is cut given to its shards.
+
+    Example:
+        >>> table = TableSpec(name="t_ad", num_embeddings=9, embedding_dim=8, feature_names=("ad",))
+        >>> _rules_of_shards({"t_ad": "row_wise", "t_ad[4:8]": "table_wise"}, [table], {"ad": (4, 4)})
+        {'t_ad[4:8]': 'table_wise', 't_ad[0:4]': 'row_wise'}
+    """
+    names = [table.name for table in split_tables(tables, splits)]
+    cut = {t.name: shard_names(t.name, splits[t.feature_names[0]]) for t in tables if t.feature_names[0] in splits}
+    of_shards: dict[str, Rule] = {}
+    for table, shards in cut.items():
+        for shard in shards:
+            keys = [key for key in (shard, table) if key in rules][:1]
+            keys = keys or [key for key in rules if fnmatchcase(table, key) or fnmatchcase(shard, key)]
+            for key in keys:
+                if of_shards.setdefault(shard, rules[key]) != rules[key]:
+                    raise InputError(
+                        f"Table {table!r}, which the tower plan cuts into {shards}, matches the rules {keys[0]!r} "
+                        f"({rules[keys[0]]}) and {key!r} ({rules[key]}) of sharding.tables, which differ. Give it a "
+                        "rule by name, or narrow the patterns."
+                    )
+    # What was for nothing but tables that are cut is done with; what matches no table at all stays, to be refused.
+    others = {
+        key: rule
+        for key, rule in rules.items()
+        if not any(fnmatchcase(table, key) for table in cut) or any(fnmatchcase(name, key) for name in names)
+    }
+    return others | of_shards
+
+
+def _loaded_placements(file: str, topology: TowerTopology, tables: Sequence[TableSpec]) -> dict[str, TablePlacement]:
+    """The placements of a saved plan, which must be for just these tables on this topology."""
+    loaded = TowerSharding.load(file)
+    if loaded.topology != topology:
+        raise InputError(
+            f"Sharding plan {file} was made for {loaded.topology}, but the run has {topology}. Re-run `dmt plan` with "
+            "this config."
+        )
+    placements, names = loaded.placements, {table.name for table in tables}
+    for what, some in (("lacks", names - set(placements)), ("places", set(placements) - names)):
+        if some:
+            which = ", ".join(repr(name) for name in sorted(some)[:3]) + (", ..." if len(some) > 3 else "")
+            raise InputError(
+                f"Sharding plan {file} {what} tables that the run {'has' if what == 'lacks' else 'lacks'}: {which}. "
+                "Re-run `dmt plan` with this config."
+            )
+    return placements
 
 
 def tower_sharding(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerSharding:
@@ -99,15 +162,15 @@ def tower_sharding(config: TrainingConfig, tables: Sequence[TableSpec]) -> Tower
         InputError: the tower plan or a rule does not fit the tables, or they do not fit the memory.
     """
     towers = tower_plan(config, tables)
-    return sharding_planner(config).plan_tables(towers.tables_by_tower(towers.split_tables(tables)))
+    return sharding_planner(config, tables).plan_tables(towers.tables_by_tower(towers.split_tables(tables)))
 
 
 def shard_model(
     config: TrainingConfig,
     tables: Sequence[TableSpec],
     num_dense: int,
-    mesh: TowerMesh,
     *,
+    mesh: TowerMesh,
     placement: Sequence[int] | None = None,
 ) -> DistributedModelParallel:
     """Builds the model and distributes it over the mesh, ready to train.
@@ -137,7 +200,7 @@ def shard_model(
             sharders = [TowerCollectionSharder(mesh, placement=placement, **options)]
         else:
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, tower_plan(config, tables), **options)]
-        plan = sharding_planner(config).plan(model, sharders)
+        plan = sharding_planner(config, tables).plan(model, sharders)
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 

@@ -101,7 +101,7 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_an_absent_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere\.json: cannot be read"):
+    with pytest.raises(InputError, match=r"Tower plan .*nowhere\.json: cannot be read .* Re-run `dmt partition`"):
         TowerPlan.load(tmp_path / "nowhere.json")
 
 

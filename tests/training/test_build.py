@@ -72,7 +72,7 @@ def every_optimizer_on_rank(rank: int) -> list[str]:
             topology={"ranks_per_tower": 1},
             optimizer={"sparse": sparse, "dense": dense, "warmup_steps": 2},
         )
-        model = shard_model(config, source(config).tables, NUM_DENSE, mesh)
+        model = shard_model(config, source(config).tables, NUM_DENSE, mesh=mesh)
         optimizer = build_optimizer(config.optimizer, model)
         before = full_state(model)
         for batch in itertools.islice(batches(config, rank, 2), 3):
@@ -104,7 +104,7 @@ def parity_on_rank(rank: int, steps: int) -> dict[str, tuple[State, State]]:
             train={"max_steps": steps},
         )
         mesh = TowerMesh(config.topology.build())
-        model = shard_model(config, source(config).tables, NUM_DENSE, mesh)
+        model = shard_model(config, source(config).tables, NUM_DENSE, mesh=mesh)
         torch.manual_seed(5)
         oracle = plain(config)
         load_full(model, oracle.state_dict())
@@ -147,7 +147,7 @@ def learning_rates(rank: int, arch: str, warmup: int, steps: int, tower_lr: floa
     """The learning rates of each part at each step: what SGD did, over the gradient of the plain model."""
     sgd = {"sparse": "sgd", "sparse_lr": 0.5, "dense": "sgd", "dense_lr": 0.25, "tower_lr": tower_lr}
     config = small(arch, topology={"ranks_per_tower": 1}, optimizer={**sgd, "warmup_steps": warmup})
-    model = shard_model(config, source(config).tables, NUM_DENSE, TowerMesh(config.topology.build()))
+    model = shard_model(config, source(config).tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
     # The pipeline the trainer uses: it decides when zero_grad and step are called.
     pipeline = TrainPipelineSparseDist(model, build_optimizer(config.optimizer, model), CPU, execute_all_batches=True)
     mine = itertools.islice(batches(config, rank, 2), steps)
@@ -208,7 +208,7 @@ def start_on_rank(rank: int) -> dict[str, tuple[State, State, list[State]]]:
         starts = []
         for seed in (0, 0, 1) if arch == "dmt-dlrm" else (0,):
             config = small(arch, dataflow, train={"seed": seed})
-            model = shard_model(config, source(config).tables, NUM_DENSE, TowerMesh(config.topology.build()))
+            model = shard_model(config, source(config).tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
             starts.append(full_state(model))
         dense = {name: v.clone() for name, v in model.state_dict().items() if not isinstance(v, ShardedTensor)}
         found[f"{arch} {dataflow}"] = (starts[0], dense, starts[1:])
@@ -259,7 +259,7 @@ def few_tables(rank: int, folder: str, arch: str, dataflow: str) -> tuple[int, S
     )
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, NUM_DENSE, mesh)
+    model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
     before = full_state(model)
     Trainer(
         config=config.train,

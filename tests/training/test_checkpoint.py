@@ -27,7 +27,7 @@ def save_on_rank(rank: int, folder: str) -> dict[str, State]:
     states = {}
     for seed, (arch, dataflow) in [(1, SAVED[0]), *((2, case) for case in SAVED)]:
         config = small(arch, dataflow, train={"seed": seed})
-        model = shard_model(config, source(config).tables, NUM_DENSE, TowerMesh(config.topology.build()))
+        model = shard_model(config, source(config).tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
         target = Path(folder) / arch
         if rank == 0 and target.exists():
             (target / "left_over").touch()

@@ -119,7 +119,7 @@ def trained(rank: int, config: TrainingConfig, start: dict[str, torch.Tensor]) -
     """The weights after training, and whether the pipeline runs the id exchange ahead."""
     mesh = TowerMesh(config.topology.build())
     data = open_data(config)
-    model = shard_model(config, data.tables, NUM_DENSE, mesh)
+    model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
     load_full(model, start)
     optimizer = build_optimizer(config.optimizer, model)
     record = RunRecord(config, enabled=False)

@@ -52,7 +52,7 @@ def train(rank: int, arch: str, *, at_once: bool, events: list[str] | None = Non
     """The weights after three steps; ``at_once``: the exchange is waited for before the dense arch runs."""
     config = small(arch, "sptt", topology={"ranks_per_tower": 1}, train={"seed": 3})
     data = open_data(config)
-    model = shard_model(config, data.tables, NUM_DENSE, TowerMesh(config.topology.build()))
+    model = shard_model(config, data.tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
     optimizer = build_optimizer(config.optimizer, model)
     if at_once:
 

@@ -176,7 +176,7 @@ def written_on_rank(rank: int, folder: str) -> list[tuple[bool, list[str]]]:
     config = small("dlrm", topology={"ranks_per_tower": 1}, train={"affinity_rows": 300})
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, len(data.dense_names), mesh)
+    model = shard_model(config, data.tables, len(data.dense_names), mesh=mesh)
     logger = logging.getLogger("dmt.training.partition")
     found = []
     for name in ("good.npz", "file/bad.npz", "nan.npz"):
@@ -212,7 +212,7 @@ def affinity_on_rank(rank: int) -> tuple[FeatureAffinity, dict[str, torch.Tensor
     config = small("dlrm", synthetic={"num_rows": 1600, "num_multi_hot": 2}, train={"affinity_rows": 300})
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, len(data.dense_names), mesh)
+    model = shard_model(config, data.tables, len(data.dense_names), mesh=mesh)
     state = full_state(model)
     load_full(model, state)
     return affinity_of_model(model, data, mesh, config=config.train, steps=20), state

@@ -70,7 +70,7 @@ def measure_on_rank(rank: int, folder: str) -> dict[str, dict[str, int]]:
         config = config_of(name, folder)
         mesh = TowerMesh(config.topology.build())
         data = source(config)
-        model = shard_model(config, data.tables, NUM_DENSE, mesh)
+        model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
         silent: Any = Silent()
         trainer = Trainer(
             config=config.train,

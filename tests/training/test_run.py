@@ -156,7 +156,7 @@ def loop_on_rank(rank: int, folder: str, **settings: Any) -> tuple[list[int], li
     )
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, 1, mesh)
+    model = shard_model(config, data.tables, 1, mesh=mesh)
     seen: list[int] = []
 
     def look(module: Any, inputs: tuple[Any, ...]) -> None:
@@ -202,7 +202,7 @@ def losses_on_rank(arch: str, seed: int, prefetch_ids: bool = True) -> list[floa
     )
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, len(data.dense_names), mesh)
+    model = shard_model(config, data.tables, len(data.dense_names), mesh=mesh)
     record: Any = Recorder()
     trainer = Trainer(
         config=config.train,

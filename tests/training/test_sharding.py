@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from dmt import TrafficMeter
+from dmt import TowerPlan, TrafficMeter
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.training.config import TrainingConfig
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.run import preflight
 from dmt.training.sharding import shard_model, tower_sharding
 from tests.parity import full_state, load_full
@@ -45,6 +46,14 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
         ({"sharding": {"memory_gib": 1e-7}}, r"Table 't_C\d' in tower 0 needs .* memory_per_rank is 107 bytes"),
         ({"sharding": {"memory_gib": 5e-7}}, r"tower 0 .*memory_per_rank"),
         ({"sharding": {"pooling_factors": {"C7": 3.0}}}, r"pooling_factors names the feature 'C7', which no table has"),
+        (
+            {"sharding": {"scheme": "row_wise"}, "topology": {"num_towers": 4, "ranks_per_tower": 1}},
+            r"No table of the 6 can have .* 't_C1' in tower 0: row_wise asked for, but its tower has one rank",
+        ),
+        (
+            {"sharding": {"scheme": "data_wise", "table_precision": "fp16"}},
+            r"No table of the 6 can have .* 't_C1' in tower 0: data_wise asked for, but its weights are FP16",
+        ),
         ({"sharding": {"plan": "nowhere.json"}}, r"Sharding plan nowhere\.json: cannot be read"),
         ({"sharding": {"forward_precision": "fp8"}}, r"forward='fp8' does not run on device 'cpu'"),
         (
@@ -64,6 +73,8 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
         "memory",
         "all memory",
         "feature",
+        "scheme",
+        "scheme of fp16",
         "plan",
         "fp8",
         "route",
@@ -110,13 +121,80 @@ def test_a_saved_plan_is_carried_out_as_it_is(tmp_path: Path) -> None:
         small(sharding={"plan": "sharding.json", "scheme": "row_wise"})
 
 
+def saved_without(file: Path, *names: str) -> None:
+    """Takes tables out of a saved plan."""
+    record = json.loads(file.read_text())
+    record["tables"] = [entry for entry in record["tables"] if entry["name"] not in names]
+    file.write_text(json.dumps(record))
+
+
+def test_a_saved_plan_must_be_for_the_tables_of_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "sharding.json"
+    tower_sharding(small(), source(small()).tables).save(file)
+    fewer = small(sharding={"plan": str(file)}, synthetic={"num_features": 4})
+    with pytest.raises(InputError, match=r"sharding\.json places tables that the run lacks: 't_C5', 't_C6'\. Re-run"):
+        preflight(fewer, 4)
+    saved_without(file, "t_C2", "t_C4", "t_C3", "t_C6")
+    with pytest.raises(InputError, match=r"sharding\.json lacks tables that the run has: 't_C2', 't_C3', 't_C4', \.\."):
+        preflight(small(sharding={"plan": str(file)}), 4)
+
+
+def cut(tmp_path: Path, **sharding: Any) -> TrainingConfig:
+    """A run whose tower plan cuts the tables of C1 and C2."""
+    towers = [["C1[0:4]", "C2[4:8]", "C3", "C4"], ["C2[0:4]", "C1[4:8]", "C5", "C6"]]
+    TowerPlan.from_lists(towers, column_splits={"C1": (4, 4), "C2": (4, 4)}).save(tmp_path / "towers.json")
+    return small(
+        "dlrm", "sptt", towers={"plan": str(tmp_path / "towers.json")}, sharding=sharding | {"dataflow": "sptt"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"t_C1": "row_wise"}, {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "row_wise"}),
+        ({"t_C[12]": "row_wise"}, {f"t_C{i}[{part}]": "row_wise" for i in (1, 2) for part in ("0:4", "4:8")}),
+        ({"t_C?": "row_wise"}, {"t_C1[0:4]": "row_wise", "t_C2[4:8]": "row_wise", "t_C3": "row_wise"}),
+        ({"t_C1*": "row_wise"}, {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "row_wise"}),
+        # A shard's own rule beats that of its table, which beats a pattern.
+        (
+            {"t_C1[4:8]": "table_wise", "t_C1": "row_wise", "t_C*": "data_wise"},
+            {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "table_wise", "t_C2[0:4]": "data_wise", "t_C6": "data_wise"},
+        ),
+    ],
+    ids=["name", "pattern of cut tables", "pattern of all", "pattern of shards too", "order"],
+)
+def test_what_is_said_of_a_table_that_is_cut_holds_for_its_shards(
+    rules: dict[str, str], expected: dict[str, str], tmp_path: Path
+) -> None:
+    config = cut(tmp_path, tables=rules)
+    found = tower_sharding(config, source(config).tables).placements
+    assert {name: found[name].scheme for name in expected} == expected
+
+
+def test_rules_and_factors_of_tables_that_are_cut_are_checked(tmp_path: Path) -> None:
+    config = cut(tmp_path, pooling_factors={"C2[4:8]": 5.0, "C1": 3.0, "C2": 2.0, "C3": 1.5})
+    found = tower_sharding(config, source(config).tables).workload.pooling_factors
+    assert found == {"C1[0:4]": 3.0, "C1[4:8]": 3.0, "C2[0:4]": 2.0, "C2[4:8]": 5.0, "C3": 1.5}
+    for sharding, message in (
+        ({"tables": {"t_C1": "row_wise", "t_C?": "row_wise", "x": "row_wise"}}, "Table 'x' is pinned but not in"),
+        (
+            {"tables": {"t_C?": "row_wise", "t_C2*": "table_wise"}},
+            r"Table 't_C2', which the tower plan cuts .* 't_C\?' \(row_wise\) and 't_C2\*' \(table_wise\)",
+        ),
+        ({"pooling_factors": {"C9": 2.0}}, "pooling_factors names the feature 'C9', which no table has"),
+    ):
+        config = cut(tmp_path, **sharding)
+        with pytest.raises(InputError, match=message):
+            preflight(config, 4)
+
+
 def trained(
     rank: int, config: TrainingConfig, start: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], list[float], tuple[float, float]]:
     """Weights and losses after three steps, and the bytes between hosts of the last one."""
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model: DistributedModelParallel = shard_model(config, data.tables, NUM_DENSE, mesh)
+    model: DistributedModelParallel = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
     load_full(model, start)
     losses = []
     for batch, _ in zip(data.batches("train", rank=rank, world_size=4, batch_size=16, epoch=0), range(3), strict=False):
@@ -186,3 +264,12 @@ def test_the_planner_chooses_only_what_can_be_carried_out(sharding: dict[str, An
     config = small(sharding=sharding)
     found = tower_sharding(config, source(config).tables)
     assert "data_wise" not in {placement.scheme for placement in found.placements.values()}
+
+
+@pytest.mark.parametrize("setting", ["sharding.id_route=global", "sharding.table_precision=fp16"])
+def test_tables_of_the_demo_stay_whole_where_cutting_them_gains_little(setting: str) -> None:
+    """7 and 6 tables on two ranks: halves of all 13 would cost 2 % less."""
+    config = load_config("demo", [setting])
+    found = tower_sharding(config, source(config).tables)
+    assert {placement.scheme for placement in found.placements.values()} == {"table_wise"}
+    assert "saves" not in str(found.reasons)

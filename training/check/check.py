@@ -69,6 +69,7 @@ def compare_ranks(run: CheckedRun, reports: Sequence[RankReport], *, seconds: fl
     return CheckReport(
         rows=make_rows(findings, _titles(run), skipped),
         reduced=run.reduced,
+        schemes=run.schemes,
         notes=tuple(_notes(run, reports)),
         ranks=len(reports),
         seconds=seconds,
@@ -128,6 +129,8 @@ def _titles(run: CheckedRun) -> dict[str, str]:
         "dense gradients": "means over ranks",
         "tower gradients": "means over ranks",
         "table gradients": "means over ranks",
+        "gradient scales": "<g, e> / <e, e> - 1, by kind",
+        "formats": "rounding expected over rounding found",
         "losses": f"{steps} steps, and one batch after them",
         "dense weights": f"after {steps} steps",
         "table weights": f"after {steps} steps",

@@ -71,6 +71,8 @@ class CheckReport:
     ranks: int
     """On which it was checked."""
     seconds: float
+    schemes: tuple[str, ...] = ()
+    """How many tables have which sharding scheme; which could not have the one asked for."""
 
     @property
     def agrees(self) -> bool:

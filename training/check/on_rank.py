@@ -36,6 +36,7 @@ from dmt.training.check.oracle import (
     table_of,
 )
 from dmt.training.check.ranks import Say
+from dmt.training.check.shares import FoundGradient, backward_rounding, forward_rounding, scale_error
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.check.watch import Watch, sparse_part
 from dmt.training.checkpoint import load_plain, save_model
@@ -48,6 +49,10 @@ CPU = torch.device("cpu")
 # Tables are updated in the backward pass: their gradient is read off one step of SGD. At this rate the step is as large
 # as the weights or larger, so that its rounding tells nothing else.
 _PROBE_RATE = 2.0**10
+# Rounding by a format over what was found. Forward it is about 1, over 100 where only sums were rounded. Backward it
+# grows with the square root of the samples that are summed up, to about 200 for a thousand per rank; an unused format
+# leaves equal bits there.
+_FORWARD_USED, _BACKWARD_USED = 10.0, 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +134,7 @@ class _Checks:
 
     def forward_and_gradients(self) -> None:
         """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
-        probe = {"sparse": "sgd", "sparse_lr": _PROBE_RATE, "warmup_steps": 0}
-        model = self._shard(_with(self.run.config, section="optimizer", **probe))
+        model = self._shard(_probe(self.run.config))
         self._expected = self._meet_expected(column_cuts(model))
         load_start(model, self.expected.start)
         watch = Watch(model)
@@ -138,7 +142,9 @@ class _Checks:
             loss = watch.run(draw_batch(self.run, self.rank, index))
             self._compare_forward(watch, self.expected.forward[index], name)
         loss.backward()
-        self._compare_gradients(model)
+        found = self._gradients(model)
+        self._compare_gradients(found)
+        self._compare_backward_format(found)
 
     def training(self) -> Trained:
         """A few steps against the plain module, with FP32 between towers; returns the run in its own formats."""
@@ -148,7 +154,12 @@ class _Checks:
             mean = expected.losses[step][self.rank]
             # A step of Adam may differ in single weights, see `bounds`; a mean loss feels little of that.
             self._found("losses", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
+        still = self._unmoved()
+        self.skipped |= still
         for part in trained.parts:
+            check = "table weights" if is_table(part.name) else "dense weights"
+            if check in still:
+                continue
             start, wanted = part.of(expected.start), part.of(expected.weights)
             allowed = allowed_weights(
                 start,
@@ -158,10 +169,11 @@ class _Checks:
                 steps=steps,
                 is_half=part.tensor.dtype == torch.float16,
             )
-            check = "table weights" if is_table(part.name) else "dense weights"
             distance = float((part.tensor.float() - wanted).norm())
             self._found(check, table_of(part.name), distance, allowed, f"after {steps} steps")
-        if all(torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts):
+        stands = all(torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts)
+        stood = all(torch.equal(part.of(expected.weights), part.of(expected.start)) for part in trained.parts)
+        if stands and not stood:
             self._found("table weights", "every weight", float("nan"), 0.0, "training moved nothing")
         return trained if self._exact == self.run.config else self._train(self.run.config)
 
@@ -214,10 +226,22 @@ class _Checks:
 
     # What they are made of.
 
+    def _unmoved(self) -> dict[str, str]:
+        """The weights that the plain module's training leaves as they were, and why: rates too small for FP32."""
+        still = {}
+        for check, of_tables, rates in (
+            ("table weights", True, "optimizer.sparse_lr"),
+            ("dense weights", False, "optimizer.dense_lr and tower_lr"),
+        ):
+            names = [name for name in self.expected.weights if is_table(name) is of_tables]
+            if all(torch.equal(self.expected.weights[name], self.expected.start[name]) for name in names):
+                still[check] = f"training moved nothing, in the plain module too; raise {rates}"
+        return still
+
     def _shard(self, config: TrainingConfig, placement: Sequence[int] | None = None) -> DistributedModelParallel:
         run = self.run
         placement = run.placement if config is not run.other else placement
-        return shard_model(config, run.tables, run.num_dense, self.mesh, placement=placement)
+        return shard_model(config, run.tables, run.num_dense, mesh=self.mesh, placement=placement)
 
     def _meet_expected(self, cuts: Mapping[str, Sequence[int]]) -> Expected:
         """Rank 0 runs the plain module, and the others read what it came to."""
@@ -259,6 +283,7 @@ class _Checks:
         }
         # With one id per bag an embedding is a row; a sum of three may be added up in another order.
         self._compare_tables(check, watch.seen.embeddings, wanted, is_exact=check == "embeddings")
+        self._compare_forward_format(watch, wanted, expected.outputs[self.rank])
         outputs, logits = expected.outputs[self.rank], expected.logits[self.rank]
         if has_towers:
             self._compare_outputs("tower outputs", watch.seen.outputs, outputs)
@@ -289,12 +314,47 @@ class _Checks:
         model = build_model(self.run.config, self.run.tables, self.run.num_dense, device="meta")
         return [tower.interaction.out_features for tower in sparse_part(ClickTask(model)).towers]
 
-    def _compare_gradients(self, model: DistributedModelParallel) -> None:
+    def _compare_forward_format(self, watch: Watch, embeddings: Mapping[str, Tensor], outputs: Tensor) -> None:
+        """That what crossed between ranks was rounded at all."""
+        ours, wanted, name = watch.seen.outputs, outputs, self.precision.forward
+        if not self._crosses or name == "fp32":
+            return
+        if not self.run.config.model.has_towers:
+            ours = torch.cat([watch.seen.embeddings[feature] for feature in embeddings], 1)
+            wanted = torch.cat([*embeddings.values()], 1)
+        ratio = forward_rounding(ours, wanted, name)
+        if ratio is not None:
+            self._found("formats", f"the exchange did not use its format ({name} forward)", ratio, _FORWARD_USED)
+
+    def _compare_backward_format(self, found: Sequence[FoundGradient]) -> None:
+        """The same for the way back, against a run with the same forward pass and FP32 on the way back."""
+        name = self.precision.backward
+        if not self._crosses or name == "fp32":
+            return
+        config = self.run.config
+        model = self._shard(_with(_probe(config), backward_precision="fp32"))
+        load_start(model, self.expected.start)
+        model(draw_batch(self.run, self.rank, UNEVEN_BAGS))[0].backward()
+        ours, plain = (
+            [g for g in some if _kind(g.name) != "dense gradients"] for some in (found, self._gradients(model))
+        )
+        for ratio in backward_rounding(ours, plain, name):
+            self._found("formats", f"the exchange did not use its format ({name} backward)", ratio, _BACKWARD_USED)
+
+    @property
+    def _crosses(self) -> bool:
+        """Whether there is an exchange that has a format; says why not."""
+        why = ""
+        if self.precision.forward == self.precision.backward == "fp32":
+            why = "fp32 rounds nothing"
+        elif self.run.config.dataflow != "flat" and self.run.topology.num_towers == 1:
+            why = "a single tower sends nothing to others"
+        self.skipped["formats"] = why or "the formats change none of these numbers"
+        return not why
+
+    def _gradients(self, model: DistributedModelParallel) -> list[FoundGradient]:
         expected = self.expected.gradients
-        kinds = {"dense gradients": 0.0, "tower gradients": 0.0, "table gradients": 0.0}
-        for name, gradient in expected.items():
-            kinds[_kind(name)] = max(kinds[_kind(name)], float(gradient.abs().max()))
-        found: list[tuple[str, Tensor, Tensor, float]] = []
+        found = []
         for part in local_parts(model):
             if is_table(part.name):
                 start = part.of(self.expected.start)
@@ -302,16 +362,26 @@ class _Checks:
                 # The step was rounded with the weights that it led to.
                 unit = 2.0**-11 if part.tensor.dtype == torch.float16 else 2.0**-24
                 rounding = 2 * unit * float(after.abs().max()) / _PROBE_RATE
-                found.append((part.name, (start - after) / _PROBE_RATE, part.of(expected), rounding))
+                found.append(FoundGradient(part.name, (start - after) / _PROBE_RATE, part.of(expected), rounding))
         for name, parameter in model.named_parameters():
             if not is_table(name) and parameter.grad is not None:
-                found.append((name, parameter.grad, expected[name], 0.0))
+                found.append(FoundGradient(name, parameter.grad, expected[name], 0.0))
+        return found
+
+    def _compare_gradients(self, found: Sequence[FoundGradient]) -> None:
+        kinds = {"dense gradients": 0.0, "tower gradients": 0.0, "table gradients": 0.0}
+        for name, gradient in self.expected.gradients.items():
+            kinds[_kind(name)] = max(kinds[_kind(name)], float(gradient.abs().max()))
         for name, ours, wanted, rounding in found:
             kind = _kind(name)
             allowed = rounding + allowed_gradient(
                 float(wanted.abs().max()), kinds[kind], self.expected.rounding[name], self.precision
             )
             self._found(kind, table_of(name), _distance(ours, wanted), allowed)
+        for kind in kinds:
+            error = scale_error([gradient for gradient in found if _kind(gradient.name) == kind], self.precision)
+            if error is not None:
+                self._found("gradient scales", kind, *error)
 
     def _compare_bits(self, check: str, plain: Trained, logits: Sequence[Tensor], parts: Sequence[LocalPart]) -> None:
         for step, (ours, wanted) in enumerate(zip(logits, plain.logits, strict=True)):
@@ -323,6 +393,10 @@ class _Checks:
     def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
         place = f"rank {self.rank}" + (f", {place}" if place else "")
         self.findings.append(Finding(check=check, item=item, difference=difference, allowed=allowed, place=place))
+
+
+def _probe(config: TrainingConfig) -> TrainingConfig:
+    return _with(config, section="optimizer", sparse="sgd", sparse_lr=_PROBE_RATE, warmup_steps=0)
 
 
 def _kind(name: str) -> str:

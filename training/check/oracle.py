@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmt.errors import InputError
 from dmt.training.build import ClickTask, build_model
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.rounding import as_sent
@@ -73,6 +75,9 @@ def compute_expected(run: CheckedRun, cuts: Mapping[str, Sequence[int]]) -> Expe
     Args:
         run: what is checked.
         cuts: widths of the shards of column-wise tables, by table: under row-wise AdaGrad each has a state of its own.
+
+    Raises:
+        InputError: a loss is not finite.
     """
     torch.manual_seed(run.config.train.seed)
     task = plain_task(run)
@@ -99,6 +104,7 @@ def compute_expected(run: CheckedRun, cuts: Mapping[str, Sequence[int]]) -> Expe
         trainer.step(step)
     with torch.no_grad():
         losses.append([float(watch.run(draw_batch(run, r, run.limits.steps))) for r in _ranks(run)])
+    _check_finite(run, losses)
     return Expected(
         start=start,
         forward=forward,
@@ -107,6 +113,18 @@ def compute_expected(run: CheckedRun, cuts: Mapping[str, Sequence[int]]) -> Expe
         losses=losses,
         weights={name: value.clone() for name, value in task.state_dict().items()},
     )
+
+
+def _check_finite(run: CheckedRun, losses: Sequence[Sequence[float]]) -> None:
+    for step, by_rank in enumerate(losses):
+        for rank, loss in enumerate(by_rank):
+            if not math.isfinite(loss):
+                rates = {name: getattr(run.config.optimizer, name) for name in ("dense_lr", "tower_lr", "sparse_lr")}
+                given = ", ".join(f"optimizer.{name}={rate:g}" for name, rate in rates.items() if rate is not None)
+                raise InputError(
+                    f"{given}: the plain module diverges (loss {loss:g} at step {step}, batch of rank {rank}), so "
+                    "there is nothing to compare with; a loss must stay finite. Lower optimizer.*_lr."
+                )
 
 
 def is_table(name: str) -> bool:

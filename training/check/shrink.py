@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dmt.costs import StepWorkload
+from dmt.errors import InputError
 from dmt.placement import SCHEMES, Scheme, TablePlacement
 from dmt.plan import TowerPlan
+from dmt.sharding_report import TowerSharding
 from dmt.sharding_rules import Rule, ShardingRules
 from dmt.tables import TableSpec
 from dmt.topology import TowerTopology
@@ -29,15 +32,29 @@ class CheckLimits:
     """How large a check may be."""
 
     max_rows: int = 1000
-    """Most rows of a table."""
+    """Most rows of a table, at least 8: fewer would leave row-wise shards of most ranks nothing but frequent ids."""
     max_ranks: int = 8
-    """Most ranks, at least 4: two towers of two."""
+    """Most ranks, 4 to 64: two towers of two show both exchanges; more processes outgrow one machine."""
     batch_size: int = 16
     """B, rows per rank and step."""
     steps: int = 4
-    """Training steps."""
+    """Training steps, at least 2: the second is the first whose weights were trained."""
     timeout_s: float = 120.0
-    """Longest time without any news from a rank."""
+    """Longest time without any news from a rank, at least 1."""
+
+    def __post_init__(self) -> None:
+        for option, value, least, most in (
+            ("--rows", self.max_rows, 8, math.inf),
+            ("--max-ranks", self.max_ranks, 4, 64),
+            ("--batch-size", self.batch_size, 1, math.inf),
+            ("--steps", self.steps, 2, math.inf),
+            ("--timeout", self.timeout_s, 1, math.inf),
+        ):
+            if not least <= value <= most:
+                limit = f"at least {least}" if math.isinf(most) else f"from {least} to {most:g}"
+                raise InputError(
+                    f"{option}={value:g} is out of range: a check needs {limit} (docs/check.md says why). Give {limit}."
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +81,8 @@ class CheckedRun:
     """For plans, expected values and checkpoints; all ranks see it."""
     reduced: tuple[str, ...]
     """What is smaller than in the config, a line each."""
+    schemes: tuple[str, ...]
+    """The schemes that are run, by number of tables; then the tables that cannot have the one asked for, and why."""
 
     @property
     def topology(self) -> TowerTopology:
@@ -109,21 +128,24 @@ def shrink(
         return CheckedRun(
             config=config,
             other=_with(config, "sharding", scheme=other),
+            schemes=(f"schemes: {len(tables)} {_flat_scheme(config)}",),
             splits={},
             placement=None,
             other_placement=None,
             **shared,
         )
     towers = _Towers(tower_plan(asked, tables), config.model.has_towers, topology)
-    pinned = _pins(tower_sharding(asked, tables).placements, towers.plan.split_tables(tables), small, full, topology)
+    whole = tower_sharding(asked, tables)
+    pinned = _pins(whole.placements, towers.plan.split_tables(tables), small, full, topology)
     others: dict[str, Rule] = {name: _other_schemes(rule, topology) for name, rule in pinned.items()}
     workload = StepWorkload(batch_size=limits.batch_size, optimizer=config.optimizer.sparse)
-    runs = {}
+    runs, schemes = {}, dict[str, tuple[str, ...]]()
     for name, rules, is_swapped in (("run", pinned, False), ("other", others, True)):
         plan, by_tower = towers.arranged(small, is_swapped=is_swapped)
         plan.save(folder / f"{name}.towers.json")
         made = plan_tables(by_tower, topology, workload=workload, rules=ShardingRules(tables=rules))
         made.save(folder / f"{name}.sharding.json")
+        schemes.setdefault(name, _said_of_schemes(made, whole))
         runs[name] = _with(
             _with(config, "towers", plan=str(folder / f"{name}.towers.json")),
             "sharding",
@@ -135,6 +157,7 @@ def shrink(
     return CheckedRun(
         config=runs["run"],
         other=runs["other"],
+        schemes=schemes["run"],
         splits=dict(towers.plan.column_splits),
         placement=towers.placement(is_swapped=False),
         other_placement=towers.placement(is_swapped=True),
@@ -237,6 +260,27 @@ def _other_schemes(rule: Rule, topology: TowerTopology) -> tuple[Scheme, ...]:
 
 def _with(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def _flat_scheme(config: TrainingConfig) -> str:
+    scheme = config.sharding.scheme
+    return "table_wise or column_wise, as TorchRec's planner chooses" if scheme == "auto" else scheme
+
+
+def _said_of_schemes(made: TowerSharding, whole: TowerSharding) -> tuple[str, ...]:
+    """Of the plan that is run, and the reasons of the one of full size."""
+    counts = {scheme: sum(p.scheme == scheme for p in made.placements.values()) for scheme in SCHEMES}
+    said = ["schemes: " + ", ".join(f"{count} {scheme}" for scheme, count in counts.items() if count)]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in whole.reasons.items():
+        if "asked for, but" in reason:
+            # From the scheme on, without its rank: many tables share what is left.
+            scheme, why = whole.placements[name].scheme, reason.partition(": ")[2]
+            by_reason.setdefault(f"{scheme}: {why}", []).append(name)
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        said.append(f"{', '.join(names[:3])}{more}: {reason}")
+    return tuple(said)
 
 
 def _said_of_ranks(full: TowerTopology, topology: TowerTopology) -> list[str]:

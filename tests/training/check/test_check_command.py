@@ -40,11 +40,12 @@ def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
     assert report["agrees"]
     assert report["ranks"] == 4
     verdicts = {row["check"]: row["verdict"] for row in report["rows"]}
-    assert len(verdicts) == 16
+    assert len(verdicts) == 18
     assert set(verdicts.values()) == {"ok"}, report["rows"]
     outputs = next(row for row in report["rows"] if row["check"] == "tower outputs")
     # FP16 is seen to be at work, and to be all that is.
     assert 0 < outputs["difference"] <= outputs["allowed"] < 2**-10
+    assert report["schemes"] == ["schemes: 6 row_wise"]
     assert [line.split()[0] for line in report["reduced"]] == ["checked", "the", "6", "learning"]
     assert report["seconds"] > 0
 
@@ -77,6 +78,7 @@ def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
         "tower outputs",
         "tower gradients",
         "id routes",
+        "formats",
     }
 
 
@@ -91,6 +93,37 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         assert run.stderr.startswith("error: ")
         assert message in run.stderr
         assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--rows=1", "--rows=1 is out of range: a check needs at least 8"),
+        ("--max-ranks=1", "--max-ranks=1 is out of range: a check needs from 4 to 64"),
+        ("--max-ranks=65", "--max-ranks=65 is out of range"),
+        ("--steps=1", "--steps=1 is out of range: a check needs at least 2"),
+        ("--batch-size=0", "--batch-size=0 is out of range"),
+        ("--timeout=nan", "--timeout=nan is out of range"),
+    ],
+)
+def test_a_limit_out_of_range_is_one_line(option: str, message: str, tmp_path: Path) -> None:
+    run = CliRunner().invoke(main, ["check", write(small("dmt-dlrm"), tmp_path), option])
+    assert run.exit_code == 2, run.output
+    assert message in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("columns", "is_cut"), [("", False), ("60", True)])
+def test_a_pipe_is_wide_and_long_names_are_folded(
+    columns: str, is_cut: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    name = "table_of_" + "x" * 60
+    check_command.print_report(report_of(Finding(check="logits", item=name, difference=1, allowed=0)), as_json=False)
+    printed = capsys.readouterr().out
+    assert (name in printed) is not is_cut
+    assert printed.count("x") >= 60, "folded, not cut"
+    assert max(len(line) for line in printed.splitlines()) <= (60 if is_cut else 140)
 
 
 def report_of(*findings: Finding, skipped: dict[str, str] | None = None) -> CheckReport:

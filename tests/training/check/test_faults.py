@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from dmt.mesh import TowerMesh
+from dmt.precision import ExchangePrecision
 from dmt.sptt import SPTTModule
 from dmt.training.build import open_data
 from dmt.training.check import on_rank
 from dmt.training.check.check import compare_ranks
-from dmt.training.check.findings import CheckReport
+from dmt.training.check.findings import CheckReport, Finding, make_rows
 from dmt.training.check.local import local_parts
 from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.ranks import Say, run_on_ranks
@@ -56,12 +59,12 @@ def towers_exchanged(init: Change) -> Change:
 
 
 def tower_gradient_doubled(shard: Change) -> Change:
-    def faulty(*args: Any) -> Any:
+    def faulty(*args: Any, **options: Any) -> Any:
         def double(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             parameter.grad.mul_(2)
 
-        model = shard(*args)
+        model = shard(*args, **options)
         for name, parameter in model.named_parameters():
             if ".towers.1.interaction." in name:
                 parameter.register_post_accumulate_grad_hook(double)
@@ -115,6 +118,23 @@ def another_checkpoint(save: Change) -> Change:
     return faulty
 
 
+def without_codecs(direction: str) -> Callable[[Change], Change]:
+    def change(codecs: Change) -> Change:
+        def faulty(self: ExchangePrecision, *args: Any) -> Any:
+            return codecs(replace(self, **{direction: "fp32"}, loss_scale=None), *args)
+
+        return faulty
+
+    return change
+
+
+def gradients_scaled(read: Change) -> Change:
+    def faulty(self: Any, model: Any) -> Any:
+        return [g if "dense" in on_rank._kind(g.name) else g._replace(ours=1.2 * g.ours) for g in read(self, model)]
+
+    return faulty
+
+
 # name -> what is patched, the checks that must fail, and what the first of them must name
 FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
     "rows": (on_rank, "load_start", rows_swapped_on_rank_1, {"embeddings", "bags"}, "table of C1"),
@@ -128,9 +148,49 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = 
 }
 
 
+# In a run with INT8 both ways, where the largest difference tells neither of them.
+FORMAT_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
+    "no forward format": (ExchangePrecision, "codecs", without_codecs("forward"), {"formats"}, "(int8 forward)"),
+    "no backward format": (ExchangePrecision, "codecs", without_codecs("backward"), {"formats"}, "(int8 backward)"),
+    "scale": (on_rank._Checks, "_gradients", gradients_scaled, {"gradient scales"}, "tower gradients, table gradients"),
+}
+
+
 # These show in different rows, so one run has them all.
 TOGETHER = [name for name in FAULTS if name not in ("rows", "towers")]
 RUNS = {"sound": [], "rows": ["rows"], "towers": ["towers"], "together": TOGETHER}
+
+
+def forward_and_backward(rank: int, say: Say, run: CheckedRun) -> dict[str, list[Finding]]:
+    found = {}
+    for name, (owner, attribute, change, *_) in (
+        {"sound": (on_rank, "_kind", lambda kind: kind)} | FORMAT_FAULTS
+    ).items():
+        checks = on_rank._Checks(rank, run, TowerMesh(run.topology))
+        with patched(owner, attribute, change):
+            checks.forward_and_gradients()
+        found[name] = checks.findings
+    return found
+
+
+def test_unused_formats_and_scales_are_found_in_int8(tmp_path: Path) -> None:
+    config = small("dmt-dlrm", sharding={"forward_precision": "int8", "backward_precision": "int8"})
+    tables = open_data(config).tables
+    run = shrink(config, tables, NUM_DENSE, limits=CheckLimits(), folder=tmp_path)
+    by_rank = run_on_ranks(forward_and_backward, 4, run, timeout_s=60)
+    failed = {}
+    for name in by_rank[0]:
+        findings = [finding for found in by_rank for finding in found[name]]
+        rows = make_rows(findings, {finding.check: "" for finding in findings}, {})
+        failed[name] = {row.check: row.where for row in rows if row.verdict == "FAILED"}
+    assert failed["sound"] == {}
+    for name, (*_, wanted, named) in FORMAT_FAULTS.items():
+        assert wanted <= set(failed[name]), (name, failed[name])
+        items = {f.item for found in by_rank for f in found[name] if f.check in wanted and not f.agrees}
+        if name == "scale":
+            assert items == set(named.split(", "))
+        else:
+            assert items == {f"the exchange did not use its format {named}"}
 
 
 def with_faults(rank: int, say: Say, run: CheckedRun) -> dict[str, RankReport]:
@@ -164,7 +224,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[CheckRe
 def test_a_sound_run_agrees(checked: dict[str, Any]) -> None:
     report = checked["sound"][0]
     assert report.agrees, [row for row in report.rows if row.verdict == "FAILED"]
-    assert [row.check for row in report.rows if row.verdict == "skipped"] == ["id routes"]
+    assert [row.check for row in report.rows if row.verdict == "skipped"] == ["formats", "id routes"]
     assert all(row.count for row in report.rows if row.verdict == "ok")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,22 @@ def test_the_memory_limit_is_that_of_the_full_size(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"synthetic": {"rows_per_table": 60_000}, "sharding": {"memory_gib": 0.0005}}
     with pytest.raises(InputError, match=r"Table 't_C1' in tower 0 needs .* but memory_per_rank is"):
         shrunk(small("dmt-dlrm", **sections), tmp_path)
+
+
+def test_schemes_are_told_and_what_cannot_have_the_one_asked_for(tmp_path: Path) -> None:
+    config = small("dmt-dlrm", sharding={"scheme": "row_wise"})
+    tables = [replace(t, num_embeddings=50 if i else 1) for i, t in enumerate(open_data(small("dmt-dlrm")).tables)]
+    run = shrink(config, tables, NUM_DENSE, limits=CheckLimits(), folder=tmp_path)
+    assert run.schemes[0] == "schemes: 1 table_wise, 5 row_wise"
+    assert len(run.schemes) == 2
+    assert run.schemes[1].startswith("t_C1: table_wise: row_wise asked for, but ")
+
+
+def test_a_limit_out_of_range_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"^--steps=1 is out of range: a check needs at least 2 .*\. Give at least 2\.$"
+    ):
+        CheckLimits(steps=1)
 
 
 def test_warm_up_is_cut_so_that_full_rates_are_run(tmp_path: Path) -> None:
