@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +14,10 @@ from rich.table import Table
 
 from dmt.training.check.findings import CheckReport
 from dmt.training.check.ranks import prepare_ranks
+from dmt.training.console import table_console
 
 __all__ = ["print_report", "run_check"]
 
-_PIPE_WIDTH = 140
 _COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
 
 
@@ -71,10 +70,7 @@ def print_report(report: CheckReport, *, as_json: bool) -> None:
         # Not a number is no JSON: a difference that is not finite is null.
         print(json.dumps(_finite(report.to_record()), indent=1))
         return
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        # A pipe has no width; 80 columns would break what a file has room for.
-        console = Console(highlight=False, emoji=False, width=_PIPE_WIDTH)
+    console = table_console(markup=True)
     for line in (*report.schemes, *report.reduced):
         console.print(f"- {escape(line)}")
     table = Table("", "against the plain module, or as said", "difference", "allowed", "")

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
-__all__ = ["quiet_libraries"]
+from rich.console import Console
+
+__all__ = ["quiet_libraries", "table_console"]
+
+_PIPE_WIDTH = 140
+
+
+def table_console(*, markup: bool) -> Console:
+    """A console for tables of names and numbers, as wide as the terminal or ``COLUMNS``.
+
+    Args:
+        markup: whether rich's markup is read in what is printed.
+    """
+    console = Console(highlight=False, markup=markup, emoji=False)
+    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+        # A pipe has no width; 80 columns would break what a file has room for.
+        console.width = _PIPE_WIDTH
+    return console
 
 
 def quiet_libraries(*, rank: int) -> None:

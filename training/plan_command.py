@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +24,13 @@ from dmt.sharding_rules import Rule, ShardingRules
 from dmt.tables import TableSpec, feature_names, table_specs
 from dmt.topology import TowerTopology
 from dmt.tower_sharding import plan_tables
+from dmt.training.console import table_console
 from dmt.words import human_bytes
 
 __all__ = ["print_sharding", "read_tables", "run_plan"]
 
 _SHOWN_RANKS = 16
 _SHOWN_TABLES = 20
-_PIPE_WIDTH = 140
 # Characters that names and reasons get at least, before columns of numbers are left out for them.
 _FOLDED = {"table": 12, "why": 24}
 _TABLE_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names")
@@ -292,10 +291,7 @@ def print_sharding(found: TowerSharding, *, everything: bool, out: Path | None) 
         everything: all ranks and tables, not the most telling.
         out: where the plan was written.
     """
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        # A pipe has no width; 80 columns would cut what a file has room for.
-        console.width = _PIPE_WIDTH
+    console = table_console(markup=False)
     shown = _print_fitting(console, *_ranks(found, everything), leave_out=("lookups/step", "sent/step"))
     if "sent/step" in shown:
         console.print("sent/step: ids, embeddings, gradients and all-reduces that the rank sends inside its tower.")
