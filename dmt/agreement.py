@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torchrec.distributed.types import ParameterSharding
 
+from dmt._torchrec import fused_settings
 from dmt.collectives import ranks_that_differ
 from dmt.errors import InputError
 from dmt.exchange import Exchange
@@ -20,30 +22,24 @@ __all__ = ["check_agreement", "check_sharding"]
 _SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
-def check_agreement(
-    mesh: TowerMesh,
-    tables_by_tower: Sequence[Sequence[Any]],
-    sharding: Mapping[str, ParameterSharding],
-    *,
-    settings: Mapping[str, Mapping[str, Any]],
-    exchange: Exchange,
-) -> None:
+def check_agreement(sharder: Any, module: nn.Module, sharding: Mapping[str, ParameterSharding]) -> None:
     """Checks that ranks agree and that every tower can do what it is told; collective over the job.
 
     Every rank looks at the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
 
     Args:
-        mesh: the groups.
-        tables_by_tower: the table configs of each mesh tower.
+        sharder: one of the tower sharders; its mesh, exchange and ``fused_params`` are read.
+        module: what it shards.
         sharding: of each table, with ranks and placements local to its tower (0..L-1).
-        settings: of the fused optimizer of each table.
-        exchange: how ids and outputs travel.
 
     Raises:
         InputError: there are replicas (not supported yet); ranks differ in towers, tables, plan or exchange; a table
             has no sharding, an unsupported scheme, a rank outside the tower, shards that do not cover it, or a number
             format or optimizer that its scheme does not have.
     """
+    mesh: TowerMesh = sharder.mesh
+    exchange: Exchange = sharder.exchange
+    tables_by_tower: list[list[Any]] = sharder.tables_by_tower(module)
     if mesh.topology.num_replicas > 1:
         raise InputError(
             f"num_replicas={mesh.topology.num_replicas}: nothing keeps replicas equal yet (ReplicaSync is not "
@@ -66,9 +62,10 @@ def check_agreement(
             f"Ranks {differing} have another sharding plan than rank 0. Make the plan from the same arguments on every "
             "rank."
         )
+    parameters = sharder.shardable_parameters(module)
     for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
         check_sharding(table, sharding.get(table.name), tower=tower, num_ranks=mesh.topology.ranks_per_tower)
-        obstacle = data_wise_obstacle(settings[table.name])
+        obstacle = data_wise_obstacle(fused_settings(parameters[table.name], sharder.fused_params))
         if obstacle and sharding[table.name].sharding_type == "data_parallel":
             raise InputError(
                 f"Table {table.name!r} in tower {tower} is data-wise, but {obstacle}. Use another optimizer or scheme."

@@ -13,7 +13,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt._torchrec import fused_settings
 from dmt.agreement import check_agreement
 from dmt.errors import InputError
 from dmt.exchange import Exchange, IdRoute
@@ -79,16 +78,7 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
         module_fqn: str | None = None,
     ) -> ShardedSPTTEmbeddingBagCollection:
         """Called by DMP; ``env`` is ignored, the mesh says where things go."""
-        check_agreement(
-            self.mesh,
-            self.tables_by_tower(module),
-            params,
-            settings={
-                name: fused_settings(parameter, self.fused_params)
-                for name, parameter in self.shardable_parameters(module).items()
-            },
-            exchange=self.exchange,
-        )
+        check_agreement(self, module, params)
         return ShardedSPTTEmbeddingBagCollection(
             module,
             params,

@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dmt._torchrec import fused_settings, key_mismatch
+from dmt._torchrec import key_mismatch
 from dmt.agreement import check_agreement
 from dmt.collectives import broadcast_module
 from dmt.errors import InputError
@@ -80,16 +80,7 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
         module_fqn: str | None = None,
     ) -> ShardedTowerCollection:
         """Called by DMP; ``env`` is ignored, the mesh says where things go."""
-        check_agreement(
-            self.mesh,
-            self.tables_by_tower(module),
-            params,
-            settings={
-                name: fused_settings(parameter, self.fused_params)
-                for name, parameter in self.shardable_parameters(module).items()
-            },
-            exchange=self.exchange,
-        )
+        check_agreement(self, module, params)
         return ShardedTowerCollection(
             module,
             params,
