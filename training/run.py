@@ -121,7 +121,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         if rank == 0 and config.train.affinity_rows:
             # What an earlier run left would be taken for this one's, should none be written.
             (record.folder / "affinity.npz").unlink(missing_ok=True)
-        model = shard_model(config, tables, len(data.dense_names), mesh=mesh)
+        model = shard_model(config, tables, len(data.dense_names), mesh=mesh, sharding=sharding)
         trainer = Trainer(
             config=config.train,
             data=data,

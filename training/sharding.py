@@ -172,6 +172,7 @@ def shard_model(
     *,
     mesh: TowerMesh,
     placement: Sequence[int] | None = None,
+    sharding: TowerSharding | None = None,
 ) -> DistributedModelParallel:
     """Builds the model and distributes it over the mesh, ready to train.
 
@@ -185,6 +186,7 @@ def shard_model(
         num_dense: dense columns of the data source.
         mesh: the groups.
         placement: the mesh tower of each tower of a multi-tower model; by default one each, in order.
+        sharding: the plan to carry out, as `tower_sharding` made it; without it, the tables are planned here.
     """
     model = ClickTask(build_model(config, tables, num_dense, device="meta"))
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
@@ -200,8 +202,16 @@ def shard_model(
             sharders = [TowerCollectionSharder(mesh, placement=placement, **options)]
         else:
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, tower_plan(config, tables), **options)]
-        plan = sharding_planner(config, tables).plan(model, sharders)
+        planner = sharding_planner(config, tables) if sharding is None else _carrying_out(sharding)
+        plan = planner.plan(model, sharders)
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+
+
+def _carrying_out(sharding: TowerSharding) -> TowerShardingPlanner:
+    """A planner that has nothing left to decide."""
+    return TowerShardingPlanner(
+        sharding.topology, pinned=sharding.placements, workload=sharding.workload, hardware=sharding.hardware
+    )
 
 
 def _flat(
