@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from dmt.costs import Hardware, StepWorkload
 from dmt.errors import InputError
 from dmt.files import read_record, replacing
-from dmt.placement import TablePlacement
+from dmt.placement import SCHEMES, TablePlacement
 from dmt.topology import TowerTopology
 
 __all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerLoad", "TowerSharding"]
@@ -107,6 +108,12 @@ class TowerSharding:
         """Cost of the busiest rank over the mean of all ranks; 1 is even."""
         mean = sum(rank.seconds for rank in self.ranks) / len(self.ranks)
         return self.seconds / mean if mean else 1.0
+
+    @property
+    def tables_by_scheme(self) -> dict[str, int]:
+        """How many tables have each scheme; those that none has are left out."""
+        counts = Counter(table.placement.scheme for table in self.tables)
+        return {scheme: counts[scheme] for scheme in SCHEMES if counts[scheme]}
 
     def to_record(self) -> dict[str, Any]:
         """The plan as JSON writes it."""

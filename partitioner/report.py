@@ -19,7 +19,7 @@ from dmt.partitioner.partition import Partition
 from dmt.partitioner.pictures import plot_affinity, plot_balance, plot_comparison, plot_coordinates
 from dmt.partitioner.pictures.style import counted, tower_color, tower_ink
 from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
-from dmt.partitioner.words import human_bytes
+from dmt.words import human_bytes
 
 __all__ = ["write_partition_report"]
 

@@ -27,8 +27,8 @@ from dmt.partitioner import (
 from dmt.partitioner.partitioner import Progress
 from dmt.partitioner.pictures.style import new_figure
 from dmt.partitioner.verdict import judge_balance, judge_meaning
-from dmt.partitioner.words import human_bytes
 from dmt.tables import TableSpec, feature_names
+from dmt.words import human_bytes
 
 __all__ = ["print_partition", "run_partition"]
 

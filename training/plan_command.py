@@ -296,8 +296,7 @@ def print_sharding(found: TowerSharding, *, everything: bool, out: Path | None) 
     if "sent/step" in shown:
         console.print("sent/step: ids, embeddings, gradients and all-reduces that the rank sends inside its tower.")
     _print_fitting(console, *_tables(found, everything), leave_out=("memory", "tower", "cost"))
-    counts = {scheme: sum(t.placement.scheme == scheme for t in found.tables) for scheme in SCHEMES}
-    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in counts.items() if count)
+    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in found.tables_by_scheme.items())
     console.print(f"{len(found.tables):,} table{'' if len(found.tables) == 1 else 's'}: {schemes}.")
     worst = max(found.towers, key=lambda tower: tower.imbalance)
     console.print(

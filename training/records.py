@@ -14,7 +14,6 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dmt.sharding_report import TowerSharding
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.summary import tables_by_scheme
 
 __all__ = ["RunRecord", "read_curves", "read_result", "sharding_summary", "to_json", "versions"]
 
@@ -86,7 +85,7 @@ def sharding_summary(plan: TowerSharding) -> dict[str, Any]:
     """What ``result.json`` keeps of a sharding plan: imbalance, tables by scheme, bytes of the largest rank."""
     return {
         "imbalance": plan.imbalance,
-        "tables_by_scheme": tables_by_scheme(plan),
+        "tables_by_scheme": plan.tables_by_scheme,
         "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
     }
 

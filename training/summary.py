@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dmt.partitioner.pictures.style import counted
-from dmt.placement import SCHEMES
 from dmt.sharding_report import TowerSharding
 from dmt.words import human_bytes
 
-__all__ = ["ROWS", "cells", "print_summary", "sharding_sentence", "tables_by_scheme"]
+__all__ = ["ROWS", "cells", "print_summary", "sharding_sentence"]
 
 # name, path in the result, format, which direction is better (for the reader)
 ROWS: tuple[tuple[str, str, str], ...] = (
@@ -46,19 +44,13 @@ def sharding_sentence(plan: TowerSharding) -> str:
 the mean of all ranks.'
     """
     topology = plan.topology
-    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in tables_by_scheme(plan).items())
+    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in plan.tables_by_scheme.items())
     return (
         f"{counted(len(plan.tables), 'table')} in {counted(topology.num_towers, 'tower')} of "
         f"{counted(topology.ranks_per_tower, 'rank')}: {schemes}. A rank holds at most "
         f"{human_bytes(max(rank.memory for rank in plan.ranks))}. The busiest rank costs {plan.imbalance:.2f} times "
         "the mean of all ranks."
     )
-
-
-def tables_by_scheme(plan: TowerSharding) -> dict[str, int]:
-    """How many tables have each scheme; those that none has are left out."""
-    counts = Counter(table.placement.scheme for table in plan.tables)
-    return {scheme: counts[scheme] for scheme in SCHEMES if counts[scheme]}
 
 
 def cells(result: Mapping[str, Any]) -> list[str]:

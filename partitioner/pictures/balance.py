@@ -20,7 +20,7 @@ from dmt.partitioner.pictures.style import (
     save_figure,
     tower_color,
 )
-from dmt.partitioner.words import byte_unit, human_bytes
+from dmt.words import byte_unit, human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from dmt.partitioner.page import data_uri, render_page
 from dmt.partitioner.partition import Comparison, TowerLimits
 from dmt.partitioner.report import write_partition_report
 from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
-from dmt.partitioner.words import human_bytes
+from dmt.words import human_bytes
 from tests.partitioner.partitions import made_up_partition
 
 

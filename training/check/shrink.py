@@ -269,8 +269,7 @@ def _flat_scheme(config: TrainingConfig) -> str:
 
 def _said_of_schemes(made: TowerSharding, whole: TowerSharding) -> tuple[str, ...]:
     """Of the plan that is run, and the reasons of the one of full size."""
-    counts = {scheme: sum(p.scheme == scheme for p in made.placements.values()) for scheme in SCHEMES}
-    said = ["schemes: " + ", ".join(f"{count} {scheme}" for scheme, count in counts.items() if count)]
+    said = ["schemes: " + ", ".join(f"{count} {scheme}" for scheme, count in made.tables_by_scheme.items())]
     by_reason: dict[str, list[str]] = {}
     for name, reason in whole.reasons.items():
         if "asked for, but" in reason:
