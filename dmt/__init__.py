@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dmt.plan import TowerPlan as TowerPlan
     from dmt.planner import TowerShardingPlanner as TowerShardingPlanner
     from dmt.precision import ExchangePrecision as ExchangePrecision
+    from dmt.replicas import ReplicaSync as ReplicaSync
     from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder as SPTTEmbeddingBagCollectionSharder
     from dmt.sharded_towers import TowerCollectionSharder as TowerCollectionSharder
     from dmt.tables import TableSpec as TableSpec
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ExchangePrecision": "dmt.precision",
     "InputError": "dmt.errors",
+    "ReplicaSync": "dmt.replicas",
     "SPTTEmbeddingBagCollectionSharder": "dmt.sharded_ebc",
     "TablePlacement": "dmt.placement",
     "TableSpec": "dmt.tables",
@@ -38,6 +40,7 @@ _HOME = {
 __all__ = [
     "ExchangePrecision",
     "InputError",
+    "ReplicaSync",
     "SPTTEmbeddingBagCollectionSharder",
     "TablePlacement",
     "TableSpec",

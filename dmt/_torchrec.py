@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,9 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
+
+from dmt.moment_scale import moment_scaled
+from dmt.scaled_rate import ScaledRateOptimizer
 
 __all__ = [
     "PRIVATE_NAMES",
@@ -164,6 +169,28 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
     return settings
 
 
+@contextmanager
+def _moment_scaled(
+    module: EmbeddingBagCollection, scales: Mapping[str, float], fused_params: Mapping[str, Any] | None
+) -> Iterator[None]:
+    """Leaves scaled settings on the parameters of these tables, as ``apply_optimizer_in_backward`` would, for a while.
+
+    Settings on a parameter go before those of the sharder, so each table can have its own.
+    """
+    before = []
+    for name, scale in scales.items():
+        parameter = module.embedding_bags[name].weight
+        settings = moment_scaled(fused_settings(parameter, fused_params), scale)
+        before.append((parameter, dict(vars(parameter))))
+        parameter._optimizer_classes, parameter._optimizer_kwargs = [None], [settings]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for parameter, attributes in before:
+            vars(parameter).clear()
+            vars(parameter).update(attributes)
+
+
 class GroupShardedEBC(ShardedEmbeddingBagCollection):
     """TorchRec's sharded collection over any group of ranks, all four schemes in one collection, with five mends.
 
@@ -183,6 +210,8 @@ class GroupShardedEBC(ShardedEmbeddingBagCollection):
             module has an ``optimizer`` and the lookup as ``module``.
         start_equal: gives every rank the first one's tensor, in place.
         make_row_wise_output: wraps the output exchange of row-wise tables.
+        moment_scales: factor c of the tables' AdaGrad moments (`dmt.moment_scale`), by table; 1 for those left out.
+            Data-wise tables have none: their gradients are averaged over the replicas, so to them there is only one.
         options: ``fused_params``, ``device`` and ``qcomm_codecs_registry`` of TorchRec's class.
     """
 
@@ -195,17 +224,19 @@ class GroupShardedEBC(ShardedEmbeddingBagCollection):
         make_data_wise: Callable[[nn.Module, dict[str, Tensor], dict[str, dict[str, Any]]], nn.Module],
         start_equal: Callable[[Tensor], None],
         make_row_wise_output: Callable[[nn.Module], nn.Module],
+        moment_scales: Mapping[str, float],
         options: Mapping[str, Any],
     ) -> None:
         self._make_data_wise = make_data_wise
         self._start_equal = start_equal
         self._make_row_wise_output = make_row_wise_output
         self._table_sharding = sharding
-        super().__init__(module, sharding, group_env(group), **options)
+        self.moment_scales = {name: scale for name, scale in moment_scales.items() if scale != 1.0}
+        with _moment_scaled(module, self.moment_scales, options["fused_params"]):
+            super().__init__(module, sharding, group_env(group), **options)
         data_wise = [("", lookup.optimizer) for lookup in self._lookups if hasattr(lookup, "optimizer")]
-        if data_wise:
-            fused: Any = self._optim
-            self._optim: Any = CombinedOptimizer([*fused._optims, *data_wise])
+        fused: Any = self._optim
+        self._optim: Any = CombinedOptimizer([*(self._with_scaled_rate(o) for _, o in fused._optims), *data_wise])
         divided = {
             feature if feature in self._embedding_names else f"{feature}@{table.name}": feature
             for table in self._embedding_bag_configs
@@ -221,6 +252,12 @@ class GroupShardedEBC(ShardedEmbeddingBagCollection):
                 weights: dict[str, Tensor] = dict(self._lookups[i].named_parameters_by_table())
                 settings = {table.name: dict(table.fused_params or {}) for table in sharding.embedding_tables()}
                 self._lookups[i] = self._make_data_wise(self._lookups[i], weights, settings)
+
+    def flush(self) -> None:
+        """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
+        for lookup in self._lookups:
+            lookup.flush()
+            lookup.purge()
 
     def reset_parameters(self) -> None:
         """Draws the weights of this rank's shards from each table's ``init_fn``."""
@@ -263,6 +300,12 @@ class GroupShardedEBC(ShardedEmbeddingBagCollection):
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
         widths = torch.tensor(self._embedding_dims, device=lengths.device)
         return torch.stack(columns, dim=1).repeat_interleave(widths, dim=1).to(torch.float32)
+
+    def _with_scaled_rate(self, optimizer: Any) -> Any:
+        """A lookup's optimizer, behind the learning rate that the user means; its tables have one factor c."""
+        scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
+        assert len(scales) <= 1, f"a lookup has tables of moment scales {scales}"
+        return ScaledRateOptimizer(optimizer, math.sqrt(scales.pop())) if scales - {1.0} else optimizer
 
     def _is(self, table: str, scheme: ShardingType) -> bool:
         return self._table_sharding[table].sharding_type == scheme.value

@@ -13,6 +13,7 @@ from dmt.collectives import ranks_that_differ
 from dmt.errors import InputError
 from dmt.exchange import Exchange
 from dmt.mesh import TowerMesh
+from dmt.moment_scale import moment_scale_of
 from dmt.precision import check_table_format
 from dmt.table_optimizers import data_wise_obstacle
 
@@ -33,18 +34,13 @@ def check_agreement(sharder: Any, module: nn.Module, sharding: Mapping[str, Para
         sharding: of each table, with ranks and placements local to its tower (0..L-1).
 
     Raises:
-        InputError: there are replicas (not supported yet); ranks differ in towers, tables, plan or exchange; a table
-            has no sharding, an unsupported scheme, a rank outside the tower, shards that do not cover it, or a number
-            format or optimizer that its scheme does not have.
+        InputError: ranks differ in towers, tables, plan, exchange or moment scale; a table has no sharding, an
+            unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format or optimizer
+            that its scheme does not have; its optimizer has no moment to scale.
     """
     mesh: TowerMesh = sharder.mesh
     exchange: Exchange = sharder.exchange
     tables_by_tower: list[list[Any]] = sharder.tables_by_tower(module)
-    if mesh.topology.num_replicas > 1:
-        raise InputError(
-            f"num_replicas={mesh.topology.num_replicas}: nothing keeps replicas equal yet (ReplicaSync is not "
-            "built), so they would drift apart. Use num_replicas=1."
-        )
     tables = [[_table_record(table) for table in of_tower] for of_tower in tables_by_tower]
     if differing := ranks_that_differ(tables, mesh.global_group):
         raise InputError(
@@ -56,6 +52,11 @@ def check_agreement(sharder: Any, module: nn.Module, sharding: Mapping[str, Para
             f"Ranks {differing} have another id_route or peer_precision than rank 0 ({exchange}). Give every rank "
             "the same."
         )
+    if differing := ranks_that_differ(sharder.optimizer.moment_scale, mesh.global_group):
+        raise InputError(
+            f"Ranks {differing} have another moment_scale than rank 0 ({sharder.optimizer.moment_scale!r}). Give every "
+            "rank the same."
+        )
     plan = [_sharding_record(sharding.get(table.name)) for of_tower in tables_by_tower for table in of_tower]
     if differing := ranks_that_differ(plan, mesh.global_group):
         raise InputError(
@@ -65,8 +66,10 @@ def check_agreement(sharder: Any, module: nn.Module, sharding: Mapping[str, Para
     parameters = sharder.shardable_parameters(module)
     for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
         check_sharding(table, sharding.get(table.name), tower=tower, num_ranks=mesh.topology.ranks_per_tower)
-        obstacle = data_wise_obstacle(fused_settings(parameters[table.name], sharder.fused_params))
-        if obstacle and sharding[table.name].sharding_type == "data_parallel":
+        settings = fused_settings(parameters[table.name], sharder.fused_params)
+        if sharding[table.name].sharding_type != "data_parallel":
+            moment_scale_of(sharder.optimizer.moment_scale, settings, mesh.topology.num_replicas)
+        elif obstacle := data_wise_obstacle(settings):
             raise InputError(
                 f"Table {table.name!r} in tower {tower} is data-wise, but {obstacle}. Use another optimizer or scheme."
             )

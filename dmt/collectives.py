@@ -30,6 +30,7 @@ __all__ = [
     "broadcast_tensor",
     "gather_objects",
     "ranks_that_differ",
+    "start_mean",
     "start_sum",
     "sum_over_ranks",
 ]
@@ -185,6 +186,13 @@ def ranks_that_differ(value: Any, group: dist.ProcessGroup) -> list[int]:
 def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
     """Starts the sum of a tensor over the group, in place; ``wait()`` of what is returned ends it."""
     return dist.all_reduce(value, group=group, async_op=True)
+
+
+def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
+    """Starts the mean of tensors of one dtype over the group, in place and in one collective; ``wait()`` ends it."""
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    return group.allreduce_coalesced(list(tensors), options)
 
 
 def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:

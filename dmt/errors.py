@@ -1,11 +1,11 @@
-"""The one exception a user can cause; the command line prints it in one line and exits with 2."""
+"""The exception a user can cause, which the command line prints in one line and exits with 2, and one nobody should."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["InputError", "nearest"]
+__all__ = ["InputError", "ReplicaMismatchError", "nearest"]
 
 
 class InputError(ValueError):
@@ -19,6 +19,17 @@ class InputError(ValueError):
         Traceback (most recent call last):
         ...
         dmt.errors.InputError: num_towers=0 is not positive. Give at least one tower.
+    """
+
+
+class ReplicaMismatchError(RuntimeError):
+    """Replicas of a shard differ where they must be equal, or the shards of a replica do not make up its tables.
+
+    Example:
+        >>> raise ReplicaMismatchError("t_ad.momentum1 of ranks 0 and 4 differ.")
+        Traceback (most recent call last):
+        ...
+        dmt.errors.ReplicaMismatchError: t_ad.momentum1 of ranks 0 and 4 differ.
     """
 
 

@@ -17,6 +17,7 @@ from dmt.agreement import check_agreement
 from dmt.errors import InputError
 from dmt.exchange import Exchange, IdRoute
 from dmt.mesh import TowerMesh
+from dmt.moment_scale import MomentScale, TableOptimizer, check_moment_scale
 from dmt.plan import TowerPlan
 from dmt.precision import ExchangePrecision
 from dmt.sptt import SPTTModule, in_order, shard_in_tower
@@ -38,6 +39,8 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
         qcomm_codecs_registry: TorchRec's quantised communication, for the exchanges inside a tower.
         id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.global_route`); the result is the same.
         peer_precision: number formats of the exchange of outputs between towers; None sends as is.
+        moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.moment_scale`); by default their
+            number. Settings in ``fused_params`` stay the user's: learning rate and epsilon are scaled for the kernel.
 
     Raises:
         InputError: the plan has another number of towers than the mesh, or ``id_route`` is unknown.
@@ -58,8 +61,10 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         id_route: IdRoute = "peer",
         peer_precision: ExchangePrecision | None = None,
+        moment_scale: MomentScale = "num_replicas",
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        check_moment_scale(moment_scale, mesh.topology.num_replicas)
         if plan.num_towers != mesh.topology.num_towers:
             raise InputError(
                 f"The tower plan has {plan.num_towers} towers but the topology num_towers={mesh.topology.num_towers}. "
@@ -68,6 +73,7 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
         self.mesh = mesh
         self.plan = plan
         self.exchange = Exchange(id_route=id_route, precision=peer_precision or ExchangePrecision())
+        self.optimizer = TableOptimizer(fused_params=fused_params, moment_scale=moment_scale)
 
     def shard(
         self,
@@ -84,7 +90,7 @@ class SPTTEmbeddingBagCollectionSharder(BaseEmbeddingSharder[EmbeddingBagCollect
             params,
             mesh=self.mesh,
             tables_by_tower=self.tables_by_tower(module),
-            fused_params=self.fused_params,
+            optimizer=self.optimizer,
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             exchange=self.exchange,
@@ -118,7 +124,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         mesh: TowerMesh,
         exchange: Exchange,
         tables_by_tower: list[list[Any]],
-        fused_params: dict[str, Any] | None = None,
+        optimizer: TableOptimizer,
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
@@ -138,7 +144,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             _sub_collection(module, tables_by_tower[mesh.tower]),
             sharding,
             mesh,
-            fused_params=fused_params,
+            optimizer=optimizer,
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
@@ -160,6 +166,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Tables as sharded tensors, of this rank's tower."""
+        self.settle()
         return self.embedding.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

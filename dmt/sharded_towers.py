@@ -23,6 +23,7 @@ from dmt.collectives import broadcast_module
 from dmt.errors import InputError
 from dmt.exchange import Exchange, IdRoute
 from dmt.mesh import TowerMesh
+from dmt.moment_scale import MomentScale, TableOptimizer, check_moment_scale
 from dmt.precision import ExchangePrecision
 from dmt.sptt import SPTTModule, in_order, shard_in_tower
 from dmt.tables import feature_names
@@ -47,6 +48,8 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
         qcomm_codecs_registry: TorchRec's quantised communication, for the exchanges inside a tower.
         id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.global_route`); the result is the same.
         peer_precision: number formats of the exchange of outputs between towers; None sends as is.
+        moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.moment_scale`); by default their
+            number. Settings in ``fused_params`` stay the user's: learning rate and epsilon are scaled for the kernel.
 
     Example::
 
@@ -65,11 +68,14 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         id_route: IdRoute = "peer",
         peer_precision: ExchangePrecision | None = None,
+        moment_scale: MomentScale = "num_replicas",
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        check_moment_scale(moment_scale, mesh.topology.num_replicas)
         self.mesh = mesh
         self.placement = None if placement is None else tuple(placement)
         self.exchange = Exchange(id_route=id_route, precision=peer_precision or ExchangePrecision())
+        self.optimizer = TableOptimizer(fused_params=fused_params, moment_scale=moment_scale)
 
     def shard(
         self,
@@ -86,7 +92,7 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
             params,
             mesh=self.mesh,
             placement=self.mesh_towers(module),
-            fused_params=self.fused_params,
+            optimizer=self.optimizer,
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             exchange=self.exchange,
@@ -155,7 +161,7 @@ class ShardedTowerCollection(SPTTModule):
         mesh: TowerMesh,
         exchange: Exchange,
         placement: Sequence[int],
-        fused_params: dict[str, Any] | None = None,
+        optimizer: TableOptimizer,
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
@@ -181,7 +187,7 @@ class ShardedTowerCollection(SPTTModule):
                     module.towers[i].embedding,
                     sharding,
                     mesh,
-                    fused_params=fused_params,
+                    optimizer=optimizer,
                     device=device,
                     qcomm_codecs_registry=qcomm_codecs_registry,
                 )
@@ -223,6 +229,7 @@ class ShardedTowerCollection(SPTTModule):
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Tables as sharded tensors and tower modules, of this rank's towers."""
+        self.settle()
         state: Any = OrderedDict() if destination is None else destination
         for name, part in self._parts(prefix.removesuffix(".")):
             part.state_dict(destination=state, prefix=f"{name}.", keep_vars=keep_vars)

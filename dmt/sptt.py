@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from dmt._torchrec import GroupShardedEBC, LazyResult, PipelinedModule, place_globally
+from dmt._torchrec import GroupShardedEBC, LazyResult, PipelinedModule, fused_settings, place_globally
 from dmt.collectives import (
     IdsToTowers,
     RowWiseOutputs,
@@ -48,6 +48,7 @@ from dmt.errors import InputError, nearest
 from dmt.exchange import Exchange
 from dmt.global_route import GlobalIdRoute
 from dmt.mesh import TowerMesh
+from dmt.moment_scale import TableOptimizer, moment_scale_of
 from dmt.peer_exchange import PeerExchange
 from dmt.tables import feature_names
 
@@ -122,6 +123,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._widths: list[int] = []
         self._collections: list[GroupShardedEBC] = []
         self._global_route: GlobalIdRoute | None = None
+        self._replicas_ready: Callable[[], None] | None = None
         exchange.precision.check_device(self._target_device)
 
     def route_ids(self, embeddings: Iterable[GroupShardedEBC]) -> None:
@@ -134,6 +136,28 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._collections = list(embeddings)
         if self._exchange.id_route == "global":
             self._global_route = GlobalIdRoute(self.mesh, self._collections)
+
+    @property
+    def collections(self) -> Sequence[GroupShardedEBC]:
+        """The sharded collections of this rank's tower."""
+        return self._collections
+
+    def keep_equal(self, ready: Callable[[], None]) -> None:
+        """Called by `dmt.ReplicaSync`: ``ready`` is called before tables are read, and waits until they may be."""
+        self._replicas_ready = ready
+
+    def settle(self) -> None:
+        """Waits until this rank's tables may be read."""
+        if self._replicas_ready is not None:
+            self._replicas_ready()
+
+    def _check_replicas(self) -> None:
+        if self._replicas_ready is None and self.mesh.topology.num_replicas > 1:
+            raise InputError(
+                f"num_replicas={self.mesh.topology.num_replicas}, but nothing keeps the replicas equal: they would "
+                "drift apart. Make dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every "
+                "training step."
+            )
 
     @abc.abstractmethod
     def tower_output(self, embeddings: Sequence[Any], num_samples: int) -> tuple[Tensor, list[int]]:
@@ -192,6 +216,8 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
 
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> Tensor:
         """This tower's output [sum of B, O_t]."""
+        self._check_replicas()
+        self.settle()
         ids = dist_input[0]
         if self._global_route is None:
             embeddings = [embedding(ids) for embedding in self._collections]
@@ -280,7 +306,7 @@ def shard_in_tower(
     sharding: Mapping[str, ParameterSharding],
     mesh: TowerMesh,
     *,
-    fused_params: dict[str, Any] | None,
+    optimizer: TableOptimizer,
     device: torch.device | None,
     qcomm_codecs_registry: dict[str, Any] | None,
 ) -> GroupShardedEBC:
@@ -291,13 +317,15 @@ def shard_in_tower(
         sharding: for each table its scheme, with ranks and placements local to the tower (0..L-1); see
             `dmt.agreement.check_agreement`.
         mesh: the groups.
-        fused_params: of FBGEMM's fused optimizer; data-wise tables take the same.
+        optimizer: of the tables.
         device: this rank's device.
         qcomm_codecs_registry: TorchRec's quantised communication.
     """
     ranks = mesh.tower_ranks()
     tables = embedding.embedding_bag_configs()  # type: ignore[operator]
     devices = gather_objects(str(device or "cpu"), mesh.tower_group)
+    bags: Any = embedding.embedding_bags
+    settings = {t.name: fused_settings(bags[t.name].weight, optimizer.fused_params) for t in tables}
     placed = {table.name: place_globally(sharding[table.name], ranks, devices) for table in tables}
     return GroupShardedEBC(
         embedding,
@@ -307,5 +335,14 @@ def shard_in_tower(
         make_data_wise=functools.partial(DataWiseTables, group=mesh.tower_module_group),
         start_equal=functools.partial(broadcast_tensor, group=mesh.tower_module_group),
         make_row_wise_output=functools.partial(RowWiseOutputs, rank=mesh.local),
-        options={"fused_params": fused_params, "device": device, "qcomm_codecs_registry": qcomm_codecs_registry},
+        moment_scales={
+            name: moment_scale_of(optimizer.moment_scale, of_table, mesh.topology.num_replicas)
+            for name, of_table in settings.items()
+            if sharding[name].sharding_type != "data_parallel"
+        },
+        options={
+            "fused_params": optimizer.fused_params,
+            "device": device,
+            "qcomm_codecs_registry": qcomm_codecs_registry,
+        },
     )

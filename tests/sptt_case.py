@@ -136,8 +136,11 @@ def build(case: Case) -> torch.nn.Module:
     return TowerModel(towers, width)
 
 
-def shard(case: Case, model: torch.nn.Module, mesh: TowerMesh) -> DistributedModelParallel:
+def shard(
+    case: Case, model: torch.nn.Module, mesh: TowerMesh, moment_scale: Any = "num_replicas"
+) -> DistributedModelParallel:
     options: dict[str, Any] = {
+        "moment_scale": moment_scale,
         "fused_params": {**FUSED, "optimizer": OPTIMIZERS[case.optimizer]},
         "id_route": case.id_route,
         "peer_precision": PRECISIONS[case.precision],

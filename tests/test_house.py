@@ -68,13 +68,15 @@ LAYERS = [
     {"columns", "tables", "table_optimizers", "topology", "walkthrough"},
     {"plan", "placement", "mesh", "packing", "precision"},
     {"exchange"},
-    {"costs", "sharding_rules", "branching", "packing_search", "sharding_report"},
+    {"costs", "sharding_rules", "branching", "packing_search", "sharding_report", "replica_costs"},
     {"sharding_reasons"},
     {"tower_sharding"},
+    {"moment_scale", "scaled_rate", "replica_check"},
     {"_torchrec", "collectives"},
-    {"agreement", "traffic", "data_wise", "global_route", "peer_exchange"},
+    {"agreement", "averaging", "traffic", "data_wise", "global_route", "peer_exchange"},
     {"sptt"},
-    {"sharded_towers", "sharded_ebc", "planner"},
+    {"sharded_towers", "sharded_ebc", "planner", "table_state"},
+    {"replicas"},
 ]
 
 

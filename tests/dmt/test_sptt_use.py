@@ -315,19 +315,6 @@ def test_ranks_with_other_plans_are_named() -> None:
     run_ranks(disagreement_on_rank, 4)
 
 
-def replicas_on_rank(rank: int) -> None:
-    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=1, num_replicas=2))
-    sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0"]]))
-    model = FlatModel(make_tables([8]))
-    plan = TowerShardingPlanner(mesh.topology).plan(model, [sharder])
-    with pytest.raises(InputError, match="num_replicas=2: nothing keeps replicas equal yet"):
-        DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
-
-
-def test_replicas_are_refused_until_they_can_be_kept_equal() -> None:
-    run_ranks(replicas_on_rank, 2)
-
-
 def meta_on_rank(rank: int) -> None:
     """Tables and tower modules built on meta get real, equal weights."""
     mesh = TowerMesh(TWO_BY_TWO)

@@ -1,0 +1,77 @@
+"""What must hold between replicas: a checksum of bits, and whether shards cover their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["TableShard", "checksum", "uncovered"]
+
+_CHUNK = 2**20
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TableShard(NamedTuple):
+    """A part of a table that some rank holds."""
+
+    table: str
+    size: tuple[int, ...]
+    """Rows and columns of the table."""
+    offsets: tuple[int, ...]
+    """First row and column of the part."""
+    sizes: tuple[int, ...]
+    """Rows and columns of the part."""
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that hangs on every bit of a tensor and on its place, modulo 2**64; equal tensors have equal ones.
+
+    Args:
+        tensor: contiguous, floating point, on any device.
+
+    Example:
+        >>> a = torch.tensor([1.0, 2.0])
+        >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0)), checksum(-a) == checksum(a)
+        (True, False, False)
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # Odd weights: no change of a single number is lost modulo a power of two.
+    weights = 2 * torch.arange(min(_CHUNK, bits.numel()), dtype=torch.int64, device=tensor.device) + 1
+    for number, chunk in enumerate(bits.split(_CHUNK)):
+        total = total + (2 * number + 1) * (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+    return int(total)
+
+
+def uncovered(shards: Iterable[TableShard]) -> list[str]:
+    """Tables whose shards leave a part out or hold one twice, with what is wrong.
+
+    Example:
+        >>> upper = TableShard("t", (4, 2), (0, 0), (2, 2))
+        >>> uncovered([upper, upper._replace(offsets=(2, 0))])
+        []
+        >>> uncovered([upper])
+        ["shards of table 't' hold 4 of its 8 numbers"]
+    """
+    by_table: dict[str, list[TableShard]] = {}
+    for shard in shards:
+        by_table.setdefault(shard.table, []).append(shard)
+    problems = []
+    for table, parts in by_table.items():
+        rows, columns = parts[0].size
+        held = sum(part.sizes[0] * part.sizes[1] for part in parts)
+        outside = any(o + n > s for p in parts for o, n, s in zip(p.offsets, p.sizes, p.size, strict=True))
+        twice = any(_overlap(a, b) for i, a in enumerate(parts) for b in parts[:i])
+        if len({part.size for part in parts}) > 1 or outside or twice:
+            problems.append(f"shards of table {table!r} overlap or do not fit each other")
+        elif held != rows * columns:
+            problems.append(f"shards of table {table!r} hold {held} of its {rows * columns} numbers")
+    return problems
+
+
+def _overlap(a: TableShard, b: TableShard) -> bool:
+    spans = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return all(max(o, p) < min(o + n, p + m) for o, n, p, m in spans)

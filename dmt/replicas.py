@@ -1,0 +1,208 @@
+"""`ReplicaSync`: keeps the replicas of a model's tables equal (2D sparse parallelism, Zhang et al. 2025).
+
+Each replica trains its tables on its own samples with FBGEMM's fused optimizer, so there are no gradients to average;
+weights and optimizer states are averaged over the replica group instead (section 3, Algorithm 1, lines 9 and 10).
+Dense parts and tower modules have their gradients averaged over all replicas by data parallel, and so have data-wise
+tables: these are equal at every step and are not touched here.
+
+Legend: M replicas; w, v the weights and optimizer states of this rank's shards; s a snapshot of v.
+
+==================  ========================================  =====================================================
+at every sync       ``optimizer_state="now"``                 ``optimizer_state="delayed"`` (the blog's)
+==================  ========================================  =====================================================
+weights             w = mean(w)                               w = mean(w)
+states              v = mean(v)                               v = mean(s) + (v - s), s of the sync before; s = v
+collectives         all done when it ends                     mean(s) is computed while the next interval trains
+==================  ========================================  =====================================================
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from dmt.averaging import RunningMean, SyncPrecision
+from dmt.collectives import broadcast_tensor, gather_objects, ranks_that_differ
+from dmt.errors import InputError, ReplicaMismatchError
+from dmt.mesh import TowerMesh
+from dmt.replica_check import checksum, uncovered
+from dmt.sptt import SPTTModule
+from dmt.table_state import table_tensors
+
+__all__ = ["ReplicaSync", "moment_scales"]
+
+
+class ReplicaSync:
+    """Averages tables and their optimizer states over the replicas of a `TowerMesh`.
+
+    Make it once, after loading weights: it gives every replica the weights and states of replica 0, which would
+    otherwise start from their own. Call `step` after every training step of every rank. Averaging three or a like
+    number of equal values may move them by one unit in the last place, once; the replicas stay equal.
+
+    Args:
+        model: holds modules made by the tower sharders, anywhere in it; usually a ``DistributedModelParallel``.
+        mesh: the groups.
+        interval: N, training steps from one sync to the next; above 1 it is a local SGD (section 5).
+        optimizer_state: ``"now"``, or ``"delayed"`` by one sync, see the module.
+        asynchronous: let the collectives run on after `step` returns, until tables are read next: while the dense
+            optimizer steps and the next batch comes in. The result has the same bits.
+        precision: of what is sent: ``"fp32"``, or ``"bf16"`` for the change since the last sync (this keeps one more
+            copy of weights and states).
+
+    Raises:
+        InputError: an argument is out of range, no module of the model was made by the tower sharders, or replicas
+            hold other shards.
+
+    Example::
+
+        model = DistributedModelParallel(model, plan=plan, sharders=[TowerCollectionSharder(mesh)])
+        sync = ReplicaSync(model, mesh, interval=4)
+        for batch in batches:
+            train_step(model, batch)
+            sync.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: TowerMesh,
+        *,
+        interval: int = 1,
+        optimizer_state: Literal["now", "delayed"] = "now",
+        asynchronous: bool = False,
+        precision: SyncPrecision = "fp32",
+    ) -> None:
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+            raise InputError(f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1.")
+        if optimizer_state not in ("now", "delayed"):
+            raise InputError(f"ReplicaSync: optimizer_state={optimizer_state!r} is unknown; use 'now' or 'delayed'.")
+        if precision not in ("fp32", "bf16"):
+            raise InputError(
+                f"ReplicaSync: precision={precision!r} is unknown; use 'fp32' or 'bf16' (squared gradients are "
+                "below what 'fp16' can hold)."
+            )
+        self._mesh = mesh
+        self._interval = interval
+        self._delayed = optimizer_state == "delayed"
+        self._asynchronous = asynchronous
+        modules = _tower_modules(model)
+        self._modules = list(modules.values())
+        self._tensors = [
+            one for path, module in modules.items() for one in table_tensors(module, path if len(modules) > 1 else "")
+        ]
+        shapes = [(one.name, tuple(one.tensor.shape)) for one in self._tensors]
+        if differing := ranks_that_differ(shapes, mesh.replica_group):
+            raise InputError(
+                f"Ranks {differing} hold other shards than rank {min(_ranks(mesh))}, of which they are replicas. Give "
+                "every rank the same sharding plan."
+            )
+        for one in self._tensors:
+            broadcast_tensor(one.tensor, mesh.replica_group)
+        replicated = [one for one in self._tensors if one.is_replicated and mesh.topology.num_replicas > 1]
+        weights = [one.tensor for one in replicated if one.is_weight]
+        states = [one.tensor for one in replicated if not one.is_weight]
+        self._weights = RunningMean(weights, mesh.replica_group, delayed=False, precision=precision)
+        self._states = RunningMean(states, mesh.replica_group, delayed=self._delayed, precision=precision)
+        self._steps = 0
+        for module in self._modules:
+            module.keep_equal(self.wait)
+
+    @property
+    def bytes_per_sync(self) -> float:
+        """Bytes this rank sends in one sync, by a ring: 2 (M - 1) / M times weights and states (section 5)."""
+        replicas = self._mesh.topology.num_replicas
+        return 2 * (replicas - 1) / replicas * (self._weights.bytes_sent + self._states.bytes_sent)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether collectives of an asynchronous or delayed sync are under way."""
+        return self._weights.is_running or self._states.is_running
+
+    def step(self) -> None:
+        """To be called after every training step: syncs every ``interval`` of them. Collective over the replicas."""
+        self._steps += 1
+        if self._steps % self._interval == 0:
+            self._start()
+            if not self._asynchronous:
+                self.wait()
+
+    def sync(self) -> None:
+        """Averages weights and states at once: all replicas are equal afterwards. Collective over the replicas.
+
+        Call it before saving, or at the end of training; it does not count as a step.
+        """
+        self._start()
+        self._weights.finish()
+        self._states.finish()
+
+    def wait(self) -> None:
+        """Waits for the collectives of an asynchronous sync; tables do so themselves before they are read."""
+        self._weights.finish()
+        if not self._delayed:
+            self._states.finish()
+
+    def check(self) -> None:
+        """Checks what must hold after `sync`: replicas have the same bits, and shards cover every table.
+
+        Compares a checksum of each shard and of its states; data-wise tables are checked too. Collective over the job,
+        and reads every table once.
+
+        Raises:
+            ReplicaMismatchError: on every rank, naming tensors and ranks.
+        """
+        self.wait()
+        mine = {one.name: checksum(one.tensor) for one in self._tensors}
+        everyone = gather_objects(mine, self._mesh.replica_group)
+        ranks = _ranks(self._mesh)
+        problems = [
+            f"{name} of rank {rank} differs from that of rank {ranks[0]}"
+            for rank, theirs in zip(ranks, everyone, strict=True)
+            for name, value in theirs.items()
+            if value != everyone[0][name]
+        ]
+        shards = gather_objects([one.shard for one in self._tensors if one.shard], self._mesh.sharding_group)
+        problems += [
+            f"{problem} in replica {self._mesh.replica}" for problem in uncovered([s for some in shards for s in some])
+        ]
+        # Everyone raises, or those that found nothing would wait for the others.
+        found = sorted({text for texts in gather_objects(problems, self._mesh.global_group) for text in texts})
+        if found:
+            shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+            raise ReplicaMismatchError(
+                f"Replicas are not what they must be: {shown}. Do not save this state; go back to the last checkpoint."
+            )
+
+    def _start(self) -> None:
+        self.wait()
+        for module in self._modules:
+            for collection in module.collections:
+                collection.flush()
+        # The delayed states of the sync before.
+        self._states.finish()
+        self._weights.start()
+        self._states.start()
+
+
+def moment_scales(model: nn.Module, mesh: TowerMesh) -> dict[str, float]:
+    """The factor c of every table whose moments are scaled, of all towers; collective over the sharding group."""
+    mine: dict[str, float] = {}
+    for module in _tower_modules(model).values():
+        for collection in module.collections:
+            mine |= collection.moment_scales
+    return {table: c for theirs in gather_objects(mine, mesh.sharding_group) for table, c in theirs.items()}
+
+
+def _tower_modules(model: nn.Module) -> dict[str, SPTTModule]:
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, SPTTModule)}
+    if not modules:
+        raise InputError(
+            "ReplicaSync found no tables in the model that a tower sharder of dmt has sharded. Give it the "
+            "DistributedModelParallel made with TowerCollectionSharder or SPTTEmbeddingBagCollectionSharder."
+        )
+    return modules
+
+
+def _ranks(mesh: TowerMesh) -> list[int]:
+    """Global ranks of the replica group, by replica."""
+    return [mesh.topology.rank(replica, mesh.tower, mesh.local) for replica in range(mesh.topology.num_replicas)]
