@@ -17,17 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dmt.collectives import start_mean
+from dmt.precision import SyncPrecision
 
-__all__ = ["RunningMean", "SyncPrecision"]
+__all__ = ["RunningMean"]
 
-SyncPrecision = Literal["fp32", "bf16"]
 # Tensors go together into collectives of about so many bytes; gloo copies what it is given into one buffer.
 _BUCKET_BYTES = 64 * 2**20
 
@@ -78,6 +78,13 @@ class RunningMean:
     def bytes_sent(self) -> int:
         """Bytes of one round that this rank hands to the collective, before the factor 2 (M - 1) / M of a ring."""
         return sum(one.live.numel() * self._dtype.itemsize for one in self._averaged)
+
+    @torch.no_grad()
+    def rebase(self) -> None:
+        """Takes the tensors as they are, equal on all ranks, for what was last agreed on."""
+        for one in self._averaged:
+            if one.base is not None:
+                one.base.copy_(one.live)
 
     @torch.no_grad()
     def start(self) -> None:

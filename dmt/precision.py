@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torchrec.distributed.types import QuantizedCommCodecs
 
-__all__ = ["FORMATS", "ExchangeFormat", "ExchangePrecision", "check_table_format"]
+__all__ = ["FORMATS", "ExchangeFormat", "ExchangePrecision", "SyncPrecision", "check_table_format"]
 
 ExchangeFormat = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+SyncPrecision = Literal["fp32", "bf16"]
+"""Of what replicas average (`dmt.ReplicaSync`)."""
 FORMATS: tuple[ExchangeFormat, ...] = get_args(ExchangeFormat)
 # Numbers that share one scale; FBGEMM's default for INT8. Each group carries 8 bytes of scale and offset.
 _GROUP = 32

@@ -157,7 +157,7 @@ def replica_costs(
     model = CostModel(topology=plan.topology, workload=plan.workload, hardware=plan.hardware)
     held = {(rank.tower, rank.local): 0 for rank in plan.ranks}
     tower_of = {table.name: table.tower for table in plan.tables}
-    synchronised = [table for table in tables if placements[table.name].scheme != "x"]
+    synchronised = [table for table in tables if placements[table.name].scheme != "data_wise"]
     for table in synchronised:
         for local, load in model.shards(table, placements[table.name]):
             held[tower_of[table.name], local] += load.memory

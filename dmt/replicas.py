@@ -22,10 +22,11 @@ from typing import Literal
 
 from torch import nn
 
-from dmt.averaging import RunningMean, SyncPrecision
+from dmt.averaging import RunningMean
 from dmt.collectives import broadcast_tensor, gather_objects, ranks_that_differ
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.mesh import TowerMesh
+from dmt.precision import SyncPrecision
 from dmt.replica_check import checksum, uncovered
 from dmt.sptt import SPTTModule
 from dmt.table_state import table_tensors
@@ -36,9 +37,9 @@ __all__ = ["ReplicaSync", "moment_scales"]
 class ReplicaSync:
     """Averages tables and their optimizer states over the replicas of a `TowerMesh`.
 
-    Make it once, after loading weights: it gives every replica the weights and states of replica 0, which would
-    otherwise start from their own. Call `step` after every training step of every rank. Averaging three or a like
-    number of equal values may move them by one unit in the last place, once; the replicas stay equal.
+    Make it after loading weights (or call `restart` then): it gives every replica the weights and states of replica 0,
+    which would otherwise start from their own. Call `step` after every training step of every rank. Averaging three or
+    a like number of equal values may move them by one unit in the last place, once; the replicas stay equal.
 
     Args:
         model: holds modules made by the tower sharders, anywhere in it; usually a ``DistributedModelParallel``.
@@ -83,7 +84,7 @@ class ReplicaSync:
                 "below what 'fp16' can hold)."
             )
         self._mesh = mesh
-        self._interval = interval
+        self.interval = interval
         self._delayed = optimizer_state == "delayed"
         self._asynchronous = asynchronous
         modules = _tower_modules(model)
@@ -97,8 +98,6 @@ class ReplicaSync:
                 f"Ranks {differing} hold other shards than rank {min(_ranks(mesh))}, of which they are replicas. Give "
                 "every rank the same sharding plan."
             )
-        for one in self._tensors:
-            broadcast_tensor(one.tensor, mesh.replica_group)
         replicated = [one for one in self._tensors if one.is_replicated and mesh.topology.num_replicas > 1]
         weights = [one.tensor for one in replicated if one.is_weight]
         states = [one.tensor for one in replicated if not one.is_weight]
@@ -107,6 +106,7 @@ class ReplicaSync:
         self._steps = 0
         for module in self._modules:
             module.keep_equal(self.wait)
+        self.restart()
 
     @property
     def bytes_per_sync(self) -> float:
@@ -119,10 +119,23 @@ class ReplicaSync:
         """Whether collectives of an asynchronous or delayed sync are under way."""
         return self._weights.is_running or self._states.is_running
 
+    def restart(self) -> None:
+        """Gives every replica the weights and states of replica 0, and forgets what is under way.
+
+        Call it after loading weights or states into the model. Collective over the replicas.
+        """
+        self._weights.finish()
+        self._states.finish()
+        for one in self._tensors:
+            broadcast_tensor(one.tensor, self._mesh.replica_group)
+        self._weights.rebase()
+        self._states.rebase()
+        self._steps = 0
+
     def step(self) -> None:
         """To be called after every training step: syncs every ``interval`` of them. Collective over the replicas."""
         self._steps += 1
-        if self._steps % self._interval == 0:
+        if self._steps % self.interval == 0:
             self._start()
             if not self._asynchronous:
                 self.wait()
@@ -184,13 +197,10 @@ class ReplicaSync:
         self._states.start()
 
 
-def moment_scales(model: nn.Module, mesh: TowerMesh) -> dict[str, float]:
-    """The factor c of every table whose moments are scaled, of all towers; collective over the sharding group."""
-    mine: dict[str, float] = {}
-    for module in _tower_modules(model).values():
-        for collection in module.collections:
-            mine |= collection.moment_scales
-    return {table: c for theirs in gather_objects(mine, mesh.sharding_group) for table, c in theirs.items()}
+def moment_scales(model: nn.Module) -> dict[str, float]:
+    """The factor c of this rank's tables whose moments are scaled, by table."""
+    collections = [c for module in model.modules() if isinstance(module, SPTTModule) for c in module.collections]
+    return {table: scale for collection in collections for table, scale in collection.moment_scales.items()}
 
 
 def _tower_modules(model: nn.Module) -> dict[str, SPTTModule]:

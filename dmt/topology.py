@@ -104,6 +104,14 @@ class TowerTopology:
         tower, local = divmod(in_replica, self.ranks_per_tower)
         return RankCoordinates(replica, tower, local)
 
+    def host(self, rank: int) -> int:
+        """A number for the host of a global rank where hosts are as large as a tower.
+
+        With ``"intra_host"`` that is R * L ranks, all replicas of a tower; else the L ranks of a tower of one replica.
+        """
+        at = self.coordinates(rank)
+        return at.tower if self.replica_placement == "intra_host" else at.replica * self.num_towers + at.tower
+
     def tower_groups(self) -> list[list[int]]:
         """Ranks of one tower in one replica (fast links): R * T groups of L."""
         return [

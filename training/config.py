@@ -11,14 +11,16 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dmt.errors import InputError, nearest
+from dmt.moment_scale import MomentScale, check_moment_scale
 from dmt.placement import Scheme
-from dmt.precision import ExchangeFormat, ExchangePrecision
+from dmt.precision import ExchangeFormat, ExchangePrecision, SyncPrecision
 from dmt.topology import TowerTopology
 from dmt.training.data.config import DataConfig
 
 __all__ = [
     "ModelConfig",
     "OptimizerConfig",
+    "ReplicasConfig",
     "ShardingConfig",
     "TopologyConfig",
     "TowersConfig",
@@ -90,14 +92,15 @@ class TopologyConfig(_Section):
     """T; a tower is usually one host."""
     ranks_per_tower: int = Field(default=1, ge=1)
     """L."""
-    num_replicas: int = Field(default=1, ge=1, le=1)
-    """R; more than one needs ReplicaSync, which is not built yet."""
+    num_replicas: int = Field(default=1, ge=1)
+    """R, copies of all tables, each trained on its share of the samples and averaged; see ``[replicas]``."""
+    replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
+    """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
+    neighbours, on one host if it has R x L ranks."""
 
     def build(self) -> TowerTopology:
         """The topology of these sizes."""
-        return TowerTopology(
-            num_towers=self.num_towers, ranks_per_tower=self.ranks_per_tower, num_replicas=self.num_replicas
-        )
+        return TowerTopology(**self.model_dump())
 
 
 class TowersConfig(_Section):
@@ -158,6 +161,22 @@ class ShardingConfig(_Section):
         return ExchangePrecision(forward=self.forward_precision, backward=self.backward_precision)
 
 
+class ReplicasConfig(_Section):
+    """How replicas of the tables are kept equal (2D sparse parallelism); with one replica nothing of it matters."""
+
+    sync_every: int = Field(default=1, ge=1)
+    """N, steps from one averaging of weights and optimizer states to the next."""
+    optimizer_state: Literal["now", "delayed"] = "now"
+    """``delayed``: states are averaged while the next N steps train, and taken over one averaging later."""
+    asynchronous: bool = False
+    """Let the averaging run until tables are read next. The results have the same bits."""
+    precision: SyncPrecision = "fp32"
+    """Number format sent; ``bf16`` sends changes since the last averaging, and keeps one more copy of the tables."""
+    moment_scale: MomentScale = "num_replicas"
+    """c: AdaGrad's moments are divided by it, in (0, R]. The noisier the gradients, the nearer to R. Data-wise tables
+    need none: their gradients are averaged over the replicas."""
+
+
 class OptimizerConfig(_Section):
     """One place for tables, tower modules and the dense parts."""
 
@@ -201,7 +220,17 @@ class TrainConfig(_Section):
     """After training a flat model, collect feature affinities on about so many training rows, over all ranks, and write
     ``affinity.npz`` into ``output_dir``, for ``dmt partition --affinity``; 0: do not."""
     output_dir: str = "runs/latest"
-    """Where the run's config, metrics, TensorBoard files and checkpoint go."""
+    """Where the run's config, metrics, TensorBoard files and checkpoints go."""
+    save_every: int = Field(default=10_000, ge=1)
+    """Save a checkpoint every so many steps (with replicas: at the next averaging), besides at the end."""
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """How many of the latest checkpoints are kept."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in memory of this rank's tables."""
+    resume: str = "auto"
+    """``auto``: go on from the newest checkpoint in ``output_dir``, if there is one; ``never``: begin anew and remove
+    the checkpoints there; else the folder of a checkpoint to begin with, such as that of yesterday's run (once
+    ``output_dir`` has its own, it goes on from those)."""
 
 
 class TrainingConfig(_Section):
@@ -223,6 +252,8 @@ class TrainingConfig(_Section):
     """The tower plan."""
     sharding: ShardingConfig = ShardingConfig()
     """How tables are spread."""
+    replicas: ReplicasConfig = ReplicasConfig()
+    """How replicas are kept equal."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizers."""
     train: TrainConfig = TrainConfig()
@@ -244,7 +275,17 @@ class TrainingConfig(_Section):
             )
         if self.dataflow == "flat":
             self._check_flat()
+        self._check_replicas()
         return self
+
+    def _check_replicas(self) -> None:
+        check_moment_scale(self.replicas.moment_scale, self.topology.num_replicas)
+        every, interval = self.train.eval_every, self.replicas.sync_every
+        if self.topology.num_replicas > 1 and every and every % interval:
+            raise InputError(
+                f"train.eval_every={every} is not a multiple of replicas.sync_every={interval}: between averagings "
+                "each replica has tables of its own, and there is no one model to evaluate. Make it a multiple."
+            )
 
     def _check_flat(self) -> None:
         """Refuses what only the tower dataflow has; TorchRec would run without it and not say so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from dmt.collectives import sum_over_ranks
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
+from dmt.replicas import ReplicaSync
 from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.config import TrainConfig
 from dmt.training.data import ClickData
@@ -26,10 +27,22 @@ from dmt.training.data.source import Split
 from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.records import RunRecord
 
-__all__ = ["Trainer", "TrainingTime"]
+__all__ = ["Position", "Trainer", "TrainingTime"]
 
 # Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
 _WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far training has come: what must be known to go on at the right sample, with any number of ranks."""
+
+    step: int = 0
+    """Training steps done."""
+    epoch: int = 0
+    """Passes over the training rows that are complete."""
+    row: int = 0
+    """Rows of the pass under way that all ranks together have trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +66,8 @@ class Trainer:
         model: the sharded `ClickTask`.
         optimizer: of everything.
         record: where numbers go.
+        position: where training begins.
+        replicas: what keeps the replicas equal, if there are any.
     """
 
     def __init__(
@@ -64,6 +79,8 @@ class Trainer:
         model: DistributedModelParallel,
         optimizer: Any,
         record: RunRecord,
+        position: Position | None = None,
+        replicas: ReplicaSync | None = None,
     ) -> None:
         self._config = config
         self._data = data
@@ -71,31 +88,51 @@ class Trainer:
         self._model = model
         self._optimizer = optimizer
         self._record = record
+        self._replicas = replicas
         self._pipeline = _pipeline(config, model, optimizer)
-        self._step = 0
+        start = position or Position()
+        self._step, self._epoch, self._row = start.step, start.epoch, start.row
+        self._warm_up = start.step + _WARM_UP_STEPS
+        interval = 1 if replicas is None else replicas.interval
+        # With replicas, a checkpoint is saved when they are equal anyway, so that saving does not change the training.
+        self._save_every = -(-config.save_every // interval) * interval
         self._timed_steps = 0
         self._timed_seconds = 0.0
 
-    def train(self) -> TrainingTime:
-        """Trains for the epochs or steps of the config, evaluating on the way where asked.
+    @property
+    def position(self) -> Position:
+        """How far training has come."""
+        return Position(step=self._step, epoch=self._epoch, row=self._row)
+
+    def train(self, save: Callable[[], None] | None = None) -> TrainingTime:
+        """Trains for the epochs or steps of the config, evaluating and saving on the way where asked.
+
+        Args:
+            save: called on every rank where ``save_every`` says so, between steps; not at the end.
 
         Raises:
             InputError: there are fewer rows than one step needs.
         """
-        config = self._config
-        began = time.perf_counter()
-        with tqdm(desc="train", unit="step", disable=self._mesh.rank != 0, mininterval=1.0) as bar:
-            for epoch in range(config.epochs):
-                batches = self._batches("train", config.batch_size, epoch)
+        config, began, resumed = self._config, time.perf_counter(), self._step
+        bar = tqdm(desc="train", unit="step", initial=resumed, disable=self._mesh.rank != 0, mininterval=1.0)
+        with bar:
+            while self._epoch < config.epochs and self._budget() > 0:
+                batches = self._batches("train", config.batch_size, self._epoch, self._row)
                 while (budget := self._budget()) > 0:
                     # The pipeline runs a batch ahead; ending each stretch lets it drain before an evaluation.
                     first = next(batches, None)
                     if first is None:
+                        self._epoch, self._row = self._epoch + 1, 0
                         break
-                    # Only once it is known that training goes on: the caller evaluates at the end.
-                    if config.eval_every and self._step and self._step % config.eval_every == 0:
-                        self._record.scalars(self._step, _named("eval", self.evaluate()))
+                    # Only once it is known that training goes on: the caller evaluates and saves at the end.
+                    if self._step > resumed:
+                        if config.eval_every and self._step % config.eval_every == 0:
+                            self._record.scalars(self._step, _named("eval", self.evaluate()))
+                        if save is not None and self._step % self._save_every == 0:
+                            save()
                     self._stretch(chain([first], islice(batches, budget - 1)), bar)
+        if self._replicas is not None:
+            self._replicas.sync()
         if self._step == 0:
             raise InputError(
                 f"No training step was possible: the data has fewer rows than one step of "
@@ -110,7 +147,7 @@ class Trainer:
         metrics = ClickMetrics(self._mesh.global_group)
         self._model.eval()
         with torch.no_grad():
-            for output in self._progress(self._batches("eval", self._config.eval_batch_size, 0)):
+            for output in self._progress(self._batches("eval", self._config.eval_batch_size)):
                 metrics.update(*output)
         self._model.train()
         return metrics.compute()
@@ -125,9 +162,9 @@ class Trainer:
 
         The tables update in their backward pass and the pipeline is taken off: call it when all is trained and saved.
         """
-        batch = next(self._batches("train", self._config.batch_size, 0))
+        batch = next(self._batches("train", self._config.batch_size))
         self.detach()
-        meter = TrafficMeter(host_of=lambda rank: self._mesh.topology.coordinates(rank).tower)
+        meter = TrafficMeter(host_of=self._mesh.topology.host)
         self._optimizer.zero_grad()
         with meter:
             loss, _ = self._model(batch)
@@ -135,27 +172,34 @@ class Trainer:
                 loss.backward()
         return meter.total(self._mesh.global_group)
 
-    def _batches(self, split: Split, batch_size: int, epoch: int) -> Iterator[ClickBatch]:
+    def _batches(self, split: Split, batch_size: int, epoch: int = 0, start_row: int = 0) -> Iterator[ClickBatch]:
         world_size = self._mesh.topology.world_size
         return self._data.batches(
-            split, rank=self._mesh.rank, world_size=world_size, batch_size=batch_size, epoch=epoch
+            split,
+            rank=self._mesh.rank,
+            world_size=world_size,
+            batch_size=batch_size,
+            epoch=epoch,
+            start_row=start_row,
         )
 
     def _budget(self) -> int:
-        """Steps until the next evaluation or the end."""
+        """Steps until the next evaluation, checkpoint or the end."""
         config = self._config
         left = [2**62 if config.max_steps is None else config.max_steps - self._step]
-        if config.eval_every:
-            left.append(config.eval_every - self._step % config.eval_every)
+        left += [every - self._step % every for every in (config.eval_every, self._save_every) if every]
         return min(left)
 
     def _stretch(self, batches: Iterator[ClickBatch], bar: Any) -> None:
         start = time.perf_counter()
         for logits, labels, _ in self._progress(batches):
+            if self._replicas is not None:
+                self._replicas.step()
             self._step += 1
+            self._row += self._config.batch_size * self._mesh.topology.world_size
             bar.update(1)
             now = time.perf_counter()
-            if self._step > _WARM_UP_STEPS:
+            if self._step > self._warm_up:
                 self._timed_steps += 1
                 self._timed_seconds += now - start
             start = now

@@ -17,7 +17,7 @@ from dmt.models.shards import whole_tables
 from dmt.partitioner import FeatureAffinity
 from dmt.tables import TableSpec
 from dmt.training.build import ClickTask, build_model, tower_plan
-from dmt.training.checkpoint import load_plain
+from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, TrainingConfig, load_config
 from dmt.training.data import ClickBatch, ClickData, open_source
 from dmt.training.records import read_result
@@ -44,7 +44,7 @@ def affinity_of_run(
     The features are those of the data: where the run's tower plan cuts tables into column shards, they are joined.
 
     Args:
-        run: the ``output_dir`` of a finished run, with its ``checkpoint/``.
+        run: the ``output_dir`` of a run; the newest whole checkpoint in its ``checkpoint/`` is taken.
         data_path: rows from here instead of the run's own ``data.train_path``.
         max_rows: rows to average over, at most; the mean settles quickly.
         check: called with the tables before the model is made, to raise where they will not do.
@@ -53,11 +53,11 @@ def affinity_of_run(
         The affinity and the tables of the model.
 
     Raises:
-        InputError: the folder holds no run, or the data do not fit it; or what ``check`` raises.
+        InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
     """
-    checkpoint = run / "checkpoint"
-    if not (checkpoint / "config.toml").exists():
-        raise InputError(f"{run} is not the output_dir of a finished training run: it has no checkpoint/config.toml.")
+    checkpoint = newest(run / "checkpoint")
+    if checkpoint is None:
+        raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
     overrides = []
     if (checkpoint / "towers.json").exists():
         overrides.append(f"towers.plan={json.dumps(str(checkpoint / 'towers.json'))}")

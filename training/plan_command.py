@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dmt.costs import Hardware, StepWorkload
 from dmt.errors import InputError, nearest
 from dmt.placement import SCHEMES
 from dmt.plan import TowerPlan
+from dmt.replica_costs import ReplicaCosts, replica_costs
 from dmt.sharding_report import RankLoad, TowerSharding
 from dmt.sharding_rules import Rule, ShardingRules
 from dmt.tables import TableSpec, feature_names, table_specs
@@ -27,12 +29,12 @@ from dmt.tower_sharding import plan_tables
 from dmt.training.console import table_console
 from dmt.words import human_bytes
 
-__all__ = ["print_sharding", "read_tables", "run_plan"]
+__all__ = ["PlannedTables", "print_sharding", "read_tables", "run_plan"]
 
 _SHOWN_RANKS = 16
 _SHOWN_TABLES = 20
 # Characters that names and reasons get at least, before columns of numbers are left out for them.
-_FOLDED = {"table": 12, "why": 24}
+_FOLDED = {"table": 12, "why": 24, "replicas": 12}
 _TABLE_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names")
 _DATA_TYPES = ("FP32", "FP16")
 Rows = Sequence[Sequence[str]]
@@ -43,7 +45,6 @@ _CONFIG_KEYS = {
     "towers": "towers.plan",
     "num_towers": "topology.num_towers",
     "ranks_per_tower": "topology.ranks_per_tower",
-    "num_replicas": "topology.num_replicas",
     "batch_size": "train.batch_size",
     "pooling": "sharding.pooling_factors",
     "memory_gib": "sharding.memory_gib",
@@ -56,7 +57,21 @@ _CONFIG_KEYS = {
 }
 
 
-def run_plan(config: str | None, overrides: Sequence[str], options: Mapping[str, Any]) -> TowerSharding:
+@dataclass(frozen=True)
+class PlannedTables:
+    """What ``dmt plan`` found."""
+
+    sharding: TowerSharding
+    replicas: ReplicaCosts | None
+    """None where there is one replica and nobody asked."""
+
+    def to_record(self) -> dict[str, Any]:
+        """The plan as JSON writes it, with the costs of replicas under ``replicas``."""
+        record = self.sharding.to_record()
+        return record if self.replicas is None else record | {"replicas": self.replicas.to_record()}
+
+
+def run_plan(config: str | None, overrides: Sequence[str], options: Mapping[str, Any]) -> PlannedTables:
     """Does what ``dmt plan`` was asked for; writes the plan where ``--out`` says.
 
     Args:
@@ -67,10 +82,17 @@ def run_plan(config: str | None, overrides: Sequence[str], options: Mapping[str,
     Raises:
         InputError: options contradict each other, a file cannot be read, or the tables cannot be placed as asked.
     """
-    found = _of_config(config, overrides, options) if config else _of_files(options)
+    number = options["num_replicas"]
+    if number is not None and number < 1:
+        raise InputError(f"--replicas {number}: must be a whole number of at least 1, the copies of the tables.")
+    found, tables, sync_every = _of_config(config, overrides, options) if config else _of_files(options)
+    asked = {name: options[name] for name in ("sync_gb_per_s", "sync_every") if options.get(name) is not None}
+    replicas = None
+    if asked or number is not None or found.topology.num_replicas > 1:
+        replicas = replica_costs(found, tables, **({"sync_every": sync_every} | asked))
     if options["out"]:
         found.save(options["out"])
-    return found
+    return PlannedTables(found, replicas)
 
 
 def read_tables(path: Path, option: str = "--tables") -> tuple[TableSpec, ...]:
@@ -146,18 +168,22 @@ def _naming(place: str) -> Iterator[None]:
         raise InputError(f"{place}: {error}") from error
 
 
-def _of_config(config: str, overrides: Sequence[str], options: Mapping[str, Any]) -> TowerSharding:
+def _of_config(
+    config: str, overrides: Sequence[str], options: Mapping[str, Any]
+) -> tuple[TowerSharding, Sequence[TableSpec], int]:
+    """The plan of a run, its tables, and the steps from one sync of replicas to the next."""
     given = [name for name in _CONFIG_KEYS if options[name] not in (None, ())]
     if given:
         raise InputError(
             f"--{given[0].replace('_', '-')} and a CONFIG contradict each other: the config decides it. Change "
             f"{_CONFIG_KEYS[given[0]]} there, or append section.key=value."
         )
-    from dmt.training.build import open_data
+    from dmt.training.build import open_data, tower_plan
     from dmt.training.config import load_config
     from dmt.training.sharding import fused_params, tower_sharding
 
-    run = load_config(config, overrides)
+    replicas = options["num_replicas"]
+    run = load_config(config, overrides if replicas is None else [*overrides, f"topology.num_replicas={replicas}"])
     if run.dataflow == "flat":
         raise InputError(
             f"Config {config} has the flat dataflow (model.arch={run.model.arch!r}), which TorchRec's own planner "
@@ -165,10 +191,11 @@ def _of_config(config: str, overrides: Sequence[str], options: Mapping[str, Any]
         )
     # Refuses an optimizer that the trainer would.
     fused_params(run.optimizer)
-    return tower_sharding(run, open_data(run).tables)
+    tables = open_data(run).tables
+    return tower_sharding(run, tables), tower_plan(run, tables).split_tables(tables), run.replicas.sync_every
 
 
-def _of_files(options: Mapping[str, Any]) -> TowerSharding:
+def _of_files(options: Mapping[str, Any]) -> tuple[TowerSharding, Sequence[TableSpec], int]:
     towers, tables = _towers_and_tables(options)
     split: list[Any] = list(tables)
     with _naming(" with ".join(f"--{name} {options[name]}" for name in ("towers", "tables") if options[name])):
@@ -182,7 +209,7 @@ def _of_files(options: Mapping[str, Any]) -> TowerSharding:
         for t in tables
         if t.feature_names[0] in towers.column_splits
     }
-    return plan_tables(
+    found = plan_tables(
         by_tower,
         TowerTopology(
             num_towers=towers.num_towers,
@@ -197,6 +224,7 @@ def _of_files(options: Mapping[str, Any]) -> TowerSharding:
         hardware=Hardware(memory_per_rank=_memory(options["memory_gib"]), **rates),
         rules=ShardingRules(schemes=options["scheme"] or SCHEMES, tables=_pins(options["pin"], shards)),
     )
+    return found, split, 1
 
 
 def _towers_and_tables(options: Mapping[str, Any]) -> tuple[TowerPlan, tuple[TableSpec, ...]]:
@@ -280,18 +308,18 @@ def _pooling(texts: Sequence[str], towers: TowerPlan) -> dict[str, float]:
     return of_shards | {name: factor for name, factor in factors.items() if name not in towers.column_splits}
 
 
-def print_sharding(found: TowerSharding, *, everything: bool, out: Path | None) -> None:
-    """Prints loads of ranks, the tables with their reasons, the imbalance and the notes.
+def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None) -> None:
+    """Prints loads of ranks, the tables with their reasons, the imbalance, the costs of replicas and the notes.
 
     As wide as the terminal or as ``COLUMNS`` says. Where that is narrow, names fold and columns are left out; numbers
     are never cut.
 
     Args:
-        found: the plan.
+        planned: the plan.
         everything: all ranks and tables, not the most telling.
         out: where the plan was written.
     """
-    console = table_console(markup=False)
+    console, found = table_console(markup=False), planned.sharding
     shown = _print_fitting(console, *_ranks(found, everything), leave_out=("lookups/step", "sent/step"))
     if "sent/step" in shown:
         console.print("sent/step: ids, embeddings, gradients and all-reduces that the rank sends inside its tower.")
@@ -307,10 +335,38 @@ def print_sharding(found: TowerSharding, *, everything: bool, out: Path | None) 
         f"To other towers: {human_bytes(sum(tower.peer_bytes for tower in found.towers))} of embeddings per forward "
         "pass, before tower modules make them smaller."
     )
+    if planned.replicas is not None:
+        _print_replicas(console, planned.replicas)
     for note in (*found.notes, *_notes(found)):
         console.print(Text.assemble(("Note:", "yellow"), f" {note}"))
     if out is not None:
         console.print(f"Written to {out}.", soft_wrap=True)
+
+
+def _print_replicas(console: Console, costs: ReplicaCosts) -> None:
+    """The paper's section 5; its formulas name the ranks of the job T."""
+    rows = [
+        ("memory, S (M - 1) / T", human_bytes(costs.overhead_bytes), human_bytes(costs.fullest_overhead_bytes)),
+        ("a sync, 2 S (M - 1) / (T B)", _time(costs.sync_seconds), _time(costs.fullest_sync_seconds)),
+        (f"a step, N = {costs.sync_every:,}", _time(costs.step_seconds), _time(costs.fullest_step_seconds)),
+    ]
+    title = f"M = {costs.num_replicas:,} replicas, T = {costs.num_ranks:,} ranks"
+    known = rows if costs.sync_gb_per_s is not None else rows[:1]
+    _print_fitting(console, title, ("replicas", "mean", "fullest rank"), known, leave_out=())
+    left_out = f"; data-wise tables ({costs.data_wise_tables:,}), which no sync moves, are not counted"
+    console.print(
+        f"S = {human_bytes(costs.table_bytes)}: {human_bytes(costs.weight_bytes)} of weights and "
+        f"{human_bytes(costs.state_bytes)} of optimizer state in one copy of the tables"
+        f"{left_out if costs.data_wise_tables else ''}."
+    )
+    if costs.sync_gb_per_s is None:
+        console.print("How long a sync takes: give --sync-gb-per-s, what a rank sends to its replicas.")
+    else:
+        console.print(f"B = {costs.sync_gb_per_s:g} GB/s between replicas; they sync every N steps (--sync-every).")
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:,.3f} ms"
 
 
 def _notes(found: TowerSharding) -> Iterator[str]:
@@ -319,11 +375,6 @@ def _notes(found: TowerSharding) -> Iterator[str]:
         yield (
             f"no memory limit given; the fullest rank needs {fullest} (--memory-gib, or sharding.memory_gib of a "
             "CONFIG)."
-        )
-    if found.topology.num_replicas > 1:
-        yield (
-            f"training with replicas is not built yet; this plan for {found.topology.num_replicas} of them cannot be "
-            "carried out so far."
         )
 
 
@@ -377,14 +428,14 @@ def _cells(rank: RankLoad) -> tuple[str, ...]:
         human_bytes(rank.memory),
         f"{rank.lookups:,.0f}",
         human_bytes(rank.bytes_sent),
-        f"{1e3 * rank.seconds:,.3f} ms",
+        _time(rank.seconds),
     )
 
 
 def _tables(found: TowerSharding, everything: bool) -> tuple[str, Sequence[str], Rows]:
     ranked = sorted(found.tables, key=lambda entry: (-entry.seconds, entry.name))
     shown = ranked if everything else ranked[:_SHOWN_TABLES]
-    rows = [(t.name, str(t.tower), human_bytes(t.memory), f"{1e3 * t.seconds:,.3f} ms", t.reason) for t in shown]
+    rows = [(t.name, str(t.tower), human_bytes(t.memory), _time(t.seconds), t.reason) for t in shown]
     more = len(ranked) - len(shown)
     title = f"The {len(shown)} costliest tables; --all shows {more:,} more" if more else "Tables, costliest first"
     return title, ("table", "tower", "memory", "cost", "why"), rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -15,25 +15,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from dmt.collectives import gather_objects
 from dmt.errors import InputError
 from dmt.files import probe_folder
 from dmt.mesh import TowerMesh
+from dmt.moment_scale import moment_scale_of
 from dmt.plan import TowerPlan
+from dmt.replicas import ReplicaSync, moment_scales
 from dmt.sharding_report import TowerSharding
 from dmt.tables import TableSpec
 from dmt.training.build import build_model, build_optimizer, count_model, open_data, tower_plan
-from dmt.training.checkpoint import save_model
+from dmt.training.checkpoints import Checkpointer, restore, whole_checkpoint
+from dmt.training.checkpoints.together import on_every_rank
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, ValidationReport
 from dmt.training.loop import Trainer
 from dmt.training.partition import write_affinity
 from dmt.training.planned import planned_traffic, traffic_warning
 from dmt.training.records import RunRecord, sharding_summary, versions
+from dmt.training.resume import Start, begin_anew, checkpoint_folder, start_with, starting_point
 from dmt.training.sharding import fused_params, shard_model, tower_sharding
 from dmt.training.summary import sharding_sentence
 
-__all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train"]
+__all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train", "train_on"]
 
 logger = logging.getLogger(__name__)
 # Nearer to chance than this, an AUC is called chance.
@@ -79,7 +86,7 @@ def preflight(config: TrainingConfig, world_size: int) -> ClickData:
     if not data.dense_names:
         raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
     check_rows(config, world_size, data.num_rows("train"))
-    fused_params(config.optimizer)
+    moment_scale_of(config.replicas.moment_scale, fused_params(config.optimizer), config.topology.num_replicas)
     if config.dataflow == "sptt":
         tower_sharding(config, tables)
     config.sharding.precision.check_device(torch.device("cpu"))
@@ -106,59 +113,162 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     with _process_group():
         if rank != 0:
             data = preflight(config, world_size)
-        mesh = TowerMesh(config.topology.build())
-        tables = data.tables
-        # Read before training: the files may change while this run trains with what they held.
-        plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
-        sharding = tower_sharding(config, tables) if config.dataflow == "sptt" else None
-        planned = None if sharding is None else planned_traffic(config, tables, len(data.dense_names), sharding)
-        complexity = count_model(config, tables, len(data.dense_names))
-        record = RunRecord(config, enabled=rank == 0)
-        record.sharding(sharding)
-        if rank == 0 and sharding is not None:
-            lines = [f"sharding: {sharding_sentence(sharding)}", *sharding.notes]
-            print("".join(f"# {line}\n" for line in lines), end="", flush=True)
-        if rank == 0 and config.train.affinity_rows:
-            # What an earlier run left would be taken for this one's, should none be written.
-            (record.folder / "affinity.npz").unlink(missing_ok=True)
-        model = shard_model(config, tables, len(data.dense_names), mesh=mesh, sharding=sharding)
-        trainer = Trainer(
-            config=config.train,
-            data=data,
-            mesh=mesh,
-            model=model,
-            optimizer=build_optimizer(config.optimizer, model),
-            record=record,
+        return train_on(config, data, TowerMesh(config.topology.build()))
+
+
+def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[str, Any]:
+    """The run itself, on a mesh that exists; collective. See `train`.
+
+    Args:
+        config: the run, which has passed `preflight`.
+        data: what that opened.
+        mesh: of the config's topology.
+    """
+    tables, num_dense = data.tables, len(data.dense_names)
+    # Read before training: the files may change while this run trains with what they held.
+    plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
+    sharding = tower_sharding(config, tables) if config.dataflow == "sptt" else None
+    planned = None if sharding is None else planned_traffic(config, tables, num_dense, sharding)
+    complexity = count_model(config, tables, num_dense)
+    start = _start(config, plan, mesh)
+    record = _begin_record(config, sharding, start, mesh)
+    model = shard_model(config, tables, num_dense, mesh=mesh, sharding=sharding)
+    optimizer = build_optimizer(config.optimizer, model)
+    replicas = _replica_sync(config, model, mesh)
+    if start is not None:
+        _settle_gradient_buckets(config, data, mesh, model, optimizer)
+        restore(start.folder, model, optimizer, mesh, moment_scales=moment_scales(model))
+        if replicas is not None:
+            replicas.restart()
+    saver = Checkpointer(
+        checkpoint_folder(config),
+        mesh,
+        keep=config.train.keep_checkpoints,
+        asynchronous=config.train.async_save,
+        describe=partial(_describe, config, plan, sharding, tables),
+    )
+    trainer = Trainer(
+        config=config.train,
+        data=data,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        record=record,
+        position=None if start is None else start.position,
+        replicas=replicas,
+    )
+
+    def save() -> bool:
+        if replicas is not None:
+            replicas.sync()
+            replicas.check()
+        position = trainer.position
+        progress = {"epoch": position.epoch, "row": position.row}
+        return saver.save(model, optimizer, step=position.step, progress=progress, moment_scales=moment_scales(model))
+
+    time = trainer.train(save)
+    saved = save() and saver.wait()
+    metrics = trainer.evaluate()
+    if config.train.affinity_rows:
+        trainer.detach()
+        path = record.folder / "affinity.npz"
+        write_affinity(model, data, mesh, config=config.train, steps=time.steps, path=path)
+    traffic = trainer.measure_traffic()
+    rows = config.train.batch_size * mesh.topology.world_size
+    result = {
+        "arch": config.model.arch,
+        "dataflow": config.dataflow,
+        "world_size": mesh.topology.world_size,
+        **{f"eval_{name}": value for name, value in asdict(metrics).items()},
+        **asdict(complexity),
+        **asdict(time),
+        "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
+        "bad_lines": data.bad_lines,
+    }
+    if replicas is not None:
+        # Of the largest rank; the others wait for it.
+        most = max(gather_objects(replicas.bytes_per_sync, mesh.global_group))
+        result["replicas"] = {"num_replicas": mesh.topology.num_replicas, "bytes_per_sync": round(most)}
+    warnings = [auc_warning(metrics.auc)]
+    if sharding is not None and planned is not None:
+        per_sample = {name: number / rows for name, number in asdict(planned).items()}
+        result["sharding"] = {**sharding_summary(sharding), "planned_bytes_per_sample": per_sample}
+        warnings.append(traffic_warning(per_sample, result["bytes_per_sample"]))
+    record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
+    record.close(result)
+    for warning in filter(None, warnings if mesh.rank == 0 else []):
+        logger.warning(warning)
+    if not saved:
+        raise InputError(
+            f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see "
+            "the warning above). Make room and run again: it goes on from the checkpoint before."
         )
-        time = trainer.train()
-        metrics = trainer.evaluate()
-        save_model(model, record.folder / "checkpoint", partial(_describe, config, plan, sharding, tables))
-        if config.train.affinity_rows:
-            trainer.detach()
-            path = record.folder / "affinity.npz"
-            write_affinity(model, data, mesh, config=config.train, steps=time.steps, path=path)
-        traffic = trainer.measure_traffic()
-        rows = config.train.batch_size * world_size
-        result = {
-            "arch": config.model.arch,
-            "dataflow": config.dataflow,
-            "world_size": world_size,
-            **{f"eval_{name}": value for name, value in asdict(metrics).items()},
-            **asdict(complexity),
-            **asdict(time),
-            "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
-            "bad_lines": data.bad_lines,
-        }
-        warnings = [auc_warning(metrics.auc)]
-        if sharding is not None and planned is not None:
-            per_sample = {name: number / rows for name, number in asdict(planned).items()}
-            result["sharding"] = {**sharding_summary(sharding), "planned_bytes_per_sample": per_sample}
-            warnings.append(traffic_warning(per_sample, result["bytes_per_sample"]))
-        record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
-        record.close(result)
-        for warning in filter(None, warnings if rank == 0 else []):
-            logger.warning(warning)
-        return result
+    return result
+
+
+def _start(config: TrainingConfig, plan: TowerPlan | None, mesh: TowerMesh) -> Start | None:
+    """The checkpoint to begin with, said to the user by rank 0; None to begin anew. Collective."""
+
+    def look() -> Path | None:
+        begin_anew(config)
+        return starting_point(config)
+
+    # Rank 0 looks, or a checkpoint that another rank does not see yet would part them.
+    source = on_every_rank(look if mesh.rank == 0 else lambda: None, mesh.global_group)[0]
+    if source is None:
+        return None
+    start = start_with(whole_checkpoint(source, mesh), config, plan)
+    if mesh.rank == 0:
+        at = start.position
+        _say([f"goes on from {start.folder}: step {at.step}, epoch {at.epoch}, row {at.row}", *start.notes])
+    return start
+
+
+def _begin_record(
+    config: TrainingConfig, sharding: TowerSharding | None, start: Start | None, mesh: TowerMesh
+) -> RunRecord:
+    own_step = start.position.step if start is not None and start.is_own else None
+    record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=own_step)
+    record.sharding(sharding)
+    if mesh.rank == 0 and sharding is not None:
+        _say([f"sharding: {sharding_sentence(sharding)}", *sharding.notes])
+    if mesh.rank == 0 and config.train.affinity_rows:
+        # What an earlier run left would be taken for this one's, should none be written.
+        (record.folder / "affinity.npz").unlink(missing_ok=True)
+    return record
+
+
+def _settle_gradient_buckets(
+    config: TrainingConfig, data: ClickData, mesh: TowerMesh, model: DistributedModelParallel, optimizer: Any
+) -> None:
+    """Runs two backward passes on a model that is about to be restored.
+
+    After its second backward pass, DDP has laid out the gradients it reduces in the order in which they come, and with
+    three ranks or more another layout adds numbers in another order. A run that goes on must add as the one before it.
+    """
+    own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": config.train.batch_size}
+    batch = next(data.batches("train", **own), None)
+    for _ in range(2 if batch is not None else 0):
+        model(batch)[0].backward()
+        optimizer.zero_grad()
+
+
+def _replica_sync(config: TrainingConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
+    if config.topology.num_replicas == 1:
+        return None
+    own = config.replicas
+    return ReplicaSync(
+        model,
+        mesh,
+        interval=own.sync_every,
+        optimizer_state=own.optimizer_state,
+        asynchronous=own.asynchronous,
+        precision=own.precision,
+    )
+
+
+def _say(lines: Iterable[str]) -> None:
+    print("".join(f"# {line}\n" for line in lines), end="", flush=True)
 
 
 def auc_warning(auc: float) -> str:

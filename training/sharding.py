@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,12 +20,13 @@ from dmt.costs import Hardware, StepWorkload
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.placement import TablePlacement
+from dmt.plan import TowerPlan
 from dmt.planner import TowerShardingPlanner
 from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder
 from dmt.sharded_towers import TowerCollectionSharder
 from dmt.sharding_report import TowerSharding
 from dmt.sharding_rules import Rule
-from dmt.tables import TableSpec
+from dmt.tables import TableSpec, feature_names
 from dmt.topology import TowerTopology
 from dmt.training.build import ClickTask, build_model, tower_plan
 from dmt.training.config import OptimizerConfig, TrainingConfig
@@ -191,12 +193,14 @@ def shard_model(
     model = ClickTask(build_model(config, tables, num_dense, device="meta"))
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
     if config.dataflow == "flat":
-        sharders, plan = _flat(config, tables, model, mesh)
+        flat = _flat if config.topology.num_replicas == 1 else _flat_replicas
+        sharders, plan = flat(config, tables, model, mesh)
     else:
         options: dict[str, Any] = {
             "fused_params": fused_params(config.optimizer),
             "id_route": config.sharding.id_route,
             "peer_precision": config.sharding.precision,
+            "moment_scale": config.replicas.moment_scale,
         }
         if config.model.has_towers:
             sharders = [TowerCollectionSharder(mesh, placement=placement, **options)]
@@ -218,11 +222,9 @@ def _flat(
     config: TrainingConfig, tables: Sequence[TableSpec], model: ClickTask, mesh: TowerMesh
 ) -> tuple[list[Any], ShardingPlan]:
     """TorchRec's own sharding over all ranks."""
-    codecs = config.sharding.precision.codecs(torch.device("cpu"))
     sharders: list[Any] = [
         EmbeddingBagCollectionSharder(
-            fused_params=fused_params(config.optimizer),
-            qcomm_codecs_registry=None if codecs is None else {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs},
+            fused_params=fused_params(config.optimizer), qcomm_codecs_registry=_codecs_of_all_ranks(config)
         )
     ]
     schemes = _FLAT_SCHEMES if config.sharding.scheme == "auto" else [config.sharding.scheme]
@@ -237,3 +239,38 @@ def _flat(
         constraints={table.name: ParameterConstraints(sharding_types=schemes) for table in tables},
     )
     return sharders, planner.collective_plan(model, sharders, mesh.global_group)
+
+
+def _flat_replicas(
+    config: TrainingConfig, tables: Sequence[TableSpec], model: ClickTask, mesh: TowerMesh
+) -> tuple[list[Any], ShardingPlan]:
+    """TorchRec's exchange over all ranks of a replica: one tower that spans them."""
+    topology = _flat_topology(mesh.topology)
+    sharder = SPTTEmbeddingBagCollectionSharder(
+        TowerMesh(topology),
+        TowerPlan.from_lists([feature_names(tables)]),
+        fused_params=fused_params(config.optimizer),
+        qcomm_codecs_registry=_codecs_of_all_ranks(config),
+        moment_scale=config.replicas.moment_scale,
+    )
+    planner = TowerShardingPlanner(
+        topology,
+        scheme=config.sharding.scheme,
+        workload=StepWorkload(batch_size=config.train.batch_size, optimizer=config.optimizer.sparse),
+    )
+    return [sharder], planner.plan(model, [sharder])
+
+
+def _codecs_of_all_ranks(config: TrainingConfig) -> dict[str, Any] | None:
+    codecs = config.sharding.precision.codecs(torch.device("cpu"))
+    return None if codecs is None else {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
+
+
+def _flat_topology(topology: TowerTopology) -> TowerTopology:
+    """The same replicas on the same ranks, each one tower of all its ranks.
+
+    Example:
+        >>> _flat_topology(TowerTopology(num_replicas=2, num_towers=2, ranks_per_tower=4)).tower_groups()
+        [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
+    """
+    return replace(topology, num_towers=1, ranks_per_tower=topology.num_towers * topology.ranks_per_tower)

@@ -15,7 +15,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.training.build import build_model, build_optimizer, count_model
-from dmt.training.checkpoint import load_plain, save_model
+from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
 from dmt.training.loop import Trainer
@@ -260,17 +260,18 @@ def few_tables(rank: int, folder: str, arch: str, dataflow: str) -> tuple[int, S
     mesh = TowerMesh(config.topology.build())
     data = source(config)
     model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
+    optimizer = build_optimizer(config.optimizer, model)
     before = full_state(model)
     Trainer(
         config=config.train,
         data=data,
         mesh=mesh,
         model=model,
-        optimizer=build_optimizer(config.optimizer, model),
+        optimizer=optimizer,
         record=RunRecord(config, enabled=False),
     ).train()
     after = full_state(model)
-    save_model(model, Path(folder) / arch)
+    assert Checkpointer(Path(folder) / arch, mesh).save(model, optimizer, step=3, progress={})
     held = sum(len(v.local_shards()) for v in model.state_dict().values() if isinstance(v, ShardedTensor))
     return held, after, all(not torch.equal(before[name], after[name]) for name in before)
 

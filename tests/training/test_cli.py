@@ -26,6 +26,7 @@ from dmt.training import partition_command
 from dmt.training.cli import main
 from dmt.training.config import to_toml
 from dmt.training.demo import demo_settings
+from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small
 
 
@@ -146,8 +147,7 @@ def test_a_picture_of_no_known_kind_is_refused_before_the_work(affinity: Path, t
 
 def test_rules_are_matched_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
-    (run / "checkpoint").mkdir(parents=True)
-    (run / "checkpoint" / "config.toml").write_text(to_toml(small("dlrm")))
+    make_checkpoint(run / "checkpoint", 7, {"config.toml": to_toml(small("dlrm"))})
     (tmp_path / "rules.toml").write_text('together = [["C1", "C22"]]\n')
     monkeypatch.setattr(partition_of_run, "build_model", None)
     files = ["--checkpoint", str(run), "--rules", str(tmp_path / "rules.toml"), "--out", str(tmp_path / "t.json")]

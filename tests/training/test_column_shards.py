@@ -20,7 +20,7 @@ from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from dmt.plan import TowerPlan
 from dmt.training import run
 from dmt.training.build import build_optimizer, open_data, tower_plan
-from dmt.training.checkpoint import load_plain
+from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig
 from dmt.training.data import open_source
 from dmt.training.loop import Trainer
@@ -261,7 +261,8 @@ def test_a_whole_run_with_cut_tables(runs: tuple[Path, list[dict[str, Any]]]) ->
     for (arch, plan), result in zip([CASES[0], CASES[2]], results, strict=True):
         assert (result["steps"], result["eval_num_rows"]) == (50, 150)
         assert min(result["bytes_per_sample"].values()) >= 0 < max(result["bytes_per_sample"].values())
-        checkpoint = folder / arch / "checkpoint"
+        checkpoint = newest(folder / arch / "checkpoint")
+        assert checkpoint is not None
         saved = TowerPlan.load(checkpoint / "towers.json")
         assert saved.column_splits == plan.column_splits
         config = config_of(folder / arch, arch, saved, synthetic={"num_eval_rows": 150, "num_multi_hot": 1})

@@ -91,7 +91,11 @@ def test_of_two_overrides_the_later_wins_and_the_file_keeps_the_rest() -> None:
         ("train.output_dir=7", r"train\.output_dir: .*valid string \(got 7\)"),
         ("model.arch=dlm", r"model\.arch: .*'dlrm', 'dcn', 'dmt-dlrm' or 'dmt-dcn' \(got 'dlm'\)"),
         ("model.over_arch=[8, 0.5]", r"model\.over_arch\.1: .* \(got 0\.5\)"),
-        ("topology.num_replicas=2", r"topology\.num_replicas: .* \(got 2\)"),
+        ("topology.num_replicas=0", r"topology\.num_replicas: .* \(got 0\)"),
+        ("replicas.sync_every=0", r"replicas\.sync_every: .* \(got 0\)"),
+        ("replicas.moment_scale=0", r"moment_scale=0\.0 must be above 0 and at most num_replicas=1"),
+        ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
+        ("replicas.precision=fp16", r"replicas\.precision: .* \(got 'fp16'\)"),
         # rules between values
         ("model.embedding_dim=6", r"model: embedding_dim=6 must be a multiple of 4"),
         ("model.over_arch=[8, 4]", r"model: over_arch=\[8, 4\] must end in 1"),

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
 from dmt.partitioner import FeatureAffinity
 from dmt.training import partition
-from dmt.training.checkpoint import load_plain
+from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, load_config, to_toml
 from dmt.training.data import DataConfig, open_source
 from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows, write_affinity
@@ -30,6 +29,7 @@ from dmt.training.run import preflight
 from dmt.training.sharding import shard_model
 from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
+from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain, small, source
 
 
@@ -117,10 +117,7 @@ def finished_run(folder: Path, data: dict[str, Any], *, steps: int | None) -> Pa
     """A run with a checkpoint, made in this process without training."""
     config = small("dlrm", data=data, train={"batch_size": 4})
     torch.manual_seed(0)
-    checkpoint = folder / "run" / "checkpoint"
-    with pytest.warns(UserWarning, match=r"torch\.distributed is"):
-        dcp.save({"model": plain(config).state_dict()}, checkpoint_id=checkpoint, no_dist=True)
-    (checkpoint / "config.toml").write_text(to_toml(config))
+    save_alone(plain(config), folder / "run" / "checkpoint", files={"config.toml": to_toml(config)})
     if steps is not None:
         (folder / "run" / "result.json").write_text(json.dumps({"steps": steps, "world_size": 2}))
     return folder / "run"
@@ -265,8 +262,10 @@ def test_a_run_leaves_an_affinity_that_is_partitioned_without_its_checkpoint(tmp
 
 def plain_and_rows(run: Path) -> tuple[Any, list[Any]]:
     """The run's plain model, and the rows that its two ranks had."""
-    config = load_config(run / "checkpoint" / "config.toml")
+    checkpoint = newest(run / "checkpoint")
+    assert checkpoint is not None
+    config = load_config(checkpoint / "config.toml")
     task = plain(config)
-    load_plain(task, run / "checkpoint")
+    load_plain(task, checkpoint)
     batches = source(config).batches("train", rank=0, world_size=1, batch_size=128)
     return task.model, [batch for i, batch in enumerate(batches) if i // 2 in (0, 2, 4, 5)]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -12,7 +16,7 @@ from dmt import InputError, TableSpec, TowerPlan
 from dmt.sharding_report import TowerSharding
 from dmt.training.cli import main
 from dmt.training.config import to_toml
-from dmt.training.plan_command import read_tables
+from dmt.training.plan_command import print_sharding, read_tables, run_plan
 from dmt.training.sharding import tower_sharding
 from tests.test_house import run_without_torchrec
 from tests.training.small import small, source
@@ -120,6 +124,8 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
         (["--towers", "bare.json"], "There are no tables to plan"),
         (["demo", "--towers", "towers.json"], "--towers and a CONFIG contradict each other"),
         (["demo", "--memory-gib", "1"], "--memory-gib and a CONFIG contradict each other: the config decides it"),
+        (["demo", "--replicas", "0"], "--replicas 0: must be a whole number of at least 1"),
+        (["demo", "--sync-gb-per-s", "0"], "sync_gb_per_s=0.0 must be a positive number"),
         (["demo", "model.arch=dlrm"], "has the flat dataflow (model.arch='dlrm')"),
         (
             ["--towers", "towers.json", "--num-towers", "3"],
@@ -269,10 +275,11 @@ def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
 def test_notes_on_what_was_left_open(towers: Path, tmp_path: Path) -> None:
     words = " ".join(plan("--towers", towers, "--num-replicas", 2).output.split())
     assert "Note: no memory limit given; the fullest rank needs " in words
-    assert "Note: training with replicas is not built yet" in words
+    assert "M = 2 replicas, T = 32 ranks" in words
     words = " ".join(plan("--tables", tables_file(tmp_path, 1), "--memory-gib", 1).output.split())
     assert "memory limit" not in words
     assert "replicas" not in words
+    assert "sync" not in words
     assert " 1 table: 1 " in words
 
 
@@ -299,3 +306,146 @@ def test_a_console_too_narrow_for_any_column_still_cuts_none(towers: Path, monke
     output = plan("--towers", towers).output
     assert "\u2026" not in output
     assert " memory " in output
+
+
+def options(**given: object) -> dict[str, Any]:
+    """Those of the command, where only some are given."""
+    parameters = main.commands["plan"].params
+    return {p.name: () if isinstance(p, click.Option) and p.multiple else None for p in parameters if p.name} | given
+
+
+def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {"tables": tables_file(tmp_path, 2), "num_towers": 2, "ranks_per_tower": 4, "out": tmp_path / "plan.json"}
+    sync = {"num_replicas": 4, "sync_gb_per_s": 0.5, "sync_every": 10}
+    asked = options(**files, **sync, scheme=("table_wise",), optimizer="adam")
+    found = run_plan(None, (), asked)
+    record = json.loads(json.dumps(found.to_record()))["replicas"]
+    size = 2 * 10**6 * 32 * 4
+    assert (record["weight_bytes"], record["state_bytes"], record["table_bytes"]) == (size, 2 * size, 3 * size)
+    assert record["overhead_bytes"] == 3 * size * 3 / 32
+    assert record["sync_seconds"] == pytest.approx(2 * 3 * size * 3 / (32 * 0.5e9))
+    assert record["step_seconds"] == pytest.approx(record["sync_seconds"] / 10)
+    assert record["fullest_overhead_bytes"] == 3 * size / 2 * 3 / 4
+    assert TowerSharding.load(files["out"]).topology.num_replicas == 4
+
+    print_sharding(found, everything=False, out=None)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "M = 4 replicas, T = 32 ranks" in words
+    assert "memory, S (M - 1) / T │ 72.0 MB │ 288 MB" in words
+    assert "a sync, 2 S (M - 1) / (T B) │ 288.000 ms │ 1,152.000 ms" in words
+    assert "a step, N = 10 │ 28.800 ms │ 115.200 ms" in words
+    assert "S = 768 MB: 256 MB of weights and 512 MB of optimizer state in one copy of the tables." in words
+    assert "B = 0.5 GB/s between replicas" in words
+
+    print_sharding(run_plan(None, (), asked | {"sync_gb_per_s": None}), everything=False, out=None)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "72.0 MB" in words
+    assert "a sync" not in words.replace("How long a sync takes", "")
+    assert "How long a sync takes: give --sync-gb-per-s" in words
+
+
+def test_options_of_replicas(towers: Path) -> None:
+    sync = ["--sync-gb-per-s", 12.5, "--sync-every", 3]
+    records = [
+        json.loads(plan("--towers", towers, name, 2, *sync, "--json").output)
+        for name in ("--replicas", "--num-replicas")
+    ]
+    assert records[0] == records[1]
+    costs = records[0]["replicas"]
+    assert (costs["num_replicas"], costs["sync_gb_per_s"], costs["sync_every"]) == (2, 12.5, 3)
+
+
+def test_data_wise_tables_are_said_not_to_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = options(tables=tables_file(tmp_path, 3), num_replicas=2, pin=("t_0=data_wise", "t_1=table_wise"))
+    found = run_plan(None, (), asked | {"scheme": ("row_wise",)})
+    assert found.to_record()["replicas"]["weight_bytes"] == 2 * 10**6 * 32 * 4
+    print_sharding(found, everything=False, out=None)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "in one copy of the tables; data-wise tables (1), which no sync moves, are not counted." in words
+
+
+@pytest.mark.parametrize("asked", [{"num_replicas": 1}, {"sync_gb_per_s": 2.0}, {"sync_every": 3}])
+def test_one_replica_costs_nothing_and_is_shown_where_asked(asked: dict[str, Any], tmp_path: Path) -> None:
+    files = {"tables": tables_file(tmp_path, 2)}
+    assert "replicas" not in run_plan(None, (), options(**files)).to_record()
+    record = run_plan(None, (), options(**files, **asked)).to_record()["replicas"]
+    assert record["overhead_bytes"] == record["fullest_overhead_bytes"] == 0
+    assert not record["sync_seconds"]
+
+
+def test_replicas_of_a_config_can_be_varied(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(small()))
+    config = str(tmp_path / "run.toml")
+    assert "replicas" not in run_plan(config, (), options()).to_record()
+    found = run_plan(config, (), options(num_replicas=8, sync_gb_per_s=1.0, out=tmp_path / "plan.json"))
+    record = found.to_record()
+    assert record["topology"]["num_replicas"] == record["replicas"]["num_replicas"] == 8
+    assert record["replicas"]["num_ranks"] == 8 * 2 * 2
+    assert record["replicas"]["sync_every"] == 1
+    scheme = {table.name: table.placement.scheme for table in found.sharding.tables}
+    counted = sum(kind != "data_wise" for kind in scheme.values())
+    assert record["replicas"]["weight_bytes"] == counted * 11 * 8 * 4
+    assert record["replicas"]["data_wise_tables"] == 6 - counted
+    assert TowerSharding.load(tmp_path / "plan.json").topology.num_replicas == 8
+
+    text = to_toml(small(topology={"num_replicas": 2}, replicas={"sync_every": 5}))
+    (tmp_path / "run.toml").write_text(text)
+    for asked, replicas, every in (({}, 2, 5), ({"num_replicas": 4}, 4, 5), ({"sync_every": 3}, 2, 3)):
+        costs = run_plan(config, (), options(**asked)).replicas
+        assert costs is not None
+        assert (costs.num_replicas, costs.sync_every) == (replicas, every)
+    again = run_plan(config, ("topology.num_replicas=3",), options(num_replicas=4)).sharding.topology
+    assert again.num_replicas == 4
+
+
+def test_tables_cut_by_the_tower_plan_are_counted_once(tmp_path: Path) -> None:
+    cut = TowerPlan.from_lists([["f0[0:16]", "f1"], ["f0[16:32]"]], column_splits={"f0": (16, 16)})
+    cut.save(tmp_path / "cut.json")
+    asked = options(towers=tmp_path / "cut.json", tables=tables_file(tmp_path, 2), num_replicas=2)
+    record = run_plan(None, (), asked | {"scheme": ("table_wise",)}).to_record()["replicas"]
+    # Row-wise AdaGrad keeps a state for each shard of f0.
+    assert (record["weight_bytes"], record["state_bytes"]) == (2 * 10**6 * 32 * 4, 3 * 10**6 * 4)
+
+
+def test_tables_cut_in_a_config_are_counted_once(tmp_path: Path) -> None:
+    groups = [["C1[0:4]", "C2", "C3"], ["C1[4:8]", "C4", "C5", "C6"]]
+    TowerPlan.from_lists(groups, column_splits={"C1": (4, 4)}).save(tmp_path / "cut.json")
+    config = small(towers={"plan": str(tmp_path / "cut.json")}, sharding={"scheme": "row_wise"})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    record = run_plan(str(tmp_path / "run.toml"), (), options(num_replicas=2)).to_record()["replicas"]
+    assert (record["weight_bytes"], record["state_bytes"]) == (6 * 11 * 8 * 4, 7 * 11 * 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"num_replicas": 0}, "--replicas 0: must be a whole number of at least 1"),
+        ({"num_replicas": -2}, "--replicas -2: must be"),
+        ({"sync_gb_per_s": 0.0}, "sync_gb_per_s=0.0 must be a positive number"),
+        ({"sync_gb_per_s": math.nan}, "sync_gb_per_s=nan must be a positive number"),
+        ({"sync_every": 0}, "sync_every=0 must be a whole number of at least 1"),
+    ],
+)
+@pytest.mark.parametrize("config", [None, "demo"])
+def test_numbers_of_replicas_out_of_range(
+    asked: dict[str, Any], message: str, config: str | None, tmp_path: Path
+) -> None:
+    files = {} if config else {"tables": tables_file(tmp_path, 2)}
+    with pytest.raises(InputError, match=re.escape(message)):
+        run_plan(config, (), options(**files, **asked, out=tmp_path / "plan.json"))
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_narrow_console_cuts_no_cost_of_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    asked = options(tables=tables_file(tmp_path, 2), num_replicas=2, sync_gb_per_s=1e-3)
+    found = run_plan(None, (), asked)
+    print_sharding(found, everything=False, out=None)
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 50
+    costs = found.replicas
+    assert costs is not None
+    assert costs.sync_seconds is not None
+    assert f" {1e3 * costs.sync_seconds:,.3f} ms " in output

@@ -1,4 +1,4 @@
-"""Bytes that the sharding plan expects of a step against those that `TrafficMeter` counts in one, on four ranks."""
+"""Bytes that the sharding plan expects of a step against those that `TrafficMeter` counts in one, on gloo ranks."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     ),
     "one rank per tower": ("dmt-dlrm", {"topology": {"num_towers": 4, "ranks_per_tower": 1}}),
 }
+MIX = {"t_C1": "row_wise", "t_C[25]": "data_wise", "t_C4": "column_wise", "t_C[36]": "table_wise"}
+# Two replicas. Gradients of data-wise tables and tower modules cross hosts only between hosts, those of dense parts do
+# in both placements.
+for _placement in ("inter_host", "intra_host"):
+    for _name, _arch, _sizes, _tables in (
+        ("2 x 2 x 2", "dmt-dlrm", (2, 2), MIX),
+        ("flat model on 2 x 2 x 2", "dlrm", (2, 2), MIX),
+        ("2 x 2 x 1", "dmt-dcn", (2, 1), {}),
+        ("2 x 1 x 2", "dmt-dlrm", (1, 2), MIX),
+    ):
+        _mesh = {"num_replicas": 2, "replica_placement": _placement}
+        _topology = {"num_towers": _sizes[0], "ranks_per_tower": _sizes[1], **_mesh}
+        CASES[f"{_name}, {_placement}"] = (_arch, {"sharding": {"tables": _tables}, "topology": _topology})
 
 
 def config_of(name: str, folder: str) -> TrainingConfig:

@@ -20,7 +20,7 @@ from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
 from dmt.sharding_report import TowerSharding
 from dmt.training.build import build_optimizer
-from dmt.training.checkpoint import load_plain
+from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
@@ -328,17 +328,19 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     # The config reads again, and with it the plain model takes the checkpoint.
     config = load_config(folder / "config.toml")
     assert (config.model.arch, config.train.eval_every) == (arch, 25)
-    load_plain(plain(config), folder / "checkpoint")
+    checkpoint = newest(folder / "checkpoint")
+    assert checkpoint is not None
+    load_plain(plain(config), checkpoint)
     printed_config = finished.stdout[: finished.stdout.index("# versions:")]
     assert tomllib.loads(printed_config) == tomllib.loads((folder / "config.toml").read_text())
-    plans = sorted(path.name for path in folder.glob("checkpoint/towers.json"))
+    plans = sorted(path.name for path in checkpoint.glob("towers.json"))
     assert plans == ([] if arch == "dlrm" else ["towers.json"])
     if plans:
-        assert TowerPlan.load(folder / "checkpoint" / "towers.json").to_lists() == [
+        assert TowerPlan.load(checkpoint / "towers.json").to_lists() == [
             ["C1", "C3", "C5"],
             ["C2", "C4", "C6"],
         ]
-        assert len(TowerPlan.load(folder / "checkpoint" / "towers.json").tables) == 6
+        assert len(TowerPlan.load(checkpoint / "towers.json").tables) == 6
     check_sharding(config, folder, result, finished.stdout)
 
 
@@ -349,7 +351,8 @@ def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any],
         assert "sharding" not in result
         return
     found = tower_sharding(config, source(config).tables)
-    for place in (folder, folder / "checkpoint"):
+    for place in (folder, newest(folder / "checkpoint")):
+        assert place is not None
         assert TowerSharding.load(place / "sharding.json") == found
     schemes = Counter(placement.scheme for placement in found.placements.values())
     assert result["sharding"]["tables_by_scheme"] == schemes

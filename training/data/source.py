@@ -200,13 +200,17 @@ class ClickData:
         return self._num_rows.get(split)
 
     def batches(
-        self, split: Split, *, rank: int, world_size: int, batch_size: int, epoch: int = 0
+        self, split: Split, *, rank: int, world_size: int, batch_size: int, epoch: int = 0, start_row: int = 0
     ) -> Iterator[ClickBatch]:
-        """A rank's batches of one pass.
+        """A rank's batches of one pass, or of the rest of one.
 
         The rows are cut into global batches of ``world_size * batch_size`` rows; rank r has rows r * batch_size to
         (r + 1) * batch_size of each. Every rank gets the same number of batches of the same size: training drops the
         ragged last global batch, evaluation fills it up with rows of weight 0, so that it sees each row exactly once.
+
+        A run that stopped goes on with ``start_row``, also with other W and B: global batches are cut anew from there.
+        With the same W and B, ``start_row=k * W * B`` gives what the whole pass gives from its batch k on, bit for bit.
+        Files are still read from their start, but no row before ``start_row`` is decoded.
 
         Args:
             split: which rows.
@@ -214,10 +218,20 @@ class ClickData:
             world_size: W.
             batch_size: B.
             epoch: training rows are shuffled differently in each (see ``DataConfig.shuffle_rows``).
+            start_row: training rows left out at the start of this epoch's shuffled stream. With less than a global
+                batch after them there is no batch: that epoch is over.
 
         Raises:
-            InputError: an argument is out of range; no row, or too few to train on; a malformed row or an id out of
-                range (see `validate`, which finds them before training).
+            InputError: an argument is out of range; no row, or, from row 0, too few to train on; a malformed row or an
+                id out of range (see `validate`, which finds them before training).
+
+        Example:
+            >>> from dmt.training.data.config import SyntheticConfig
+            >>> data = ClickData(DataConfig(synthetic=SyntheticConfig(num_rows=100)))
+            >>> whole = data.batches("train", rank=0, world_size=2, batch_size=16)
+            >>> rest = data.batches("train", rank=0, world_size=2, batch_size=16, start_row=64)
+            >>> [batch.labels.equal(list(whole)[2].labels) for batch in rest]
+            [True]
         """
         if split not in ("train", "eval"):
             raise InputError(f"split={split!r} is unknown; use 'train' or 'eval'.")
@@ -226,7 +240,12 @@ class ClickData:
                 f"rank={rank}, world_size={world_size}, batch_size={batch_size}: need 0 <= rank < "
                 "world_size and batch_size of at least 1."
             )
-        return self._batches(split, rank, world_size, batch_size, epoch)
+        if start_row < 0 or (start_row and split == "eval"):
+            raise InputError(
+                f"start_row={start_row} with split={split!r}: training starts at a row of at least 0, evaluation "
+                "always at the first. Mend it or leave it out."
+            )
+        return self._batches(split, rank, world_size, batch_size, epoch, start_row)
 
     def validate(self, *, rank: int = 0) -> ValidationReport:
         """Reads and decodes the first ``validate_rows`` rows of the files, as training would, and keeps nothing.
@@ -257,7 +276,9 @@ class ClickData:
             logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
         return report
 
-    def _batches(self, split: Split, rank: int, world_size: int, batch_size: int, epoch: int) -> Iterator[ClickBatch]:
+    def _batches(
+        self, split: Split, rank: int, world_size: int, batch_size: int, epoch: int, start_row: int
+    ) -> Iterator[ClickBatch]:
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
         blocks = self._blocks(split, quiet=rank != 0)
@@ -268,9 +289,10 @@ class ClickData:
         seen = emitted = 0
         waiting: list[Rows] = []
         for chunk, order in chunks:
-            waiting.extend(own_rows(chunk, order, start=seen, rank=rank, world_size=world_size, batch_size=batch_size))
+            rest, start = order[max(start_row - seen, 0) :], max(seen - start_row, 0)
+            waiting.extend(own_rows(chunk, rest, start=start, rank=rank, world_size=world_size, batch_size=batch_size))
             seen += len(order)
-            ready = seen // global_batch - emitted
+            ready = max(seen - start_row, 0) // global_batch - emitted
             if ready:
                 # Own rows of a global batch that is not complete wait: it may turn out to be the ragged last one.
                 rows = Rows.concat(waiting)
@@ -281,12 +303,12 @@ class ClickData:
                 emitted += ready
         self._some_rows(split, seen)
         self._num_rows[split] = seen
-        ragged = seen - emitted * global_batch
+        ragged = max(seen - start_row, 0) - emitted * global_batch
         if split == "eval" and ragged:
             last = Rows.concat(waiting or [self._no_rows()])
             yield make_batch(last, self.feature_names, batch_size).split_columns(self._splits)
         if split == "train":
-            if not emitted:
+            if not emitted and not start_row:
                 raise InputError(
                     f"The training data has {seen} rows, fewer than one global batch of world_size * batch_size = "
                     f"{world_size} * {batch_size} = {global_batch}. Use a smaller batch_size."

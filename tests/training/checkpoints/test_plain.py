@@ -11,7 +11,8 @@ import torch
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.training.checkpoint import load_plain, save_model
+from dmt.training.build import build_optimizer
+from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.sharding import shard_model
 from tests.parity import full_state
 from tests.ranks import run_ranks
@@ -19,6 +20,7 @@ from tests.training.small import NUM_DENSE, plain, small, source
 
 pytestmark = pytest.mark.ranks
 SAVED = [("dlrm", "flat"), ("dmt-dlrm", "sptt"), ("dcn", "sptt")]
+STEP = "step-00000007"
 State = dict[str, torch.Tensor]
 
 
@@ -27,11 +29,13 @@ def save_on_rank(rank: int, folder: str) -> dict[str, State]:
     states = {}
     for seed, (arch, dataflow) in [(1, SAVED[0]), *((2, case) for case in SAVED)]:
         config = small(arch, dataflow, train={"seed": seed})
-        model = shard_model(config, source(config).tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
+        mesh = TowerMesh(config.topology.build())
+        model = shard_model(config, source(config).tables, NUM_DENSE, mesh=mesh)
+        optimizer = build_optimizer(config.optimizer, model)
         target = Path(folder) / arch
-        if rank == 0 and target.exists():
-            (target / "left_over").touch()
-        save_model(model, target)
+        if rank == 0 and (target / STEP).exists():
+            (target / STEP / "left_over").touch()
+        assert Checkpointer(target, mesh).save(model, optimizer, step=7, progress={})
         states[arch] = full_state(model)
     return states
 
@@ -40,9 +44,10 @@ def save_on_rank(rank: int, folder: str) -> dict[str, State]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, State]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     # What a save leaves that was stopped half way: the next one must not mix with it.
-    (folder / ".dmt-dlrm.partial").mkdir()
-    (folder / ".dmt-dlrm.partial" / "__0_0.distcp").write_bytes(b"half a file")
-    (folder / ".dmt-dlrm.partial" / "left_over").write_bytes(b"")
+    partial = folder / "dmt-dlrm" / f".{STEP}.partial"
+    partial.mkdir(parents=True)
+    (partial / "__0_0.distcp").write_bytes(b"half a file")
+    (partial / "left_over").write_bytes(b"")
     return folder, run_ranks(save_on_rank, 4, str(folder))[0]
 
 
@@ -62,7 +67,7 @@ def test_nothing_is_left_of_older_and_broken_saves(
     saved: tuple[Path, dict[str, State]],
 ) -> None:
     folder, _ = saved
-    assert sorted(path.name for path in folder.iterdir()) == sorted(arch for arch, _ in SAVED)
+    assert all([path.name for path in of_arch.iterdir()] == [STEP] for of_arch in folder.iterdir())
     assert not list(folder.rglob("left_over"))
 
 
@@ -93,15 +98,23 @@ def test_tables_of_other_sizes_are_refused(saved: tuple[Path, dict[str, State]])
         load_plain(plain(small("dlrm", synthetic={"rows_per_table": 12})), saved[0] / "dlrm")
 
 
-def test_a_cut_off_or_absent_file_is_told(tmp_path: Path, saved: tuple[Path, dict[str, State]]) -> None:
-    folder = Path(shutil.copytree(saved[0] / "dlrm", tmp_path / "copy"))
+def test_damage_is_told_before_a_weight_is_changed(tmp_path: Path, saved: tuple[Path, dict[str, State]]) -> None:
+    folder = Path(shutil.copytree(saved[0] / "dlrm" / STEP, tmp_path / STEP))
     part = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    part.write_bytes(part.read_bytes()[:100])
-    with pytest.raises(InputError, match="copy cannot be read, a file of it is damaged or absent"):
-        load_plain(plain(small("dlrm")), folder)
+    whole = part.read_bytes()
+    model = plain(small("dlrm"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for content, reason in [
+        (whole[:100], f"{part.name} has 100 bytes instead of {len(whole)}"),
+        (whole[:-5] + b"x" + whole[-4:], f"{part.name} was altered"),
+    ]:
+        part.write_bytes(content)
+        with pytest.raises(InputError, match=rf"{STEP} is damaged: {reason}\. Use another checkpoint"):
+            load_plain(model, folder)
     part.unlink()
-    with pytest.raises(InputError, match=rf"cannot be read, .*No such file.*{part.name}"):
-        load_plain(plain(small("dlrm")), folder)
+    with pytest.raises(InputError, match=rf"is damaged: {part.name} is absent"):
+        load_plain(model, folder)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_an_absent_checkpoint_is_told(tmp_path: Path) -> None:

@@ -1,0 +1,236 @@
+"""One model in many layouts: how it is sharded, trained and written out whole, to compare before and after loading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt import (
+    ReplicaSync,
+    TablePlacement,
+    TowerCollectionSharder,
+    TowerMesh,
+    TowerShardingPlanner,
+    TowerTopology,
+)
+from dmt.training.build import build_optimizer
+from dmt.training.config import OptimizerConfig
+from tests.parity import Batches, loss_of, make_tables
+from tests.sptt_case import EPS, FUSED, LR, Case, build
+
+DIMS = (8, 8, 16, 12, 8, 8)
+TOWERS = ((0, 4), (1,), (2, 5), (3,))
+NUM_SAMPLES = 40
+STEPS = 3
+OPTIMIZER = OptimizerConfig(dense="adamw", sparse_lr=LR, sparse_eps=EPS, dense_lr=0.02, tower_lr=0.01, warmup_steps=5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A mesh, and how the tables of the model are spread over it."""
+
+    replicas: int = 1
+    towers: int
+    ranks: int
+    scheme: str
+    placement: tuple[int, ...] | None = None
+    kind: str = "modules"
+
+    @property
+    def world(self) -> int:
+        return self.replicas * self.towers * self.ranks
+
+    def case(self) -> Case:
+        return Case(
+            towers=self.towers,
+            ranks=self.ranks,
+            dims=DIMS,
+            plan=TOWERS,
+            kind=self.kind,
+            scheme=self.scheme,
+            placement=self.placement,
+        )
+
+    @property
+    def planned_scheme(self) -> str:
+        return "auto" if self.scheme in ("mixed", "columns") else self.scheme
+
+    def pins(self) -> dict[str, TablePlacement]:
+        if self.scheme != "columns":
+            return self.case().pins()
+        # As many shards as there can be, from the last rank to the first: 4 of 16 columns, 3 of 12, 2 of 8.
+        return {
+            f"t{i}": TablePlacement(scheme="column_wise", ranks=tuple(range(min(self.ranks, dim // 4)))[::-1])
+            for i, dim in enumerate(DIMS)
+        }
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A model in a layout with everything that trains it."""
+
+    mesh: TowerMesh
+    model: DistributedModelParallel
+    optimizer: CombinedOptimizer
+    layout: Layout
+
+    @classmethod
+    def of(cls, layout: Layout, seed: int, moment_scale: Any = 1) -> Job:
+        torch.manual_seed(seed + dist.get_rank())
+        topology = TowerTopology(num_replicas=layout.replicas, num_towers=layout.towers, ranks_per_tower=layout.ranks)
+        mesh = TowerMesh(topology)
+        sharder = TowerCollectionSharder(
+            mesh, placement=layout.placement, fused_params=FUSED, moment_scale=moment_scale
+        )
+        module = build(layout.case())
+        plan = TowerShardingPlanner(topology, scheme=layout.planned_scheme, pinned=layout.pins())
+        model = DistributedModelParallel(
+            module, device=torch.device("cpu"), plan=plan.plan(module, [sharder]), sharders=[sharder]
+        )
+        return cls(mesh=mesh, model=model, optimizer=build_optimizer(OPTIMIZER, model), layout=layout)
+
+    def train(self, steps: range) -> None:
+        """Steps on the samples of these numbers; the same for every number of ranks, each with its share."""
+        sync = ReplicaSync(self.model, self.mesh) if self.layout.replicas > 1 else None
+        for step in steps:
+            ids, labels = self._batch(step, self.mesh.rank, self.layout.world)
+            self.optimizer.zero_grad()
+            loss_of(self.model(ids)[1], labels).backward()
+            self.optimizer.step()
+            if sync is not None:
+                sync.step()
+
+    def logits(self) -> Tensor:
+        """Of the same samples on every rank."""
+        if self.layout.replicas > 1:
+            ReplicaSync(self.model, self.mesh)
+        self.model.eval()
+        with torch.no_grad():
+            result = self.model(self._batch(99, 0, 8)[0])[1].clone()
+        self.model.train()
+        return result
+
+    def _batch(self, step: int, rank: int, world: int) -> tuple[Any, Tensor]:
+        size = NUM_SAMPLES // 8
+        drawn = Batches(sizes=(size,) * 8)
+        tables = make_tables(list(DIMS))
+        parts = [drawn.draw(r, step, tables) for r in range(rank * 8 // world, (rank + 1) * 8 // world)]
+        if len(parts) == 1:
+            return parts[0]
+        keys = parts[0][0].keys()
+        ids = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([kjt[key].values() for key in keys for kjt, _ in parts]),
+            lengths=torch.cat([kjt[key].lengths() for key in keys for kjt, _ in parts]),
+        )
+        return ids, torch.cat([labels for _, labels in parts])
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, whole, on every rank."""
+        return {
+            "weights": self.weights(),
+            "moments": self.moments(),
+            "dense": self.dense_state(),
+            "rates": self.rates(),
+            "cuts": self.cuts(),
+            "logits": self.logits(),
+        }
+
+    def rates(self) -> set[tuple[str, float]]:
+        """Learning rate of each part."""
+        return {(part, group["lr"]) for part, one in self.optimizer.optimizers for group in one.param_groups}
+
+    def cuts(self) -> dict[str, list[int]]:
+        """Widths of the column shards of each table."""
+        cuts = {f"t{i}": [dim] for i, dim in enumerate(DIMS)}
+        for of_module in self.model.plan.plan.values():
+            for name, sharding in of_module.items():
+                if sharding.sharding_type == "column_wise":
+                    cuts[name] = [shard.shard_sizes[1] for shard in sharding.sharding_spec.shards]
+        return cuts
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and tables."""
+        parts = []
+        for name, value in self.model.state_dict().items():
+            if not isinstance(value, ShardedTensor):
+                parts.append((name, tuple(value.shape), (0,) * value.dim(), value.detach().clone()))
+                continue
+            for part in value.local_shards():
+                size, offsets = tuple(value.metadata().size), part.metadata.shard_offsets
+                parts.append((name, size, tuple(offsets), part.tensor.detach().clone()))
+        return gathered(parts)
+
+    def moments(self) -> dict[str, Tensor]:
+        """Row-wise AdaGrad's moments as [rows, columns]: what is kept for a row of a shard, in each of its columns."""
+        cuts = self.cuts()
+        parts = []
+        for weight, states in self.optimizer.state.items():
+            for name, value in states.items():
+                table, _, kind = name.partition(".")
+                if kind != "momentum1":
+                    continue
+                dim = DIMS[int(table[1:])]
+                if not isinstance(value, ShardedTensor):
+                    parts.append((table, (len(value), dim), (0, 0), value.unsqueeze(1).repeat(1, dim)))
+                    continue
+                rows = weight.metadata().size[0]
+                for part in value.local_shards():
+                    number, row = divmod(part.metadata.shard_offsets[0], rows)
+                    widths = cuts[table]
+                    shard = part.tensor.unsqueeze(1).repeat(1, widths[number])
+                    parts.append((table, (rows, dim), (row, sum(widths[:number])), shard))
+        return gathered(parts)
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """State of tower modules, dense parts and schedules, from whichever rank has it."""
+        mine = {
+            f"{key}.{name}": value.clone()
+            for key, states in self.optimizer.state_dict()["state"].items()
+            for name, value in states.items()
+            if "momentum1" not in name
+        }
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return {name: value for part in everyone for name, value in part.items()}
+
+
+def gathered(parts: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors of all ranks' (name, size, offsets, part); what several ranks hold must be equal."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, parts)
+    whole: dict[str, Tensor] = {}
+    for name, size, offsets, part in (one for of_rank in everyone for one in of_rank):
+        target = whole.setdefault(name, torch.full(size, float("nan")))
+        place = tuple(slice(offset, offset + length) for offset, length in zip(offsets, part.shape, strict=True))
+        assert target[place].isnan().all() or torch.equal(target[place], part), f"{name}: ranks hold other numbers"
+        target[place] = part
+    assert not any(tensor.isnan().any() for tensor in whole.values()), "shards are missing"
+    return whole
+
+
+def moments_in(cuts: dict[str, list[int]], moments: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What tables cut another way keep of moments [rows, columns]: each shard the mean over its columns."""
+    return {
+        name: torch.cat(
+            [
+                part.double().mean(dim=1, keepdim=True).float().expand_as(part)
+                for part in moments[name].split(cuts[name], 1)
+            ],
+            dim=1,
+        )
+        for name in moments
+    }
+
+
+def largest_difference(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    assert ours.keys() == wanted.keys(), ours.keys() ^ wanted.keys()
+    return max((ours[name].double() - wanted[name].double()).abs().max().item() for name in wanted)

@@ -1,0 +1,285 @@
+"""What `restore` refuses and leaves as it was, and what else it brings back: generators, counts, scaled moments."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.optim.keyed import CombinedOptimizer
+
+from dmt import (
+    SPTTEmbeddingBagCollectionSharder,
+    TablePlacement,
+    TowerMesh,
+    TowerPlan,
+    TowerShardingPlanner,
+    TowerTopology,
+)
+from dmt.errors import InputError
+from dmt.training.build import build_optimizer
+from dmt.training.checkpoints import Checkpointer, read_manifest, restore, whole_checkpoint
+from dmt.training.checkpoints.manifest import MANIFEST_NAME
+from dmt.training.config import OptimizerConfig
+from tests.parity import Batches, FlatModel, loss_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+ROWS = 30
+FLAT = TowerPlan.from_lists([["f0", "f1"]])
+
+
+def tables(dim: int = 8, data_type: DataType = DataType.FP32, names: str = "ab") -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=f"t_{name}", num_embeddings=ROWS, embedding_dim=dim, feature_names=[f"f{i}"], data_type=data_type
+        )
+        for i, name in enumerate(names)
+    ]
+
+
+class Run:
+    """Two tables on two ranks, and a dense part."""
+
+    def __init__(
+        self,
+        scheme: str,
+        configs: list[EmbeddingBagConfig],
+        *,
+        sparse: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        dense: str = "adamw",
+        warmup_steps: int = 3,
+    ) -> None:
+        self.mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+        self.configs = configs
+        sharder = SPTTEmbeddingBagCollectionSharder(
+            self.mesh, FLAT, fused_params={"optimizer": sparse, "learning_rate": 0.05, "eps": 1e-6}
+        )
+        module = FlatModel(configs)
+        pins = {}
+        if scheme == "one rank":
+            pins = {table.name: TablePlacement(scheme="table_wise", ranks=(0,)) for table in configs}
+        planner = TowerShardingPlanner(
+            self.mesh.topology,
+            scheme="auto" if pins else scheme,
+            pinned=pins,  # type: ignore[arg-type]
+        )
+        self.model = DistributedModelParallel(
+            module, device=torch.device("cpu"), plan=planner.plan(module, [sharder]), sharders=[sharder]
+        )
+        config = OptimizerConfig(dense=dense, sparse_lr=0.05, warmup_steps=warmup_steps)  # type: ignore[arg-type]
+        self.optimizer: CombinedOptimizer = build_optimizer(config, self.model)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            ids, labels = Batches(sizes=(6, 6), max_bag=2).draw(self.mesh.rank, step, self.configs)
+            self.optimizer.zero_grad()
+            loss_of(self.model(ids)[1], labels).backward()
+            self.optimizer.step()
+
+    def save(self, folder: Path, step: int, **options: Any) -> None:
+        assert Checkpointer(folder, self.mesh).save(self.model, self.optimizer, step=step, progress={}, **options)
+
+    def local(self) -> dict[str, Tensor]:
+        """What this rank has of weights and states, copied."""
+        found: dict[str, Tensor] = {}
+        named = dict(self.model.state_dict())
+        for key, states in self.optimizer.state_dict()["state"].items():
+            named |= {f"{key}.{name}": value for name, value in states.items()}
+        for name, value in named.items():
+            parts = [part.tensor for part in value.local_shards()] if hasattr(value, "local_shards") else [value]
+            found |= {f"{name}#{number}": part.detach().clone() for number, part in enumerate(parts)}
+        return found
+
+    def rates(self) -> set[float]:
+        return {group["lr"] for group in self.optimizer.param_groups}
+
+
+def assert_same(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert ours.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(ours[name], value), name
+
+
+def refusals_on_rank(rank: int, folder: str) -> None:
+    saved = Path(folder) / "saved"
+    run = Run("row_wise", tables())
+    run.train(range(2))
+    run.save(saved, 2)
+    for other, message in [
+        (
+            Run("table_wise", tables(names="xy")),
+            r"another model or optimizer: it lacks \['model\.sparse_arch\.embedding_bags\.t_x\.weight', "
+            r"'model\.\S*t_y\.weight', 'optimizer\.\S*t_x\.momentum1'\] and 1 more and has \[.*t_a\S*'\] and 1 more",
+        ),
+        (
+            Run("table_wise", tables(dim=12)),
+            r"another model: its \S*t_a\.weight is \[30, 8\], the model's is \[30, 12\]",
+        ),
+        (Run("row_wise", tables(), dense="sgd"), r"optimizer: it lacks nothing and has \['optimizer\.dense\.over_arch"),
+        (
+            Run("row_wise", tables(), sparse=EmbOptimType.EXACT_SGD),
+            r"lacks nothing and has \['optimizer\.tables\.\S*t_a\.momentum1', '\S*t_b\.momentum1'\] besides",
+        ),
+        (
+            Run("row_wise", tables(), sparse=EmbOptimType.EXACT_ADAGRAD),
+            r"its optimizer\.\S*t_a\.momentum1 is \[30\], the model's is \[30, 8\]",
+        ),
+    ]:
+        before, rates = other.local(), other.rates()
+        with pytest.raises(InputError, match=message):
+            restore(saved, other.model, other.optimizer, other.mesh)
+        assert_same(other.local(), before)
+        assert other.rates() == rates
+
+
+def test_another_model_or_optimizer_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
+    run_ranks(refusals_on_rank, 2, str(tmp_path))
+
+
+def damage_on_rank(rank: int, folder: str) -> None:
+    saved = Path(folder)
+    run = Run("row_wise", tables())
+    run.train(range(1))
+    run.save(saved, 1)
+    first = run.local()
+    run.train(range(1, 3))
+    run.save(saved, 3)
+    before = run.local()
+    if rank == 1:
+        file = saved / "step-00000003" / "__1_0.distcp"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    torch.distributed.barrier()
+    with pytest.raises(InputError, match=r"step-00000003 is damaged: __1_0\.distcp was altered\. Use another"):
+        restore(saved / "step-00000003", run.model, run.optimizer, run.mesh)
+    assert_same(run.local(), before)
+    found = whole_checkpoint(saved, run.mesh)
+    assert found.name == "step-00000001"
+    restored = restore(found, run.model, run.optimizer, run.mesh, is_verified=True)
+    assert (restored.folder, restored.step) == (found, 1)
+    assert_same(run.local(), first)
+    if rank == 0:
+        (found / MANIFEST_NAME).unlink()
+    torch.distributed.barrier()
+    with pytest.raises(InputError, match=r"holds no whole checkpoint: .*step-00000003 is damaged"):
+        restore(saved, run.model, run.optimizer, run.mesh)
+    with pytest.raises(InputError, match=r"nowhere holds no checkpoint\. Give the output_dir"):
+        restore(saved / "nowhere", run.model, run.optimizer, run.mesh)
+
+
+def test_a_damaged_checkpoint_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(damage_on_rank, 2, str(tmp_path))
+
+
+def others_on_rank(rank: int, folder: str) -> None:
+    anew_before_the_first_step(Path(folder) / "begin")
+    generators(Path(folder) / "random")
+    scaled_moments(rank, Path(folder) / "scaled")
+    weights_only(Path(folder) / "weights")
+    for number, (saved, loaded, options) in enumerate(OTHER_STATES):
+        other_states(Path(folder) / str(number), saved, loaded, options)
+
+
+def anew_before_the_first_step(folder: Path) -> None:
+    """Adam has no state before its first step; that there is none is brought back as well."""
+    run = Run("row_wise", tables())
+    run.save(folder, 0)
+    run.train(range(2))
+    wanted = run.local()
+    other = Run("table_wise", tables())
+    restore(folder, other.model, other.optimizer, other.mesh)
+    again = Run("row_wise", tables())
+    restore(folder, again.model, again.optimizer, again.mesh)
+    again.train(range(2))
+    assert_same(again.local(), wanted)
+    assert again.rates() == run.rates()
+
+
+def generators(folder: Path) -> None:
+    run = Run("row_wise", tables())
+    torch.manual_seed(17 + run.mesh.rank)
+    run.save(folder, 1)
+    wanted = torch.rand(4)
+    torch.manual_seed(0)
+    other = Run("table_wise", tables())
+    restore(folder, other.model, None, other.mesh)
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def scaled_moments(rank: int, folder: str | Path) -> None:
+    """v / c stays: t_a goes from c = 2 to 3, t_b from 4 to 1."""
+    run = Run("column_wise", tables())
+    run.train(range(2))
+    run.save(Path(folder), 2, moment_scales={"t_a": 2.0, "t_b": 4.0} if rank == 0 else {})
+    assert read_manifest(Path(folder) / "step-00000002").moment_scales == {"t_a": 2.0, "t_b": 4.0}
+    wanted = run.local()
+    restore(Path(folder), run.model, run.optimizer, run.mesh, moment_scales={"t_a": 3.0})
+    for name, value in run.local().items():
+        factor = {True: 1.5, False: 0.25}["t_a" in name] if ".momentum1" in name else 1.0
+        assert torch.equal(value, wanted[name] * factor), name
+
+
+def weights_only(folder: Path) -> None:
+    run = Run("row_wise", tables())
+    run.train(range(1))
+    run.save(folder, 1)
+    other = Run("row_wise", tables())
+    fresh = other.local()
+    restore(folder, other.model, None, other.mesh)
+    weights = {name for name in fresh if name.endswith((".weight#0", ".bias#0"))}
+    wanted = run.local()
+    assert_same(other.local(), {name: wanted[name] if name in weights else value for name, value in fresh.items()})
+
+
+OTHER_STATES: list[tuple[str, str, dict[str, Any]]] = [
+    ("column_wise", "row_wise", {"sparse": EmbOptimType.EXACT_ADAGRAD, "dense": "adagrad"}),
+    ("table_wise", "row_wise", {"sparse": EmbOptimType.EXACT_SGD, "dense": "sgd", "warmup_steps": 0}),
+    ("data_wise", "data_wise", {"sparse": EmbOptimType.ADAM, "dense": "adam"}),
+    ("one rank", "column_wise", {"configs": tables(data_type=DataType.FP16)}),
+]
+
+
+def other_states(folder: Path, saved: str, loaded: str, options: dict[str, Any]) -> None:
+    """Saved, loaded under another scheme, saved again from there and loaded back: everything is as it was."""
+    options = {"configs": tables(), **options}
+    run = Run(saved, **options)
+    run.train(range(2))
+    run.save(folder / "1", 2)
+    wanted = run.local()
+    other = Run(loaded, **options)
+    restore(folder / "1", other.model, other.optimizer, other.mesh)
+    other.save(folder / "2", 2)
+    back = Run(saved, **options)
+    restore(folder / "2", back.model, back.optimizer, back.mesh)
+    assert_same(back.local(), wanted)
+    assert back.rates() == run.rates() == other.rates()
+    for one in (run, back):
+        one.train(range(2, 3))
+    if loaded == saved:
+        assert_same(back.local(), run.local())
+
+
+def test_what_else_is_brought_back(tmp_path: Path) -> None:
+    run_ranks(others_on_rank, 2, str(tmp_path))
+    counts = [entry for entry in (tmp_path / "2" / "1" / "step-00000002").iterdir() if entry.suffix == ".distcp"]
+    assert len(counts) == 2
+    shutil.rmtree(tmp_path)
+
+
+def one_rank_on_rank(rank: int, folder: str) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=1))
+    torch.manual_seed(5)
+    restore(Path(folder) / "random", FlatModel(tables()), None, mesh)
+    assert torch.equal(torch.rand(2), _seeded(5))
+
+
+def _seeded(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    FlatModel(tables())
+    return torch.rand(2)

@@ -1,0 +1,129 @@
+"""A checkpoint from elsewhere that would run a program does not run it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from dmt.errors import InputError
+from dmt.training.checkpoints import load_plain, read_manifest
+from dmt.training.checkpoints.manifest import record_of, write_manifest
+from dmt.training.checkpoints.safe_reader import INDEX_NAME, SafeReader
+from tests.training.checkpoints.made import linear, save_alone
+
+
+class Bomb:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._mark),)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_alone(linear(1.0), tmp_path)
+
+
+def sign(folder: Path) -> None:
+    """What whoever alters a file can do as well: a manifest that fits."""
+    manifest = read_manifest(folder)
+    names = [path.name for path in folder.iterdir() if path.name != "checkpoint.json"]
+    write_manifest(folder, replace(manifest, files={name: record_of(folder / name) for name in names}))
+
+
+def index_of(folder: Path) -> Any:
+    return pickle.loads((folder / INDEX_NAME).read_bytes())
+
+
+def load(folder: Path) -> None:
+    load_plain(linear(0.0), folder)
+
+
+def test_what_is_not_altered_loads(folder: Path) -> None:
+    model = linear(0.0)
+    sign(folder)
+    load_plain(model, folder)
+    assert torch.equal(model.weight, torch.ones(2, 3))
+    assert SafeReader(folder, read_manifest(folder).files).tensors["model.weight"].size == (2, 3)
+
+
+@pytest.mark.parametrize("wrap", ["alone", "inside"])
+def test_an_index_that_runs_a_program_does_not(wrap: str, folder: Path) -> None:
+    mark = folder.parent / "ran"
+    index: Any = Bomb(mark)
+    if wrap == "inside":
+        index = index_of(folder)
+        index.planner_data = Bomb(mark)
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    sign(folder)
+    with pytest.raises(
+        InputError, match=r"\.metadata holds code: it names posix\.mkdir, which an index has no use for"
+    ):
+        load(folder)
+    assert not mark.exists()
+    index_of(folder)
+    assert mark.exists(), "the bomb is a dud"
+
+
+def test_an_entry_that_is_no_tensor_is_refused_unread(folder: Path) -> None:
+    mark, index = folder.parent / "ran", index_of(folder)
+    stream = io.BytesIO()
+    torch.save(Bomb(mark), stream)
+    place = next(iter(index.storage_data.values()))
+    (folder / "bomb").write_bytes(stream.getvalue())
+    index.state_dict_metadata["model.weight"] = BytesStorageMetadata()
+    index.storage_data[MetadataIndex("model.weight")] = type(place)("bomb", 0, len(stream.getvalue()))
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    sign(folder)
+    with pytest.raises(InputError, match=r"holds a pickled object, .model\.weight., which could run code"):
+        load(folder)
+    assert not mark.exists()
+
+
+def test_a_tensor_file_that_runs_a_program_does_not(folder: Path) -> None:
+    mark, index = folder.parent / "ran", index_of(folder)
+    stream = io.BytesIO()
+    torch.save(Bomb(mark), stream)
+    (folder / "bomb").write_bytes(stream.getvalue())
+    for place in index.storage_data.values():
+        place.relative_path, place.offset, place.length = "bomb", 0, len(stream.getvalue())
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    sign(folder)
+    with pytest.raises(InputError, match=r"cannot be read .*Weights only load failed"):
+        load(folder)
+    assert not mark.exists()
+
+
+def test_an_index_that_reads_from_elsewhere_is_refused(folder: Path) -> None:
+    index = index_of(folder)
+    for place in index.storage_data.values():
+        place.relative_path = "../../elsewhere"
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    sign(folder)
+    with pytest.raises(InputError, match=r"\.metadata reads from a file that is not in the manifest"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps({"a": 1}), r"\.metadata is a dict, no index"),
+        (b"", r"\.metadata cannot be read \(Ran out of input\)"),
+    ],
+)
+def test_what_is_no_index_is_refused(content: bytes, message: str, folder: Path) -> None:
+    (folder / INDEX_NAME).write_bytes(content)
+    sign(folder)
+    with pytest.raises(InputError, match=message):
+        load(folder)

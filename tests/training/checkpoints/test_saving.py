@@ -1,0 +1,188 @@
+"""Saves that fail leave everything as it was, and saves in the background see the moment they were asked at."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmt import TowerMesh, TowerTopology
+from dmt.errors import InputError
+from dmt.training.checkpoints import Checkpointer, load_plain, newest, read_manifest, saver, verify
+from tests.ranks import run_ranks
+from tests.training.checkpoints.made import alone, linear
+
+# Of two layers each rank writes one.
+LAYER = 300
+BYTES_OF_LAYER = 4 * LAYER * LAYER
+
+
+def two_layers(value: float) -> nn.Module:
+    layers = nn.Sequential(nn.Linear(LAYER, LAYER, bias=False), nn.Linear(LAYER, LAYER, bias=False))
+    for parameter in layers.parameters():
+        nn.init.constant_(parameter, value)
+    return layers
+
+
+def limit_files(num_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def saves_on_rank(rank: int, folder: str, asynchronous: bool) -> list[tuple[bool, list[str]]]:
+    """One good save, then one for each fault with a good one after it: whether each succeeded, and what is there."""
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+    found: list[tuple[bool, list[str]]] = []
+    faults: dict[str, bool] = {}
+
+    def describe(scratch: Path) -> None:
+        if faults.get("describe"):
+            raise PermissionError(13, "Permission denied", str(scratch))
+
+    checkpointer = Checkpointer(Path(folder), mesh, keep=1, asynchronous=asynchronous, describe=describe)
+
+    def save(step: int) -> None:
+        started = checkpointer.save(two_layers(step), None, step=step, progress={})
+        ended = checkpointer.wait()
+        assert started == (True if asynchronous else ended) or not asynchronous
+        found.append((started and ended, sorted(path.name for path in Path(folder).iterdir())))
+
+    save(1)
+    for step, broken in ((2, 0), (4, 1)):
+        if rank == broken:
+            limit_files(BYTES_OF_LAYER // 2)
+        save(step)
+        limit_files(resource.RLIM_INFINITY)
+        save(step + 1)
+    faults["describe"] = True
+    save(6)
+    faults.clear()
+    save(7)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_that_fails_on_any_rank_fails_on_all_and_the_next_succeeds(asynchronous: bool, tmp_path: Path) -> None:
+    by_rank = run_ranks(saves_on_rank, 2, str(tmp_path), asynchronous)
+    assert by_rank[0] == by_rank[1]
+    kept = [1, 1, 3, 3, 5, 5, 7]
+    assert [names for _, names in by_rank[0]] == [[f"step-{step:08d}"] for step in kept]
+    assert [ok for ok, _ in by_rank[0]] == [True, False, True, False, True, False, True]
+    model = two_layers(0.0)
+    load_plain(model, tmp_path)
+    assert all((parameter == 7).all() for parameter in model.parameters())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={3 * BYTES_OF_LAYER}", "none", str(folder)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("a disk of one's own needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount")
+def test_a_full_disk_costs_nothing_that_was_saved(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with alone() as mesh:
+        checkpointer = Checkpointer(small_disk / "in", mesh)
+        assert checkpointer.save(two_layers(1.0), None, step=1, progress={})
+        assert not checkpointer.save(two_layers(2.0), None, step=2, progress={})
+        (record,) = [one for one in caplog.records if one.name == saver.__name__]
+        assert record.levelno == logging.WARNING
+        assert "The checkpoint of step 2 was not saved to" in record.message
+        assert "rank 0: OSError: [Errno 28] No space left on device" in record.message
+        assert newest(small_disk / "in") == small_disk / "in" / "step-00000001"
+        assert [path.name for path in (small_disk / "in").iterdir()] == ["step-00000001"]
+        subprocess.run(["mount", "-o", f"remount,size={9 * BYTES_OF_LAYER}", str(small_disk)], check=True)
+        assert checkpointer.save(two_layers(3.0), None, step=3, progress={})
+    assert newest(small_disk / "in") == small_disk / "in" / "step-00000003"
+
+
+def test_a_save_in_the_background_has_the_values_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    write = saver.write_pieces
+
+    def slow(*arguments: Any) -> Any:
+        assert goes_on.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(saver, "write_pieces", slow)
+    model = linear(1.0)
+    with alone() as mesh:
+        checkpointer = Checkpointer(tmp_path, mesh, asynchronous=True)
+        assert checkpointer.save(model, None, step=1, progress={"row": 5})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(2.0)
+        assert not list(tmp_path.glob("step-*")), "it was written at once"
+        goes_on.set()
+        assert checkpointer.save(model, None, step=2, progress={"row": 6}), "it waits for the one before"
+        assert (tmp_path / "step-00000001").exists()
+        assert checkpointer.wait()
+        assert checkpointer.wait(), "there is nothing to wait for"
+    for step, value in ((1, 1.0), (2, 2.0)):
+        loaded = linear(0.0)
+        load_plain(loaded, tmp_path / f"step-{step:08d}")
+        assert (loaded.weight == value).all()
+        assert (loaded.bias == value).all()
+    assert read_manifest(tmp_path / "step-00000001").progress == {"row": 5}
+
+
+def test_what_lies_beside_the_tensors_is_in_the_manifest(tmp_path: Path) -> None:
+    def describe(folder: Path) -> None:
+        (folder / "a").write_text("x")
+
+    with alone() as mesh:
+        checkpointer = Checkpointer(tmp_path, mesh, describe=describe)
+        assert checkpointer.save(linear(1.0), None, step=3, progress={"epoch": 2}, moment_scales={"t": 2.0})
+    manifest = verify(tmp_path / "step-00000003")
+    assert sorted(manifest.files) == [".metadata", "__0_0.distcp", "a"]
+    assert manifest.versions["torch"] == torch.__version__
+    assert (manifest.step, manifest.progress, manifest.moment_scales) == (3, {"epoch": 2}, {"t": 2.0})
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+    with alone() as mesh:
+        checkpointer = Checkpointer(tmp_path, mesh)
+        with pytest.raises(InputError, match=r"progress=\{'seen': \{1\}\} is not plain data: Object of type set"):
+            checkpointer.save(linear(1.0), None, step=1, progress={"seen": {1}})
+        with pytest.raises(InputError, match=r"model\._extra_state is a dict; checkpoints hold tensors only"):
+            checkpointer.save(Odd(1, 1), None, step=1, progress={})
+        assert not list(tmp_path.iterdir())
+
+
+def other_steps_on_rank(rank: int, folder: str) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+    with pytest.raises(InputError, match="cannot be written: Not a directory"):
+        Checkpointer(Path(folder) / "file" / "in", mesh)
+    checkpointer = Checkpointer(Path(folder), mesh)
+    with pytest.raises(InputError, match="Ranks save the checkpoints of different steps, 1 to 2"):
+        checkpointer.save(linear(1.0), None, step=1 + rank, progress={})
+
+
+@pytest.mark.ranks
+def test_a_fault_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run_ranks(other_steps_on_rank, 2, str(tmp_path))

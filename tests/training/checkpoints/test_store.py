@@ -1,0 +1,207 @@
+"""Names, order, the last K, and what is left at every moment a process can be killed at."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmt.errors import InputError
+from dmt.training.checkpoints import checkpoints, newest, read_manifest, verify
+from dmt.training.checkpoints.manifest import MANIFEST_NAME
+from dmt.training.checkpoints.store import CheckpointStore
+from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
+
+FILES = {"a.txt": "alpha", "b.txt": "beta"}
+
+
+def save(store: CheckpointStore, step: int, **progress: Any) -> None:
+    scratch = store.scratch(step)
+    fill_checkpoint(scratch, step, FILES, **progress)
+    store.commit(scratch, step)
+    store.prune(step)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    store.prepare()
+    for step in (5, 10, 1_000_000_000, 1_000_000_001):
+        save(store, step)
+    assert names(tmp_path) == ["step-1000000000", "step-1000000001"]
+    assert newest(tmp_path) == tmp_path / "step-1000000001"
+    with pytest.raises(InputError, match="keep=0: at least the checkpoint just written must stay"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+def test_a_course_that_was_given_up_is_deleted(tmp_path: Path) -> None:
+    """Or a restart would go on from it."""
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        save(store, step)
+    save(store, 25)
+    assert names(tmp_path) == ["step-00000020", "step-00000025"]
+
+
+def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-by-step.txt").touch()
+    (tmp_path / ".step-notes").mkdir()
+    store = CheckpointStore(tmp_path, keep=1)
+    store.prepare()
+    save(store, 1)
+    save(store, 2)
+    assert names(tmp_path) == [".step-notes", "step-00000002", "step-by-step.txt"]
+
+
+def test_what_a_kill_leaves_is_put_right(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, 1, FILES)
+    make_checkpoint(tmp_path, 2, FILES, ".step-00000002.old")
+    make_checkpoint(tmp_path, 1, {"a.txt": "older"}, ".step-00000001.old")
+    for ending in ("partial", "deleted"):
+        make_checkpoint(tmp_path, 3, FILES, f".step-00000003.{ending}")
+    assert [path.name for path in checkpoints(tmp_path)] == [".step-00000002.old", "step-00000001"]
+    assert newest(tmp_path) == tmp_path / ".step-00000002.old"
+    CheckpointStore(tmp_path, keep=3).prepare()
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert (tmp_path / "step-00000001" / "a.txt").read_text() == "alpha"
+
+
+def test_a_folder_that_takes_no_checkpoints_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"Checkpoint folder .*file/in cannot be written: Not a directory"):
+        CheckpointStore(tmp_path / "file" / "in", keep=1).prepare()
+
+
+def test_damaged_ones_are_passed_over_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert newest(tmp_path / "nowhere") is None
+    for step in (1, 2, 3):
+        make_checkpoint(tmp_path, step, FILES)
+    (tmp_path / "step-00000003" / "b.txt").write_text("bet")
+    (tmp_path / "step-00000002" / MANIFEST_NAME).unlink()
+    assert newest(tmp_path) == tmp_path / "step-00000001"
+    assert [(record.levelno, "passed over" in record.message) for record in caplog.records] == [
+        (logging.WARNING, True)
+    ] * 2
+    assert "step-00000003 is damaged: b.txt has 3 bytes instead of 4" in caplog.messages[0]
+    assert f"step-00000002 is no whole checkpoint: {MANIFEST_NAME} is absent" in caplog.messages[1]
+    (tmp_path / "step-00000001" / "a.txt").unlink()
+    with pytest.raises(InputError, match=r"holds no whole checkpoint: .*step-00000003 is damaged"):
+        newest(tmp_path)
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def changed(path: Path) -> None:
+    path.write_text(path.read_text().replace("alpha", "omega"))
+
+
+def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        record = json.loads(path.read_text())
+        change(record)
+        path.write_text(json.dumps(record))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("a.txt", Path.unlink, "is damaged: a.txt is absent. Use another checkpoint"),
+        ("a.txt", cut_off, "is damaged: a.txt has 3 bytes instead of 5"),
+        ("a.txt", changed, "is damaged: a.txt was altered"),
+        (MANIFEST_NAME, Path.unlink, "is no whole checkpoint: checkpoint.json is absent"),
+        (MANIFEST_NAME, cut_off, "not JSON"),
+        (MANIFEST_NAME, edited(lambda r: r.update(step=8)), "is damaged: checkpoint.json was altered"),
+        (MANIFEST_NAME, edited(lambda r: r["files"].pop("a.txt")), "is damaged: checkpoint.json was altered"),
+        (MANIFEST_NAME, edited(lambda r: r.update(format=2)), "has format 2; this version reads format 1"),
+    ],
+)
+def test_damage_is_named(file: str, damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 7, FILES)
+    assert verify(path).step == 7
+    damage(path / file)
+    with pytest.raises(InputError, match=message):
+        verify(path)
+
+
+def test_a_manifest_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    path = make_checkpoint(tmp_path, 7, FILES)
+    fill_checkpoint(path, 7, {"../secret": "s"})
+    with pytest.raises(InputError, match=r"lists '../secret', which is not in it"):
+        verify(path)
+
+
+class Killed(BaseException):
+    """A process that is no more: nothing in it may go on."""
+
+
+OPERATIONS = ("rename", "fsync", "unlink", "rmdir", "mkdir")
+
+
+def kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lets file operations pass until the moment, and none from then on; returns what has been done."""
+    done: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        operate = getattr(os, name)
+
+        def operation(*arguments: Any, **options: Any) -> Any:
+            if len(done) >= moment:
+                raise Killed
+            done.append(name)
+            return operate(*arguments, **options)
+
+        return operation
+
+    for name in OPERATIONS:
+        monkeypatch.setattr(os, name, counted(name))
+    return done
+
+
+@pytest.mark.parametrize("step", [2, 3], ids=["replacing", "new"])
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_at_any_moment_leaves_a_whole_one(
+    step: int, keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    survivors = set()
+    for moment in range(100):
+        folder = tmp_path / str(moment)
+        store = CheckpointStore(folder, keep=keep)
+        store.prepare()
+        save(store, 1, run="old")
+        save(store, 2, run="old")
+        with pytest.MonkeyPatch.context() as patch:
+            done = kill_at(moment, patch)
+            try:
+                store.prepare()
+                save(store, step, run="new")
+                is_complete = True
+            except Killed:
+                is_complete = False
+        for _ in range(2):  # as it is found, and after the next start
+            found = newest(folder)
+            assert found is not None, done
+            manifest = read_manifest(found)
+            assert manifest.step == step if manifest.progress["run"] == "new" else manifest.step == 2, done
+            store.prepare()
+        assert not caplog.records, "nothing damaged may be in sight"
+        assert all(name.startswith("step-") for name in names(folder))
+        survivors.add(manifest.progress["run"])
+        if is_complete:
+            break
+    assert is_complete
+    assert moment > 10, "the kills missed the file operations"
+    assert survivors == {"old", "new"}
+    assert manifest.progress["run"] == "new"

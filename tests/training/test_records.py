@@ -1,0 +1,148 @@
+"""What a run leaves behind, and how a run that was killed goes on with it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
+
+from dmt.training.config import TrainingConfig
+from dmt.training.records import RunRecord, read_curves, read_result
+from tests.training.small import small
+
+
+@pytest.fixture(autouse=True)
+def event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads event files by name: second, process, number as text; restarts take more than a second."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
+
+
+def config_of(folder: Path) -> TrainingConfig:
+    return small(train={"output_dir": str(folder)})
+
+
+def record_of(folder: Path, **more: Any) -> RunRecord:
+    return RunRecord(config_of(folder), enabled=True, **more)
+
+
+def losses(record: RunRecord, steps: range, factor: float = 1.0) -> None:
+    for step in steps:
+        record.scalars(step, {"train/loss": factor * step})
+
+
+def board(folder: Path, name: str) -> list[tuple[int, float]]:
+    """What TensorBoard shows of a curve."""
+    shown = EventAccumulator(str(folder / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in shown.Scalars(name)]
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """What an attempt of 30 steps left that was killed in the middle of a line."""
+    record = record_of(tmp_path)
+    losses(record, range(10, 40, 10))
+    record.scalars(20, {"eval/auc": 0.5})
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 2')
+    return tmp_path
+
+
+def test_curves_stay_up_to_the_step_that_a_run_goes_on_from(killed: Path) -> None:
+    record = record_of(killed, resumed_step=20)
+    assert read_curves(killed) == {"train/loss": [(10, 10.0), (20, 20.0)], "eval/auc": [(20, 0.5)]}
+    losses(record, range(30, 50, 10), factor=2.0)
+    record.close({"steps": 40})
+    expected = [(10, 10.0), (20, 20.0), (30, 60.0), (40, 80.0)]
+    assert read_curves(killed)["train/loss"] == board(killed, "train/loss") == expected
+    assert read_curves(killed)["eval/auc"] == board(killed, "eval/auc") == [(20, 0.5)]
+    lines = (killed / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [10, 20, 20, 30, 40]
+
+
+@pytest.mark.parametrize("step", [0, 9, 10, 30, 31])
+def test_lines_up_to_the_step_itself_stay(killed: Path, step: int) -> None:
+    record_of(killed, resumed_step=step)
+    wanted = [(at, float(at)) for at in (10, 20, 30) if at <= step]
+    assert read_curves(killed).get("train/loss", []) == wanted
+
+
+def test_what_is_there_at_the_step_is_not_recorded_twice(killed: Path) -> None:
+    record = record_of(killed, resumed_step=20)
+    record.scalars(20, {"eval/auc": 0.75, "eval/ne": 0.9})
+    record.scalars(20, {"eval/auc": 0.75})
+    record.scalars(30, {"eval/auc": 0.625})
+    record.close({})
+    for curves in (read_curves(killed), {name: board(killed, name) for name in ("eval/auc", "eval/ne")}):
+        assert curves["eval/auc"] == [(20, 0.5), (30, 0.625)]
+        assert curves["eval/ne"] == [(20, pytest.approx(0.9))]
+
+
+def test_it_can_go_on_many_times(tmp_path: Path) -> None:
+    for attempt in range(4):
+        record = record_of(tmp_path, resumed_step=10 * attempt or None)
+        losses(record, range(10 * attempt + 10, 10 * attempt + 40, 10), factor=1.0 + attempt)
+    expected = [(10, 10.0), (20, 40.0), (30, 90.0), (40, 160.0), (50, 200.0), (60, 240.0)]
+    assert read_curves(tmp_path)["train/loss"] == board(tmp_path, "train/loss") == expected
+
+
+def test_a_run_of_its_own_starts_anew(killed: Path) -> None:
+    losses(record_of(killed), range(5, 6))
+    assert read_curves(killed) == {"train/loss": [(5, 5.0)]}
+    assert board(killed, "train/loss") == [(5, 5.0)]
+
+
+@pytest.mark.parametrize("resumed_step", [None, 20])
+def test_an_earlier_result_goes_and_a_new_one_is_written(tmp_path: Path, resumed_step: int | None) -> None:
+    record_of(tmp_path).close({"steps": 10})
+    record = record_of(tmp_path, resumed_step=resumed_step)
+    assert not (tmp_path / "result.json").exists()
+    record.close({"steps": 20})
+    assert read_result(tmp_path)["steps"] == 20
+    assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "result.json", "tensorboard"}
+
+
+def test_a_run_that_left_nothing_goes_on_too(tmp_path: Path) -> None:
+    losses(record_of(tmp_path, resumed_step=100), range(110, 120, 10))
+    assert read_curves(tmp_path) == {"train/loss": [(110, 110.0)]}
+
+
+def test_a_failed_rewrite_leaves_the_lines_as_they_were(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (killed / "metrics.jsonl").read_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            record_of(killed, resumed_step=20)
+    assert (killed / "metrics.jsonl").read_text() == before
+
+
+def test_an_unfinished_last_line_is_not_read(killed: Path) -> None:
+    assert read_curves(killed) == {"train/loss": [(10, 10.0), (20, 20.0), (30, 30.0)], "eval/auc": [(20, 0.5)]}
+
+
+def test_other_ranks_touch_nothing(killed: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
+    record = RunRecord(config_of(killed), enabled=False, resumed_step=10)
+    losses(record, range(20, 30))
+    record.close({})
+    assert {path: path.stat().st_mtime_ns for path in killed.rglob("*")} == before
+
+
+def recording_until_killed(folder: Path) -> None:
+    record_of(folder).scalars(1, {f"n{i:02}": float(i) for i in range(40)})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=recording_until_killed, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert read_curves(tmp_path) == {f"n{i:02}": [(1, float(i))] for i in range(40)}
+    assert board(tmp_path, "n39") == [(1, 39.0)]

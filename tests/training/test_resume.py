@@ -1,0 +1,229 @@
+"""A run that is interrupted and started again: the same losses, bit for bit; other layouts; what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.training.build import tower_plan
+from dmt.training.checkpoints import checkpoints
+from dmt.training.config import TrainingConfig
+from dmt.training.loop import Position, Trainer
+from dmt.training.records import RunRecord
+from dmt.training.resume import Start, begin_anew, checkpoint_folder, start_with, starting_point
+from dmt.training.run import preflight, train_on
+from tests.ranks import run_ranks
+from tests.training.small import small, source
+
+STEPS, SAVE_EVERY = 10, 4
+
+
+class Interrupted(Exception):
+    pass
+
+
+def run_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> dict[str, Any] | None:
+    """One attempt at a run, which may be interrupted at a step; None if it was."""
+    config = TrainingConfig.model_validate(values)
+    data = preflight(config, config.topology.build().world_size)
+    if stop_at is not None:
+        log = RunRecord.scalars
+
+        def interrupt(self: RunRecord, step: int, numbers: dict[str, float]) -> None:
+            log(self, step, numbers)
+            if step == stop_at:
+                raise Interrupted
+
+        RunRecord.scalars = interrupt  # type: ignore[method-assign]
+    try:
+        return train_on(config, data, TowerMesh(config.topology.build()))
+    except Interrupted:
+        return None
+
+
+def config(folder: Path, *, arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, Any]) -> Any:
+    train = {"save_every": SAVE_EVERY, "log_every": 1, "max_steps": STEPS, "output_dir": str(folder), "epochs": 2}
+    sections["train"] = train | sections.get("train", {})
+    sections.setdefault("optimizer", {"warmup_steps": 3})
+    sections.setdefault("synthetic", {"num_rows": 450, "num_eval_rows": 200})
+    return small(arch, dataflow, **sections)
+
+
+def attempt(run: TrainingConfig, stop_at: int | None = None) -> dict[str, Any] | None:
+    world_size = run.topology.build().world_size
+    return run_ranks(run_on_rank, world_size, run.model_dump(mode="json"), stop_at)[0]
+
+
+def losses(run: TrainingConfig) -> list[tuple[int, dict[str, float]]]:
+    lines = (Path(run.train.output_dir) / "metrics.jsonl").read_text().splitlines()
+    return [(line.pop("step"), line) for line in map(json.loads, lines)]
+
+
+REPLICAS = {"num_towers": 2, "ranks_per_tower": 1, "num_replicas": 2, "replica_placement": "intra_host"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "towers": {"sharding": {"scheme": "table_wise"}},
+    "row-wise": {"sharding": {"scheme": "row_wise"}, "train": {"async_save": True, "prefetch_ids": False}},
+    "flat": {"arch": "dlrm"},
+    "replicas": {"topology": REPLICAS, "sharding": {"scheme": "table_wise"}, "replicas": {"sync_every": 2}},
+    "replicas, delayed": {
+        "topology": REPLICAS,
+        "sharding": {"scheme": "table_wise"},
+        "replicas": {"sync_every": 2, "optimizer_state": "delayed", "asynchronous": True},
+    },
+    "flat replicas": {"topology": REPLICAS, "arch": "dcn", "dataflow": "flat"},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
+    undisturbed, interrupted = (config(tmp_path / kind, **LAYOUTS[name]) for kind in ("a", "b"))
+    expected = attempt(undisturbed)
+    assert attempt(interrupted, stop_at=7) is None
+    assert [step for step, _ in losses(interrupted)] == list(range(1, 8))
+    found = attempt(interrupted)
+    assert losses(interrupted) == losses(undisturbed)
+    assert [step for step, _ in losses(undisturbed)] == [*range(1, STEPS + 1), STEPS]
+    assert expected is not None
+    assert found is not None
+    assert (found["eval_auc"], found["eval_ne"]) == (expected["eval_auc"], expected["eval_ne"])
+
+
+def rows_seen_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> list[list[float]]:
+    """The dense rows that this rank trains on, step by step, in one attempt."""
+    seen: list[list[float]] = []
+    progress = Trainer._progress
+
+    def spied(self: Trainer, batches: Any) -> Any:
+        def spy() -> Any:
+            for batch in batches:
+                seen.append(batch.dense_features[:, 0].tolist())
+                yield batch
+
+        return progress(self, spy() if self._model.training else batches)
+
+    Trainer._progress = spied  # type: ignore[method-assign]
+    run_on_rank(rank, values, stop_at)
+    return seen
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_at_the_right_sample_on_other_ranks(tmp_path: Path) -> None:
+    """4 ranks x 16 rows for 4 steps, then 2 ranks x 24 rows, flat instead of towers: every row once, in the order."""
+    run = config(tmp_path, arch="dlrm", dataflow="sptt", train={"epochs": 1, "max_steps": None})
+    before = run_ranks(rows_seen_on_rank, 4, run.model_dump(mode="json"), 5)
+    values = run.model_dump(mode="json")
+    values["topology"] = {"num_towers": 2, "ranks_per_tower": 1}
+    values["train"] |= {"batch_size": 24}
+    values["sharding"] = {"dataflow": "flat"}
+    after = run_ranks(rows_seen_on_rank, 2, values, None)
+    whole = next(source(run).batches("train", rank=0, world_size=1, batch_size=450))
+    stream = whole.dense_features[:, 0].tolist()
+    assert len(stream) == 450
+    trained = [row for step in range(SAVE_EVERY) for rank in range(4) for row in before[rank][step]]
+    assert trained == stream[:256]
+    assert len(after[0]) == (450 - 256) // 48
+    trained += [row for step in range(len(after[0])) for rank in range(2) for row in after[rank][step]]
+    assert trained == stream[: 256 + 48 * len(after[0])]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainingConfig:
+    """A finished run of one epoch: 7 steps of 64 rows."""
+    run: TrainingConfig = config(tmp_path_factory.mktemp("run"), train={"epochs": 1, "max_steps": None})
+    assert attempt(run) is not None
+    return run
+
+
+def changed(run: TrainingConfig, **sections: dict[str, Any]) -> TrainingConfig:
+    values = run.model_dump(mode="json")
+    for name, section in sections.items():
+        values[name] |= section
+    return TrainingConfig.model_validate(values)
+
+
+def start(run: TrainingConfig, folder: Path | None = None) -> Start:
+    plan = tower_plan(run, source(run).tables)
+    return start_with(checkpoints(folder or checkpoint_folder(run))[0], run, plan)
+
+
+@pytest.mark.ranks
+def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = checkpoint_folder(finished)
+    assert starting_point(finished) == own
+    assert starting_point(changed(finished, train={"output_dir": str(tmp_path)})) is None
+    other = {"output_dir": str(tmp_path), "resume": finished.train.output_dir}
+    assert starting_point(changed(finished, train=other)) == own
+    whole = checkpoints(own)[0]
+    assert starting_point(changed(finished, train={**other, "resume": str(whole)})) == whole
+    with pytest.raises(InputError, match=r"train\.resume='nowhere' holds no checkpoint"):
+        starting_point(changed(finished, train={**other, "resume": "nowhere"}))
+    # Its own checkpoints go before the one it began with.
+    assert starting_point(changed(finished, train={"resume": "nowhere"})) == own
+    copy = tmp_path / "copy"
+    shutil.copytree(finished.train.output_dir, copy)
+    anew = changed(finished, train={"output_dir": str(copy), "resume": "never"})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    begin_anew(anew)
+    assert starting_point(anew) == copy / "checkpoint"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    begin_anew(anew)
+    assert starting_point(anew) is None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"model": {"tower_dim": 8}},
+            r"is of a run with model\.tower_dim = 4, not 8\. Give another train\.output_dir, or",
+        ),
+        ({"optimizer": {"sparse": "sgd"}}, r"optimizer\.sparse = 'rowwise_adagrad', not 'sgd'"),
+        ({"data": {"shuffle_rows": 100}}, r"data\.shuffle_rows = \d+, not 100"),
+        (
+            {"optimizer": {"sparse_lr": 0.5}},
+            r"finished, with other settings \(optimizer\.sparse_lr: 0\.05 -> 0\.5\)\. Give",
+        ),
+        (
+            {"topology": {"num_towers": 3}},
+            r"other towers: tower 0 has features \['C1', 'C3', 'C5'\], not \['C1', 'C4'\]",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(finished: TrainingConfig, sections: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        start(changed(finished, **sections))
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig, tmp_path: Path) -> None:
+    longer = changed(finished, train={"epochs": 2, "log_every": 7}, optimizer={"sparse_lr": 0.5})
+    found = start(longer)
+    assert found.position == Position(step=7, epoch=1, row=0)
+    assert found.notes == ("optimizer.sparse_lr: 0.05 -> 0.5",)
+    assert start(changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})).notes == ()
+    # Another day's data, from the checkpoint of yesterday's run.
+    today = changed(finished, train={"output_dir": str(tmp_path)}, data={"shuffle_rows": 100})
+    found = start(today, checkpoint_folder(finished))
+    assert found.position == Position()
+    assert found.notes[0] == "other data: from the first row on"
+    assert not found.is_own
+
+
+@pytest.mark.ranks
+def test_a_finished_run_is_evaluated_again_and_keeps_its_record(finished: TrainingConfig) -> None:
+    before, curves = checkpoints(checkpoint_folder(finished)), losses(finished)
+    result = json.loads((Path(finished.train.output_dir) / "result.json").read_text())
+    again = attempt(finished)
+    assert again is not None
+    assert again["eval_ne"] == result["eval_ne"]
+    assert again["steps"] == result["steps"] == 7
+    assert losses(finished) == curves
+    assert checkpoints(checkpoint_folder(finished)) == before

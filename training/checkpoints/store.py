@@ -1,0 +1,185 @@
+"""Checkpoints of a run side by side in one folder: named by step, put in place by rename, the last few kept.
+
+================================  =========================================================================
+``step-00001234``                 a whole checkpoint
+``.step-00001234.partial``        being written, or left by a save that was killed
+``.step-00001234.old``            whole; stands aside while another one of its step takes its place
+``.step-00001234.deleted``        being deleted
+================================  =========================================================================
+
+Whatever moment a process is killed at, every checkpoint that was whole is found whole again, under its own name or
+as ``.old``; only what is deliberately deleted goes. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from dmt.errors import InputError
+from dmt.training.checkpoints.manifest import MANIFEST_NAME, fsync_folder, verify
+
+__all__ = ["CheckpointStore", "checkpoints", "newest"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\.(step-\d{8,})\.old")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first; a folder that is a checkpoint itself is the only one.
+
+    Nothing is read: they may be damaged.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (20, 100, 3):
+        ...         Path(folder, f"step-{step:08d}").mkdir()
+        ...     [path.name for path in checkpoints(Path(folder))]
+        ['step-00000100', 'step-00000020', 'step-00000003']
+    """
+    if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
+        return [folder] if folder.is_dir() else []
+    found = {path.name: path for path in folder.iterdir() if _NAME.fullmatch(path.name)} if folder.is_dir() else {}
+    for path in list(folder.glob(".step-*.old")):
+        if match := _ASIDE.fullmatch(path.name):
+            found.setdefault(match[1], path)
+    return [found[name] for name in sorted(found, key=_step, reverse=True)]
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in a folder, or the folder itself where it is one; every file of it is read.
+
+    Damaged ones that are newer are passed over with a warning that says what is wrong with them.
+
+    Returns:
+        None where there is no checkpoint at all.
+
+    Raises:
+        InputError: there are some, but none is whole.
+    """
+    wrong = []
+    for path in checkpoints(folder):
+        try:
+            verify(path)
+        except InputError as error:
+            logger.warning("A checkpoint is passed over: %s", error)
+            wrong.append(str(error))
+        else:
+            return path
+    if wrong:
+        raise InputError(f"{folder} holds no whole checkpoint: {wrong[0]}")
+    return None
+
+
+class CheckpointStore:
+    """Writes checkpoints into one folder; to be used by one process at a time.
+
+    Args:
+        folder: where checkpoints are; made if absent.
+        keep: how many to keep, at least 1.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        if keep < 1:
+            raise InputError(f"keep={keep}: at least the checkpoint just written must stay. Give 1 or more.")
+        self.folder = folder
+        self._keep = keep
+
+    def prepare(self) -> None:
+        """Makes the folder, puts back what stood aside when a process was killed, and deletes what was half done.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in list(self.folder.glob(".step-*.old")):
+                if match := _ASIDE.fullmatch(path.name):
+                    if (self.folder / match[1]).exists():
+                        _discard(path)
+                    else:
+                        os.rename(path, self.folder / match[1])
+            for ending in ("partial", "deleted"):
+                for path in list(self.folder.glob(f".step-*.{ending}")):
+                    shutil.rmtree(path)
+            fsync_folder(self.folder)
+        except OSError as error:
+            raise InputError(f"Checkpoint folder {self.folder} cannot be written: {error.strerror}.") from error
+
+    def scratch(self, step: int) -> Path:
+        """A new empty folder to write the checkpoint of a step into.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        path = self.folder / f".{_name(step)}.partial"
+        self.drop(path)
+        path.mkdir(parents=True)
+        return path
+
+    def drop(self, scratch: Path) -> None:
+        """Deletes a scratch folder, if it is there."""
+        if scratch.exists():
+            shutil.rmtree(scratch)
+
+    def commit(self, scratch: Path, step: int) -> Path:
+        """Puts a written checkpoint in its place, where an older one of the same step makes way.
+
+        Raises:
+            OSError: it cannot be put there; what was there before stays.
+        """
+        target = self.folder / _name(step)
+        aside = self.folder / f".{_name(step)}.old"
+        fsync_folder(scratch)
+        if target.exists():
+            if aside.exists():
+                _discard(aside)
+            os.rename(target, aside)
+        try:
+            os.rename(scratch, target)
+        except OSError:
+            if aside.exists():
+                os.rename(aside, target)
+            raise
+        fsync_folder(self.folder)
+        return target
+
+    def prune(self, step: int) -> None:
+        """Deletes all but the last few checkpoints; to be called after the one of ``step`` was put in its place.
+
+        Those of later steps go first: training went back behind them, so they are of a course that was given up.
+
+        Raises:
+            OSError: something cannot be deleted.
+        """
+        for path in self.folder.glob(".step-*.old"):
+            _discard(path)
+        of_run = [path for path in checkpoints(self.folder) if _step(path.name) <= step]
+        given_up = [path for path in checkpoints(self.folder) if _step(path.name) > step]
+        for path in (*given_up, *of_run[self._keep :]):
+            _discard(path)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step(name: str) -> int:
+    match = _NAME.search(name)
+    assert match is not None, f"{name} is no name of a checkpoint"
+    return int(match[1])
+
+
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint so that a kill on the way leaves nothing that looks like one."""
+    doomed = path.with_name(f".{path.name.removeprefix('.').removesuffix('.old')}.deleted")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
