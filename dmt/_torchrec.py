@@ -182,7 +182,7 @@ def _moment_scaled(
         parameter = module.embedding_bags[name].weight
         settings = moment_scaled(fused_settings(parameter, fused_params), scale)
         before.append((parameter, dict(vars(parameter))))
-        parameter._optimizer_classes, parameter._optimizer_kwargs = [None], [settings]  # type: ignore[assignment]
+        parameter._optimizer_classes, parameter._optimizer_kwargs = [None], [settings]
     try:
         yield
     finally:

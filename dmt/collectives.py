@@ -191,7 +191,7 @@ def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
 def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
     """Starts the mean of tensors of one dtype over the group, in place and in one collective; ``wait()`` ends it."""
     options = dist.AllreduceCoalescedOptions()
-    options.reduceOp = dist.ReduceOp.AVG
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     return group.allreduce_coalesced(list(tensors), options)
 
 

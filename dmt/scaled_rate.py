@@ -48,4 +48,4 @@ class ScaledRateOptimizer(OptimizerWrapper):
 
     def _scale(self) -> None:
         for inner, group in zip(self._optimizer.param_groups, self.param_groups, strict=True):
-            inner["lr"] = group["lr"] * self._factor  # type: ignore[index]
+            inner["lr"] = group["lr"] * self._factor

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -106,8 +106,8 @@ def _kind(annotation: Any) -> str:
     if origin is dict:
         choices = get_origin(arguments[1]) is Literal
         return f"table of {_kind(arguments[1]) if choices else _PLURALS[arguments[1]]}"
-    if origin is UnionType:
-        return _kind(next(argument for argument in arguments if argument is not NoneType))
+    if origin in (UnionType, Union):
+        return " or ".join(_kind(argument) for argument in arguments if argument is not NoneType)
     return _KINDS[annotation]
 
 

@@ -55,7 +55,8 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
     if taken:
         raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
-    settings = [] if data is None else demo_settings(Path(data))
+    # Each demo is a run of its own, also in a folder that has seen one.
+    settings = ["train.resume=never", *([] if data is None else demo_settings(Path(data)))]
     console.print("[bold]1/4[/] checking data and sizes")
     config = load_config("demo", [*settings, *overrides, _setting("train.output_dir", out)])
     arch, ranks = config.model.arch, config.topology.build().world_size

@@ -104,7 +104,7 @@ class Trainer:
         """How far training has come."""
         return Position(step=self._step, epoch=self._epoch, row=self._row)
 
-    def train(self, save: Callable[[], None] | None = None) -> TrainingTime:
+    def train(self, save: Callable[[], object] | None = None) -> TrainingTime:
         """Trains for the epochs or steps of the config, evaluating and saving on the way where asked.
 
         Args:
