@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
 
 from dmt.collectives import gather_objects
 from dmt.errors import InputError
@@ -32,6 +33,7 @@ from dmt.training.checkpoints import Checkpointer, restore, whole_checkpoint
 from dmt.training.checkpoints.together import on_every_rank
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, ValidationReport
+from dmt.training.data.batch import ClickBatch
 from dmt.training.loop import Trainer
 from dmt.training.partition import write_affinity
 from dmt.training.planned import planned_traffic, traffic_warning
@@ -128,7 +130,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     # Read before training: the files may change while this run trains with what they held.
     plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
     sharding = tower_sharding(config, tables) if config.dataflow == "sptt" else None
-    planned = None if sharding is None else planned_traffic(config, tables, num_dense, sharding)
+    of_sharding = _of_sharding(config, tables, num_dense, sharding)
     complexity = count_model(config, tables, num_dense)
     start = _start(config, plan, mesh)
     record = _begin_record(config, sharding, start, mesh)
@@ -136,17 +138,11 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     optimizer = build_optimizer(config.optimizer, model)
     replicas = _replica_sync(config, model, mesh)
     if start is not None:
-        _settle_gradient_buckets(config, data, mesh, model, optimizer)
-        restore(start.folder, model, optimizer, mesh, moment_scales=moment_scales(model))
+        own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": config.train.batch_size}
+        _settle_gradient_buckets(model, optimizer, data.batches("train", **own))
+        restore(start.folder, model, optimizer, mesh=mesh, moment_scales=moment_scales(model), is_verified=True)
         if replicas is not None:
             replicas.restart()
-    saver = Checkpointer(
-        checkpoint_folder(config),
-        mesh,
-        keep=config.train.keep_checkpoints,
-        asynchronous=config.train.async_save,
-        describe=partial(_describe, config, plan, sharding, tables),
-    )
     trainer = Trainer(
         config=config.train,
         data=data,
@@ -157,15 +153,14 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         position=None if start is None else start.position,
         replicas=replicas,
     )
-
-    def save() -> bool:
-        if replicas is not None:
-            replicas.sync()
-            replicas.check()
-        position = trainer.position
-        progress = {"epoch": position.epoch, "row": position.row}
-        return saver.save(model, optimizer, step=position.step, progress=progress, moment_scales=moment_scales(model))
-
+    saver = Checkpointer(
+        checkpoint_folder(config),
+        mesh,
+        keep=config.train.keep_checkpoints,
+        asynchronous=config.train.async_save,
+        describe=partial(_describe, config, plan, sharding, tables),
+    )
+    save = partial(_save, saver, trainer, model=model, optimizer=optimizer, replicas=replicas)
     time = trainer.train(save)
     saved = save() and saver.wait()
     metrics = trainer.evaluate()
@@ -184,25 +179,15 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         **asdict(time),
         "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
         "bad_lines": data.bad_lines,
+        **_of_replicas(replicas, mesh),
+        **of_sharding,
     }
-    if replicas is not None:
-        # Of the largest rank; the others wait for it.
-        most = max(gather_objects(replicas.bytes_per_sync, mesh.global_group))
-        result["replicas"] = {"num_replicas": mesh.topology.num_replicas, "bytes_per_sync": round(most)}
-    warnings = [auc_warning(metrics.auc)]
-    if sharding is not None and planned is not None:
-        per_sample = {name: number / rows for name, number in asdict(planned).items()}
-        result["sharding"] = {**sharding_summary(sharding), "planned_bytes_per_sample": per_sample}
-        warnings.append(traffic_warning(per_sample, result["bytes_per_sample"]))
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     record.close(result)
-    for warning in filter(None, warnings if mesh.rank == 0 else []):
-        logger.warning(warning)
+    if mesh.rank == 0:
+        _warn(result)
     if not saved:
-        raise InputError(
-            f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see "
-            "the warning above). Make room and run again: it goes on from the checkpoint before."
-        )
+        raise _not_saved(config)
     return result
 
 
@@ -238,19 +223,70 @@ def _begin_record(
     return record
 
 
-def _settle_gradient_buckets(
-    config: TrainingConfig, data: ClickData, mesh: TowerMesh, model: DistributedModelParallel, optimizer: Any
-) -> None:
+def _save(
+    saver: Checkpointer,
+    trainer: Trainer,
+    *,
+    model: DistributedModelParallel,
+    optimizer: CombinedOptimizer,
+    replicas: ReplicaSync | None,
+) -> bool:
+    """Saves a checkpoint of this moment, with all replicas equal; collective."""
+    if replicas is not None:
+        replicas.sync()
+        replicas.check()
+    at = trainer.position
+    progress = {"epoch": at.epoch, "row": at.row}
+    return saver.save(model, optimizer, step=at.step, progress=progress, moment_scales=moment_scales(model))
+
+
+def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, batches: Iterator[ClickBatch]) -> None:
     """Runs two backward passes on a model that is about to be restored.
 
     After its second backward pass, DDP has laid out the gradients it reduces in the order in which they come, and with
     three ranks or more another layout adds numbers in another order. A run that goes on must add as the one before it.
     """
-    own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": config.train.batch_size}
-    batch = next(data.batches("train", **own), None)
+    batch = next(batches, None)
     for _ in range(2 if batch is not None else 0):
         model(batch)[0].backward()
         optimizer.zero_grad()
+
+
+def _not_saved(config: TrainingConfig) -> InputError:
+    return InputError(
+        f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see the "
+        "warning above). Make room and run again: it goes on from the checkpoint before."
+    )
+
+
+def _of_replicas(replicas: ReplicaSync | None, mesh: TowerMesh) -> dict[str, Any]:
+    """What the result says of replicas; collective."""
+    if replicas is None:
+        return {}
+    # Of the largest rank; the others wait for it.
+    most = max(gather_objects(replicas.bytes_per_sync, mesh.global_group))
+    return {"replicas": {"num_replicas": mesh.topology.num_replicas, "bytes_per_sync": round(most)}}
+
+
+def _of_sharding(
+    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, sharding: TowerSharding | None
+) -> dict[str, Any]:
+    """What the result says of the sharding plan."""
+    if sharding is None:
+        return {}
+    rows = config.train.batch_size * sharding.topology.world_size
+    planned = asdict(planned_traffic(config, tables, num_dense, sharding))
+    per_sample = {name: number / rows for name, number in planned.items()}
+    return {"sharding": {**sharding_summary(sharding), "planned_bytes_per_sample": per_sample}}
+
+
+def _warn(result: Mapping[str, Any]) -> None:
+    """Logs what should give a reader of the result pause."""
+    warnings = [auc_warning(result["eval_auc"])]
+    if "sharding" in result:
+        warnings.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
+    for warning in filter(None, warnings):
+        logger.warning(warning)
 
 
 def _replica_sync(config: TrainingConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:

@@ -15,7 +15,7 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.training.checkpoints.manifest import Manifest, damaged_files, read_manifest
+from dmt.training.checkpoints.manifest import Manifest, damaged_files, few, read_manifest
 from dmt.training.checkpoints.optimizer_state import MadeState
 from dmt.training.checkpoints.reading import read_pieces
 from dmt.training.checkpoints.safe_reader import SafeReader
@@ -29,8 +29,6 @@ __all__ = ["Restored", "load_plain", "restore", "whole_checkpoint"]
 logger = logging.getLogger(__name__)
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-# How many differences a message names.
-_FEW = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +70,8 @@ def restore(
     source: Path,
     model: nn.Module,
     optimizer: KeyedOptimizer | None,
-    mesh: TowerMesh,
     *,
+    mesh: TowerMesh,
     moment_scales: Mapping[str, float] | None = None,
     is_verified: bool = False,
 ) -> Restored:
@@ -81,7 +79,7 @@ def restore(
 
     The layout may have changed in any way: ranks, replicas, towers x ranks, the mesh tower of each tower, the scheme of
     each table. Random number generators are set where the number of ranks is what it was. Nothing is changed before
-    files, names and sizes have been checked; no rank reads a whole table that is not its own.
+    files, names and sizes have been checked. A rank has one saved shard in memory at a time, besides its own.
 
     Args:
         source: a checkpoint, or a folder of them, of which the newest whole one is taken: damaged ones that are newer
@@ -142,7 +140,7 @@ def whole_checkpoint(source: Path, mesh: TowerMesh) -> Path:
         problems = list(dict.fromkeys(problem for share in shares for problem in share))
         if not problems:
             return folder
-        wrong.append("; ".join(problems[:_FEW]))
+        wrong.append(few(problems))
         if mesh.rank == 0 and len(found) > 1:
             logger.warning("A checkpoint is passed over: %s", wrong[-1])
     if len(wrong) == 1:
@@ -258,22 +256,17 @@ def _refuse(folder: Path, saved: Iterable[str], ranks: Sequence[_Comparison]) ->
     if missing or unknown:
         what = "model" if all(name.startswith(_MODEL) for name in (*missing, *unknown)) else "model or optimizer"
         raise InputError(
-            f"{folder} is a checkpoint of another {what}: it lacks {_few(missing)} and has {_few(unknown)} besides. "
-            "Use the config of the run that wrote it."
+            f"{folder} is a checkpoint of another {what}: it lacks {_names(missing)} and has {_names(unknown)} "
+            "besides. Use the config of the run that wrote it."
         )
     if sizes := list(dict.fromkeys(text for rank in ranks for text in rank.sizes)):
         raise InputError(
-            f"{folder} is a checkpoint of another model: {'; '.join(sizes[:_FEW])}{_and_more(sizes)}. Use the config "
-            "of the run that wrote it."
+            f"{folder} is a checkpoint of another model: {few(sizes)}. Use the config of the run that wrote it."
         )
 
 
-def _few(names: Sequence[str]) -> str:
-    return f"{list(names[:_FEW])}{_and_more(names)}" if names else "nothing"
-
-
-def _and_more(items: Sequence[str]) -> str:
-    return f" and {len(items) - _FEW} more" if len(items) > _FEW else ""
+def _names(names: Sequence[str]) -> str:
+    return f"[{few([repr(name) for name in names], ', ')}]" if names else "nothing"
 
 
 def _set_random_state(one: _Open, mesh: TowerMesh) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ __all__ = [
     "Manifest",
     "check_plain",
     "damaged_files",
+    "few",
     "fsync_folder",
     "read_manifest",
     "record_of",
@@ -28,6 +29,7 @@ __all__ = [
 
 MANIFEST_NAME = "checkpoint.json"
 _FORMAT = 1
+_FEW = 3
 _REMEDY = "Use another checkpoint."
 
 
@@ -135,7 +137,7 @@ def verify(folder: Path) -> Manifest:
     """
     manifest = read_manifest(folder)
     if wrong := damaged_files(folder, manifest, sorted(manifest.files)):
-        raise InputError(f"{folder} is damaged: {'; '.join(wrong[:3])}{_and_more(wrong)}. {_REMEDY}")
+        raise InputError(f"{folder} is damaged: {few(wrong)}. {_REMEDY}")
     return manifest
 
 
@@ -170,5 +172,11 @@ def _digest(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _and_more(items: list[str]) -> str:
-    return f" and {len(items) - 3} more" if len(items) > 3 else ""
+def few(items: Sequence[str], separator: str = "; ") -> str:
+    """The first three of many differences, and how many more there are.
+
+    Example:
+        >>> few("abcde")
+        'a; b; c and 2 more'
+    """
+    return separator.join(items[:_FEW]) + (f" and {len(items) - _FEW} more" if len(items) > _FEW else "")

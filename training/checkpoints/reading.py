@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -74,7 +75,7 @@ def read_pieces(
     for piece, shares in mixed:
         shares = [replace(s, region=replace(s.region, into=torch.empty_like(piece.tensor))) for s in shares]
         _read(reader, [share.region for share in shares])
-        total = sum(share.region.into.double() * share.columns for share in shares)
+        total = torch.stack([share.region.into.double() * share.columns for share in shares]).sum(dim=0)
         piece.tensor.copy_(total / sum(share.columns for share in shares))
     for piece in pieces:
         if piece.is_moment and (factor := factors.get(piece.table, 1.0)) != 1.0:
@@ -110,7 +111,7 @@ class _RegionPlanner(LoadPlanner):
 
     def __init__(self, regions: Sequence[_Region]) -> None:
         self._regions = list(regions)
-        self._tensors: Mapping[str, object] = {}
+        self._tensors: Mapping[str, Any] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, object], metadata: Metadata | None = None, is_coordinator: bool = False

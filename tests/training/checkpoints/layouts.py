@@ -29,8 +29,11 @@ from tests.sptt_case import EPS, FUSED, LR, Case, build
 DIMS = (8, 8, 16, 12, 8, 8)
 TOWERS = ((0, 4), (1,), (2, 5), (3,))
 NUM_SAMPLES = 40
-STEPS = 3
+STEPS = 2
 OPTIMIZER = OptimizerConfig(dense="adamw", sparse_lr=LR, sparse_eps=EPS, dense_lr=0.02, tower_lr=0.01, warmup_steps=5)
+
+
+_MESHES: dict[TowerTopology, TowerMesh] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,9 @@ class Job:
     def of(cls, layout: Layout, seed: int, moment_scale: Any = 1) -> Job:
         torch.manual_seed(seed + dist.get_rank())
         topology = TowerTopology(num_replicas=layout.replicas, num_towers=layout.towers, ranks_per_tower=layout.ranks)
-        mesh = TowerMesh(topology)
+        # Groups take long to make.
+        mesh = _MESHES.get(topology) or TowerMesh(topology)
+        _MESHES[topology] = mesh
         sharder = TowerCollectionSharder(
             mesh, placement=layout.placement, fused_params=FUSED, moment_scale=moment_scale
         )

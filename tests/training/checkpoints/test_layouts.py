@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from dmt.training.checkpoints import Checkpointer, restore
+from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from tests.ranks import run_ranks
+from tests.sptt_case import build
 from tests.training.checkpoints.layouts import STEPS, Job, Layout, largest_difference, moments_in
 
 pytestmark = pytest.mark.ranks
@@ -59,7 +60,7 @@ def save_and_load_on_rank(rank: int, folder: str) -> tuple[Snapshots, Snapshots]
         saved[name] = job.snapshot()
         torch.manual_seed(rank)
         job.train(range(STEPS, STEPS + 1))
-        saved[name]["next"] = job.snapshot()
+        saved[name]["next"] = {"weights": job.weights(), "moments": job.moments()}
     for source, name in ON_8_RANKS:
         loaded[f"{source} -> {name}"] = load(folder, source, name)
     return saved, loaded
@@ -67,11 +68,11 @@ def save_and_load_on_rank(rank: int, folder: str) -> tuple[Snapshots, Snapshots]
 
 def load(folder: str, source: str, name: str) -> dict[str, Any]:
     job = Job.of(LAYOUTS[name], seed=2)
-    restored = restore(Path(folder) / source, job.model, job.optimizer, job.mesh)
+    restored = restore(Path(folder) / source, job.model, job.optimizer, mesh=job.mesh)
     assert (restored.step, restored.progress) == (STEPS, {"row": 7, "of": source})
     found = job.snapshot()
     job.train(range(STEPS, STEPS + 1))
-    return {**found, "next": job.snapshot()}
+    return {**found, "next": {"weights": job.weights(), "moments": job.moments()}}
 
 
 def load_on_rank(rank: int, folder: str, pairs: list[tuple[str, str]]) -> Snapshots:
@@ -118,9 +119,21 @@ def test_the_next_step_is_that_of_an_undisturbed_run(
     assert largest_difference(after["next"]["moments"], before["next"]["moments"]) <= (0 if source == name else 1e-9)
 
 
+@pytest.mark.parametrize(("source", "files"), [("table-wise", 8), ("2 replicas", 4)])
+def test_one_replica_writes(source: str, files: int, runs: tuple[Path, Snapshots, Snapshots]) -> None:
+    assert len(list(runs[0].glob(f"{source}/step-*/*.distcp"))) == files
+
+
 def test_the_layouts_differ_where_they_should(runs: tuple[Path, Snapshots, Snapshots]) -> None:
     cuts = {name: snapshot["cuts"] for name, snapshot in runs[1].items()}
     assert (cuts["4 columns"]["t2"], cuts["4 columns"]["t3"]) == ([4, 4, 4, 4], [4, 4, 4])
     assert (cuts["2 replicas"]["t2"], cuts["2 replicas"]["t3"]) == ([8, 8], [8, 4])
     moments = runs[1]["4 columns"]["moments"]["t2"]
     assert not torch.equal(moments[:, 0], moments[:, -1]), "the shards have the same moments"
+
+
+@pytest.mark.parametrize("source", SAVED)
+def test_the_plain_model_takes_every_one(source: str, runs: tuple[Path, Snapshots, Snapshots]) -> None:
+    model = build(LAYOUTS[source].case())
+    load_plain(model, runs[0] / source)
+    assert largest_difference(dict(model.state_dict()), runs[1][source]["weights"]) == 0

@@ -193,6 +193,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(
         for _ in range(2):  # as it is found, and after the next start
             found = newest(folder)
             assert found is not None, done
+            for path in checkpoints(folder):
+                verify(path)
             manifest = read_manifest(found)
             assert manifest.step == step if manifest.progress["run"] == "new" else manifest.step == 2, done
             store.prepare()
