@@ -59,7 +59,7 @@ def _about(study: Study) -> dict[str, Any]:
     packages = ("dmt-recsys", "torch", "torchrec", "fbgemm-gpu-cpu", "numpy", "scipy", "k-means-constrained")
     return {
         "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
-        "machine": f"{_processor()}, one process and one thread per run",
+        "machine": f"{processor()}, one process and one thread per run",
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
         "command": f"python -m benchmarks.tower_study {' '.join(sys.argv[1:])}",
@@ -68,7 +68,7 @@ def _about(study: Study) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name where the system tells it, for Linux; else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -139,7 +139,7 @@ def train_and_test(config: TrainingConfig, clicks: Clicks, seed: int) -> tuple[n
         torch.optim.Adam(groups[False], lr=optimizer.dense_lr, fused=True),
     ]
     rates = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / warm_up)) for o in optimizers]
-    for rows in _row_order(len(clicks.train[2]), config.train, seed):
+    for rows in row_order(len(clicks.train[2]), config.train, seed):
         loss, _ = task(clicks.batch(clicks.train, rows))
         task.zero_grad()
         loss.backward()
@@ -147,7 +147,7 @@ def train_and_test(config: TrainingConfig, clicks: Clicks, seed: int) -> tuple[n
             part.step()
         for rate in rates:
             rate.step()
-    metrics = ClickMetrics(_this_process_alone())
+    metrics = ClickMetrics(this_process_alone())
     task.eval()
     with torch.no_grad():
         for rows in torch.arange(len(clicks.test[2])).split(config.train.eval_batch_size):
@@ -155,14 +155,14 @@ def train_and_test(config: TrainingConfig, clicks: Clicks, seed: int) -> tuple[n
     return task.model, metrics.compute()
 
 
-def _row_order(num_rows: int, train: TrainConfig, seed: int) -> Iterator[Tensor]:
+def row_order(num_rows: int, train: TrainConfig, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(_seed_of(seed, "rows"))
     for _ in range(train.epochs):
         order = torch.randperm(num_rows, generator=generator)
         yield from (rows for rows in order.split(train.batch_size) if len(rows) == train.batch_size)
 
 
-def _this_process_alone() -> dist.ProcessGroup:
+def this_process_alone() -> dist.ProcessGroup:
     """The group that the trainer's metrics ask for; made on first use."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
