@@ -10,6 +10,7 @@ from dmt.costs import CostModel
 from dmt.models.complexity import compression_ratio
 from dmt.sharding_report import TowerSharding
 from dmt.tables import TableSpec
+from dmt.topology import TowerTopology
 from dmt.traffic import Traffic
 from dmt.training.build import build_model, tower_plan
 from dmt.training.config import TrainingConfig
@@ -19,19 +20,20 @@ __all__ = ["planned_traffic", "traffic_warning"]
 _ID_BYTES = 8  # an id, and a length
 # Bytes per number; the last two with the scale of each group of 32 numbers (`dmt.precision`).
 _NUMBER_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.25, "fp8": 1.25}
-# Planned and measured bytes that differ by more are worth a word.
+# Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a word.
 _TOLERANCE = 0.1
 
 
 def planned_traffic(
     config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, sharding: TowerSharding
 ) -> Traffic:
-    """What all ranks together should send in one training step, booked as `TrafficMeter` books it; towers are hosts.
+    """What all ranks together should send in one training step, booked as `TrafficMeter` books it.
 
-    Ids and lengths by the pooling factors of the plan; embeddings or tower outputs and their gradients in the formats
-    of the config; rings of all-reduces for data-wise tables, tower modules and dense parts. Not counted: the sizes that
-    ranks tell each other before an exchange, rows that pad small number formats to whole groups, and that the rows of a
-    row-wise table are not read equally often.
+    Hosts are as `TowerTopology.host` says. Ids and lengths by the pooling factors of the plan; embeddings or tower
+    outputs and their gradients in the formats of the config; rings of all-reduces for data-wise tables, tower modules
+    and dense parts. Not counted: the sizes that ranks tell each other before an exchange, rows that pad small number
+    formats to whole groups, that the rows of a row-wise table are not read equally often, and the sync of replicas,
+    which is no part of a step.
 
     Args:
         config: the run, with the tower dataflow.
@@ -40,23 +42,25 @@ def planned_traffic(
         sharding: the run's plan.
     """
     topology, own = sharding.topology, config.sharding
-    replicas, ranks, away = topology.num_replicas, topology.world_size, 1 - 1 / topology.num_towers
+    replicas = topology.num_replicas
     ids, local_ids = _id_bytes(config, tables, sharding)
     model = build_model(config, tables, num_dense, device="meta", without_tables=True)
     outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
     numbers = outputs / sharding.hardware.exchange_bytes
-    dense, of_towers = _replicated_bytes(model)
-    ring = 2 * (ranks - 1) * dense
-    # A ring in host order has one link from each host to the next; a single host has none.
-    across = topology.num_towers / ranks if away else 0.0
-    inside = replicas * sum(rank.bytes_sent for rank in sharding.ranks) + local_ids
-    inside += 2 * (replicas * topology.ranks_per_tower - 1) * of_towers
+    of_all, of_towers = _replicated_bytes(model)
+    tables_ring = replicas * _data_wise_bytes(config, tables, sharding)
+    all_ring = 2 * (topology.world_size - 1) * of_all
+    tower_ring = 2 * (replicas * topology.ranks_per_tower - 1) * of_towers + tables_ring
+    dense = all_ring * _share_across(topology, range(topology.world_size))
+    dense += tower_ring * _share_across(topology, topology.tower_module_groups()[0])
+    # The plan's bytes hold the rings of data-wise tables.
+    inside = replicas * sum(rank.bytes_sent for rank in sharding.ranks) - tables_ring + local_ids
     return Traffic(
         ids=round(ids),
         forward=round(numbers * _NUMBER_BYTES[own.forward_precision]),
         backward=round(numbers * _NUMBER_BYTES[own.backward_precision]),
-        dense=round(ring * across),
-        inside=round(inside + ring * (1 - across)),
+        dense=round(dense),
+        inside=round(inside + all_ring + tower_ring - dense),
     )
 
 
@@ -76,7 +80,7 @@ def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float])
     apart = [
         f"{name} {number:,.0f}, measured {measured[name]:,.0f}"
         for name, number in planned.items()
-        if abs(measured[name] - number) > _TOLERANCE * number
+        if abs(measured[name] - number) > max(_TOLERANCE * number, 1.0)
     ]
     if not apart:
         return ""
@@ -103,6 +107,27 @@ def _id_bytes(config: TrainingConfig, tables: Sequence[TableSpec], sharding: Tow
     # In one hop, only a tower's own samples send it their ids inside it; the plan counts those of all samples there.
     replicas = sharding.topology.num_replicas
     return away * replicas * ids, -away * replicas * counted
+
+
+def _share_across(topology: TowerTopology, ranks: Sequence[int]) -> float:
+    """The share of the links of a ring in host order that lead to another host: one from each host to the next.
+
+    Example:
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2)
+        >>> _share_across(topology, [0, 1, 4, 5]), _share_across(topology, [0, 1])
+        (0.5, 0.0)
+    """
+    hosts = len({topology.host(rank) for rank in ranks})
+    return hosts / len(ranks) if hosts > 1 else 0.0
+
+
+def _data_wise_bytes(config: TrainingConfig, tables: Sequence[TableSpec], sharding: TowerSharding) -> float:
+    """What the plan expects one replica to send for the all-reduces of its data-wise tables."""
+    model = CostModel(topology=sharding.topology, workload=sharding.workload, hardware=sharding.hardware)
+    split = tower_plan(config, tables).split_tables(tables)
+    return sum(
+        load.reduced_bytes for table in split for _, load in model.shards(table, sharding.placements[table.name])
+    )
 
 
 def _replicated_bytes(model: nn.Module) -> tuple[int, int]:

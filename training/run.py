@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
@@ -39,7 +38,7 @@ from dmt.training.partition import write_affinity
 from dmt.training.planned import planned_traffic, traffic_warning
 from dmt.training.records import RunRecord, sharding_summary, versions
 from dmt.training.resume import Start, begin_anew, checkpoint_folder, start_with, starting_point
-from dmt.training.sharding import fused_params, shard_model, tower_sharding
+from dmt.training.sharding import fused_params, replica_sync, shard_model, tower_sharding
 from dmt.training.summary import sharding_sentence
 
 __all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train", "train_on"]
@@ -136,7 +135,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     record = _begin_record(config, sharding, start, mesh)
     model = shard_model(config, tables, num_dense, mesh=mesh, sharding=sharding)
     optimizer = build_optimizer(config.optimizer, model)
-    replicas = _replica_sync(config, model, mesh)
+    replicas = replica_sync(config.replicas, model, mesh)
     if start is not None:
         own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": config.train.batch_size}
         _settle_gradient_buckets(model, optimizer, data.batches("train", **own))
@@ -179,7 +178,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         **asdict(time),
         "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
         "bad_lines": data.bad_lines,
-        **_of_replicas(replicas, mesh),
+        **_of_replicas(config, replicas, mesh),
         **of_sharding,
     }
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
@@ -259,13 +258,19 @@ def _not_saved(config: TrainingConfig) -> InputError:
     )
 
 
-def _of_replicas(replicas: ReplicaSync | None, mesh: TowerMesh) -> dict[str, Any]:
+def _of_replicas(config: TrainingConfig, replicas: ReplicaSync | None, mesh: TowerMesh) -> dict[str, Any]:
     """What the result says of replicas; collective."""
     if replicas is None:
         return {}
-    # Of the largest rank; the others wait for it.
-    most = max(gather_objects(replicas.bytes_per_sync, mesh.global_group))
-    return {"replicas": {"num_replicas": mesh.topology.num_replicas, "bytes_per_sync": round(most)}}
+    sizes = gather_objects(replicas.bytes_per_sync, mesh.global_group)
+    rows = config.replicas.sync_every * config.train.batch_size * mesh.topology.world_size
+    return {
+        "replicas": {
+            "num_replicas": mesh.topology.num_replicas,
+            "bytes_per_sync": round(max(sizes)),  # of the largest rank; the others wait for it
+            "bytes_per_sample": sum(sizes) / rows,
+        }
+    }
 
 
 def _of_sharding(
@@ -287,20 +292,6 @@ def _warn(result: Mapping[str, Any]) -> None:
         warnings.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
     for warning in filter(None, warnings):
         logger.warning(warning)
-
-
-def _replica_sync(config: TrainingConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
-    if config.topology.num_replicas == 1:
-        return None
-    own = config.replicas
-    return ReplicaSync(
-        model,
-        mesh,
-        interval=own.sync_every,
-        optimizer_state=own.optimizer_state,
-        asynchronous=own.asynchronous,
-        precision=own.precision,
-    )
 
 
 def _say(lines: Iterable[str]) -> None:

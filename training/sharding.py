@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -19,9 +20,10 @@ from dmt.columns import shard_names, split_tables
 from dmt.costs import Hardware, StepWorkload
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.placement import TablePlacement
+from dmt.placement import Scheme, TablePlacement
 from dmt.plan import TowerPlan
 from dmt.planner import TowerShardingPlanner
+from dmt.replicas import ReplicaSync
 from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder
 from dmt.sharded_towers import TowerCollectionSharder
 from dmt.sharding_report import TowerSharding
@@ -29,9 +31,9 @@ from dmt.sharding_rules import Rule
 from dmt.tables import TableSpec, feature_names
 from dmt.topology import TowerTopology
 from dmt.training.build import ClickTask, build_model, tower_plan
-from dmt.training.config import OptimizerConfig, TrainingConfig
+from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainingConfig
 
-__all__ = ["fused_params", "shard_model", "sharding_planner", "tower_sharding"]
+__all__ = ["fused_params", "replica_sync", "shard_model", "sharding_planner", "tower_sharding"]
 
 _FUSED = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -42,7 +44,7 @@ _FUSED = {
 _NOT_ON_CPU = ("adam",)
 Splits = Mapping[str, tuple[int, ...]]
 # What TorchRec's flat dataflow is given to choose from.
-_FLAT_SCHEMES = ["table_wise", "column_wise"]
+_FLAT_SCHEMES: list[Scheme] = ["table_wise", "column_wise"]
 
 
 def fused_params(config: OptimizerConfig) -> dict[str, Any]:
@@ -211,6 +213,20 @@ def shard_model(
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
 
+def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
+    """What keeps the replicas of a sharded model equal, None for a single one; to be made once weights are loaded."""
+    if mesh.topology.num_replicas == 1:
+        return None
+    return ReplicaSync(
+        model,
+        mesh,
+        interval=config.sync_every,
+        optimizer_state=config.optimizer_state,
+        asynchronous=config.asynchronous,
+        precision=config.precision,
+    )
+
+
 def _carrying_out(sharding: TowerSharding) -> TowerShardingPlanner:
     """A planner that has nothing left to decide."""
     return TowerShardingPlanner(
@@ -255,7 +271,8 @@ def _flat_replicas(
     )
     planner = TowerShardingPlanner(
         topology,
-        scheme=config.sharding.scheme,
+        # Its own choice would have data-wise tables too, which the flat dataflow has not.
+        scheme=_FLAT_SCHEMES[0] if config.sharding.scheme == "auto" else config.sharding.scheme,
         workload=StepWorkload(batch_size=config.train.batch_size, optimizer=config.optimizer.sparse),
     )
     return [sharder], planner.plan(model, [sharder])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from dmt.partitioner.pictures.style import counted
 from dmt.sharding_report import TowerSharding
 from dmt.words import human_bytes
 
-__all__ = ["ROWS", "cells", "print_summary", "sharding_sentence"]
+__all__ = ["ROWS", "SYNC_ROW", "cells", "print_summary", "rows_of", "sharding_sentence"]
 
 # name, path in the result, format, which direction is better (for the reader)
 ROWS: tuple[tuple[str, str, str], ...] = (
@@ -29,6 +29,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("bytes/sample across hosts: dense all-reduce", "bytes_per_sample.dense", "{:,.0f}"),
     ("bytes/sample inside hosts", "bytes_per_sample.inside", "{:,.0f}"),
 )
+# Only of runs with replicas. Across hosts where the replicas are on different ones, else inside.
+SYNC_ROW = ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}")
 
 
 def sharding_sentence(plan: TowerSharding) -> str:
@@ -53,15 +55,27 @@ the mean of all ranks.'
     )
 
 
-def cells(result: Mapping[str, Any]) -> list[str]:
-    """The values of one run, formatted, in the order of `ROWS`.
+def rows_of(results: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
+    """`ROWS`, and `SYNC_ROW` where one of the runs had replicas.
+
+    Example:
+        >>> rows_of([{"eval_auc": 0.75}]) == ROWS
+        True
+        >>> rows_of([{"eval_auc": 0.75}, {"replicas": {"bytes_per_sample": 96.0}}])[-1][0]
+        "bytes/sample replicas' sync"
+    """
+    return (*ROWS, SYNC_ROW) if any(result.get("replicas") for result in results) else ROWS
+
+
+def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS) -> list[str]:
+    """The values of one run, formatted, in the order of the rows.
 
     Example:
         >>> cells({"eval_auc": 0.75})[:2]
         ['0.7500', '-']
     """
     formatted = []
-    for _, path, form in ROWS:
+    for _, path, form in rows:
         value: Any = result
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -72,10 +86,10 @@ def cells(result: Mapping[str, Any]) -> list[str]:
 
 def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Prints runs side by side, one column each."""
-    table = Table(title="evaluation and cost")
+    table, rows = Table(title="evaluation and cost"), rows_of(results.values())
     table.add_column("")
     for name in results:
         table.add_column(name, justify="right")
-    for (label, _, _), *values in zip(ROWS, *(cells(result) for result in results.values()), strict=True):
+    for (label, _, _), *values in zip(rows, *(cells(result, rows) for result in results.values()), strict=True):
         table.add_row(label, *values)
     Console(width=110).print(table)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.study.clicks import Clicks
-from benchmarks.study.trials import row_order, this_process_alone, build_trial_model
+from benchmarks.study.trials import build_trial_model, row_order, this_process_alone
 from dmt.errors import InputError
 from dmt.training.build import ClickTask
 from dmt.training.config import TrainingConfig

@@ -14,7 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from benchmarks.replicas.runs import Progress
 from benchmarks.replicas.simulation import Simulation
 from benchmarks.study.clicks import Clicks
-from benchmarks.study.trials import STUDY_SETS, row_order, this_process_alone, build_trial_model
+from benchmarks.study.trials import STUDY_SETS, build_trial_model, row_order, this_process_alone
 from dmt.mesh import TowerMesh
 from dmt.topology import TowerTopology
 from dmt.training.build import build_optimizer

@@ -9,6 +9,7 @@ import pytest
 
 from dmt.mesh import TowerMesh
 from dmt.plan import TowerPlan
+from dmt.replicas import ReplicaSync
 from dmt.training.build import build_optimizer
 from dmt.training.config import TrainingConfig
 from dmt.training.loop import Trainer
@@ -64,9 +65,10 @@ def config_of(name: str, folder: str) -> TrainingConfig:
     if "towers" in sections:
         sections["towers"] = {"plan": f"{folder}/towers.json"}
     sections["sharding"] = {"dataflow": "sptt"} | sections.get("sharding", {})
-    # Rows that the tower's ranks share evenly, ids that use them evenly, and one id a sample, as planned.
-    synthetic = {"rows_per_table": 12, "zipf_exponent": 0.0, "num_rows": 2000}
-    return small(arch, synthetic=synthetic, train={"batch_size": 128, "max_steps": 1}, **sections)
+    # Rows that the tower's ranks share evenly, ids that use them evenly, and one id a sample, as planned. In its third
+    # pass, DDP tells all ranks once how it has laid out gradients; the fourth one is measured.
+    synthetic = {"rows_per_table": 12, "zipf_exponent": 0.0, "num_rows": 3072}
+    return small(arch, synthetic=synthetic, train={"batch_size": 128, "max_steps": 3}, **sections)
 
 
 class Silent:
@@ -76,10 +78,10 @@ class Silent:
         """Nothing is kept."""
 
 
-def measure_on_rank(rank: int, folder: str) -> dict[str, dict[str, int]]:
+def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[str, int]]:
     """The bytes of one step of every case, on all ranks."""
     found = {}
-    for name in CASES:
+    for name in names:
         config = config_of(name, folder)
         mesh = TowerMesh(config.topology.build())
         data = source(config)
@@ -92,6 +94,7 @@ def measure_on_rank(rank: int, folder: str) -> dict[str, dict[str, int]]:
             model=model,
             optimizer=build_optimizer(config.optimizer, model),
             record=silent,
+            replicas=ReplicaSync(model, mesh) if mesh.topology.num_replicas > 1 else None,
         )
         trainer.train()
         found[name] = asdict(trainer.measure_traffic())
@@ -102,7 +105,11 @@ def measure_on_rank(rank: int, folder: str) -> dict[str, dict[str, int]]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict[str, int]]]:
     folder = tmp_path_factory.mktemp("planned")
     CUT.save(folder / "towers.json")
-    return str(folder), run_ranks(measure_on_rank, 4, str(folder))[0]
+    found: dict[str, dict[str, int]] = {}
+    for ranks in (4, 8):
+        names = [name for name in CASES if config_of(name, str(folder)).topology.build().world_size == ranks]
+        found |= run_ranks(measure_on_rank, ranks, str(folder), names)[0]
+    return str(folder), found
 
 
 @pytest.mark.ranks
@@ -110,20 +117,24 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, d
 def test_a_step_sends_what_was_planned(name: str, measured: tuple[str, dict[str, dict[str, int]]]) -> None:
     folder, traffic = measured
     config = config_of(name, folder)
-    tables = source(config).tables
+    topology, tables = config.topology.build(), source(config).tables
     planned = asdict(planned_traffic(config, tables, NUM_DENSE, tower_sharding(config, tables)))
     found = traffic[name]
     assert any(found.values())
     for kind in ("forward", "backward", "dense"):
         assert found[kind] == planned[kind], kind
-    # Sizes come on top: at most 8 numbers of 8 bytes from every rank to each other one.
-    sizes = 8 * 8 * 4 * 3
+    # Sizes come on top: at most 8 numbers of 8 bytes from every rank to each other one of its replica.
+    ranks = topology.world_size // topology.num_replicas
+    sizes = 8 * 8 * topology.world_size * (ranks - 1)
     assert 0 <= found["ids"] - planned["ids"] <= sizes
     # Which ranks the ids of a row-wise table go to is chance: 512 samples, each id to the own rank with 1/2. The sum
-    # over 6 tables has a standard deviation of 8 * sqrt(6 * 512 / 4), 222 bytes; five of them.
+    # over 6 tables has a standard deviation of 8 * sqrt(6 * 512 / 4), 222 bytes; five of them. (With replicas it is one
+    # table and twice the samples.)
     chance = 1110 if "row_wise" in str(CASES[name]) else 0
     assert -chance <= found["inside"] - planned["inside"] <= sizes + chance
-    per_sample = [{kind: number / 512 for kind, number in of.items()} for of in (planned, found)]
+    per_sample = [
+        {kind: number / (128 * topology.world_size) for kind, number in of.items()} for of in (planned, found)
+    ]
     assert traffic_warning(*per_sample) == ""
 
 
@@ -152,3 +163,8 @@ def test_a_warning_needs_a_tenth() -> None:
     assert traffic_warning(planned, {"ids": 109.0, "inside": 0.0}) == ""
     assert traffic_warning(planned, {"ids": 89.0, "inside": 0.0}).count("measured") == 1
     assert "inside 0, measured 5" in traffic_warning(planned, {"ids": 100.0, "inside": 5.0})
+
+
+def test_a_warning_needs_a_byte() -> None:
+    assert traffic_warning({"ids": 0.0}, {"ids": 0.9}) == ""
+    assert "ids 0, measured 2" in traffic_warning({"ids": 0.0}, {"ids": 1.5})

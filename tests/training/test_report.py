@@ -223,7 +223,7 @@ def test_folders_without_curves_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"run 'flat': .*nowhere/metrics\.jsonl cannot be read.*output_dir"):
         plot_curves({"flat": tmp_path / "nowhere"}, tmp_path / "curves.png")
     torn = record(tmp_path / "torn")
-    (torn / "metrics.jsonl").write_text('{"step": 1, "train/lo')
+    (torn / "metrics.jsonl").write_text('{"step": 1, "train/lo\n')
     with pytest.raises(InputError, match=r"run 'flat': .*torn/metrics\.jsonl cannot be read"):
         plot_curves({"flat": torn}, tmp_path / "curves.png")
     other = record(tmp_path / "other", {"step": 1, "lr": 0.1})
@@ -328,6 +328,14 @@ def test_the_page_shows_the_numbers(tmp_path, arguments):
     ):
         assert words in text, words
     assert "Mind:" not in text
+
+
+def test_a_run_with_replicas_has_a_row_for_their_sync(tmp_path, arguments):
+    assert "replicas" not in Page(write_report(tmp_path / "without.html", **arguments)).text
+    towers = arguments["runs"]["dmt-dlrm"]
+    towers["replicas"] = {"num_replicas": 2, "bytes_per_sync": 4096, "bytes_per_sample": 1234.4}
+    text = Page(write_report(tmp_path / "with.html", **arguments)).text
+    assert "bytes/sample replicas' sync - 1,234 -" in text
 
 
 def test_names_from_outside_are_shown_as_written(tmp_path, arguments):

@@ -13,7 +13,8 @@ from dmt.columns import split_tables
 from dmt.tables import TableSpec
 from dmt.training.check.findings import CheckReport, Finding, make_rows
 from dmt.training.check.on_rank import RankReport, check_on_rank
-from dmt.training.check.oracle import is_table, table_of
+from dmt.training.check.oracle import table_of
+from dmt.training.check.plain_training import is_table
 from dmt.training.check.ranks import Say, run_on_ranks
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
 from dmt.training.config import TrainingConfig
@@ -77,12 +78,14 @@ def compare_ranks(run: CheckedRun, reports: Sequence[RankReport], *, seconds: fl
 
 
 def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    """Whatever several ranks hold whole must be the same on all of them."""
-    holders: dict[str, dict[int, str]] = {}
+    """Whatever several ranks hold must be the same on all of them: whole, or the shard of several replicas."""
+    holders: dict[tuple[str, object], dict[int, str]] = {}
     for rank, report in enumerate(reports):
         for name, digest in report.whole.items():
-            holders.setdefault(name, {})[rank] = digest
-    for name, digests in holders.items():
+            holders.setdefault((name, None), {})[rank] = digest
+        for name, offsets, sizes, digest in report.shards:
+            holders.setdefault((name, (offsets, sizes)), {})[rank] = digest
+    for (name, _), digests in holders.items():
         first = min(digests)
         differing = [rank for rank, digest in digests.items() if digest != digests[first]]
         place = f"ranks {differing} differ from rank {first}" if differing else ""
@@ -90,11 +93,14 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def _coverage(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[Finding]:
-    """Every number of every table must be in one shard, or the table whole on all ranks of its tower."""
+    """In each replica, every number of a table must be in one shard, or the table whole on all ranks of its tower."""
+    replicas = run.topology.num_replicas
+    each = " in each replica" if replicas > 1 else ""
+    holders = run.topology.ranks_per_tower * (run.topology.num_towers if run.config.dataflow == "flat" else 1)
     shards: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     whole: dict[str, int] = {}
     for report in reports:
-        for name, offsets, sizes in report.shards:
+        for name, offsets, sizes, _ in report.shards:
             shards.setdefault(name, []).append((offsets, sizes))
         for name in report.whole:
             whole[name] = whole.get(name, 0) + is_table(name)
@@ -107,9 +113,9 @@ def _coverage(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[Findin
         times = torch.zeros(table.num_embeddings, table.embedding_dim)
         for (row, column), (rows, columns) in shards.get(full, []):
             times[row : row + rows, column : column + columns] += 1
-        times += whole.get(full, 0) / run.topology.ranks_per_tower
-        wrong = int((times != 1).sum())
-        place = f"{wrong} of its {times.numel()} numbers are not held once" if wrong else ""
+        times += whole.get(full, 0) / holders
+        wrong = int((times != replicas).sum())
+        place = f"{wrong} of its {times.numel()} numbers are not held once{each}" if wrong else ""
         yield Finding(check="shards", item=f"table {table.name}", difference=wrong, allowed=0, place=place)
 
 
@@ -119,7 +125,8 @@ def _cut_tables(run: CheckedRun) -> Sequence[TableSpec]:
 
 def _titles(run: CheckedRun) -> dict[str, str]:
     """The rows of the report; where it is not said, the comparison is with the plain module."""
-    steps, precision = run.limits.steps, run.config.sharding.precision
+    steps, precision, has_replicas = run.limits.steps, run.config.sharding.precision, run.topology.num_replicas > 1
+    trained = f"after {steps} steps" + (", tables averaged over replicas" if has_replicas else "")
     between = f"{precision.forward} forward, {precision.backward} backward"
     return {
         "embeddings": "tables, one id per bag",
@@ -128,18 +135,18 @@ def _titles(run: CheckedRun) -> dict[str, str]:
         "logits": "both batches",
         "dense gradients": "means over ranks",
         "tower gradients": "means over ranks",
-        "table gradients": "means over ranks",
+        "table gradients": "means over ranks" + (" of a replica" if has_replicas else ""),
         "gradient scales": "<g, e> / <e, e> - 1, by kind",
         "formats": "rounding expected over rounding found",
         "losses": f"{steps} steps, and one batch after them",
-        "dense weights": f"after {steps} steps",
-        "table weights": f"after {steps} steps",
+        "dense weights": trained,
+        "table weights": trained,
         "pipeline": "TrainPipelineSparseDist against the plain loop",
         "id routes": "the other one against this one",
         "checkpoint": "read by the plain module, against the trained weights",
         "reload": "under another placement, and its next outputs",
-        "replicas": "what several ranks hold whole is equal",
-        "shards": "every number of every table once",
+        "replicas": f"what several ranks {'or replicas hold' if has_replicas else 'hold whole'} is equal",
+        "shards": "every number of every table once" + (" in each replica" if has_replicas else ""),
     }
 
 
@@ -152,11 +159,18 @@ def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
             "gradient's own size makes a whole step of what rounding leaves of a gradient that cancels. All other rows "
             "have the formats of the config."
         )
+    if run.topology.num_replicas > 1 and not any(is_table(name) for report in reports for name, *_ in report.shards):
+        yield "Every table is data-wise, so nothing is averaged over replicas; see sharding.scheme."
+    if run.topology.num_replicas > 1 and config.replicas.precision != "fp32":
+        yield (
+            "Losses and weights after training are compared with replicas averaged in fp32. All other rows have the "
+            f"replicas.precision of the config, {config.replicas.precision}."
+        )
     widths = {table.name: table.embedding_dim for table in _cut_tables(run)}
     cut = {
         name.split(".")[-2]
         for report in reports
-        for name, _, sizes in report.shards
+        for name, _, sizes, _ in report.shards
         if is_table(name) and sizes[1] < widths[name.split(".")[-2]]
     }
     if cut and config.optimizer.sparse == "rowwise_adagrad":

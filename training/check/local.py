@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-__all__ = ["LocalPart", "column_cuts", "copy_parts", "digest", "load_start", "local_parts"]
+__all__ = ["LocalPart", "TableKinds", "copy_parts", "digest", "load_start", "local_parts", "table_kinds"]
 
 
 class LocalPart(NamedTuple):
@@ -27,6 +27,15 @@ class LocalPart(NamedTuple):
     def of(self, whole: Mapping[str, Tensor]) -> Tensor:
         """The same part of whole parameters."""
         return whole[self.name][self.where]
+
+
+class TableKinds(NamedTuple):
+    """What the training of a table depends on besides its numbers."""
+
+    column_cuts: Mapping[str, Sequence[int]]
+    """Widths of the shards of column-wise tables: under row-wise AdaGrad each has a state of its own."""
+    data_wise: frozenset[str]
+    """Tables whose gradients, not weights, are averaged over replicas."""
 
 
 def local_parts(model: DistributedModelParallel) -> list[LocalPart]:
@@ -55,14 +64,17 @@ def load_start(model: DistributedModelParallel, start: Mapping[str, Tensor]) -> 
             part.tensor.copy_(part.of(start))
 
 
-def column_cuts(model: DistributedModelParallel) -> dict[str, list[int]]:
-    """Widths of the shards of every column-wise table, by table."""
-    return {
-        name: [shard.shard_sizes[1] for shard in sharding.sharding_spec.shards]
-        for of_module in model.plan.plan.values()
-        for name, sharding in of_module.items()
-        if sharding.sharding_type == "column_wise"
-    }
+def table_kinds(model: DistributedModelParallel) -> TableKinds:
+    """How all tables of a sharded model are spread, those of other ranks too."""
+    placed = [item for of_module in model.plan.plan.values() for item in of_module.items()]
+    return TableKinds(
+        column_cuts={
+            name: [shard.shard_sizes[1] for shard in sharding.sharding_spec.shards]
+            for name, sharding in placed
+            if sharding.sharding_type == "column_wise"
+        },
+        data_wise=frozenset(name for name, sharding in placed if sharding.sharding_type == "data_parallel"),
+    )
 
 
 def digest(tensor: Tensor) -> str:

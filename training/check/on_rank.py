@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from dmt.errors import InputError
+from dmt.errors import InputError, ReplicaMismatchError
 from dmt.mesh import TowerMesh
+from dmt.replicas import ReplicaSync
 from dmt.training.build import ClickTask, build_model, build_optimizer
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.bounds import (
@@ -25,23 +25,22 @@ from dmt.training.check.bounds import (
     allowed_weights,
 )
 from dmt.training.check.findings import Finding
-from dmt.training.check.local import LocalPart, column_cuts, copy_parts, digest, load_start, local_parts
+from dmt.training.check.local import LocalPart, TableKinds, copy_parts, digest, load_start, local_parts, table_kinds
 from dmt.training.check.oracle import (
     Expected,
     Forward,
     compute_expected,
-    is_table,
-    is_tower_module,
     plain_task,
     table_of,
 )
+from dmt.training.check.plain_training import is_table, is_tower_module
 from dmt.training.check.ranks import Say
 from dmt.training.check.shares import FoundGradient, backward_rounding, forward_rounding, scale_error
-from dmt.training.check.shrink import CheckedRun
+from dmt.training.check.shrink import CheckedRun, with_values
 from dmt.training.check.watch import Watch, sparse_part
-from dmt.training.checkpoint import load_plain, save_model
+from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from dmt.training.config import TrainingConfig
-from dmt.training.sharding import shard_model
+from dmt.training.sharding import replica_sync, shard_model
 
 __all__ = ["RankReport", "Trained", "check_on_rank"]
 
@@ -62,8 +61,8 @@ class RankReport:
     findings: tuple[Finding, ...]
     skipped: Mapping[str, str]
     """Why a check was left out, by its name."""
-    shards: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    """(name, offsets, sizes) of every shard that the rank holds."""
+    shards: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
+    """(name, offsets, sizes, digest after training) of every shard that the rank holds."""
     whole: Mapping[str, str]
     """Digest of everything that the rank holds whole, by name, after training."""
 
@@ -79,6 +78,8 @@ class Trained:
     """By step; empty where a pipeline trained."""
     logits: list[Tensor]
     """By step."""
+    replicas: ReplicaSync | None
+    """What keeps it equal to its replicas."""
 
 
 def check_on_rank(rank: int, say: Say, run: CheckedRun) -> RankReport:
@@ -103,13 +104,12 @@ def check_on_rank(rank: int, say: Say, run: CheckedRun) -> RankReport:
     checks.routes(trained)
     say("checkpoint")
     checks.checkpoint(trained)
-    parts = local_parts(trained.model)
     return RankReport(
         findings=tuple(checks.findings),
         skipped=checks.skipped,
         shards=tuple(
-            (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape))
-            for part in parts
+            (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape), digest(part.tensor))
+            for part in trained.parts
             if part.is_shard
         ),
         whole={part.name: digest(part.tensor) for part in trained.parts if not part.is_shard},
@@ -122,7 +122,8 @@ class _Checks:
         self.findings: list[Finding] = []
         self.skipped: dict[str, str] = {}
         self.precision = run.config.sharding.precision
-        self._exact = _with(run.config, forward_precision="fp32", backward_precision="fp32")
+        fp32 = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
+        self._exact = with_values(fp32, "replicas", precision="fp32")
         self._expected: Expected | None = None
 
     @property
@@ -135,8 +136,8 @@ class _Checks:
     def forward_and_gradients(self) -> None:
         """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
         model = self._shard(_probe(self.run.config))
-        self._expected = self._meet_expected(column_cuts(model))
-        load_start(model, self.expected.start)
+        self._expected = self._meet_expected(table_kinds(model))
+        self._begin(model, self.run.config)
         watch = Watch(model)
         for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
             loss = watch.run(draw_batch(self.run, self.rank, index))
@@ -175,17 +176,25 @@ class _Checks:
         stood = all(torch.equal(part.of(expected.weights), part.of(expected.start)) for part in trained.parts)
         if stands and not stood:
             self._found("table weights", "every weight", float("nan"), 0.0, "training moved nothing")
-        return trained if self._exact == self.run.config else self._train(self.run.config)
+        own = trained if self._exact == self.run.config else self._train(self.run.config)
+        self._compare_replicas(own)
+        return own
 
     def pipeline(self, plain: Trained) -> None:
         """TorchRec's train pipeline, which exchanges ids a batch ahead, against the plain loop."""
         model = self._shard(self.run.config)
-        load_start(model, self.expected.start)
+        replicas = self._begin(model, self.run.config)
         pipeline: Any = TrainPipelineSparseDist(
             model, build_optimizer(self.run.config.optimizer, model), CPU, execute_all_batches=True
         )
         batches = self._batches()
-        logits = [pipeline.progress(batches)[0] for _ in range(self.run.limits.steps)]
+        logits = []
+        for _ in range(self.run.limits.steps):
+            logits.append(pipeline.progress(batches)[0])
+            if replicas is not None:
+                replicas.step()
+        if replicas is not None:
+            replicas.sync()
         self._compare_bits("pipeline", plain, logits, local_parts(model))
 
     def routes(self, plain: Trained) -> None:
@@ -195,7 +204,7 @@ class _Checks:
             return
         other = "peer" if self.run.config.sharding.id_route == "global" else "global"
         try:
-            trained = self._train(_with(self.run.config, id_route=other))
+            trained = self._train(with_values(self.run.config, "sharding", id_route=other))
         except InputError as error:
             # Every rank raises: what a route cannot carry is agreed on before anything is sent.
             self.skipped["id routes"] = f"id_route={other!r} cannot: {str(error).partition(', but')[0]}"
@@ -205,18 +214,19 @@ class _Checks:
     def checkpoint(self, trained: Trained) -> None:
         """The trained weights, saved, read into the plain module, and loaded under another placement."""
         folder = Path(self.run.folder) / "checkpoint"
-        save_model(trained.model, folder)
+        # Weights only: the plain module and the other placement take no step with them.
+        if not Checkpointer(folder, self.mesh).save(trained.model, None, step=len(trained.logits), progress={}):
+            raise InputError(f"No checkpoint could be saved to {folder}. The warning before says why.")
         task = plain_task(self.run)
         load_plain(task, folder)
         saved = {name: value.detach() for name, value in task.state_dict().items()}
         for part in trained.parts:
             self._found("checkpoint", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
         model = self._shard(self.run.other, placement=self.run.other_placement)
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        model.load_state_dict(state["model"])
+        restore(folder, model, None, mesh=self.mesh)
         for part in local_parts(model):
             self._found("reload", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
+        replica_sync(self.run.other.replicas, model, self.mesh)
         ours, plain = Watch(model), Watch(task)
         seen = [watch.run_and_see(draw_batch(self.run, self.rank, SINGLE_IDS)) for watch in (ours, plain)]
         if self.run.config.model.has_towers:
@@ -243,11 +253,16 @@ class _Checks:
         placement = run.placement if config is not run.other else placement
         return shard_model(config, run.tables, run.num_dense, mesh=self.mesh, placement=placement)
 
-    def _meet_expected(self, cuts: Mapping[str, Sequence[int]]) -> Expected:
+    def _begin(self, model: DistributedModelParallel, config: TrainingConfig) -> ReplicaSync | None:
+        """Gives a model the first weights; returns what keeps it equal to its replicas, if it has some."""
+        load_start(model, self.expected.start)
+        return replica_sync(config.replicas, model, self.mesh)
+
+    def _meet_expected(self, kinds: TableKinds) -> Expected:
         """Rank 0 runs the plain module, and the others read what it came to."""
         path = Path(self.run.folder) / "expected.pt"
         if self.rank == 0:
-            torch.save(compute_expected(self.run, cuts), path)
+            torch.save(compute_expected(self.run, kinds), path)
         dist.barrier()
         # Written a moment ago by this program.
         expected: Expected = torch.load(path, weights_only=False, mmap=True)
@@ -258,7 +273,7 @@ class _Checks:
 
     def _train(self, config: TrainingConfig) -> Trained:
         model = self._shard(config)
-        load_start(model, self.expected.start)
+        replicas = self._begin(model, config)
         optimizer = build_optimizer(config.optimizer, model)
         losses, logits = [], []
         for batch in self._batches():
@@ -266,12 +281,16 @@ class _Checks:
             loss, (of_batch, _, _) = model(batch)
             loss.backward()
             optimizer.step()
+            if replicas is not None:
+                replicas.step()
             losses.append(float(loss.detach()))
             logits.append(of_batch)
+        if replicas is not None:
+            replicas.sync()
         parts = copy_parts(model)
         with torch.no_grad():
             losses.append(float(model(draw_batch(self.run, self.rank, self.run.limits.steps))[0]))
-        return Trained(model=model, parts=parts, losses=losses, logits=logits)
+        return Trained(model=model, parts=parts, losses=losses, logits=logits, replicas=replicas)
 
     def _compare_forward(self, watch: Watch, expected: Forward, check: str) -> None:
         has_towers = self.run.config.model.has_towers
@@ -331,9 +350,9 @@ class _Checks:
         name = self.precision.backward
         if not self._crosses or name == "fp32":
             return
-        config = self.run.config
-        model = self._shard(_with(_probe(config), backward_precision="fp32"))
-        load_start(model, self.expected.start)
+        config = with_values(_probe(self.run.config), "sharding", backward_precision="fp32")
+        model = self._shard(config)
+        self._begin(model, config)
         model(draw_batch(self.run, self.rank, UNEVEN_BAGS))[0].backward()
         ours, plain = (
             [g for g in some if _kind(g.name) != "dense gradients"] for some in (found, self._gradients(model))
@@ -353,7 +372,7 @@ class _Checks:
         return not why
 
     def _gradients(self, model: DistributedModelParallel) -> list[FoundGradient]:
-        expected = self.expected.gradients
+        expected = self.expected.gradients[self.mesh.replica]
         found = []
         for part in local_parts(model):
             if is_table(part.name):
@@ -370,7 +389,7 @@ class _Checks:
 
     def _compare_gradients(self, found: Sequence[FoundGradient]) -> None:
         kinds = {"dense gradients": 0.0, "tower gradients": 0.0, "table gradients": 0.0}
-        for name, gradient in self.expected.gradients.items():
+        for name, gradient in self.expected.gradients[self.mesh.replica].items():
             kinds[_kind(name)] = max(kinds[_kind(name)], float(gradient.abs().max()))
         for name, ours, wanted, rounding in found:
             kind = _kind(name)
@@ -382,6 +401,15 @@ class _Checks:
             error = scale_error([gradient for gradient in found if _kind(gradient.name) == kind], self.precision)
             if error is not None:
                 self._found("gradient scales", kind, *error)
+
+    def _compare_replicas(self, trained: Trained) -> None:
+        """States of the optimizer too, which no other check sees at the end of training."""
+        if trained.replicas is None:
+            return
+        try:
+            trained.replicas.check()
+        except ReplicaMismatchError as error:
+            self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
 
     def _compare_bits(self, check: str, plain: Trained, logits: Sequence[Tensor], parts: Sequence[LocalPart]) -> None:
         for step, (ours, wanted) in enumerate(zip(logits, plain.logits, strict=True)):
@@ -396,7 +424,9 @@ class _Checks:
 
 
 def _probe(config: TrainingConfig) -> TrainingConfig:
-    return _with(config, section="optimizer", sparse="sgd", sparse_lr=_PROBE_RATE, warmup_steps=0)
+    # SGD has no moments to scale.
+    config = with_values(config, "replicas", moment_scale="num_replicas")
+    return with_values(config, "optimizer", sparse="sgd", sparse_lr=_PROBE_RATE, warmup_steps=0)
 
 
 def _kind(name: str) -> str:
@@ -412,7 +442,3 @@ def _distance(ours: Tensor, wanted: Tensor) -> float:
     if ours.numel() == 0:
         return 0.0
     return float((ours.detach().float() - wanted.detach().float()).abs().max())
-
-
-def _with(config: TrainingConfig, section: str = "sharding", **values: Any) -> TrainingConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

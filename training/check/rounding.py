@@ -14,15 +14,15 @@ __all__ = ["as_sent", "rounded"]
 _GROUP = 32  # numbers that share a scale in INT8
 
 
-def as_sent(outputs: Tensor, precision: ExchangePrecision, world_size: int) -> Tensor:
+def as_sent(outputs: Tensor, precision: ExchangePrecision, num_ranks: int) -> Tensor:
     """The outputs as they arrive, and on the way back their gradients.
 
     Args:
         outputs: [B, columns] of the sparse part.
         precision: of the exchange.
-        world_size: ranks; what a rank sends is so many times the gradient of the mean over ranks.
+        num_ranks: of a replica; what a rank sends is so many times the gradient of the mean over them.
     """
-    sent: Tensor = _AsSent.apply(outputs, precision, world_size)
+    sent: Tensor = _AsSent.apply(outputs, precision, num_ranks)
     return sent
 
 
@@ -54,12 +54,12 @@ def rounded(numbers: Tensor, name: ExchangeFormat, scale: float = 1.0) -> Tensor
 
 class _AsSent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, precision: ExchangePrecision, world_size: int) -> Tensor:
-        ctx.precision, ctx.world_size = precision, world_size
+    def forward(ctx: Any, outputs: Tensor, precision: ExchangePrecision, num_ranks: int) -> Tensor:
+        ctx.precision, ctx.num_ranks = precision, num_ranks
         return rounded(outputs, precision.forward)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         name, scale = ctx.precision.backward, ctx.precision.backward_scale
-        return rounded(gradient * ctx.world_size, name, scale) / ctx.world_size, None, None
+        return rounded(gradient * ctx.num_ranks, name, scale) / ctx.num_ranks, None, None

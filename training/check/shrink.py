@@ -10,6 +10,7 @@ from typing import Any
 
 from dmt.costs import StepWorkload
 from dmt.errors import InputError
+from dmt.partitioner.pictures.style import counted
 from dmt.placement import SCHEMES, Scheme, TablePlacement
 from dmt.plan import TowerPlan
 from dmt.sharding_report import TowerSharding
@@ -18,13 +19,17 @@ from dmt.tables import TableSpec
 from dmt.topology import TowerTopology
 from dmt.tower_sharding import plan_tables
 from dmt.training.build import tower_plan
-from dmt.training.config import TrainingConfig
+from dmt.training.config import ReplicasConfig, TrainingConfig
 from dmt.training.sharding import tower_sharding
 
-__all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink"]
+__all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
 
 # Warm-up is cut to so many steps: then the few steps that are run have the rising rates and the full ones.
 _WARMUP_STEPS = 2
+# Two show what replicas do, with batches of their own.
+_REPLICAS = 2
+# Replicas are averaged so often at least: then the few steps see averaged weights and states.
+_SYNC_EVERY = {"now": 2, "delayed": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +118,20 @@ def shrink(
     most = max(limits.max_rows, topology.ranks_per_tower)
     small = [replace(table, num_embeddings=min(table.num_embeddings, most)) for table in tables]
     asked = config
-    config = _with(config, "optimizer", warmup_steps=min(config.optimizer.warmup_steps, _WARMUP_STEPS))
-    config = _with(config, "topology", num_towers=topology.num_towers, ranks_per_tower=topology.ranks_per_tower)
-    reduced = [*_said_of_ranks(full, topology), *_said_of_sizes(asked, tables, most, config)]
+    config = with_values(config, "optimizer", warmup_steps=min(config.optimizer.warmup_steps, _WARMUP_STEPS))
+    config = with_values(
+        config,
+        "topology",
+        num_towers=topology.num_towers,
+        ranks_per_tower=topology.ranks_per_tower,
+        num_replicas=topology.num_replicas,
+    )
+    config = with_values(config, "replicas", **_of_replicas(config.replicas, topology.num_replicas))
+    reduced = [
+        *_said_of_ranks(full, topology),
+        *_said_of_replicas(asked, config),
+        *_said_of_sizes(asked, tables, most, config),
+    ]
     shared: dict[str, Any] = {
         "tables": tuple(small),
         "num_dense": num_dense,
@@ -127,7 +143,7 @@ def shrink(
         other = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
         return CheckedRun(
             config=config,
-            other=_with(config, "sharding", scheme=other),
+            other=with_values(config, "sharding", scheme=other),
             schemes=(f"schemes: {len(tables)} {_flat_scheme(config)}",),
             splits={},
             placement=None,
@@ -146,8 +162,8 @@ def shrink(
         made = plan_tables(by_tower, topology, workload=workload, rules=ShardingRules(tables=rules))
         made.save(folder / f"{name}.sharding.json")
         schemes.setdefault(name, _said_of_schemes(made, whole))
-        runs[name] = _with(
-            _with(config, "towers", plan=str(folder / f"{name}.towers.json")),
+        runs[name] = with_values(
+            with_values(config, "towers", plan=str(folder / f"{name}.towers.json")),
             "sharding",
             plan=str(folder / f"{name}.sharding.json"),
             scheme="auto",
@@ -166,10 +182,10 @@ def shrink(
 
 
 def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
-    """The topology with at most so many ranks: fewer ranks per tower first, then fewer towers on the mesh.
+    """The topology with at most so many ranks: two replicas, then fewer ranks per tower, then fewer towers on the mesh.
 
     Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
-    least 4 there are two towers where there were two or more.
+    least 4 (8 with replicas) there are two towers where there were two or more.
 
     Example:
         >>> small = fewer_ranks(TowerTopology(num_towers=2, ranks_per_tower=8), 8)
@@ -178,10 +194,20 @@ def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
         >>> small = fewer_ranks(TowerTopology(num_towers=16, ranks_per_tower=8), 8)
         >>> small.num_towers, small.ranks_per_tower
         (4, 2)
+        >>> small = fewer_ranks(TowerTopology(num_towers=16, ranks_per_tower=8, num_replicas=8), 8)
+        >>> small.num_replicas, small.num_towers, small.ranks_per_tower
+        (2, 2, 2)
     """
-    towers, ranks = topology.num_towers, topology.ranks_per_tower
+    towers, ranks, replicas = topology.num_towers, topology.ranks_per_tower, min(topology.num_replicas, _REPLICAS)
+    max_ranks //= replicas
     ranks = min(ranks, max(min(ranks, 2), max_ranks // towers))
-    return TowerTopology(num_towers=max(1, min(towers, max_ranks // ranks)), ranks_per_tower=ranks)
+    towers = max(1, min(towers, max_ranks // ranks))
+    return replace(topology, num_towers=towers, ranks_per_tower=ranks, num_replicas=replicas)
+
+
+def with_values(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
+    """The config with other values in one section; nothing is checked."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 class _Towers:
@@ -258,10 +284,6 @@ def _other_schemes(rule: Rule, topology: TowerTopology) -> tuple[Scheme, ...]:
     return tuple(scheme for scheme in SCHEMES if scheme not in (used, "data_wise"))
 
 
-def _with(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
-
 def _flat_scheme(config: TrainingConfig) -> str:
     scheme = config.sharding.scheme
     return "table_wise or column_wise, as TorchRec's planner chooses" if scheme == "auto" else scheme
@@ -287,7 +309,29 @@ def _said_of_ranks(full: TowerTopology, topology: TowerTopology) -> list[str]:
     if full.ranks_per_tower != topology.ranks_per_tower:
         said.append(f"checked with {topology.ranks_per_tower} of {full.ranks_per_tower} ranks per tower")
     if full.num_towers != topology.num_towers:
-        said.append(f"the {full.num_towers} towers share {topology.num_towers} mesh towers")
+        said.append(f"the {full.num_towers} towers share {counted(topology.num_towers, 'mesh tower')}")
+    return said
+
+
+def _of_replicas(own: ReplicasConfig, num_replicas: int) -> dict[str, Any]:
+    """What must be less with so few replicas and steps."""
+    scale = own.moment_scale
+    return {
+        "sync_every": min(own.sync_every, _SYNC_EVERY[own.optimizer_state]),
+        "moment_scale": scale if isinstance(scale, str) else min(scale, float(num_replicas)),
+    }
+
+
+def _said_of_replicas(asked: TrainingConfig, config: TrainingConfig) -> list[str]:
+    if config.topology.num_replicas == 1:
+        return []
+    said = []
+    if asked.topology.num_replicas != config.topology.num_replicas:
+        said.append(f"checked with {config.topology.num_replicas} of {asked.topology.num_replicas} replicas")
+    for key in ("sync_every", "moment_scale"):
+        before, after = getattr(asked.replicas, key), getattr(config.replicas, key)
+        if before != after:
+            said.append(f"replicas.{key} is {after} instead of {before}")
     return said
 
 

@@ -18,7 +18,7 @@ from dmt.sharding_report import TowerSharding
 from dmt.training.report.curves import RUN_COLORS
 from dmt.training.report.finding import Finding, compare_runs, lookup, ratio
 from dmt.training.report.sharding import sharding_context
-from dmt.training.summary import ROWS, cells
+from dmt.training.summary import cells, rows_of
 
 __all__ = ["write_report"]
 
@@ -151,11 +151,12 @@ def _percent(first: float, second: float) -> str:
 def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Label and cells of each row of the table; the last cell is second / first."""
     first, second = runs.values()
-    rows = []
-    for (label, path, _), *values in zip(ROWS, cells(first), cells(second), strict=True):
+    rows = rows_of(runs.values())
+    shown = []
+    for (label, path, _), *values in zip(rows, cells(first, rows), cells(second, rows), strict=True):
         quotient = ratio(lookup(first, path), lookup(second, path))
-        rows.append((label, [*values, "-" if quotient is None else f"{quotient:.3f}"]))
-    return rows
+        shown.append((label, [*values, "-" if quotient is None else f"{quotient:.3f}"]))
+    return shown
 
 
 def _towers(plan: TowerPlan) -> list[dict[str, Any]]:

@@ -82,6 +82,36 @@ def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.ranks
+def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
+    config = small(
+        "dmt-dcn",
+        topology={"num_replicas": 4, "ranks_per_tower": 3, "replica_placement": "intra_host"},
+        sharding={"tables": {"t_C1": "row_wise", "t_C[25]": "data_wise", "t_C4": "column_wise"}},
+        replicas={"sync_every": 5, "optimizer_state": "delayed", "moment_scale": 3.0, "asynchronous": True},
+    )
+    run = CliRunner().invoke(main, ["check", write(config, tmp_path), "--json"])
+    assert run.exit_code == 0, run.output
+    report = json.loads(run.stdout)
+    assert report["ranks"] == 8
+    assert report["reduced"] == [
+        "checked with 2 of 3 ranks per tower",
+        "checked with 2 of 4 replicas",
+        "replicas.sync_every is 1 instead of 5",
+        "replicas.moment_scale is 2.0 instead of 3.0",
+    ]
+    assert {row["check"] for row in report["rows"] if row["verdict"] != "ok"} == {"formats", "id routes"}
+
+
+@pytest.mark.ranks
+def test_replicas_of_the_flat_dataflow_averaged_in_bf16(tmp_path: Path) -> None:
+    config = small("dlrm", "flat", topology={"num_replicas": 2, "ranks_per_tower": 1}, replicas={"precision": "bf16"})
+    run = CliRunner().invoke(main, ["check", write(config, tmp_path)])
+    assert run.exit_code == 0, run.output
+    assert "Everything agrees. 4 ranks" in run.stdout
+    assert "the replicas.precision of the config, bf16." in " ".join(run.stdout.split())
+
+
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     for overrides, message in (
         (["sharding.tables.t_C9=row_wise"], "Table 't_C9' is pinned but not in the model"),

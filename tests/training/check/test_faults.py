@@ -14,7 +14,9 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt.mesh import TowerMesh
 from dmt.precision import ExchangePrecision
+from dmt.replicas import ReplicaSync
 from dmt.sptt import SPTTModule
+from dmt.topology import TowerTopology
 from dmt.training.build import open_data
 from dmt.training.check import on_rank
 from dmt.training.check.check import compare_ranks
@@ -22,7 +24,8 @@ from dmt.training.check.findings import CheckReport, Finding, make_rows
 from dmt.training.check.local import local_parts
 from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.ranks import Say, run_on_ranks
-from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
+from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_values
+from dmt.training.checkpoints import Checkpointer
 from tests.training.small import NUM_DENSE, small
 
 pytestmark = pytest.mark.ranks
@@ -109,11 +112,11 @@ def drift_on_rank_3(copy: Change) -> Change:
 
 
 def another_checkpoint(save: Change) -> Change:
-    def faulty(model: Any, folder: Path) -> None:
+    def faulty(self: Checkpointer, model: Any, *arguments: Any, **options: Any) -> bool:
         part = next((part for part in local_parts(model) if part.name.endswith("t_C3.weight")), None)
         if part is not None:
             part.tensor[1, 2] += 1.0
-        save(model, folder)
+        return save(self, model, *arguments, **options)
 
     return faulty
 
@@ -144,7 +147,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = 
     "warm-up": (on_rank, "build_optimizer", warm_up_left_out, {"dense weights", "table weights", "losses"}, "step 1"),
     "pipeline": (TrainPipelineSparseDist, "progress", old_batch_in_pipeline, {"pipeline"}, "the logits"),
     "drift": (on_rank, "copy_parts", drift_on_rank_3, {"replicas"}, "table t_C4 (ranks [3] differ from rank 2)"),
-    "checkpoint": (on_rank, "save_model", another_checkpoint, {"checkpoint"}, "table t_C3"),
+    "checkpoint": (Checkpointer, "save", another_checkpoint, {"checkpoint"}, "table t_C3"),
 }
 
 
@@ -156,9 +159,76 @@ FORMAT_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], s
 }
 
 
+def table_altered_in_replica_1(sync: Change) -> Change:
+    def faulty(self: ReplicaSync) -> None:
+        sync(self)
+        if self._mesh.replica == 1 and self._mesh.tower == 1:
+            next(one for one in self._tensors if one.name.startswith("t_C4")).tensor[0, 0] += 2**-20
+
+    return faulty
+
+
+def state_altered_in_replica_1(check: Change) -> Change:
+    def faulty(self: ReplicaSync) -> None:
+        if self._mesh.replica == 1 and self._mesh.tower == 0:
+            next(one for one in self._tensors if one.name == "t_C1.momentum1").tensor[0] += 1.0
+        check(self)
+
+    return faulty
+
+
+def not_averaged(start: Change) -> Change:
+    def faulty(self: ReplicaSync) -> None:
+        self.wait()
+
+    return faulty
+
+
+def states_averaged_at_once(keep: Change) -> Change:
+    def faulty(own: Any, model: Any, mesh: TowerMesh) -> Any:
+        return keep(own.model_copy(update={"optimizer_state": "now"}), model, mesh)
+
+    return faulty
+
+
+def moments_not_scaled(shard: Change) -> Change:
+    def faulty(config: Any, *args: Any, **options: Any) -> Any:
+        return shard(with_values(config, "replicas", moment_scale=1.0), *args, **options)
+
+    return faulty
+
+
+def tower_modules_reduced_in_a_replica(groups: Change) -> Change:
+    return TowerTopology.tower_groups
+
+
+# In a run with two replicas, each with batches of its own.
+REPLICA_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
+    "altered table": (
+        ReplicaSync,
+        "sync",
+        table_altered_in_replica_1,
+        {"replicas"},
+        "t_C4.weight of rank 3 differs from that of rank 1",
+    ),
+    "altered state": (ReplicaSync, "check", state_altered_in_replica_1, {"replicas"}, "t_C1.momentum1 of rank 2 diff"),
+    "no averaging": (ReplicaSync, "_start", not_averaged, {"table weights", "replicas", "checkpoint"}, "table t_C"),
+    "states at once": (on_rank, "replica_sync", states_averaged_at_once, {"table weights"}, "table t_C"),
+    "moments": (on_rank, "shard_model", moments_not_scaled, {"table weights"}, "table t_C"),
+    "tower modules": (
+        TowerTopology,
+        "tower_module_groups",
+        tower_modules_reduced_in_a_replica,
+        {"tower gradients"},
+        "sparse_arch.towers.",
+    ),
+}
+
+
 # These show in different rows, so one run has them all.
 TOGETHER = [name for name in FAULTS if name not in ("rows", "towers")]
 RUNS = {"sound": [], "rows": ["rows"], "towers": ["towers"], "together": TOGETHER}
+REPLICA_RUNS = {"sound": [], **{name: [name] for name in REPLICA_FAULTS}}
 
 
 def forward_and_backward(rank: int, say: Say, run: CheckedRun) -> dict[str, list[Finding]]:
@@ -193,18 +263,21 @@ def test_unused_formats_and_scales_are_found_in_int8(tmp_path: Path) -> None:
             assert items == {f"the exchange did not use its format {named}"}
 
 
-def with_faults(rank: int, say: Say, run: CheckedRun) -> dict[str, RankReport]:
+def with_faults(rank: int, say: Say, run: CheckedRun, runs: dict[str, list[str]]) -> dict[str, RankReport]:
     reports = {}
-    for name, faults in RUNS.items():
+    for name, faults in runs.items():
         with contextlib.ExitStack() as stack:
             for fault in faults:
-                stack.enter_context(patched(*FAULTS[fault][:3]))
+                stack.enter_context(patched(*(FAULTS | REPLICA_FAULTS)[fault][:3]))
             reports[name] = check_on_rank(rank, say, run)
     return reports
 
 
+Checked = dict[str, tuple[CheckReport, list[RankReport], CheckedRun]]
+
+
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[CheckReport, list[RankReport], CheckedRun]]:
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
     schemes = {f"t_C{i + 1}": s for i, s in enumerate(["row_wise", "column_wise", "table_wise", "data_wise"])}
     config = small("dmt-dlrm", sharding={"tables": schemes}, optimizer={"warmup_steps": 2})
     run = shrink(
@@ -214,10 +287,31 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[CheckRe
         limits=CheckLimits(steps=2, batch_size=8),
         folder=tmp_path_factory.mktemp("faults"),
     )
-    by_rank = run_on_ranks(with_faults, 4, run, timeout_s=60)
+    return all_checked(run, RUNS)
+
+
+@pytest.fixture(scope="module")
+def checked_replicas(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    config = small(
+        "dmt-dlrm",
+        topology={"num_replicas": 2, "ranks_per_tower": 1},
+        replicas={"optimizer_state": "delayed"},
+    )
+    run = shrink(
+        config,
+        open_data(config).tables,
+        NUM_DENSE,
+        limits=CheckLimits(steps=4, batch_size=8),
+        folder=tmp_path_factory.mktemp("replicas"),
+    )
+    return all_checked(run, REPLICA_RUNS)
+
+
+def all_checked(run: CheckedRun, runs: dict[str, list[str]]) -> Checked:
+    by_rank = run_on_ranks(with_faults, 4, run, runs, timeout_s=60)
     return {
         name: (compare_ranks(run, [reports[name] for reports in by_rank]), [r[name] for r in by_rank], run)
-        for name in RUNS
+        for name in runs
     }
 
 
@@ -236,6 +330,38 @@ def test_a_fault_is_found_and_named(name: str, checked: dict[str, Any]) -> None:
     assert wanted <= set(failed), failed
     assert not report.agrees
     assert any(named in failed[check] for check in wanted), failed
+
+
+def test_sound_replicas_agree(checked_replicas: Checked) -> None:
+    report = checked_replicas["sound"][0]
+    assert report.agrees, [row for row in report.rows if row.verdict == "FAILED"]
+    assert [row.check for row in report.rows if row.verdict == "skipped"] == ["formats"]
+
+
+@pytest.mark.parametrize("name", list(REPLICA_FAULTS))
+def test_a_fault_of_replicas_is_found_and_named(name: str, checked_replicas: Checked) -> None:
+    report = checked_replicas[name][0]
+    *_, wanted, named = REPLICA_FAULTS[name]
+    failed = {row.check: row.where for row in report.rows if row.verdict == "FAILED"}
+    assert wanted <= set(failed), failed
+    assert any(named in failed[check] for check in wanted), failed
+
+
+def test_shards_of_replicas_that_differ_are_found(checked_replicas: Checked) -> None:
+    _, reports, run = checked_replicas["sound"]
+    shards = [(*shard[:3], "other bits") if "t_C2" in shard[0] else shard for shard in reports[3].shards]
+    row = compare_ranks(run, [*reports[:3], RankReport(**{**vars(reports[3]), "shards": tuple(shards)})]).rows[-2]
+    assert (row.check, row.verdict, row.where) == ("replicas", "FAILED", "table t_C2 (ranks [3] differ from rank 1)")
+    of_one_replica = [*reports[:2], *of_no_shards(reports[2:])]
+    row = compare_ranks(run, of_one_replica).rows[-1]
+    assert (row.check, row.verdict) == ("shards", "FAILED")
+    assert "are not held once in each replica" in row.where
+    assert "Every table is data-wise, so nothing is averaged" in compare_ranks(run, of_no_shards(reports)).notes[0]
+    assert compare_ranks(run, reports).notes == ()
+
+
+def of_no_shards(reports: list[RankReport]) -> list[RankReport]:
+    return [RankReport(**{**vars(report), "shards": ()}) for report in reports]
 
 
 def test_a_lost_and_a_doubled_shard_are_found(checked: dict[str, Any]) -> None:

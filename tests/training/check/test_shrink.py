@@ -48,6 +48,16 @@ def test_ranks_per_tower_go_first_and_both_exchanges_stay(
     assert (small_one.num_towers, small_one.ranks_per_tower) == left
 
 
+@pytest.mark.parametrize(
+    ("replicas", "most", "left"), [(1, 8, (1, 2, 4)), (2, 8, (2, 2, 2)), (8, 16, (2, 2, 4)), (3, 4, (2, 1, 2))]
+)
+def test_two_replicas_stay_of_several(replicas: int, most: int, left: tuple[int, int, int]) -> None:
+    full = TowerTopology(num_towers=2, ranks_per_tower=4, num_replicas=replicas, replica_placement="intra_host")
+    small_one = fewer_ranks(full, most)
+    assert (small_one.num_replicas, small_one.num_towers, small_one.ranks_per_tower) == left
+    assert small_one.replica_placement == "intra_host"
+
+
 def test_nothing_is_changed_that_fits(tmp_path: Path) -> None:
     config = small("dmt-dlrm", sharding={"tables": SCHEMES})
     run = shrunk(config, tmp_path)
@@ -140,6 +150,19 @@ def test_warm_up_is_cut_so_that_full_rates_are_run(tmp_path: Path) -> None:
     run = shrunk(small("dmt-dlrm", optimizer={"warmup_steps": 100}), tmp_path)
     assert run.config.optimizer.warmup_steps == 2
     assert run.reduced == ("learning rates rise over 2 steps instead of 100",)
+
+
+def test_replicas_are_averaged_within_the_few_steps(tmp_path: Path) -> None:
+    topology = {"num_replicas": 4, "ranks_per_tower": 1}
+    own = {"sync_every": 10, "moment_scale": 3.0}
+    run = shrunk(small("dmt-dlrm", topology=topology, replicas=own, optimizer={"warmup_steps": 0}), tmp_path)
+    assert (run.config.replicas.sync_every, run.config.replicas.moment_scale) == (2, 2)
+    assert run.reduced == (
+        "checked with 2 of 4 replicas",
+        "replicas.sync_every is 2 instead of 10",
+        "replicas.moment_scale is 2.0 instead of 3.0",
+    )
+    assert TowerSharding.load(str(run.config.sharding.plan)).topology == run.topology
 
 
 def test_batches_have_single_ids_bags_and_unequal_sizes(tmp_path: Path) -> None:
