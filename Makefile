@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | parity | lint | clean        (see README.md)
+# make install | demo | test | test-all | parity | faults | lint | clean        (see README.md)
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ PIP_FLAGS := --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-ind
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-all parity lint clean
+.PHONY: install demo test test-all parity faults lint clean
 
 install: $(STAMP)
 
@@ -32,6 +32,10 @@ test-all: install
 # Every scheme, pooling, topology, id route and precision against the plain module: 3,808 cases, some 15 minutes.
 parity: install
 	$(BIN)/python -m pytest tests/dmt/test_parity_matrix.py --durations=0
+
+# Ranks of a run killed at 34 places and moments, twice; some five minutes.
+faults: install
+	$(BIN)/python -m pytest tests/training/test_faults.py --durations=0
 
 lint: install
 	$(BIN)/ruff check .

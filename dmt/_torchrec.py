@@ -165,7 +165,10 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
     classes, arguments = (getattr(parameter, f"_optimizer_{part}", []) for part in ("classes", "kwargs"))
     settings = dict(fused_params or {})
     for kind, kwargs in zip(classes, arguments, strict=True):
-        settings |= {"optimizer": optimizer_type_to_emb_opt_type(kind), **kwargs}
+        # PyTorch's name of the learning rate goes before FBGEMM's, as in TorchRec.
+        rate = {"learning_rate": kwargs["lr"]} if "lr" in kwargs else {}
+        others = {key: value for key, value in kwargs.items() if key != "lr"}
+        settings |= {"optimizer": optimizer_type_to_emb_opt_type(kind), **others, **rate}
     return settings
 
 
@@ -236,7 +239,7 @@ class GroupShardedEBC(ShardedEmbeddingBagCollection):
             super().__init__(module, sharding, group_env(group), **options)
         data_wise = [("", lookup.optimizer) for lookup in self._lookups if hasattr(lookup, "optimizer")]
         fused: Any = self._optim
-        self._optim: Any = CombinedOptimizer([*(self._with_scaled_rate(o) for _, o in fused._optims), *data_wise])
+        self._optim: Any = CombinedOptimizer([*(self._with_scaled_rate(o) for _, o in fused.optimizers), *data_wise])
         divided = {
             feature if feature in self._embedding_names else f"{feature}@{table.name}": feature
             for table in self._embedding_bag_configs

@@ -79,6 +79,14 @@ class RunningMean:
         """Bytes of one round that this rank hands to the collective, before the factor 2 (M - 1) / M of a ring."""
         return sum(one.live.numel() * self._dtype.itemsize for one in self._averaged)
 
+    def forget(self) -> None:
+        """Waits for the round under way and drops its result."""
+        for work in self._works:
+            work.wait()
+        for one in self._averaged:
+            one.snapshot = one.sent = None
+        self._works = []
+
     @torch.no_grad()
     def rebase(self) -> None:
         """Takes the tensors as they are, equal on all ranks, for what was last agreed on."""

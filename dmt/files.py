@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, a look beforehand whether a folder takes any, and records of one format read."""
+"""Files: written whole or not at all, or through to the disk; whether a folder takes any; records of one format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from dmt.errors import InputError
 
-__all__ = ["probe_folder", "read_record", "replacing"]
+__all__ = ["fsync_path", "probe_folder", "read_record", "replacing"]
 
 
 @contextmanager
@@ -39,6 +39,23 @@ def replacing(target: Path) -> Iterator[Path]:
         scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def fsync_path(path: Path) -> None:
+    """Writes a file, or the names in a folder, through to the disk.
+
+    Raises:
+        OSError: it is absent, or the disk does not take it.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fsync_path(Path(folder))
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def probe_folder(folder: Path) -> None:

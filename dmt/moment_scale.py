@@ -106,6 +106,5 @@ def moment_scaled(settings: Mapping[str, Any], scale: float) -> dict[str, Any]:
         {'learning_rate': 1.0, 'eps': 0.0002, 'weight_decay': 0.1}
     """
     root = math.sqrt(scale)
-    rate = settings.get("learning_rate", settings.get("lr", _LEARNING_RATE))
-    others = {key: value for key, value in settings.items() if key != "lr"}
-    return {**others, "learning_rate": rate * root, "eps": settings.get("eps", _EPS) * root}
+    rate = settings.get("learning_rate", _LEARNING_RATE)
+    return {**settings, "learning_rate": rate * root, "eps": settings.get("eps", _EPS) * root}

@@ -14,6 +14,7 @@ from dmt.columns import shard_names, split_tables
 from dmt.errors import InputError, nearest
 from dmt.files import read_record, replacing
 from dmt.tables import TableSpec, table_specs
+from dmt.words import few
 
 __all__ = ["FORMAT_VERSION", "TowerFeatures", "TowerPlan"]
 
@@ -271,6 +272,5 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 def _quote(word: str, names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in names[:most])
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{word} {shown} is" if len(names) == 1 else f"{word}s {shown}{more} are"
+    shown = few([repr(name) for name in names], ", ", most=most)
+    return f"{word} {shown} is" if len(names) == 1 else f"{word}s {shown} are"

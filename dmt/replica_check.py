@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["TableShard", "checksum", "uncovered"]
+__all__ = ["HeldShard", "checksum", "uncovered"]
 
 _CHUNK = 2**20
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class TableShard(NamedTuple):
+class HeldShard(NamedTuple):
     """A part of a table that some rank holds."""
 
     table: str
@@ -39,27 +39,31 @@ def checksum(tensor: Tensor) -> int:
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # Odd weights: no change of a single number is lost modulo a power of two.
+    # Each place has an odd weight of its own: no change of a single number is lost modulo a power of two.
     weights = 2 * torch.arange(min(_CHUNK, bits.numel()), dtype=torch.int64, device=tensor.device) + 1
     for number, chunk in enumerate(bits.split(_CHUNK)):
-        total = total + (2 * number + 1) * (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+        total = total + (chunk.to(torch.int64) * (weights[: chunk.numel()] + 2 * _CHUNK * number)).sum()
     return int(total)
 
 
-def uncovered(shards: Iterable[TableShard]) -> list[str]:
+def uncovered(shards: Iterable[HeldShard], tables: Iterable[str] = ()) -> list[str]:
     """Tables whose shards leave a part out or hold one twice, with what is wrong.
 
+    Args:
+        shards: what the ranks hold.
+        tables: names of tables that must have shards.
+
     Example:
-        >>> upper = TableShard("t", (4, 2), (0, 0), (2, 2))
+        >>> upper = HeldShard("t", (4, 2), (0, 0), (2, 2))
         >>> uncovered([upper, upper._replace(offsets=(2, 0))])
         []
-        >>> uncovered([upper])
-        ["shards of table 't' hold 4 of its 8 numbers"]
+        >>> uncovered([upper], ["t", "u"])
+        ["no rank holds a shard of table 'u'", "shards of table 't' hold 4 of its 8 numbers"]
     """
-    by_table: dict[str, list[TableShard]] = {}
+    by_table: dict[str, list[HeldShard]] = {}
     for shard in shards:
         by_table.setdefault(shard.table, []).append(shard)
-    problems = []
+    problems = [f"no rank holds a shard of table {table!r}" for table in tables if table not in by_table]
     for table, parts in by_table.items():
         rows, columns = parts[0].size
         held = sum(part.sizes[0] * part.sizes[1] for part in parts)
@@ -72,6 +76,6 @@ def uncovered(shards: Iterable[TableShard]) -> list[str]:
     return problems
 
 
-def _overlap(a: TableShard, b: TableShard) -> bool:
+def _overlap(a: HeldShard, b: HeldShard) -> bool:
     spans = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     return all(max(o, p) < min(o + n, p + m) for o, n, p, m in spans)

@@ -13,6 +13,8 @@ from typing import Any
 
 from dmt.costs import CostModel
 from dmt.errors import InputError
+from dmt.placement import table_shards
+from dmt.precision import SyncPrecision
 from dmt.sharding_report import TowerSharding
 from dmt.tables import number_bytes
 
@@ -36,7 +38,7 @@ class ReplicaCosts:
     Example:
         >>> costs = ReplicaCosts(
         ...     num_replicas=2, num_ranks=8, weight_bytes=30 * 10**9, state_bytes=2 * 10**9, fullest_bytes=9 * 10**9,
-        ...     data_wise_tables=0, sync_gb_per_s=20.0, sync_every=4,
+        ...     sent_bytes=32e9, most_sent_bytes=9e9, data_wise_tables=0, sync_gb_per_s=20.0, sync_every=4,
         ... )
         >>> costs.overhead_bytes, costs.fullest_overhead_bytes
         (4000000000.0, 4500000000.0)
@@ -54,6 +56,10 @@ class ReplicaCosts:
     """Of their optimizer state; row-wise AdaGrad has 4 bytes per row and column shard."""
     fullest_bytes: int
     """Weights and state of them on the rank that holds most."""
+    sent_bytes: float
+    """Of one copy, as it is sent."""
+    most_sent_bytes: float
+    """Of the rank that sends most, as it is sent."""
     data_wise_tables: int
     """Tables that are not counted."""
     sync_gb_per_s: float | None
@@ -91,13 +97,16 @@ class ReplicaCosts:
 
     @property
     def sync_seconds(self) -> float | None:
-        """2 S (M - 1) / (W B), equation 1: a ring all-reduce of a rank's shards over the replicas; the mean."""
-        return self._ring_seconds(self.overhead_bytes)
+        """2 S (M - 1) / (W B), equation 1: a ring all-reduce of a rank's shards over the replicas; the mean.
+
+        S as it is sent: `ReplicaSync` sends 4 bytes a number, also of FP16 tables, or 2 with BF16.
+        """
+        return self._ring_seconds(self.sent_bytes / self.num_ranks * self.num_replicas)
 
     @property
     def fullest_sync_seconds(self) -> float | None:
-        """The same of the fullest rank."""
-        return self._ring_seconds(self.fullest_overhead_bytes)
+        """The same of the rank that sends most."""
+        return self._ring_seconds(self.most_sent_bytes)
 
     @property
     def step_seconds(self) -> float | None:
@@ -118,12 +127,19 @@ class ReplicaCosts:
         )
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
-    def _ring_seconds(self, overhead: float) -> float | None:
-        return None if self.sync_gb_per_s is None else 2 * overhead / (1e9 * self.sync_gb_per_s)
+    def _ring_seconds(self, sent: float) -> float | None:
+        if self.sync_gb_per_s is None:
+            return None
+        return 2 * sent * (self.num_replicas - 1) / self.num_replicas / (1e9 * self.sync_gb_per_s)
 
 
 def replica_costs(
-    plan: TowerSharding, tables: Iterable[Any], *, sync_gb_per_s: float | None = None, sync_every: int = 1
+    plan: TowerSharding,
+    tables: Iterable[Any],
+    *,
+    sync_gb_per_s: float | None = None,
+    sync_every: int = 1,
+    precision: SyncPrecision = "fp32",
 ) -> ReplicaCosts:
     """What the replicas of a plan cost; its topology says how many there are.
 
@@ -133,6 +149,7 @@ def replica_costs(
             its column shards.
         sync_gb_per_s: B, in 10^9 bytes per second.
         sync_every: N, steps from one sync to the next.
+        precision: of what is sent.
 
     Raises:
         InputError: the tables are not those of the plan, or a number is out of range.
@@ -156,18 +173,27 @@ def replica_costs(
         )
     model = CostModel(topology=plan.topology, workload=plan.workload, hardware=plan.hardware)
     held = {(rank.tower, rank.local): 0 for rank in plan.ranks}
+    sent = dict.fromkeys(held, 0.0)
     tower_of = {table.name: table.tower for table in plan.tables}
     synchronised = [table for table in tables if placements[table.name].scheme != "data_wise"]
+    weights, width = 0, 2 if precision == "bf16" else 4
     for table in synchronised:
-        for local, load in model.shards(table, placements[table.name]):
+        placement = placements[table.name]
+        for shard, (local, load) in zip(table_shards(table, placement), model.shards(table, placement), strict=True):
+            numbers = shard.rows * shard.columns
+            of_weights = numbers * number_bytes(table)
+            weights += of_weights
             held[tower_of[table.name], local] += load.memory
-    weights = sum(number_bytes(table) * table.num_embeddings * table.embedding_dim for table in synchronised)
+            # States are FP32.
+            sent[tower_of[table.name], local] += (numbers + (load.memory - of_weights) / 4) * width
     return ReplicaCosts(
         num_replicas=plan.topology.num_replicas,
         num_ranks=plan.topology.world_size,
         weight_bytes=weights,
         state_bytes=sum(held.values()) - weights,
         fullest_bytes=max(held.values()),
+        sent_bytes=sum(sent.values()),
+        most_sent_bytes=max(sent.values()),
         data_wise_tables=len(tables) - len(synchronised),
         sync_gb_per_s=sync_gb_per_s,
         sync_every=sync_every,

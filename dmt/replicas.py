@@ -30,6 +30,7 @@ from dmt.precision import SyncPrecision
 from dmt.replica_check import checksum, uncovered
 from dmt.sptt import SPTTModule
 from dmt.table_state import table_tensors
+from dmt.words import few
 
 __all__ = ["ReplicaSync", "moment_scales"]
 
@@ -46,8 +47,9 @@ class ReplicaSync:
         mesh: the groups.
         interval: N, training steps from one sync to the next; above 1 it is a local SGD (section 5).
         optimizer_state: ``"now"``, or ``"delayed"`` by one sync, see the module.
-        asynchronous: let the collectives run on after `step` returns, until tables are read next: while the dense
-            optimizer steps and the next batch comes in. The result has the same bits.
+        asynchronous: let the collectives run on after `step` returns, until tables are looked up or the model's
+            ``state_dict`` is read next: while the next batch comes in. The result has the same bits. Call `wait` before
+            you read optimizer states or a table's tensor yourself.
         precision: of what is sent: ``"fp32"``, or ``"bf16"`` for the change since the last sync (this keeps one more
             copy of weights and states).
 
@@ -89,14 +91,14 @@ class ReplicaSync:
         self._asynchronous = asynchronous
         modules = _tower_modules(model)
         self._modules = list(modules.values())
-        self._tensors = [
-            one for path, module in modules.items() for one in table_tensors(module, path if len(modules) > 1 else "")
-        ]
+        prefixed = {f"{path}." if len(modules) > 1 else "": module for path, module in modules.items()}
+        self._tensors = [one for prefix, module in prefixed.items() for one in table_tensors(module, prefix)]
+        self._tables = [prefix + table for prefix, module in prefixed.items() for table in module.sharded_tables]
         shapes = [(one.name, tuple(one.tensor.shape)) for one in self._tensors]
         if differing := ranks_that_differ(shapes, mesh.replica_group):
             raise InputError(
-                f"Ranks {differing} hold other shards than rank {min(_ranks(mesh))}, of which they are replicas. Give "
-                "every rank the same sharding plan."
+                f"Ranks {differing} hold other shards than rank {mesh.replica_ranks()[0]}, of which they are replicas. "
+                "Give every rank the same sharding plan."
             )
         replicated = [one for one in self._tensors if one.is_replicated and mesh.topology.num_replicas > 1]
         weights = [one.tensor for one in replicated if one.is_weight]
@@ -119,18 +121,21 @@ class ReplicaSync:
         """Whether collectives of an asynchronous or delayed sync are under way."""
         return self._weights.is_running or self._states.is_running
 
-    def restart(self) -> None:
+    def restart(self, *, steps: int = 0) -> None:
         """Gives every replica the weights and states of replica 0, and forgets what is under way.
 
         Call it after loading weights or states into the model. Collective over the replicas.
+
+        Args:
+            steps: training steps behind the state that was loaded; the next sync comes at a multiple of the interval.
         """
-        self._weights.finish()
-        self._states.finish()
+        self._weights.forget()
+        self._states.forget()
         for one in self._tensors:
             broadcast_tensor(one.tensor, self._mesh.replica_group)
         self._weights.rebase()
         self._states.rebase()
-        self._steps = 0
+        self._steps = steps
 
     def step(self) -> None:
         """To be called after every training step: syncs every ``interval`` of them. Collective over the replicas."""
@@ -167,7 +172,7 @@ class ReplicaSync:
         self.wait()
         mine = {one.name: checksum(one.tensor) for one in self._tensors}
         everyone = gather_objects(mine, self._mesh.replica_group)
-        ranks = _ranks(self._mesh)
+        ranks = self._mesh.replica_ranks()
         problems = [
             f"{name} of rank {rank} differs from that of rank {ranks[0]}"
             for rank, theirs in zip(ranks, everyone, strict=True)
@@ -176,14 +181,15 @@ class ReplicaSync:
         ]
         shards = gather_objects([one.shard for one in self._tensors if one.shard], self._mesh.sharding_group)
         problems += [
-            f"{problem} in replica {self._mesh.replica}" for problem in uncovered([s for some in shards for s in some])
+            f"{problem} in replica {self._mesh.replica}"
+            for problem in uncovered([s for some in shards for s in some], self._tables)
         ]
         # Everyone raises, or those that found nothing would wait for the others.
         found = sorted({text for texts in gather_objects(problems, self._mesh.global_group) for text in texts})
         if found:
-            shown = "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
             raise ReplicaMismatchError(
-                f"Replicas are not what they must be: {shown}. Do not save this state; go back to the last checkpoint."
+                f"Replicas are not what they must be: {few(found)}. Do not save this state, but go back to the last "
+                "checkpoint."
             )
 
     def _start(self) -> None:
@@ -211,8 +217,3 @@ def _tower_modules(model: nn.Module) -> dict[str, SPTTModule]:
             "DistributedModelParallel made with TowerCollectionSharder or SPTTEmbeddingBagCollectionSharder."
         )
     return modules
-
-
-def _ranks(mesh: TowerMesh) -> list[int]:
-    """Global ranks of the replica group, by replica."""
-    return [mesh.topology.rank(replica, mesh.tower, mesh.local) for replica in range(mesh.topology.num_replicas)]

@@ -22,6 +22,7 @@ class ScaledRateOptimizer(OptimizerWrapper):
 
     def __init__(self, optimizer: KeyedOptimizer, factor: float) -> None:
         super().__init__(optimizer)
+        self._kernel = optimizer
         self._factor = factor
         self.param_groups = [{**group, "lr": group["lr"] / factor} for group in optimizer.param_groups]
 
@@ -47,5 +48,5 @@ class ScaledRateOptimizer(OptimizerWrapper):
         super().update_hyper_parameters(scaled)
 
     def _scale(self) -> None:
-        for inner, group in zip(self._optimizer.param_groups, self.param_groups, strict=True):
+        for inner, group in zip(self._kernel.param_groups, self.param_groups, strict=True):
             inner["lr"] = group["lr"] * self._factor

@@ -20,7 +20,7 @@ from dmt.mesh import TowerMesh
 from dmt.moment_scale import MomentScale, TableOptimizer, check_moment_scale
 from dmt.plan import TowerPlan
 from dmt.precision import ExchangePrecision
-from dmt.sptt import SPTTModule, in_order, shard_in_tower
+from dmt.sptt import SPTTModule, in_order, not_data_wise, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
@@ -148,6 +148,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
+        self.sharded_tables = not_data_wise(sharding)
         self.route_ids([self.embedding])
         width = {f: t.embedding_dim for tables in tables_by_tower for t in tables for f in t.feature_names}
         self._my_features = features_by_tower[mesh.tower]
@@ -171,6 +172,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's tables."""
+        self.settle()
         return self.embedding.load_state_dict(state_dict, strict=strict)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:

@@ -25,7 +25,7 @@ from dmt.exchange import Exchange, IdRoute
 from dmt.mesh import TowerMesh
 from dmt.moment_scale import MomentScale, TableOptimizer, check_moment_scale
 from dmt.precision import ExchangePrecision
-from dmt.sptt import SPTTModule, in_order, shard_in_tower
+from dmt.sptt import SPTTModule, in_order, not_data_wise, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]
@@ -194,6 +194,7 @@ class ShardedTowerCollection(SPTTModule):
                 for i in mine
             }
         )
+        self.sharded_tables = not_data_wise(sharding)
         self.route_ids(self.embeddings.values())  # type: ignore[arg-type]
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
         self._data_parallel = _data_parallel(self.interactions, mesh)
@@ -237,6 +238,7 @@ class ShardedTowerCollection(SPTTModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's towers from a state dict with the keys of `state_dict`."""
+        self.settle()
         missing: list[str] = []
         unexpected = set(state_dict)
         for name, part in self._parts(""):

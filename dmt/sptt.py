@@ -52,7 +52,7 @@ from dmt.moment_scale import TableOptimizer, moment_scale_of
 from dmt.peer_exchange import PeerExchange
 from dmt.tables import feature_names
 
-__all__ = ["SPTTContext", "SPTTModule", "in_order", "shard_in_tower"]
+__all__ = ["SPTTContext", "SPTTModule", "in_order", "not_data_wise", "shard_in_tower"]
 
 
 @dataclass
@@ -79,7 +79,8 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
     """TorchRec's ``ShardedModule`` protocol over a `TowerMesh`; subclasses say what a tower computes.
 
     A tower's output consists of pieces side by side (the outputs of its logical towers, or the embeddings of its
-    features). The result has all pieces in ``piece_order``, wherever they were computed.
+    features). The result has all pieces in ``piece_order``, wherever they were computed. Subclasses put the names
+    of all towers' tables that are not data-wise into ``sharded_tables``.
 
     Args:
         mesh: the groups.
@@ -124,6 +125,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._collections: list[GroupShardedEBC] = []
         self._global_route: GlobalIdRoute | None = None
         self._replicas_ready: Callable[[], None] | None = None
+        self.sharded_tables: list[str] = []
         exchange.precision.check_device(self._target_device)
 
     def route_ids(self, embeddings: Iterable[GroupShardedEBC]) -> None:
@@ -289,6 +291,11 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             )
 
 
+def not_data_wise(sharding: Mapping[str, ParameterSharding]) -> list[str]:
+    """Names of the tables that each rank of a tower holds a part of, or nothing."""
+    return [name for name, of_table in sharding.items() if of_table.sharding_type != "data_parallel"]
+
+
 def in_order(embeddings: KeyedTensor, features: Sequence[str]) -> KeyedTensor:
     """The same embeddings with their columns in the order of ``features``.
 
@@ -338,7 +345,7 @@ def shard_in_tower(
         moment_scales={
             name: moment_scale_of(optimizer.moment_scale, of_table, mesh.topology.num_replicas)
             for name, of_table in settings.items()
-            if sharding[name].sharding_type != "data_parallel"
+            if name in not_data_wise(sharding)
         },
         options={
             "fused_params": optimizer.fused_params,

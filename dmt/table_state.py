@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from dmt.replica_check import TableShard
+from dmt.replica_check import HeldShard
 from dmt.sptt import SPTTModule
 
 __all__ = ["TableTensor", "table_tensors"]
@@ -26,7 +26,7 @@ class TableTensor:
     is_weight: bool
     is_replicated: bool
     """Whether each replica trains its own; false for data-wise tables, whose gradients are averaged."""
-    shard: TableShard | None = None
+    shard: HeldShard | None = None
     """Which part of the table a weight is; None for states and data-wise tables."""
 
 
@@ -37,7 +37,6 @@ def table_tensors(module: SPTTModule, prefix: str = "") -> list[TableTensor]:
         module: made by a tower sharder.
         prefix: goes before the names, to tell modules of one model apart.
     """
-    prefix = f"{prefix}." if prefix else ""
     return [one for collection in module.collections for one in _of_collection(collection, prefix)]
 
 
@@ -57,7 +56,7 @@ def _of_collection(collection: Any, prefix: str) -> Iterator[TableTensor]:
                     continue
                 place = None
                 if value is weight:
-                    place = TableShard(
+                    place = HeldShard(
                         table=table,
                         size=tuple(value.metadata().size),
                         offsets=tuple(shard.metadata.shard_offsets),

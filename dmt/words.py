@@ -1,8 +1,10 @@
-"""Numbers in the words of a reader: bytes with their unit."""
+"""Numbers and lists in the words of a reader: bytes with their unit, the first few of many."""
 
 from __future__ import annotations
 
-__all__ = ["byte_unit", "human_bytes"]
+from collections.abc import Sequence
+
+__all__ = ["byte_unit", "few", "human_bytes"]
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
@@ -19,6 +21,16 @@ def byte_unit(num_bytes: float) -> tuple[float, str]:
     while power < len(_UNITS) - 1 and num_bytes >= 999.5 * 1000.0**power:
         power += 1
     return 1000.0**power, _UNITS[power]
+
+
+def few(items: Sequence[str], separator: str = "; ", *, most: int = 3) -> str:
+    """The first ``most`` of many texts, and how many more there are.
+
+    Example:
+        >>> few("abcde"), few("abc"), few("abcde", ", ", most=1)
+        ('a; b; c and 2 more', 'a; b; c', 'a and 4 more')
+    """
+    return separator.join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -174,7 +174,7 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
         if parameters[part]:
             make = partial(_DENSE[config.dense], lr=rate)
             parts.append((part, KeyedOptimizerWrapper(parameters[part], make), rate))
-    if config.warmup_steps:
-        stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=config.warmup_steps, value=1 / config.warmup_steps)]
-        parts = [(part, WarmupOptimizer(optimizer, stages, lr=rate), rate) for part, optimizer, rate in parts]
-    return CombinedOptimizer([(part, optimizer) for part, optimizer, _ in parts])
+    # Also without a warm-up, at the full rate: a checkpoint then has the same state with and without.
+    steps = max(1, config.warmup_steps)
+    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=steps, value=1 / steps)]
+    return CombinedOptimizer([(part, WarmupOptimizer(optimizer, stages, lr=rate)) for part, optimizer, rate in parts])

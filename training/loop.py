@@ -94,7 +94,7 @@ class Trainer:
         self._step, self._epoch, self._row = start.step, start.epoch, start.row
         self._warm_up = start.step + _WARM_UP_STEPS
         interval = 1 if replicas is None else replicas.interval
-        # With replicas, a checkpoint is saved when they are equal anyway, so that saving does not change the training.
+        # With replicas, a checkpoint is saved when weights are averaged anyway: saving then changes no weight.
         self._save_every = -(-config.save_every // interval) * interval
         self._timed_steps = 0
         self._timed_seconds = 0.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -28,6 +28,9 @@ from dmt.topology import TowerTopology
 from dmt.tower_sharding import plan_tables
 from dmt.training.console import table_console
 from dmt.words import human_bytes
+
+if TYPE_CHECKING:
+    from dmt.training.config import ReplicasConfig
 
 __all__ = ["PlannedTables", "print_sharding", "read_tables", "run_plan"]
 
@@ -85,11 +88,11 @@ def run_plan(config: str | None, overrides: Sequence[str], options: Mapping[str,
     number = options["num_replicas"]
     if number is not None and number < 1:
         raise InputError(f"--replicas {number}: must be a whole number of at least 1, the copies of the tables.")
-    found, tables, sync_every = _of_config(config, overrides, options) if config else _of_files(options)
+    found, tables, own = _of_config(config, overrides, options) if config else _of_files(options)
     asked = {name: options[name] for name in ("sync_gb_per_s", "sync_every") if options.get(name) is not None}
     replicas = None
     if asked or number is not None or found.topology.num_replicas > 1:
-        replicas = replica_costs(found, tables, **({"sync_every": sync_every} | asked))
+        replicas = replica_costs(found, tables, precision=own.precision, **({"sync_every": own.sync_every} | asked))
     if options["out"]:
         found.save(options["out"])
     return PlannedTables(found, replicas)
@@ -170,8 +173,8 @@ def _naming(place: str) -> Iterator[None]:
 
 def _of_config(
     config: str, overrides: Sequence[str], options: Mapping[str, Any]
-) -> tuple[TowerSharding, Sequence[TableSpec], int]:
-    """The plan of a run, its tables, and the steps from one sync of replicas to the next."""
+) -> tuple[TowerSharding, Sequence[TableSpec], ReplicasConfig]:
+    """The plan of a run, its tables, and how its replicas are kept equal."""
     given = [name for name in _CONFIG_KEYS if options[name] not in (None, ())]
     if given:
         raise InputError(
@@ -192,10 +195,10 @@ def _of_config(
     # Refuses an optimizer that the trainer would.
     fused_params(run.optimizer)
     tables = open_data(run).tables
-    return tower_sharding(run, tables), tower_plan(run, tables).split_tables(tables), run.replicas.sync_every
+    return tower_sharding(run, tables), tower_plan(run, tables).split_tables(tables), run.replicas
 
 
-def _of_files(options: Mapping[str, Any]) -> tuple[TowerSharding, Sequence[TableSpec], int]:
+def _of_files(options: Mapping[str, Any]) -> tuple[TowerSharding, Sequence[TableSpec], ReplicasConfig]:
     towers, tables = _towers_and_tables(options)
     split: list[Any] = list(tables)
     with _naming(" with ".join(f"--{name} {options[name]}" for name in ("towers", "tables") if options[name])):
@@ -224,7 +227,9 @@ def _of_files(options: Mapping[str, Any]) -> tuple[TowerSharding, Sequence[Table
         hardware=Hardware(memory_per_rank=_memory(options["memory_gib"]), **rates),
         rules=ShardingRules(schemes=options["scheme"] or SCHEMES, tables=_pins(options["pin"], shards)),
     )
-    return found, split, 1
+    from dmt.training.config import ReplicasConfig
+
+    return found, split, ReplicasConfig()
 
 
 def _towers_and_tables(options: Mapping[str, Any]) -> tuple[TowerPlan, tuple[TableSpec, ...]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
+import logging
 import math
+import os
 import platform
 import shutil
 from pathlib import Path
@@ -12,11 +15,16 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
+from dmt.errors import InputError
 from dmt.files import replacing
 from dmt.sharding_report import TowerSharding
 from dmt.training.config import TrainingConfig, to_toml
 
 __all__ = ["RunRecord", "read_curves", "read_result", "sharding_summary", "to_json", "versions"]
+
+logger = logging.getLogger(__name__)
+# TensorBoard gets a new file when a disk that was full has as much room again.
+_BOARD_BYTES = 1_000_000
 
 
 def versions() -> dict[str, str]:
@@ -38,6 +46,9 @@ class RunRecord:
 
     A killed run goes on with ``resumed_step``: curves stay up to that step, and what came later, which will be
     recorded again, is dropped. A number that is there already at that very step is not recorded twice.
+
+    A full disk stops no training: lines of ``metrics.jsonl`` wait in memory until there is room, and those that found
+    none by the end are printed.
 
     Args:
         config: the run.
@@ -61,6 +72,7 @@ class RunRecord:
         self._enabled = enabled
         self.folder = Path(config.train.output_dir)
         self._resumed_step, self._recorded = resumed_step, set[str]()
+        self._waiting, self._whole_bytes, self._has_room = "", 0, True
         if not enabled:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +84,7 @@ class RunRecord:
         else:
             self._drop_later(resumed_step)
         _write(self.folder / "config.toml", to_toml(config))
-        self._board = SummaryWriter(
+        self._board: SummaryWriter | None = SummaryWriter(
             str(self.folder / "tensorboard"), purge_step=None if resumed_step is None else resumed_step + 1
         )
 
@@ -83,6 +95,7 @@ class RunRecord:
         kept = [line for line in _finished_lines(path) if json.loads(line)["step"] <= step]
         self._recorded = {name for values in map(json.loads, kept) if values["step"] == step for name in values}
         _write(path, "".join(f"{line}\n" for line in kept))
+        self._whole_bytes = path.stat().st_size
 
     def sharding(self, plan: TowerSharding | None) -> None:
         """Writes the sharding plan as ``sharding.json``; None removes what an earlier run left."""
@@ -96,26 +109,88 @@ class RunRecord:
             plan.save(path)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Adds numbers at a training step; names such as ``"train/loss"``."""
+        """Adds numbers at a training step; names such as ``"train/loss"``.
+
+        Where they cannot be written, a warning says so once, and they are written with later ones; TensorBoard does
+        without those that its own file failed to take.
+        """
         if not self._enabled:
             return
         if step == self._resumed_step:
             values = {name: value for name, value in values.items() if name not in self._recorded}
         if not values:
             return
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
-        # At once, against a kill: the next attempt does not record it again.
-        self._board.flush()
-        with (self.folder / "metrics.jsonl").open("a") as stream:
-            stream.write(json.dumps({"step": step, **values}) + "\n")
+        self._waiting += json.dumps({"step": step, **values}) + "\n"
+        self._write_waiting()
 
     def close(self, result: dict[str, Any]) -> None:
-        """Writes the result and the versions, and closes TensorBoard's file."""
+        """Writes the result and the versions, and closes TensorBoard's file.
+
+        Raises:
+            InputError: the result cannot be written; it has been printed.
+        """
         if not self._enabled:
             return
-        self._board.close()
-        _write(self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n")
+        if self._waiting:
+            self._write_waiting()
+            print(self._waiting, end="", flush=True)
+        path, text = self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n"
+        try:
+            _write(path, text)
+        except OSError as error:
+            print(text, end="", flush=True)
+            raise InputError(
+                f"{path} cannot be written: {error.strerror}. The run is finished and its result printed; make room "
+                "and put it there, or run again, which evaluates the last checkpoint."
+            ) from error
+        if self._board is not None:
+            self._board.close()
+
+    def _write_waiting(self) -> None:
+        """Writes what waits, or warns, at the first failure of several."""
+        shown = self._waiting
+        try:
+            self._append()
+            self._show(shown)
+        except OSError as error:
+            if self._has_room:
+                logger.warning(
+                    "%s cannot be written to (%s). Training goes on; metrics.jsonl is completed when there is room.",
+                    self.folder,
+                    error,
+                )
+            self._has_room = False
+        else:
+            self._has_room = True
+
+    def _append(self) -> None:
+        path = self.folder / "metrics.jsonl"
+        with path.open("ab", buffering=0) as stream:
+            if stream.seek(0, os.SEEK_END) > self._whole_bytes:
+                # Half a line that an earlier attempt found room for.
+                stream.truncate(self._whole_bytes)
+            left = memoryview(self._waiting.encode())
+            while left:
+                left = left[stream.write(left) :]
+            end = stream.tell()
+        self._waiting, self._whole_bytes = "", end
+
+    def _show(self, lines: str) -> None:
+        """Adds lines of ``metrics.jsonl`` to TensorBoard's curves, in a new file of it after a failure."""
+        board, self._board = self._board, None
+        if board is None:
+            if shutil.disk_usage(self.folder).free < _BOARD_BYTES:
+                # Its thread would print a traceback at every line.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
+            board = SummaryWriter(str(self.folder / "tensorboard"))
+        for line in lines.splitlines():
+            values = json.loads(line)
+            step = values.pop("step")
+            for name, value in values.items():
+                board.add_scalar(name, value, step)
+        # At once, against a kill: the next attempt does not record it again.
+        board.flush()
+        self._board = board
 
 
 def sharding_summary(plan: TowerSharding) -> dict[str, Any]:

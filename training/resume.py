@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,19 @@ from pydantic import ValidationError
 
 from dmt.errors import InputError
 from dmt.plan import TowerPlan
-from dmt.training.checkpoints import checkpoints, read_manifest
+from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest
 from dmt.training.config import TrainingConfig
+from dmt.training.data import ClickData
 from dmt.training.loop import Position
+from dmt.words import few
 
-__all__ = ["Start", "begin_anew", "checkpoint_folder", "start_with", "starting_point"]
+__all__ = ["Start", "begin_anew", "checkpoint_folder", "is_restart", "start_with", "starting_point"]
 
 # Sections that say what the parameters are; another value is another model.
 _SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
 # What decides which row comes when; another value, and a position among rows means nothing.
 _SAME_ROWS = "data"
-_NOT_THE_ROWS = ("data.eval_path", "data.eval_split", "data.max_eval_rows", "data.validate_rows", "data.skip_bad_lines")
+_NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows", "data.validate_rows")
 # What decides how training goes on, and may be changed on the way.
 _TRAINING = (
     "optimizer",
@@ -56,9 +58,17 @@ def checkpoint_folder(config: TrainingConfig) -> Path:
 
 
 def begin_anew(config: TrainingConfig) -> None:
-    """Removes the run's checkpoints where ``train.resume`` is ``"never"``, but not in a restart by torchrun."""
-    if config.train.resume == "never" and not _is_restart() and checkpoint_folder(config).is_dir():
+    """Removes the run's checkpoints where ``train.resume`` is ``"never"``; not to be called in a restart."""
+    if config.train.resume == "never" and checkpoint_folder(config).is_dir():
         shutil.rmtree(checkpoint_folder(config))
+
+
+def is_restart() -> bool:
+    """Whether torchrun (``--max-restarts``) has started this rank's processes before.
+
+    torchrun counts by host, and not where another host failed: ask every rank.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def starting_point(config: TrainingConfig) -> Path | None:
@@ -72,6 +82,11 @@ def starting_point(config: TrainingConfig) -> Path | None:
     own, asked = checkpoint_folder(config), config.train.resume
     if checkpoints(own):
         return own
+    if is_outdated(own):
+        raise InputError(
+            f"{own} holds a checkpoint of an older version, which cannot be read. Give another train.output_dir, or "
+            "train.resume=never to begin anew and remove it."
+        )
     if asked in ("auto", "never"):
         return None
     for folder in (Path(asked), Path(asked) / "checkpoint"):
@@ -83,17 +98,13 @@ def starting_point(config: TrainingConfig) -> Path | None:
     )
 
 
-def _is_restart() -> bool:
-    """Whether torchrun has started this job's processes before (``--max-restarts``)."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
-def start_with(folder: Path, config: TrainingConfig, plan: TowerPlan | None) -> Start:
+def start_with(folder: Path, config: TrainingConfig, data: ClickData, plan: TowerPlan | None) -> Start:
     """How a run goes on from a checkpoint.
 
     Args:
         folder: whole, of `starting_point`.
         config: the run.
+        data: what it trains on.
         plan: its tower plan; None with the flat dataflow.
 
     Raises:
@@ -106,7 +117,10 @@ def start_with(folder: Path, config: TrainingConfig, plan: TowerPlan | None) -> 
     _refuse(folder, {key: pair for key, pair in changed.items() if _is_under(key, _SAME_MODEL)}, is_own=is_own)
     if plan is not None and config.model.has_towers:
         _check_towers(folder, plan)
-    of_rows = {k: v for k, v in changed.items() if _is_under(k, (_SAME_ROWS,)) and not _is_under(k, _NOT_THE_ROWS)}
+    of_rows = {key: pair for key, pair in changed.items() if _changes_rows(key, *pair)}
+    files = [list(file) for file in data.training_files()]
+    if manifest.progress["files"] != files:
+        of_rows["the training files"] = _first_difference(manifest.progress["files"], files)
     notes = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if _is_under(key, _TRAINING)]
     if of_rows and not is_own:
         return Start(
@@ -114,11 +128,16 @@ def start_with(folder: Path, config: TrainingConfig, plan: TowerPlan | None) -> 
         )
     _refuse(folder, of_rows, is_own=is_own)
     position = Position(step=manifest.step, epoch=manifest.progress["epoch"], row=manifest.progress["row"])
-    if notes and _is_finished(position, config):
+    if _is_finished(position, config) and (notes or not is_own):
+        settings = f", with other settings ({few(notes)})" if notes else ""
         raise InputError(
-            f"The run in {config.train.output_dir} is finished, with other settings ({'; '.join(notes[:3])}). Give "
-            "another train.output_dir, train.resume=never to begin anew and remove its checkpoints, or more "
-            "train.max_steps or train.epochs to go on."
+            f"{folder} is of a run that is finished{settings}: there is nothing left to train. Give more "
+            "train.max_steps or train.epochs to go on"
+            + (
+                ", another train.output_dir, or train.resume=never to begin anew and remove its checkpoints."
+                if is_own
+                else "."
+            )
         )
     return Start(folder=folder, position=position, notes=tuple(notes), is_own=is_own)
 
@@ -132,13 +151,12 @@ def _refuse(folder: Path, changed: Mapping[str, tuple[Any, Any]], *, is_own: boo
     if not changed:
         return
     shown = [f"{key} = {old!r}, not {new!r}" for key, (old, new) in changed.items()]
-    more = f"; and {len(shown) - 3} more" if len(shown) > 3 else ""
     remedy = (
         "Give another train.output_dir, or train.resume=never to begin anew and remove the checkpoints there."
         if is_own
         else "Give train.resume a checkpoint of the same model."
     )
-    raise InputError(f"{folder} is of a run with {'; '.join(shown[:3])}{more}. {remedy}")
+    raise InputError(f"{folder} is of a run with {few(shown)}. {remedy}")
 
 
 def _check_towers(folder: Path, plan: TowerPlan) -> None:
@@ -182,6 +200,30 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "
             yield from _differences(old, new, where)
         elif old != new:
             yield where, old, new
+
+
+def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> tuple[str, str]:
+    """How many there are, and the first pair (name, bytes) that is another.
+
+    Example:
+        >>> _first_difference([["a", 5]], [["a", 5], ["b", 7]])
+        ('1 of them', '2 of them, with b of 7 bytes')
+    """
+    number = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+    def text(files: Sequence[Any]) -> str:
+        one = f", with {files[number][0]} of {files[number][1]:,} bytes" if number < len(files) else ""
+        return f"{len(files):,} of them{one}"
+
+    return text(old), text(new)
+
+
+def _changes_rows(key: str, old: Any, new: Any) -> bool:
+    """Whether the training rows are others, or come in another order."""
+    if key == "data.eval_path":
+        # Without one, rows of the training files are set apart for evaluation.
+        return old is None or new is None
+    return _is_under(key, (_SAME_ROWS,)) and not _is_under(key, _NOT_THE_ROWS)
 
 
 def _is_under(key: str, sections: tuple[str, ...]) -> bool:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -33,11 +33,13 @@ from dmt.training.checkpoints.together import on_every_rank
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, ValidationReport
 from dmt.training.data.batch import ClickBatch
+from dmt.training.joining import fresh_store
+from dmt.training.lock import alone_in
 from dmt.training.loop import Trainer
 from dmt.training.partition import write_affinity
 from dmt.training.planned import planned_traffic, traffic_warning
 from dmt.training.records import RunRecord, sharding_summary, versions
-from dmt.training.resume import Start, begin_anew, checkpoint_folder, start_with, starting_point
+from dmt.training.resume import Start, begin_anew, checkpoint_folder, is_restart, start_with, starting_point
 from dmt.training.sharding import fused_params, replica_sync, shard_model, tower_sharding
 from dmt.training.summary import sharding_sentence
 
@@ -46,6 +48,8 @@ __all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_
 logger = logging.getLogger(__name__)
 # Nearer to chance than this, an AUC is called chance.
 _CHANCE = 0.02
+# For a rank to wait for the others: rank 0 reads the data ahead.
+_TIMEOUT = timedelta(minutes=30)
 
 
 def preflight(config: TrainingConfig, world_size: int) -> ClickData:
@@ -111,7 +115,9 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         check_rows(config, world_size, rows_at_most(config, data.validate()))
         check_writable(Path(config.train.output_dir))
         print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
-    with _process_group():
+    # A second job in the folder would delete what this one is writing.
+    held = alone_in(Path(config.train.output_dir)) if rank == 0 else nullcontext()
+    with held, _process_group():
         if rank != 0:
             data = preflight(config, world_size)
         return train_on(config, data, TowerMesh(config.topology.build()))
@@ -131,7 +137,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     sharding = tower_sharding(config, tables) if config.dataflow == "sptt" else None
     of_sharding = _of_sharding(config, tables, num_dense, sharding)
     complexity = count_model(config, tables, num_dense)
-    start = _start(config, plan, mesh)
+    start = _start(config, data, plan, mesh)
     record = _begin_record(config, sharding, start, mesh)
     model = shard_model(config, tables, num_dense, mesh=mesh, sharding=sharding)
     optimizer = build_optimizer(config.optimizer, model)
@@ -141,7 +147,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         _settle_gradient_buckets(model, optimizer, data.batches("train", **own))
         restore(start.folder, model, optimizer, mesh=mesh, moment_scales=moment_scales(model), is_verified=True)
         if replicas is not None:
-            replicas.restart()
+            replicas.restart(steps=start.position.step)
     trainer = Trainer(
         config=config.train,
         data=data,
@@ -159,9 +165,14 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         asynchronous=config.train.async_save,
         describe=partial(_describe, config, plan, sharding, tables),
     )
-    save = partial(_save, saver, trainer, model=model, optimizer=optimizer, replicas=replicas)
-    time = trainer.train(save)
-    saved = save() and saver.wait()
+    # As they are now: they may grow while this run reads them.
+    files = data.training_files()
+    save = partial(_save, saver, trainer, model=model, optimizer=optimizer, replicas=replicas, files=files)
+    try:
+        time = trainer.train(save)
+        saved = save() and saver.wait()
+    finally:
+        saver.close()
     metrics = trainer.evaluate()
     if config.train.affinity_rows:
         trainer.detach()
@@ -190,18 +201,20 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     return result
 
 
-def _start(config: TrainingConfig, plan: TowerPlan | None, mesh: TowerMesh) -> Start | None:
+def _start(config: TrainingConfig, data: ClickData, plan: TowerPlan | None, mesh: TowerMesh) -> Start | None:
     """The checkpoint to begin with, said to the user by rank 0; None to begin anew. Collective."""
+    restarted = any(gather_objects(is_restart(), mesh.global_group))
 
     def look() -> Path | None:
-        begin_anew(config)
+        if not restarted:
+            begin_anew(config)
         return starting_point(config)
 
     # Rank 0 looks, or a checkpoint that another rank does not see yet would part them.
     source = on_every_rank(look if mesh.rank == 0 else lambda: None, mesh.global_group)[0]
     if source is None:
         return None
-    start = start_with(whole_checkpoint(source, mesh), config, plan)
+    start = start_with(whole_checkpoint(source, mesh), config, data, plan)
     if mesh.rank == 0:
         at = start.position
         _say([f"goes on from {start.folder}: step {at.step}, epoch {at.epoch}, row {at.row}", *start.notes])
@@ -229,24 +242,27 @@ def _save(
     model: DistributedModelParallel,
     optimizer: CombinedOptimizer,
     replicas: ReplicaSync | None,
+    files: Sequence[tuple[str, int]],
 ) -> bool:
     """Saves a checkpoint of this moment, with all replicas equal; collective."""
     if replicas is not None:
         replicas.sync()
         replicas.check()
     at = trainer.position
-    progress = {"epoch": at.epoch, "row": at.row}
+    progress = {"epoch": at.epoch, "row": at.row, "files": files}
     return saver.save(model, optimizer, step=at.step, progress=progress, moment_scales=moment_scales(model))
 
 
 def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, batches: Iterator[ClickBatch]) -> None:
-    """Runs two backward passes on a model that is about to be restored.
+    """Runs three passes on a model that is about to be restored.
 
     After its second backward pass, DDP has laid out the gradients it reduces in the order in which they come, and with
     three ranks or more another layout adds numbers in another order. A run that goes on must add as the one before it.
+    In the third forward pass it tells the layout to the other ranks, which `Trainer.measure_traffic` would count where
+    nothing is left to train.
     """
     batch = next(batches, None)
-    for _ in range(2 if batch is not None else 0):
+    for _ in range(3 if batch is not None else 0):
         model(batch)[0].backward()
         optimizer.zero_grad()
 
@@ -364,7 +380,9 @@ def _place() -> tuple[int, int]:
 @contextmanager
 def _process_group() -> Iterator[None]:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    store = fresh_store(store, rank, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         yield
         # Leaving while a peer still talks aborts it now and then.

@@ -38,6 +38,7 @@ def plan(num_replicas: int, optimizer: Any = "rowwise_adagrad") -> TowerSharding
 
 
 WEIGHTS = 100 * 8 * 4 + 60 * 16 * 2 + 10 * 4 * 4
+SENT_WEIGHTS = 4 * (100 * 8 + 60 * 16 + 10 * 4)
 STATES = {
     "rowwise_adagrad": 4 * (100 + 2 * 60 + 10),
     "adagrad": 4 * (100 * 8 + 60 * 16 + 10 * 4),
@@ -60,12 +61,23 @@ def test_the_paper_s_formulas(optimizer: str, replicas: int) -> None:
     assert (costs.num_replicas, costs.num_ranks, costs.data_wise_tables) == (replicas, ranks, 1)
     assert (costs.weight_bytes, costs.state_bytes) == (WEIGHTS, STATES[optimizer])
     assert costs.overhead_bytes == pytest.approx(copy * (replicas - 1) / ranks)
-    latency = 2 * copy * (replicas - 1) / (ranks * 0.5e9)
+    sent = SENT_WEIGHTS + STATES[optimizer]  # in FP32, also the weights of the FP16 table
+    assert costs.sent_bytes == sent
+    latency = 2 * sent * (replicas - 1) / (ranks * 0.5e9)
     assert costs.sync_seconds == pytest.approx(latency)
     assert costs.step_seconds == pytest.approx(latency / 4)
-    fullest = 2 * FULLEST[optimizer] * (replicas - 1) / replicas / 0.5e9
+    assert costs.fullest_bytes == FULLEST[optimizer]
+    most = FULLEST[optimizer] + 2 * 60 * 12
+    fullest = 2 * most * (replicas - 1) / replicas / 0.5e9
     assert costs.fullest_sync_seconds == pytest.approx(fullest)
     assert costs.fullest_step_seconds == pytest.approx(fullest / 4)
+
+
+def test_bf16_sends_two_bytes_a_number() -> None:
+    full, half = (replica_costs(plan(2), TABLES, sync_gb_per_s=1.0, precision=p) for p in ("fp32", "bf16"))
+    assert half.sent_bytes == full.sent_bytes / 2
+    assert half.sync_seconds == pytest.approx(full.sync_seconds / 2)
+    assert half.overhead_bytes == full.overhead_bytes
 
 
 def test_overhead_is_what_ranks_hold_more_than_if_all_shared_one_copy() -> None:

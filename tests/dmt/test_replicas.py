@@ -8,8 +8,10 @@ from typing import Any, Literal
 import pytest
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology
@@ -348,3 +350,91 @@ def test_a_checksum_sees_every_bit_and_place() -> None:
         swapped = base.clone()
         swapped[[3, 2**19 // 2]] = swapped[[2**19 // 2, 3]]
         assert len(seen | {checksum(swapped)}) == 6, dtype
+    # Places whose chunk and number in it are exchanged.
+    long = torch.zeros(2**21)
+    long[1], long[2**20] = 1.0, 2.0
+    other = torch.zeros(2**21)
+    other[1], other[2**20] = 2.0, 1.0
+    assert checksum(long) != checksum(other)
+
+
+def under_way_on_rank(rank: int, options: dict[str, Any]) -> None:
+    """Weights and states that are loaded while an averaging is under way stay as they were loaded."""
+    case = Replicated(replicas=2, case=Case(towers=2, ranks=1))
+    mesh = TowerMesh(case.topology)
+    model, _ = sharded(case, mesh)
+    sync = ReplicaSync(model, mesh, **options)
+    dense = dense_optimizer(model)
+    for step in range(2):
+        one_step(model, dense, case, rank, step)
+        sync.step()
+    assert sync.is_running
+    loaded = {one.name: torch.full_like(one.tensor, 7.0) for one in own_tables(model)}
+    model.state_dict()  # as loading begins: whoever writes tables waits for what is under way first
+    for one in own_tables(model):
+        one.tensor.copy_(loaded[one.name])
+    sync.restart()
+    assert not sync.is_running
+    for one in own_tables(model):
+        assert torch.equal(one.tensor, loaded[one.name]), one.name
+    one_step(model, dense, case, rank, 2)
+    sync.step()
+    sync.sync()
+    sync.check()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "options",
+    [{"optimizer_state": "delayed"}, {"optimizer_state": "delayed", "precision": "bf16", "asynchronous": True}],
+    ids=["delayed", "bf16"],
+)
+def test_what_is_loaded_is_not_mixed_with_what_was_under_way(options: dict[str, Any]) -> None:
+    run_ranks(under_way_on_rank, 4, options)
+
+
+def own_rates_on_rank(rank: int) -> None:
+    """A learning rate on a table's parameter goes before the sharder's, also when it is scaled."""
+    case = Case(towers=2, ranks=1, kind="flat")
+    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1, num_replicas=2))
+    moved = {}
+    for c in (1, 2):
+        torch.manual_seed(0)
+        model = build(case)
+        for name, parameter in model.sparse_arch.named_parameters():
+            if "t0" in name:
+                apply_optimizer_in_backward(RowWiseAdagrad, [parameter], {"lr": 0.01, "eps": 1e-12})
+        sharded_model = shard(case, model, mesh, moment_scale=c)
+        sync = ReplicaSync(sharded_model, mesh)
+        before = {one.name: one.tensor.clone() for one in own_tables(sharded_model)}
+        ids, labels = Case(towers=2, ranks=1, sizes=(5,) * 4).batches().draw(rank % 2, 0, make_tables([8] * 4))
+        loss_of(sharded_model(ids)[1], labels).backward()
+        sync.step()
+        moved[c] = {one.name: float((one.tensor - before[one.name]).norm()) for one in own_tables(sharded_model)}
+    for name, step in moved[1].items():
+        if name.endswith("weight"):
+            # The first step of AdaGrad is lr sqrt(c) times the sign; eps is far below the gradients here.
+            assert abs(moved[2][name] / step - 2**0.5) < 0.02, (name, moved)
+    if "t0.weight" in moved[1]:
+        assert moved[1]["t0.weight"] < 0.5 * moved[1]["t2.weight"], "the table's own rate is a fifth"
+
+
+@pytest.mark.ranks
+def test_a_table_s_own_learning_rate_is_scaled_too() -> None:
+    run_ranks(own_rates_on_rank, 4)
+
+
+def lost_table_on_rank(rank: int) -> None:
+    case = Replicated(replicas=2, case=Case(towers=2, ranks=1))
+    mesh = TowerMesh(case.topology)
+    model, _ = sharded(case, mesh)
+    sync = ReplicaSync(model, mesh)
+    sync.check()
+    sync._tensors = [one for one in sync._tensors if not one.name.startswith("t2.")]
+    with pytest.raises(ReplicaMismatchError, match=r"no rank holds a shard of table 't2' in replica [01]"):
+        sync.check()
+
+
+@pytest.mark.ranks
+def test_a_table_that_no_rank_holds_is_found() -> None:
+    run_ranks(lost_table_on_rank, 4)

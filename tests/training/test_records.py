@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import resource
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from dmt.errors import InputError
+from dmt.training import records
 from dmt.training.config import TrainingConfig
 from dmt.training.records import RunRecord, read_curves, read_result
 from tests.training.small import small
@@ -146,3 +152,80 @@ def test_a_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
     assert process.exitcode == -signal.SIGKILL
     assert read_curves(tmp_path) == {f"n{i:02}": [(1, float(i))] for i in range(40)}
     assert board(tmp_path, "n39") == [(1, 39.0)]
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """No file grows further, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Path:
+    """Its numbers take so much room that TensorBoard's new file is far smaller."""
+    text = "".join(json.dumps({"step": step, "train/loss": float(step)}) + "\n" for step in range(1000))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    return tmp_path
+
+
+def test_numbers_wait_until_there_is_room(long_run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = long_run / "metrics.jsonl"
+    record = record_of(long_run, resumed_step=1000)
+    for first in (1000, 1020):
+        size = metrics.stat().st_size
+        # Half of the next line finds room.
+        with files_up_to(size + 20):
+            losses(record, range(first + 1, first + 5))
+        assert size < metrics.stat().st_size <= size + 20
+        losses(record, range(first + 5, first + 7))
+        assert len(caplog.messages) == 1, "once for each time that the disk is full"
+        assert f"{long_run} cannot be written to ([Errno 27] File too large). Training goes on" in caplog.messages[0]
+        caplog.clear()
+    record.close({"steps": 1026})
+    added = [(step, float(step)) for first in (1000, 1020) for step in range(first + 1, first + 7)]
+    assert read_curves(long_run)["train/loss"][1000:] == board(long_run, "train/loss") == added
+    assert read_result(long_run)["steps"] == 1026
+
+
+def test_tensorboard_gets_a_new_file_after_a_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = record_of(tmp_path)
+    losses(record, range(1, 200))
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert events.stat().st_size > (tmp_path / "metrics.jsonl").stat().st_size + 200
+    thread_failed = threading.Event()
+    with monkeypatch.context() as full, files_up_to(events.stat().st_size + 10):
+        full.setattr(threading, "excepthook", lambda _: thread_failed.set())
+        full.setattr(records, "_BOARD_BYTES", 10**18)
+        losses(record, range(200, 204))
+        assert thread_failed.wait(10), "TensorBoard could write"
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1, "the disk is still full"
+    losses(record, range(204, 206))
+    record.close({})
+    assert len(caplog.messages) == 1
+    assert read_curves(tmp_path)["train/loss"] == [(step, float(step)) for step in range(1, 206)]
+    kept = [*range(1, 200), 204, 205]
+    assert board(tmp_path, "train/loss") == [(step, float(step)) for step in kept]
+
+
+def test_a_result_without_room_is_printed(long_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = record_of(long_run, resumed_step=1000)
+    losses(record, range(1001, 1002))
+    with files_up_to((long_run / "metrics.jsonl").stat().st_size):
+        losses(record, range(1002, 1004))
+    # Under the limit the result itself does not fit either.
+    with (
+        files_up_to(20),
+        pytest.raises(InputError, match=r"result\.json cannot be written: File too large\. .* printed; make room"),
+    ):
+        record.close({"steps": 1003})
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["step"] for line in lines[:2]] == [1002, 1003]
+    assert json.loads("".join(lines[2:]))["steps"] == 1003
+    assert not (long_run / "result.json").exists()

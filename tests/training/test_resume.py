@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dmt.training.checkpoints import checkpoints
 from dmt.training.config import TrainingConfig
 from dmt.training.loop import Position, Trainer
 from dmt.training.records import RunRecord
-from dmt.training.resume import Start, begin_anew, checkpoint_folder, start_with, starting_point
+from dmt.training.resume import Start, begin_anew, checkpoint_folder, is_restart, start_with, starting_point
 from dmt.training.run import preflight, train_on
 from tests.ranks import run_ranks
 from tests.training.small import small, source
@@ -149,8 +150,9 @@ def changed(run: TrainingConfig, **sections: dict[str, Any]) -> TrainingConfig:
 
 
 def start(run: TrainingConfig, folder: Path | None = None) -> Start:
-    plan = tower_plan(run, source(run).tables)
-    return start_with(checkpoints(folder or checkpoint_folder(run))[0], run, plan)
+    data = source(run)
+    plan = tower_plan(run, data.tables)
+    return start_with(checkpoints(folder or checkpoint_folder(run))[0], run, data, plan)
 
 
 @pytest.mark.ranks
@@ -169,12 +171,18 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path, monkeypatc
     copy = tmp_path / "copy"
     shutil.copytree(finished.train.output_dir, copy)
     anew = changed(finished, train={"output_dir": str(copy), "resume": "never"})
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    begin_anew(anew)
-    assert starting_point(anew) == copy / "checkpoint"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    begin_anew(changed(finished, train={"output_dir": str(copy)}))
+    assert starting_point(anew) == copy / "checkpoint", "as in a restart"
     begin_anew(anew)
     assert starting_point(anew) is None
+    (copy / "checkpoint").mkdir()
+    (copy / "checkpoint" / ".metadata").touch()
+    with pytest.raises(InputError, match=r"holds a checkpoint of an older version, which cannot be read"):
+        starting_point(changed(finished, train={"output_dir": str(copy)}))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not is_restart()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert is_restart()
 
 
 @pytest.mark.ranks
@@ -189,7 +197,7 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path, monkeypatc
         ({"data": {"shuffle_rows": 100}}, r"data\.shuffle_rows = \d+, not 100"),
         (
             {"optimizer": {"sparse_lr": 0.5}},
-            r"finished, with other settings \(optimizer\.sparse_lr: 0\.05 -> 0\.5\)\. Give",
+            r"finished, with other settings \(optimizer\.sparse_lr: 0\.05 -> 0\.5\): there is nothing left to train",
         ),
         (
             {"topology": {"num_towers": 3}},
@@ -209,6 +217,8 @@ def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig,
     assert found.position == Position(step=7, epoch=1, row=0)
     assert found.notes == ("optimizer.sparse_lr: 0.05 -> 0.5",)
     assert start(changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})).notes == ()
+    with pytest.raises(InputError, match=r"is of a run that is finished: there is nothing left to train\. Give more"):
+        start(changed(finished, train={"output_dir": str(tmp_path)}), checkpoint_folder(finished))
     # Another day's data, from the checkpoint of yesterday's run.
     today = changed(finished, train={"output_dir": str(tmp_path)}, data={"shuffle_rows": 100})
     found = start(today, checkpoint_folder(finished))
@@ -227,3 +237,64 @@ def test_a_finished_run_is_evaluated_again_and_keeps_its_record(finished: Traini
     assert again["steps"] == result["steps"] == 7
     assert losses(finished) == curves
     assert checkpoints(checkpoint_folder(finished)) == before
+
+
+FILES = {"kind": "columns", "split_column": "split", "categorical": ["c_*"], "dense": ["d_*"], "num_embeddings": 11}
+
+
+def write_day(folder: Path, day: int, rows: int) -> None:
+    draw = random.Random(day)
+    lines = ["d_1,d_2,d_3,c_1,c_2,label,split"]
+    for row in range(rows):
+        numbers = [draw.random(), draw.random(), draw.random(), draw.randrange(9), draw.randrange(9), draw.randrange(2)]
+        lines.append(",".join([*map(str, numbers), "test" if row % 5 == 0 else "train"]))
+    (folder / f"day_{day}.csv").write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.ranks
+def test_files_that_are_others_are_seen(tmp_path: Path) -> None:
+    write_day(tmp_path, 1, 320)
+    values = {**FILES, "train_path": str(tmp_path / "day_*.csv")}
+    run = config(tmp_path / "run", arch="dlrm", dataflow="sptt", data=values, train={"epochs": 1, "max_steps": None})
+    assert attempt(run) is not None
+    longer = changed(run, train={"epochs": 2})
+    assert start(longer).position == Position(step=4, epoch=1, row=0)
+    with pytest.raises(InputError, match=r"data\.eval_path = None, not '.*day_1\.csv'"):
+        start(changed(longer, data={"eval_path": str(tmp_path / "day_1.csv"), "split_column": None}))
+    write_day(tmp_path, 2, 320)
+    with pytest.raises(
+        InputError, match=r"the training files = '1 of them', not '2 of them, with day_2\.csv of \S+ byt"
+    ):
+        start(longer)
+    # From Monday's checkpoint on Tuesday's files: from the first row on.
+    tuesday = changed(run, train={"output_dir": str(tmp_path / "tuesday"), "resume": run.train.output_dir})
+    assert start(tuesday, checkpoint_folder(run)).position == Position()
+    trained = attempt(tuesday)
+    assert trained is not None
+    assert trained["steps"] == 8
+
+
+@pytest.mark.ranks
+def test_the_warm_up_may_be_taken_out_and_averagings_stay_where_they_were(tmp_path: Path) -> None:
+    """A run that ended between two averagings has the next at a multiple of sync_every."""
+    sections = {"topology": REPLICAS, "sharding": {"scheme": "table_wise"}, "replicas": {"sync_every": 4}}
+    run = config(tmp_path, **sections, train={"eval_every": 4, "max_steps": 6, "save_every": 100})
+    assert attempt(run) is not None
+    values = changed(run, train={"max_steps": 13}, optimizer={"warmup_steps": 0}).model_dump(mode="json")
+    assert run_ranks(checked_evaluations_on_rank, 4, values) == [[8, 12, 13]] * 4
+
+
+def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
+    """Steps at which replicas were evaluated; at each of them they are equal."""
+    steps = []
+    evaluate = Trainer.evaluate
+
+    def checked(self: Trainer) -> Any:
+        assert self._replicas is not None
+        self._replicas.check()
+        steps.append(self.position.step)
+        return evaluate(self)
+
+    Trainer.evaluate = checked  # type: ignore[method-assign]
+    run_on_rank(rank, values, None)
+    return steps

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dmt.words import few
+
 __all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "make_rows"]
 
 Verdict = Literal["ok", "FAILED", "skipped"]
@@ -123,8 +125,7 @@ def _row(name: str, what: str, found: Sequence[Finding], skipped: str | None) ->
     items = list(dict.fromkeys(finding.item for finding in wrong))
     where = ""
     if wrong:
-        more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-        where = ", ".join(items[:3]) + more + (f" ({wrong[0].place})" if wrong[0].place else "")
+        where = few(items, ", ") + (f" ({wrong[0].place})" if wrong[0].place else "")
     return CheckRow(
         check=name,
         what=what,

@@ -21,6 +21,7 @@ from dmt.tower_sharding import plan_tables
 from dmt.training.build import tower_plan
 from dmt.training.config import ReplicasConfig, TrainingConfig
 from dmt.training.sharding import tower_sharding
+from dmt.words import few
 
 __all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
 
@@ -299,8 +300,7 @@ def _said_of_schemes(made: TowerSharding, whole: TowerSharding) -> tuple[str, ..
             scheme, why = whole.placements[name].scheme, reason.partition(": ")[2]
             by_reason.setdefault(f"{scheme}: {why}", []).append(name)
     for reason, names in by_reason.items():
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        said.append(f"{', '.join(names[:3])}{more}: {reason}")
+        said.append(f"{few(names, ', ')}: {reason}")
     return tuple(said)
 
 

@@ -3,13 +3,14 @@
 from dmt.training.checkpoints.load import Restored, load_plain, restore, whole_checkpoint
 from dmt.training.checkpoints.manifest import Manifest, read_manifest, verify
 from dmt.training.checkpoints.saver import Checkpointer
-from dmt.training.checkpoints.store import checkpoints, newest
+from dmt.training.checkpoints.store import checkpoints, is_outdated, newest
 
 __all__ = [
     "Checkpointer",
     "Manifest",
     "Restored",
     "checkpoints",
+    "is_outdated",
     "load_plain",
     "newest",
     "read_manifest",

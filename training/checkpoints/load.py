@@ -15,14 +15,15 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
-from dmt.training.checkpoints.manifest import Manifest, damaged_files, few, read_manifest
+from dmt.training.checkpoints.manifest import Manifest, damaged_files, read_manifest
 from dmt.training.checkpoints.optimizer_state import MadeState
 from dmt.training.checkpoints.reading import read_pieces
 from dmt.training.checkpoints.safe_reader import SafeReader
 from dmt.training.checkpoints.saver import RNG
 from dmt.training.checkpoints.state import Piece, State, collect_state
-from dmt.training.checkpoints.store import checkpoints, newest
+from dmt.training.checkpoints.store import checkpoints, is_outdated, newest
 from dmt.training.checkpoints.together import on_every_rank
+from dmt.words import few
 
 __all__ = ["Restored", "load_plain", "restore", "whole_checkpoint"]
 
@@ -280,4 +281,8 @@ def _set_random_state(one: _Open, mesh: TowerMesh) -> None:
 
 
 def _no_checkpoint(folder: Path) -> InputError:
-    return InputError(f"{folder} holds no checkpoint. Give the output_dir of a finished training run.")
+    if is_outdated(folder):
+        return InputError(
+            f"{folder} holds a checkpoint of an older version of dmt, which cannot be read. Train the model again."
+        )
+    return InputError(f"{folder} holds no checkpoint. Give the output_dir of a training run that has saved one.")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
 from dmt.files import read_record
+from dmt.words import few
 
 __all__ = [
     "MANIFEST_NAME",
@@ -19,8 +20,6 @@ __all__ = [
     "Manifest",
     "check_plain",
     "damaged_files",
-    "few",
-    "fsync_folder",
     "read_manifest",
     "record_of",
     "verify",
@@ -29,7 +28,6 @@ __all__ = [
 
 MANIFEST_NAME = "checkpoint.json"
 _FORMAT = 1
-_FEW = 3
 _REMEDY = "Use another checkpoint."
 
 
@@ -158,25 +156,6 @@ def check_plain(progress: Mapping[str, Any]) -> None:
         ) from error
 
 
-def fsync_folder(folder: Path) -> None:
-    """Writes the names in a folder through to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _digest(record: Mapping[str, Any]) -> str:
     # Through JSON and back: tuples become lists, as they are when the manifest is read.
     return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def few(items: Sequence[str], separator: str = "; ") -> str:
-    """The first three of many differences, and how many more there are.
-
-    Example:
-        >>> few("abcde")
-        'a; b; c and 2 more'
-    """
-    return separator.join(items[:_FEW]) + (f" and {len(items) - _FEW} more" if len(items) > _FEW else "")

@@ -18,13 +18,16 @@ from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.collectives import gather_objects
 from dmt.errors import InputError
+from dmt.files import fsync_path
 from dmt.mesh import TowerMesh
-from dmt.training.checkpoints.manifest import Manifest, check_plain, record_of, write_manifest
+from dmt.training.checkpoints.manifest import FileRecord, Manifest, check_plain, record_of, write_manifest
+from dmt.training.checkpoints.shared import check_shared
 from dmt.training.checkpoints.state import Piece, collect_state
 from dmt.training.checkpoints.store import CheckpointStore
 from dmt.training.checkpoints.together import on_every_rank, reason_of
 from dmt.training.checkpoints.writing import write_pieces
 from dmt.training.records import versions
+from dmt.words import few
 
 __all__ = ["RNG", "Checkpointer"]
 
@@ -66,15 +69,19 @@ class Checkpointer:
             are of; from that thread, where saving is asynchronous.
 
     Raises:
-        InputError: ``keep`` is below 1, or rank 0 cannot write the folder; on every rank.
+        InputError: ``keep`` is below 1, rank 0 cannot write the folder, or a rank does not see what rank 0 writes
+            there; on every rank.
 
     Example::
 
         checkpointer = Checkpointer(Path("runs/x/checkpoint"), mesh)
-        ...
-        checkpointer.save(model, optimizer, step=step, progress={"epoch": epoch, "row": row})
-        ...
-        checkpointer.wait()
+        try:
+            ...
+            checkpointer.save(model, optimizer, step=step, progress={"epoch": epoch, "row": row})
+            ...
+            checkpointer.wait()
+        finally:
+            checkpointer.close()
     """
 
     def __init__(
@@ -98,6 +105,7 @@ class Checkpointer:
         self._pending: Future[str | None] | None = None
         self._pending_step: int | None = None
         on_every_rank(self._store.prepare if self._leads else _nothing, mesh.global_group)
+        check_shared(folder, mesh.global_group)
 
     def save(
         self,
@@ -175,15 +183,36 @@ class Checkpointer:
             return True
         failure = None if self._pending is None else self._pending.result()
         failures = [reason for reason in gather_objects(failure, self._mesh.global_group) if reason is not None]
-        if failures and self._leads:
-            logger.warning(
-                "The checkpoint of step %d was not saved to %s (%s). Earlier ones are as they were; training goes on.",
-                self._pending_step,
-                self._store.folder,
-                failures[0],
-            )
+        if failures:
+            self._tell(failures[0], "; training goes on")
         self._pending, self._pending_step = None, None
         return not failures
+
+    def close(self) -> None:
+        """Lets this rank's part of the save under way end, also after an error in training; not collective.
+
+        A save in the background needs the other ranks' threads, not their training: it becomes whole where all ranks
+        that write call this, before the process group is destroyed. A failure is logged, nothing is raised. Nothing can
+        be saved afterwards; calling it again does nothing.
+        """
+        if self._thread is not None:
+            self._thread.shutdown()
+        if self._pending is not None:
+            error = self._pending.exception()
+            failure = self._pending.result() if error is None else reason_of(error)
+            if failure is not None:
+                self._tell(failure)
+        self._pending, self._pending_step = None, None
+
+    def _tell(self, reason: str, now: str = "") -> None:
+        if self._leads:
+            logger.warning(
+                "The checkpoint of step %d was not saved to %s (%s). Earlier ones are as they were%s.",
+                self._pending_step,
+                self._store.folder,
+                reason,
+                now,
+            )
 
     def _write(self, snapshot: _Snapshot, random_states: Tensor) -> str | None:
         """Writes on the ranks of replica 0; returns why it failed."""
@@ -216,7 +245,15 @@ class Checkpointer:
     def _finish(self, scratch: Path, manifest: Manifest) -> None:
         if self._describe is not None:
             self._describe(scratch)
-        others = {path.name: record_of(path) for path in scratch.iterdir() if path.name not in manifest.files}
+        if unseen := [name for name, record in manifest.files.items() if not _is_seen(scratch / name, record)]:
+            raise OSError(
+                f"rank 0 does not see {few(unseen, ', ')} of another rank as it was written; the folder must be one "
+                "that all hosts share"
+            )
+        beside = [path for path in scratch.iterdir() if path.name not in manifest.files]
+        for path in beside:
+            fsync_path(path)
+        others = {path.name: record_of(path) for path in beside}
         write_manifest(scratch, replace(manifest, files={**manifest.files, **others}))
         self._store.commit(scratch, manifest.step)
         try:
@@ -233,6 +270,13 @@ class Checkpointer:
 
 def _nothing() -> None:
     return None
+
+
+def _is_seen(path: Path, record: FileRecord) -> bool:
+    try:
+        return path.stat().st_size == record.bytes
+    except FileNotFoundError:
+        return False
 
 
 def _piece_of(random_states: Tensor) -> Piece:

@@ -5,6 +5,7 @@
 ``.step-00001234.partial``        being written, or left by a save that was killed
 ``.step-00001234.old``            whole; stands aside while another one of its step takes its place
 ``.step-00001234.deleted``        being deleted
+``.shared-abcdefgh``              an empty file, laid to see whether all ranks see it, see `check_shared`
 ================================  =========================================================================
 
 Whatever moment a process is killed at, every checkpoint that was whole is found whole again, under its own name or
@@ -20,12 +21,15 @@ import shutil
 from pathlib import Path
 
 from dmt.errors import InputError
-from dmt.training.checkpoints.manifest import MANIFEST_NAME, fsync_folder, verify
+from dmt.files import fsync_path
+from dmt.training.checkpoints.manifest import MANIFEST_NAME, verify
 
-__all__ = ["CheckpointStore", "checkpoints", "newest"]
+__all__ = ["PROBE", "CheckpointStore", "checkpoints", "is_outdated", "newest"]
 
 logger = logging.getLogger(__name__)
 
+PROBE = ".shared-"
+"""How the name of a file begins that is laid to see whether all ranks see it."""
 _NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\.(step-\d{8,})\.old")
 
@@ -50,6 +54,21 @@ def checkpoints(folder: Path) -> list[Path]:
         if match := _ASIDE.fullmatch(path.name):
             found.setdefault(match[1], path)
     return [found[name] for name in sorted(found, key=_step, reverse=True)]
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether a folder of checkpoints is one checkpoint of an older version, which cannot be read.
+
+    Those versions wrote their only checkpoint straight into the folder, without a manifest.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Path(folder, ".metadata").touch()
+        ...     is_outdated(Path(folder))
+        True
+    """
+    return (folder / ".metadata").is_file() and not checkpoints(folder)
 
 
 def newest(folder: Path) -> Path | None:
@@ -105,10 +124,12 @@ class CheckpointStore:
                         _discard(path)
                     else:
                         os.rename(path, self.folder / match[1])
+            for path in list(self.folder.glob(f"{PROBE}*")):
+                path.unlink()
             for ending in ("partial", "deleted"):
                 for path in list(self.folder.glob(f".step-*.{ending}")):
                     shutil.rmtree(path)
-            fsync_folder(self.folder)
+            fsync_path(self.folder)
         except OSError as error:
             raise InputError(f"Checkpoint folder {self.folder} cannot be written: {error.strerror}.") from error
 
@@ -136,7 +157,7 @@ class CheckpointStore:
         """
         target = self.folder / _name(step)
         aside = self.folder / f".{_name(step)}.old"
-        fsync_folder(scratch)
+        fsync_path(scratch)
         if target.exists():
             if aside.exists():
                 _discard(aside)
@@ -147,7 +168,7 @@ class CheckpointStore:
             if aside.exists():
                 os.rename(aside, target)
             raise
-        fsync_folder(self.folder)
+        fsync_path(self.folder)
         return target
 
     def prune(self, step: int) -> None:

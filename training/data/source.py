@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -194,6 +195,10 @@ class ClickData:
         """Malformed rows left out of each file, in its latest reading (complete once a pass is)."""
         files = {file for bad in self._bad.values() for file in bad.counts}
         return {file: max(bad.counts.get(file, 0) for bad in self._bad.values()) for file in sorted(files)}
+
+    def training_files(self) -> list[tuple[str, int]]:
+        """Name, without folders, and bytes of every training file, in the order they are read; none is synthetic."""
+        return [(Path(file).name, Path(file).stat().st_size) for file in self._files["train"]]
 
     def num_rows(self, split: Split) -> int | None:
         """Rows of a split, when known: synthetic data at once, files after a complete pass; otherwise None."""

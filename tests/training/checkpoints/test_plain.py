@@ -122,3 +122,6 @@ def test_an_absent_checkpoint_is_told(tmp_path: Path) -> None:
         load_plain(plain(small("dlrm")), tmp_path / "nowhere")
     with pytest.raises(InputError, match="holds no checkpoint"):
         load_plain(plain(small("dlrm")), tmp_path)
+    (tmp_path / ".metadata").touch()
+    with pytest.raises(InputError, match="holds a checkpoint of an older version of dmt, which cannot be read"):
+        load_plain(plain(small("dlrm")), tmp_path)

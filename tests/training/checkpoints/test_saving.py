@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from dmt import TowerMesh, TowerTopology
 from dmt.errors import InputError
 from dmt.training.checkpoints import Checkpointer, load_plain, newest, read_manifest, saver, verify
 from tests.ranks import run_ranks
-from tests.training.checkpoints.made import alone, linear
+from tests.training.checkpoints.made import alone, linear, save_alone
 
 # Of two layers each rank writes one.
 LAYER = 300
@@ -80,6 +83,105 @@ def test_a_save_that_fails_on_any_rank_fails_on_all_and_the_next_succeeds(asynch
     model = two_layers(0.0)
     load_plain(model, tmp_path)
     assert all((parameter == 7).all() for parameter in model.parameters())
+
+
+def unshared_on_rank(rank: int, folder: str) -> None:
+    """Each rank has a folder of its own, as hosts have whose path is no shared one: at once, and from a moment on."""
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+    own = Path(folder) / f"host{rank}"
+    (own / "in").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"host1/in: rank 1 does not see what rank 0 writes .* all hosts share"):
+        Checkpointer(own / "in", mesh)
+    assert not list((own / "in").iterdir())
+    os.chdir(folder)
+    checkpointer = Checkpointer(Path("in"), mesh, keep=1)
+    assert checkpointer.save(two_layers(1), None, step=1, progress={})
+    assert checkpointer.save(two_layers(1), None, step=2, progress={})
+    if rank == 1:
+        os.chdir(own)
+    assert not checkpointer.save(two_layers(1), None, step=3, progress={})
+
+
+@pytest.mark.ranks
+def test_a_folder_that_hosts_do_not_share_takes_no_checkpoint(tmp_path: Path) -> None:
+    run_ranks(unshared_on_rank, 2, str(tmp_path))
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["step-00000002"]
+    assert newest(tmp_path / "in") is not None
+
+
+def test_files_of_another_rank_that_are_cut_off_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = saver.write_pieces
+
+    def cut(pieces: Any, folder: Path, group: Any) -> Any:
+        records = write(pieces, folder, group)
+        os.truncate(folder / "__0_0.distcp", 10)
+        return records
+
+    monkeypatch.setattr(saver, "write_pieces", cut)
+    with alone() as mesh:
+        assert not Checkpointer(tmp_path, mesh).save(linear(1.0), None, step=1, progress={})
+    assert "rank 0 does not see __0_0.distcp of another rank as it was written; the folder must be one" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_are_on_the_disk_before_the_manifest_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.removesuffix(".tmp"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    path = save_alone(linear(1.0), tmp_path, files={"config.toml": "a = 1", "towers.json": "{}"})
+    names = set(read_manifest(path).files)
+    assert {"config.toml", "towers.json", ".metadata"} < names
+    assert names <= set(synced[: synced.index("checkpoint.json")])
+
+
+def raises_on_rank(rank: int, folder: str) -> float:
+    """Training fails right after a save has begun; returns for how long the save went on."""
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+
+    def slow(scratch: Path) -> None:
+        time.sleep(0.5)
+        (scratch / "a").write_text("x")
+
+    checkpointer = Checkpointer(Path(folder), mesh, asynchronous=True, describe=slow)
+
+    def train() -> None:
+        checkpointer.save(two_layers(1 + rank), None, step=1, progress={})
+        raise RuntimeError("training failed")
+
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="training failed"), closing(checkpointer):
+        train()
+    lasted = time.monotonic() - began
+    checkpointer.close()
+    assert newest(Path(folder)) is not None
+    return lasted
+
+
+@pytest.mark.ranks
+def test_an_error_in_training_costs_no_save_under_way(tmp_path: Path) -> None:
+    assert min(run_ranks(raises_on_rank, 2, str(tmp_path))) > 0.3
+    assert sorted(verify(tmp_path / "step-00000001").files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "a"]
+
+
+def test_closing_tells_of_a_save_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def describe(scratch: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(scratch))
+
+    with alone() as mesh:
+        checkpointer = Checkpointer(tmp_path, mesh, asynchronous=True, describe=describe)
+        checkpointer.save(linear(1.0), None, step=4, progress={})
+        checkpointer.close()
+        checkpointer.close()
+    (message,) = [record.message for record in caplog.records if record.name == saver.__name__]
+    assert message.startswith(f"The checkpoint of step 4 was not saved to {tmp_path} (rank 0: PermissionError: ")
+    assert message.endswith("). Earlier ones are as they were.")
 
 
 @pytest.fixture
