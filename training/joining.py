@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ __all__ = ["fresh_store"]
 _POLL_S = 0.05
 
 
-def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+def fresh_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
     """A part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
 
     Rank 0 names the part. It answers each greeting that it finds, also one that an earlier attempt has left, until
@@ -27,9 +28,10 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
         store: shared with earlier attempts.
         rank: of this process.
         world_size: ranks of the attempt.
+        timeout: how long rank 0 waits for the others; they wait as long as the store does.
 
     Raises:
-        TimeoutError: on rank 0, some rank has not come within the store's timeout.
+        TimeoutError: on rank 0, some rank has not come.
     """
     own = uuid.uuid4().hex
     if rank != 0:
@@ -38,10 +40,10 @@ def fresh_store(store: dist.Store, rank: int, world_size: int) -> dist.Store:
         store.set(f"dmt/thanks/{name}/{rank}", "")
         return dist.PrefixStore(name, store)
     waiting = set(range(1, world_size))
-    deadline = time.monotonic() + store.timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     while waiting:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {store.timeout}.")
+            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {timeout}.")
         for other in sorted(waiting):
             if store.check([f"dmt/thanks/{own}/{other}"]):
                 waiting.remove(other)

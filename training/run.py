@@ -381,7 +381,7 @@ def _place() -> tuple[int, int]:
 def _process_group() -> Iterator[None]:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
-    store = fresh_store(store, rank, world_size)
+    store = fresh_store(store, rank, world_size, timeout=_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         yield

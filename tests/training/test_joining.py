@@ -19,7 +19,7 @@ def attempt(store: dist.Store, world_size: int, order: list[int]) -> list[str]:
     with ThreadPoolExecutor(world_size) as pool:
 
         def join(rank: int) -> str:
-            own = fresh_store(store, rank, world_size)
+            own = fresh_store(store, rank, world_size, timeout=timedelta(seconds=20))
             own.set(f"address/{rank}", f"attempt {store.get('attempt').decode()}")
             return "; ".join(own.get(f"address/{other}").decode() for other in range(world_size))
 
@@ -43,10 +43,8 @@ def test_a_rank_that_died_while_joining_leaves_a_greeting_only() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(TimeoutError, match=r"Ranks \[1, 2\] of 3 have not come"):
-        fresh_store(store, 0, 3)
+        fresh_store(dist.HashStore(), 0, 3, timeout=timedelta(seconds=0.2))
 
 
 def test_a_folder_is_free_again_after_the_job(tmp_path: Path) -> None:
