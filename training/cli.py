@@ -91,7 +91,7 @@ def doctor(as_json: bool) -> None:
     epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --out towers.json --report report; "
     "or without torchrec: dmt partition --affinity affinity.npz --towers 8"
 )
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a finished training run.")
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a training run.")
 @click.option("--affinity", type=click.Path(path_type=Path), help="A saved affinity matrix (.npz) instead.")
 @click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
 @click.option("--towers", type=int, required=True, help="Number of towers.")

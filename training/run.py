@@ -170,7 +170,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     save = partial(_save, saver, trainer, model=model, optimizer=optimizer, replicas=replicas, files=files)
     try:
         time = trainer.train(save)
-        saved = save() and saver.wait()
+        is_saved = save() and saver.wait()
     finally:
         saver.close()
     metrics = trainer.evaluate()
@@ -192,12 +192,9 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         **_of_replicas(config, replicas, mesh),
         **of_sharding,
     }
-    record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
-    record.close(result)
-    if mesh.rank == 0:
-        _warn(result)
-    if not saved:
-        raise _not_saved(config)
+    evaluation = {f"eval/{name}": float(value) for name, value in asdict(metrics).items()}
+    record.scalars(time.steps, evaluation)
+    _conclude(config, record, result, is_saved=is_saved, mesh=mesh)
     return result
 
 
@@ -267,11 +264,18 @@ def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, ba
         optimizer.zero_grad()
 
 
-def _not_saved(config: TrainingConfig) -> InputError:
-    return InputError(
-        f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see the "
-        "warning above). Make room and run again: it goes on from the checkpoint before."
-    )
+def _conclude(
+    config: TrainingConfig, record: RunRecord, result: dict[str, Any], *, is_saved: bool, mesh: TowerMesh
+) -> None:
+    """Writes the result and says what should give its reader pause; collective."""
+    on_every_rank(partial(record.close, result), mesh.global_group)
+    if mesh.rank == 0:
+        _warn(result)
+    if not is_saved:
+        raise InputError(
+            f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see "
+            "the warning above). Make room and run again: it goes on from the checkpoint before."
+        )
 
 
 def _of_replicas(config: TrainingConfig, replicas: ReplicaSync | None, mesh: TowerMesh) -> dict[str, Any]:
