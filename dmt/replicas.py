@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import nn
 
 from dmt.averaging import RunningMean
@@ -33,6 +34,9 @@ from dmt.table_state import table_tensors
 from dmt.words import few
 
 __all__ = ["ReplicaSync", "moment_scales"]
+
+# Passes through a model without a step; more than a gradient is accumulated over.
+_FORGOTTEN = 256
 
 
 class ReplicaSync:
@@ -85,6 +89,8 @@ class ReplicaSync:
                 f"ReplicaSync: precision={precision!r} is unknown; use 'fp32' or 'bf16' (squared gradients are "
                 "below what 'fp16' can hold)."
             )
+        if not isinstance(asynchronous, bool):
+            raise InputError(f"ReplicaSync: asynchronous={asynchronous!r} must be True or False.")
         self._mesh = mesh
         self.interval = interval
         self._delayed = optimizer_state == "delayed"
@@ -105,9 +111,9 @@ class ReplicaSync:
         states = [one.tensor for one in replicated if not one.is_weight]
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False, precision=precision)
         self._states = RunningMean(states, mesh.replica_group, delayed=self._delayed, precision=precision)
-        self._steps = 0
+        self._steps = self._passes = 0
         for module in self._modules:
-            module.keep_equal(self.wait)
+            module.keep_equal(self._before_tables_are_read)
         self.restart()
 
     @property
@@ -135,11 +141,12 @@ class ReplicaSync:
             broadcast_tensor(one.tensor, self._mesh.replica_group)
         self._weights.rebase()
         self._states.rebase()
-        self._steps = steps
+        self._steps, self._passes = steps, 0
 
     def step(self) -> None:
         """To be called after every training step: syncs every ``interval`` of them. Collective over the replicas."""
         self._steps += 1
+        self._passes = 0
         if self._steps % self.interval == 0:
             self._start()
             if not self._asynchronous:
@@ -190,6 +197,15 @@ class ReplicaSync:
             raise ReplicaMismatchError(
                 f"Replicas are not what they must be: {few(found)}. Do not save this state, but go back to the last "
                 "checkpoint."
+            )
+
+    def _before_tables_are_read(self) -> None:
+        self.wait()
+        self._passes += torch.is_grad_enabled()
+        if self._passes > _FORGOTTEN * len(self._modules):
+            raise InputError(
+                f"ReplicaSync.step() was not called in {_FORGOTTEN} training passes: the replicas drift apart. Call it "
+                "after every training step, on every rank."
             )
 
     def _start(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dmt.errors import InputError, nearest
 from dmt.moment_scale import MomentScale, check_moment_scale
@@ -175,6 +175,13 @@ class ReplicasConfig(_Section):
     moment_scale: MomentScale = "num_replicas"
     """c: AdaGrad's moments are divided by it, in (0, R]. The noisier the gradients, the nearer to R. Data-wise tables
     need none: their gradients are averaged over the replicas."""
+
+    @field_validator("moment_scale", mode="before")
+    @classmethod
+    def _check_moment_scale(cls, value: object) -> object:
+        if isinstance(value, bool | str) and value != "num_replicas":
+            raise InputError(f"{value!r} is neither a number nor 'num_replicas'")
+        return value
 
 
 class OptimizerConfig(_Section):

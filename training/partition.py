@@ -55,7 +55,7 @@ def affinity_of_run(
     Raises:
         InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
     """
-    checkpoint = newest(run / "checkpoint")
+    checkpoint = newest(run / "checkpoint") or newest(run)
     if checkpoint is None:
         raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
     overrides = []

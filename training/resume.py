@@ -45,7 +45,7 @@ class Start:
     folder: Path
     """The checkpoint."""
     position: Position
-    """Where training goes on."""
+    """Where training goes on; its beginning, where only weights and optimizer states are taken over."""
     notes: tuple[str, ...] = ()
     """What is different from now on."""
     is_own: bool = True
@@ -59,8 +59,15 @@ def checkpoint_folder(config: TrainingConfig) -> Path:
 
 def begin_anew(config: TrainingConfig) -> None:
     """Removes the run's checkpoints where ``train.resume`` is ``"never"``; not to be called in a restart."""
-    if config.train.resume == "never" and checkpoint_folder(config).is_dir():
-        shutil.rmtree(checkpoint_folder(config))
+    folder = checkpoint_folder(config)
+    if config.train.resume != "never" or not folder.is_dir():
+        return
+    # What is in it, and not it: it may be a link to another disk.
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def is_restart() -> bool:
@@ -139,6 +146,10 @@ def start_with(folder: Path, config: TrainingConfig, data: ClickData, plan: Towe
                 else "."
             )
         )
+    if _is_finished(position, config):
+        notes.append("nothing is left to train: it is evaluated again")
+    if is_own and config.train.resume not in ("auto", "never"):
+        notes.append(f"train.resume={config.train.resume!r} is not read: the run has checkpoints of its own")
     return Start(folder=folder, position=position, notes=tuple(notes), is_own=is_own)
 
 
@@ -203,17 +214,19 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "
 
 
 def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> tuple[str, str]:
-    """How many there are, and the first pair (name, bytes) that is another.
+    """How many there are, and the first (name, bytes, fingerprint) that is another.
 
     Example:
-        >>> _first_difference([["a", 5]], [["a", 5], ["b", 7]])
-        ('1 of them', '2 of them, with b of 7 bytes')
+        >>> _first_difference([["a", 5, 1]], [["a", 5, 1], ["b", 7, 255]])
+        ('1 of them', '2 of them, with b of 7 bytes (CRC-32 000000ff)')
     """
     number = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
     def text(files: Sequence[Any]) -> str:
-        one = f", with {files[number][0]} of {files[number][1]:,} bytes" if number < len(files) else ""
-        return f"{len(files):,} of them{one}"
+        if number == len(files):
+            return f"{number:,} of them"
+        name, size, fingerprint = files[number]
+        return f"{len(files):,} of them, with {name} of {size:,} bytes (CRC-32 {fingerprint:08x})"
 
     return text(old), text(new)
 

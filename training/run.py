@@ -35,7 +35,7 @@ from dmt.training.data import ClickData, ValidationReport
 from dmt.training.data.batch import ClickBatch
 from dmt.training.joining import fresh_store
 from dmt.training.lock import alone_in
-from dmt.training.loop import Trainer
+from dmt.training.loop import Position, Trainer
 from dmt.training.partition import write_affinity
 from dmt.training.planned import planned_traffic, traffic_warning
 from dmt.training.records import RunRecord, sharding_summary, versions
@@ -214,7 +214,10 @@ def _start(config: TrainingConfig, data: ClickData, plan: TowerPlan | None, mesh
     start = start_with(whole_checkpoint(source, mesh), config, data, plan)
     if mesh.rank == 0:
         at = start.position
-        _say([f"goes on from {start.folder}: step {at.step}, epoch {at.epoch}, row {at.row}", *start.notes])
+        begins = at == Position()
+        how = "begins with the weights of" if begins else "goes on from"
+        where = "" if begins else f": step {at.step}, epoch {at.epoch}, row {at.row}"
+        _say([f"{how} {start.folder}{where}", *start.notes])
     return start
 
 
@@ -222,7 +225,12 @@ def _begin_record(
     config: TrainingConfig, sharding: TowerSharding | None, start: Start | None, mesh: TowerMesh
 ) -> RunRecord:
     own_step = start.position.step if start is not None and start.is_own else None
-    record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=own_step)
+    try:
+        record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=own_step)
+    except OSError as error:
+        raise InputError(
+            f"train.output_dir={config.train.output_dir!r} cannot be written: {error.strerror}."
+        ) from error
     record.sharding(sharding)
     if mesh.rank == 0 and sharding is not None:
         _say([f"sharding: {sharding_sentence(sharding)}", *sharding.notes])
@@ -239,7 +247,7 @@ def _save(
     model: DistributedModelParallel,
     optimizer: CombinedOptimizer,
     replicas: ReplicaSync | None,
-    files: Sequence[tuple[str, int]],
+    files: Sequence[tuple[str, int, int]],
 ) -> bool:
     """Saves a checkpoint of this moment, with all replicas equal; collective."""
     if replicas is not None:

@@ -324,10 +324,23 @@ def wrong_use_on_rank(rank: int) -> None:
     ids, _ = Case(towers=2, ranks=1, sizes=(5,) * 4).batches().draw(rank, 0, make_tables([8] * 4))
     with pytest.raises(InputError, match=r"num_replicas=2, but nothing keeps the replicas equal.*ReplicaSync\(model"):
         model(ids)
-    for wrong in ({"interval": 0}, {"interval": 1.5}, {"optimizer_state": "late"}, {"precision": "fp16"}):
+    for wrong in (
+        {"interval": 0},
+        {"interval": 1.5},
+        {"asynchronous": "yes"},
+        {"optimizer_state": "late"},
+        {"precision": "fp16"},
+    ):
         name = next(iter(wrong))
         with pytest.raises(InputError, match=f"ReplicaSync: {name}="):
             ReplicaSync(model, mesh, **wrong)  # type: ignore[arg-type]
+    ReplicaSync(model, mesh)
+    for _ in range(256):
+        model(ids)
+    with torch.no_grad():
+        model(ids)
+    with pytest.raises(InputError, match=r"step\(\) was not called in 256 training passes"):
+        model(ids)
     with pytest.raises(InputError, match="found no tables in the model that a tower sharder"):
         ReplicaSync(build(case.case), mesh)
 

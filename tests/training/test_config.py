@@ -95,6 +95,7 @@ def test_of_two_overrides_the_later_wins_and_the_file_keeps_the_rest() -> None:
         ("replicas.sync_every=0", r"replicas\.sync_every: .* \(got 0\)"),
         ("replicas.moment_scale=0", r"moment_scale=0\.0 must be above 0 and at most num_replicas=1"),
         ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
+        ("replicas.moment_scale=foo", r"replicas\.moment_scale: 'foo' is neither a number nor 'num_replicas'"),
         ("replicas.precision=fp16", r"replicas\.precision: .* \(got 'fp16'\)"),
         # rules between values
         ("model.embedding_dim=6", r"model: embedding_dim=6 must be a multiple of 4"),

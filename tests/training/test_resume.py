@@ -175,7 +175,7 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path, monkeypatc
     assert starting_point(anew) == copy / "checkpoint", "as in a restart"
     begin_anew(anew)
     assert starting_point(anew) is None
-    (copy / "checkpoint").mkdir()
+    assert list((copy / "checkpoint").iterdir()) == []
     (copy / "checkpoint" / ".metadata").touch()
     with pytest.raises(InputError, match=r"holds a checkpoint of an older version, which cannot be read"):
         starting_point(changed(finished, train={"output_dir": str(copy)}))
@@ -216,7 +216,8 @@ def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig,
     found = start(longer)
     assert found.position == Position(step=7, epoch=1, row=0)
     assert found.notes == ("optimizer.sparse_lr: 0.05 -> 0.5",)
-    assert start(changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})).notes == ()
+    other_ranks = changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})
+    assert start(other_ranks).notes == ("nothing is left to train: it is evaluated again",)
     with pytest.raises(InputError, match=r"is of a run that is finished: there is nothing left to train\. Give more"):
         start(changed(finished, train={"output_dir": str(tmp_path)}), checkpoint_folder(finished))
     # Another day's data, from the checkpoint of yesterday's run.
@@ -266,6 +267,15 @@ def test_files_that_are_others_are_seen(tmp_path: Path) -> None:
         InputError, match=r"the training files = '1 of them', not '2 of them, with day_2\.csv of \S+ byt"
     ):
         start(longer)
+    (tmp_path / "day_2.csv").unlink()
+    text = (tmp_path / "day_1.csv").read_text()
+    (tmp_path / "day_1.csv").write_text(text)
+    assert start(longer).position.epoch == 1, "the same bytes, written anew"
+    (tmp_path / "day_1.csv").write_text(text.replace(",1,train", ",0,train", 1))
+    with pytest.raises(InputError, match=r"not '1 of them, with day_1\.csv of \S+ bytes \(CRC-32 \w{8}\)'"):
+        start(longer)
+    (tmp_path / "day_1.csv").write_text(text)
+    write_day(tmp_path, 2, 320)
     # From Monday's checkpoint on Tuesday's files: from the first row on.
     tuesday = changed(run, train={"output_dir": str(tmp_path / "tuesday"), "resume": run.train.output_dir})
     assert start(tuesday, checkpoint_folder(run)).position == Position()

@@ -49,7 +49,9 @@ def checkpoints(folder: Path) -> list[Path]:
     """
     if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
         return [folder] if folder.is_dir() else []
-    found = {path.name: path for path in folder.iterdir() if _NAME.fullmatch(path.name)} if folder.is_dir() else {}
+    # A link to another checkpoint would be taken for one of its own step, and could not be deleted.
+    own = (path for path in folder.iterdir() if not path.is_symlink()) if folder.is_dir() else ()
+    found = {path.name: path for path in own if _NAME.fullmatch(path.name)}
     for path in list(folder.glob(".step-*.old")):
         if match := _ASIDE.fullmatch(path.name):
             found.setdefault(match[1], path)

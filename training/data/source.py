@@ -6,6 +6,7 @@ Legend: W ranks, B rows of a rank's batch, a global batch has W * B rows.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ __all__ = ["ClickData", "Split", "ValidationReport", "open_source", "table_name"
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
+_END_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -196,9 +198,10 @@ class ClickData:
         files = {file for bad in self._bad.values() for file in bad.counts}
         return {file: max(bad.counts.get(file, 0) for bad in self._bad.values()) for file in sorted(files)}
 
-    def training_files(self) -> list[tuple[str, int]]:
-        """Name, without folders, and bytes of every training file, in the order they are read; none is synthetic."""
-        return [(Path(file).name, Path(file).stat().st_size) for file in self._files["train"]]
+    def training_files(self) -> list[tuple[str, int, int]]:
+        """Name, without folders, bytes and `fingerprint` of every training file, in the order they are read."""
+        files = [Path(file) for file in self._files["train"]]
+        return [(file.name, file.stat().st_size, fingerprint(file)) for file in files]
 
     def num_rows(self, split: Split) -> int | None:
         """Rows of a split, when known: synthetic data at once, files after a complete pass; otherwise None."""
@@ -371,6 +374,14 @@ class ClickData:
         elif not self.config.eval_path:
             why = f"Give more data, or change eval_fraction={self.config.eval_fraction}."
         raise InputError(f"The {split} split has no rows in {shown}. {why}")
+
+
+def fingerprint(file: Path) -> int:
+    """CRC-32 of the first and the last 64 KiB of a file: another day's rows under the same name are told apart."""
+    with file.open("rb") as stream:
+        first = stream.read(_END_BYTES)
+        stream.seek(max(0, file.stat().st_size - _END_BYTES))
+        return zlib.crc32(stream.read(_END_BYTES), zlib.crc32(first))
 
 
 def table_name(feature: str) -> str:
