@@ -33,6 +33,7 @@ from dmt import (
 )
 from dmt.collectives import IdsToOwners, IdsToTowers, WantedIds, gather_objects
 from dmt.global_route import GlobalIdRoute
+from dmt.moment_scale import TableOptimizer
 from dmt.placement import TablePlacement
 from dmt.planner import parameter_sharding
 from dmt.sptt import SPTTContext, shard_in_tower
@@ -148,7 +149,7 @@ def shard_all(case: Case, tower: list[list[Placed]], mesh: TowerMesh) -> list[An
             collection,
             {p.table.name: parameter_sharding(p.table, p.placement) for p in tables},
             mesh,
-            fused_params=FUSED,
+            optimizer=TableOptimizer(fused_params=FUSED),
             device=torch.device("cpu"),
             qcomm_codecs_registry=None,
         )
