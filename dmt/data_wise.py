@@ -21,7 +21,7 @@ from torchrec.optim.fused import FusedOptimizer
 from dmt._torchrec import at_end_of_backward, mark_updated_in_backward
 from dmt.collectives import start_sum
 from dmt.errors import InputError
-from dmt.table_optimizers import data_wise_obstacle
+from dmt.table_optimizers import FUSED_DEFAULTS, data_wise_obstacle
 
 __all__ = ["DataWiseOptimizer", "DataWiseTables"]
 
@@ -31,8 +31,7 @@ _STATES = {
     EmbOptimType.ADAM: ("momentum1", "momentum2"),
     EmbOptimType.EXACT_SGD: (),
 }
-# FBGEMM's defaults.
-_DEFAULTS = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
+_DEFAULTS = {"optimizer": EmbOptimType.EXACT_SGD, **FUSED_DEFAULTS}
 
 
 class DataWiseOptimizer(FusedOptimizer):

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dmt.errors import InputError
-from dmt.table_optimizers import optimizer_name
+from dmt.table_optimizers import FUSED_DEFAULTS, optimizer_name
 
 __all__ = ["MomentScale", "TableOptimizer", "check_moment_scale", "moment_scale_of", "moment_scaled"]
 
 MomentScale = float | Literal["num_replicas"]
 # The optimizers whose step is the gradient over the root of a sum of squares.
 _WITH_MOMENTS = ("rowwise_adagrad", "adagrad")
-# FBGEMM's own.
-_LEARNING_RATE, _EPS = 0.01, 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,5 +104,4 @@ def moment_scaled(settings: Mapping[str, Any], scale: float) -> dict[str, Any]:
         {'learning_rate': 1.0, 'eps': 0.0002, 'weight_decay': 0.1}
     """
     root = math.sqrt(scale)
-    rate = settings.get("learning_rate", _LEARNING_RATE)
-    return {**settings, "learning_rate": rate * root, "eps": settings.get("eps", _EPS) * root}
+    return {**settings, **{key: settings.get(key, FUSED_DEFAULTS[key]) * root for key in ("learning_rate", "eps")}}

@@ -343,9 +343,8 @@ def shard_in_tower(
         start_equal=functools.partial(broadcast_tensor, group=mesh.tower_module_group),
         make_row_wise_output=functools.partial(RowWiseOutputs, rank=mesh.local),
         moment_scales={
-            name: moment_scale_of(optimizer.moment_scale, of_table, mesh.topology.num_replicas)
-            for name, of_table in settings.items()
-            if name in not_data_wise(sharding)
+            name: moment_scale_of(optimizer.moment_scale, settings[name], mesh.topology.num_replicas)
+            for name in not_data_wise(placed)
         },
         options={
             "fused_params": optimizer.fused_params,

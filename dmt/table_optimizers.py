@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["data_wise_obstacle", "optimizer_name"]
+__all__ = ["FUSED_DEFAULTS", "data_wise_obstacle", "optimizer_name"]
+
+FUSED_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
+"""What FBGEMM takes for settings that are left out."""
 
 _NAMES = {
     "exact_row_wise_adagrad": "rowwise_adagrad",

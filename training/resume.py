@@ -16,11 +16,10 @@ from dmt.errors import InputError
 from dmt.plan import TowerPlan
 from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest
 from dmt.training.config import TrainingConfig
-from dmt.training.data import ClickData
 from dmt.training.loop import Position
 from dmt.words import few
 
-__all__ = ["Start", "begin_anew", "checkpoint_folder", "is_restart", "start_with", "starting_point"]
+__all__ = ["Start", "TrainingFiles", "begin_anew", "checkpoint_folder", "is_restart", "start_with", "starting_point"]
 
 # Sections that say what the parameters are; another value is another model.
 _SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
@@ -36,6 +35,9 @@ _TRAINING = (
     "sharding.table_precision",
     "train.batch_size",
 )
+
+
+TrainingFiles = Sequence[tuple[str, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +107,13 @@ def starting_point(config: TrainingConfig) -> Path | None:
     )
 
 
-def start_with(folder: Path, config: TrainingConfig, data: ClickData, plan: TowerPlan | None) -> Start:
+def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan: TowerPlan | None) -> Start:
     """How a run goes on from a checkpoint.
 
     Args:
         folder: whole, of `starting_point`.
         config: the run.
-        data: what it trains on.
+        files: `ClickData.training_files` of what it trains on.
         plan: its tower plan; None with the flat dataflow.
 
     Raises:
@@ -125,9 +127,9 @@ def start_with(folder: Path, config: TrainingConfig, data: ClickData, plan: Towe
     if plan is not None and config.model.has_towers:
         _check_towers(folder, plan)
     of_rows = {key: pair for key, pair in changed.items() if _changes_rows(key, *pair)}
-    files = [list(file) for file in data.training_files()]
-    if manifest.progress["files"] != files:
-        of_rows["the training files"] = _first_difference(manifest.progress["files"], files)
+    own_files = [list(file) for file in files]
+    if manifest.progress["files"] != own_files:
+        of_rows["the training files"] = _first_difference(manifest.progress["files"], own_files)
     notes = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if _is_under(key, _TRAINING)]
     if of_rows and not is_own:
         return Start(

@@ -39,7 +39,15 @@ from dmt.training.loop import Position, Trainer
 from dmt.training.partition import write_affinity
 from dmt.training.planned import planned_traffic, traffic_warning
 from dmt.training.records import RunRecord, sharding_summary, versions
-from dmt.training.resume import Start, begin_anew, checkpoint_folder, is_restart, start_with, starting_point
+from dmt.training.resume import (
+    Start,
+    TrainingFiles,
+    begin_anew,
+    checkpoint_folder,
+    is_restart,
+    start_with,
+    starting_point,
+)
 from dmt.training.sharding import fused_params, replica_sync, shard_model, tower_sharding
 from dmt.training.summary import sharding_sentence
 
@@ -137,7 +145,9 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     sharding = tower_sharding(config, tables) if config.dataflow == "sptt" else None
     of_sharding = _of_sharding(config, tables, num_dense, sharding)
     complexity = count_model(config, tables, num_dense)
-    start = _start(config, data, plan, mesh)
+    # As they are now: they may grow while this run reads them.
+    files = data.training_files()
+    start = _start(config, files, plan, mesh)
     record = _begin_record(config, sharding, start, mesh)
     model = shard_model(config, tables, num_dense, mesh=mesh, sharding=sharding)
     optimizer = build_optimizer(config.optimizer, model)
@@ -165,8 +175,6 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         asynchronous=config.train.async_save,
         describe=partial(_describe, config, plan, sharding, tables),
     )
-    # As they are now: they may grow while this run reads them.
-    files = data.training_files()
     save = partial(_save, saver, trainer, model=model, optimizer=optimizer, replicas=replicas, files=files)
     try:
         time = trainer.train(save)
@@ -198,7 +206,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     return result
 
 
-def _start(config: TrainingConfig, data: ClickData, plan: TowerPlan | None, mesh: TowerMesh) -> Start | None:
+def _start(config: TrainingConfig, files: TrainingFiles, plan: TowerPlan | None, mesh: TowerMesh) -> Start | None:
     """The checkpoint to begin with, said to the user by rank 0; None to begin anew. Collective."""
     restarted = any(gather_objects(is_restart(), mesh.global_group))
 
@@ -211,7 +219,7 @@ def _start(config: TrainingConfig, data: ClickData, plan: TowerPlan | None, mesh
     source = on_every_rank(look if mesh.rank == 0 else lambda: None, mesh.global_group)[0]
     if source is None:
         return None
-    start = start_with(whole_checkpoint(source, mesh), config, data, plan)
+    start = start_with(whole_checkpoint(source, mesh), config, files, plan)
     if mesh.rank == 0:
         at = start.position
         begins = at == Position()
@@ -228,9 +236,7 @@ def _begin_record(
     try:
         record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=own_step)
     except OSError as error:
-        raise InputError(
-            f"train.output_dir={config.train.output_dir!r} cannot be written: {error.strerror}."
-        ) from error
+        raise _unwritable(config.train.output_dir, error) from error
     record.sharding(sharding)
     if mesh.rank == 0 and sharding is not None:
         _say([f"sharding: {sharding_sentence(sharding)}", *sharding.notes])
@@ -247,7 +253,7 @@ def _save(
     model: DistributedModelParallel,
     optimizer: CombinedOptimizer,
     replicas: ReplicaSync | None,
-    files: Sequence[tuple[str, int, int]],
+    files: TrainingFiles,
 ) -> bool:
     """Saves a checkpoint of this moment, with all replicas equal; collective."""
     if replicas is not None:
@@ -361,7 +367,11 @@ def check_writable(folder: Path) -> None:
     try:
         probe_folder(folder)
     except OSError as error:
-        raise InputError(f"train.output_dir={str(folder)!r} cannot be written: {error.strerror}.") from error
+        raise _unwritable(str(folder), error) from error
+
+
+def _unwritable(folder: str, error: OSError) -> InputError:
+    return InputError(f"train.output_dir={folder!r} cannot be written: {error.strerror}.")
 
 
 def _describe(

@@ -152,7 +152,7 @@ def changed(run: TrainingConfig, **sections: dict[str, Any]) -> TrainingConfig:
 def start(run: TrainingConfig, folder: Path | None = None) -> Start:
     data = source(run)
     plan = tower_plan(run, data.tables)
-    return start_with(checkpoints(folder or checkpoint_folder(run))[0], run, data, plan)
+    return start_with(checkpoints(folder or checkpoint_folder(run))[0], run, data.training_files(), plan)
 
 
 @pytest.mark.ranks
