@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dmt.errors import InputError as InputError
     from dmt.mesh import TowerMesh as TowerMesh
+    from dmt.micro_batches import MicroBatches as MicroBatches
     from dmt.placement import TablePlacement as TablePlacement
     from dmt.plan import TowerPlan as TowerPlan
     from dmt.planner import TowerShardingPlanner as TowerShardingPlanner
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ExchangePrecision": "dmt.precision",
     "InputError": "dmt.errors",
+    "MicroBatches": "dmt.micro_batches",
     "ReplicaSync": "dmt.replicas",
     "SPTTEmbeddingBagCollectionSharder": "dmt.sharded_ebc",
     "TablePlacement": "dmt.placement",
@@ -40,6 +42,7 @@ _HOME = {
 __all__ = [
     "ExchangePrecision",
     "InputError",
+    "MicroBatches",
     "ReplicaSync",
     "SPTTEmbeddingBagCollectionSharder",
     "TablePlacement",

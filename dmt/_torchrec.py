@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ParameterSharding, ShardingEnv, ShardingType
@@ -34,6 +36,7 @@ __all__ = [
     "LazyResult",
     "LookupTable",
     "PipelinedModule",
+    "add_dense_hook",
     "at_end_of_backward",
     "equal_blocks",
     "fused_settings",
@@ -47,7 +50,7 @@ __all__ = [
 
 PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.embedding_types.ShardedEmbeddingModule": "_input_dists _lookups _output_dists",
-    "torchrec.distributed.model_parallel.DistributedModelParallel": "_load_state_dict",
+    "torchrec.distributed.model_parallel.DistributedModelParallel": "_load_state_dict _dmp_wrapped_module",
     "torch.nn.modules.module": "_IncompatibleKeys",
     "torch.distributed": "_remote_device",
     "torch.autograd.Variable": "_execution_engine",
@@ -142,6 +145,14 @@ def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: S
         local = shard.placement.rank()
         shard.placement = torch.distributed._remote_device(f"rank:{ranks[local]}/{devices[local]}")
     return placed
+
+
+def add_dense_hook(dmp: DistributedModelParallel, hook: Callable[[GradBucket], Any]) -> None:
+    """Gives a ``DistributedModelParallel`` whose dense part is wrapped a DDP communication hook, if it has one."""
+    wrapped: Any = dmp._dmp_wrapped_module
+    if isinstance(wrapped, DistributedDataParallel):
+        # DDP reads annotations, which are strings here; a lambda has none.
+        wrapped.register_comm_hook(hook, lambda state, bucket: state(bucket))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

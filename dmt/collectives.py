@@ -29,7 +29,9 @@ __all__ = [
     "broadcast_module",
     "broadcast_tensor",
     "gather_objects",
+    "gather_parts",
     "ranks_that_differ",
+    "scatter_sum",
     "start_mean",
     "start_sum",
     "sum_over_ranks",
@@ -186,6 +188,24 @@ def ranks_that_differ(value: Any, group: dist.ProcessGroup) -> list[int]:
 def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
     """Starts the sum of a tensor over the group, in place; ``wait()`` of what is returned ends it."""
     return dist.all_reduce(value, group=group, async_op=True)
+
+
+def scatter_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns this rank's part of the sum of a tensor over the group: [n] -> [n / size], parts in group order."""
+    if group.size() == 1:
+        return value.clone()
+    part = value.new_empty(value.numel() // group.size())
+    dist.reduce_scatter_tensor(part, value, group=group)
+    return part
+
+
+def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the parts of all ranks one after the other: [n] -> [n * size], the same on every rank."""
+    if group.size() == 1:
+        return part
+    whole = part.new_empty(part.numel() * group.size())
+    dist.all_gather_into_tensor(whole, part, group=group)
+    return whole
 
 
 def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:

@@ -43,16 +43,17 @@ class TowerMesh:
         self.topology = topology
         self.rank = dist.get_rank()
         self.replica, self.tower, self.local = topology.coordinates(self.rank)
-        self.tower_group = self._group_of(topology.tower_groups())
-        self.peer_group = self._group_of(topology.peer_groups())
-        self.sharding_group = self._group_of(topology.sharding_groups())
-        self.replica_group = self._group_of(topology.replica_groups())
-        self.tower_module_group = self._group_of(topology.tower_module_groups())
+        self.tower_group = self.new_group(topology.tower_groups())
+        self.peer_group = self.new_group(topology.peer_groups())
+        self.sharding_group = self.new_group(topology.sharding_groups())
+        self.replica_group = self.new_group(topology.replica_groups())
+        self.tower_module_group = self.new_group(topology.tower_module_groups())
         world = dist.group.WORLD
         assert world is not None, "the default group exists once torch.distributed is initialized"
         self.global_group = world
 
-    def _group_of(self, groups: list[list[int]]) -> dist.ProcessGroup:
+    def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """This rank's group of several that cover all ranks; collective."""
         # new_group is collective over the whole job: every rank creates every group, its own or not.
         mine = None
         for ranks in groups:

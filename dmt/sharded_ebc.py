@@ -155,9 +155,9 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         self._my_widths = [width[f] for f in self._my_features]
         self._key_widths = [width[f] for f in self._keys]
 
-    def tower_output(self, embeddings: Sequence[Any], num_samples: int) -> tuple[Tensor, list[int]]:
-        """This tower's embeddings side by side, in plan order: [sum of B, sum of N over the tower's features]."""
-        return in_order(embeddings[0].wait(), self._my_features).values(), self._my_widths
+    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[int]]:
+        """This tower's embeddings side by side, in plan order: [samples, sum of N over the tower's features]."""
+        return in_order(embeddings[0], self._my_features).values(), self._my_widths
 
     def result(self, columns: Tensor) -> KeyedTensor:
         """The ``KeyedTensor`` of the unsharded collection."""

@@ -16,6 +16,7 @@ from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import key_mismatch
 from dmt.agreement import check_agreement
@@ -199,12 +200,10 @@ class ShardedTowerCollection(SPTTModule):
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
         self._data_parallel = _data_parallel(self.interactions, mesh)
 
-    def tower_output(self, embeddings: Sequence[Any], num_samples: int) -> tuple[Tensor, list[int]]:
-        """Outputs of this rank's towers side by side, in logical order: [sum of B, O_t]."""
+    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[int]]:
+        """Outputs of this rank's towers side by side, in logical order: [samples, O_t]."""
         # In the order of the tables, so that a tower module may also read embeddings by position.
-        ordered = [
-            in_order(lazy.wait(), self._features[i]) for i, lazy in zip(self.embeddings, embeddings, strict=True)
-        ]
+        ordered = [in_order(of_one, self._features[i]) for i, of_one in zip(self.embeddings, embeddings, strict=True)]
         with torch.profiler.record_function("## dmt:tower_modules ##"):
             outputs: list[Tensor] = self._data_parallel(ordered)
         for name, output in zip(self.embeddings, outputs, strict=True):

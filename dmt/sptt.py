@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,7 @@ from dmt.exchange import Exchange
 from dmt.global_route import GlobalIdRoute
 from dmt.mesh import TowerMesh
 from dmt.moment_scale import TableOptimizer, moment_scale_of
+from dmt.parts import ResultInParts, in_micro_batch_order, micro_batch_sizes
 from dmt.peer_exchange import PeerExchange
 from dmt.tables import feature_names
 
@@ -125,6 +126,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._collections: list[GroupShardedEBC] = []
         self._global_route: GlobalIdRoute | None = None
         self._replicas_ready: Callable[[], None] | None = None
+        self._num_micro_batches = 1
         self.sharded_tables: list[str] = []
         exchange.precision.check_device(self._target_device)
 
@@ -138,6 +140,16 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._collections = list(embeddings)
         if self._exchange.id_route == "global":
             self._global_route = GlobalIdRoute(self.mesh, self._collections)
+
+    def set_micro_batches(self, number: int) -> None:
+        """Called by `dmt.MicroBatches`: outputs are exchanged in so many parts, all under way at once.
+
+        Raises:
+            InputError: ids travel by the global route, which brings them to the ranks in another order.
+        """
+        if number > 1 and self._global_route is not None:
+            raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")
+        self._num_micro_batches = number
 
     @property
     def collections(self) -> Sequence[GroupShardedEBC]:
@@ -162,12 +174,12 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             )
 
     @abc.abstractmethod
-    def tower_output(self, embeddings: Sequence[Any], num_samples: int) -> tuple[Tensor, list[int]]:
-        """This tower's output [sum of B, O_t], and the columns of each of its pieces.
+    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[int]]:
+        """This tower's output [samples, O_t] for some samples, and the columns of each of its pieces.
 
         Args:
-            embeddings: of each sharded collection given to `route_ids` the lazy ``KeyedTensor`` [sum of B, columns].
-            num_samples: sum of B, the samples of all peers.
+            embeddings: of each sharded collection given to `route_ids` [samples, columns].
+            num_samples: how many samples.
         """
 
     @abc.abstractmethod
@@ -216,24 +228,42 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         with torch.no_grad():
             return KJTListSplitsAwaitable([exchange(ids)], ctx)
 
-    def compute(self, ctx: SPTTContext, dist_input: KJTList) -> Tensor:
-        """This tower's output [sum of B, O_t]."""
+    def compute(self, ctx: SPTTContext, dist_input: KJTList) -> Iterator[Tensor]:
+        """This tower's output [sum of B, O_t], micro-batch by micro-batch, each computed when it is asked for.
+
+        So the exchange of the first is under way while the tower computes the next.
+        """
         self._check_replicas()
         self.settle()
         ids = dist_input[0]
+        if self._num_micro_batches > 1:
+            ids = in_micro_batch_order(ids, ctx.batch_sizes, self._num_micro_batches)
         if self._global_route is None:
             embeddings = [embedding(ids) for embedding in self._collections]
         else:
             embeddings = self._global_route.look_up(ids, ctx.sharding_contexts[0].batch_size_per_rank)
-        output, ctx.widths = self.tower_output(embeddings, sum(ctx.batch_sizes))
-        return output
+        rows = [sum(sizes) for sizes in self._batch_sizes(ctx)]
+        by_collection = [_rows_of(lazy.wait(), rows) for lazy in embeddings]
+        for number, count in enumerate(rows):
+            output, ctx.widths = self.tower_output([parts[number] for parts in by_collection], count)
+            yield output
 
-    def output_dist(self, ctx: SPTTContext, output: Tensor) -> LazyAwaitable[Any]:
+    def output_dist(self, ctx: SPTTContext, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
         """Starts the return of the outputs to the peers whose samples they belong to.
 
         Raises:
             InputError: a tower's output has another width or a wider dtype than in the first batch.
         """
+        sizes = self._batch_sizes(ctx)
+        started = [self._start_exchange(ctx, part, of_peers) for part, of_peers in zip(output, sizes, strict=True)]
+        return LazyResult(started[0], self._finish) if len(started) == 1 else ResultInParts(started, self._finish)
+
+    def _batch_sizes(self, ctx: SPTTContext) -> list[list[int]]:
+        """Samples of every peer in each micro-batch."""
+        by_peer = [micro_batch_sizes(size, self._num_micro_batches) for size in ctx.batch_sizes]
+        return [list(sizes) for sizes in zip(*by_peer, strict=True)]
+
+    def _start_exchange(self, ctx: SPTTContext, output: Tensor, batch_sizes: list[int]) -> Awaitable[Tensor]:
         if self._outputs_to_peers is None:
             self._outputs_to_peers = self._connect(ctx.widths, output)
         if ctx.widths != self._widths or torch.promote_types(output.dtype, self._output_dtype) != self._output_dtype:
@@ -241,10 +271,10 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
                 f"Tower {self.mesh.tower} put out columns {ctx.widths} of {output.dtype}, but {self._widths} of "
                 f"{self._output_dtype} were agreed on with the other towers in the first batch; they must stay."
             )
-        assert output.shape[0] == sum(ctx.batch_sizes), (
-            f"tower {self.mesh.tower} computed {output.shape[0]} rows for peers with {ctx.batch_sizes}"
+        assert output.shape[0] == sum(batch_sizes), (
+            f"tower {self.mesh.tower} computed {output.shape[0]} rows for peers with {batch_sizes}"
         )
-        return LazyResult(self._outputs_to_peers(output.to(self._output_dtype), ctx.batch_sizes), self._finish)
+        return self._outputs_to_peers(output.to(self._output_dtype), batch_sizes)
 
     def _connect(self, widths: list[int], output: Tensor) -> PeerExchange:
         """Asks the peers once how wide their pieces are, and of which dtype: a tower module may put out anything."""
@@ -289,6 +319,14 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
                 f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(known)} present)."
                 f"{nearest(missing[0], known)}"
             )
+
+
+def _rows_of(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:
+    """The same embeddings, for so many samples at a time."""
+    if len(rows) == 1:
+        return [embeddings]
+    keys, widths = embeddings.keys(), embeddings.length_per_key()
+    return [KeyedTensor(keys, widths, part) for part in embeddings.values().split(list(rows))]
 
 
 def not_data_wise(sharding: Mapping[str, ParameterSharding]) -> list[str]:

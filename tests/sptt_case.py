@@ -20,6 +20,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt import (
+    MicroBatches,
     SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
     TowerMesh,
@@ -90,6 +91,7 @@ class Case:
     optimizer: str = "rowwise_adagrad"
     id_route: str = "peer"
     precision: str = "fp32"  # of outputs and gradients between towers, a key of PRECISIONS
+    micro_batches: int = 1
 
     @property
     def world(self) -> int:
@@ -189,6 +191,8 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
     model = shard(case, original, mesh)
     oracle = Oracle(plain, column_cuts(model), case.optimizer)
     load_full(model, start)
+    if case.micro_batches > 1:
+        MicroBatches(model, num_micro_batches=case.micro_batches)
     assert set(full_state(model)) == set(start), "the sharded state has other names than the unsharded one"
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter((n, p) for n, p in model.named_parameters() if p.requires_grad)),
@@ -201,7 +205,7 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
         ids, labels = everyone[rank]
         expected = oracle.model(ids)[0]
         result, logits = model(ids)
-        result = result.wait()
+        result = result.wait() if hasattr(result, "wait") else result
         if step == 0:  # equal weights
             check_forward(case, result, expected)
         dense.zero_grad()

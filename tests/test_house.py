@@ -73,9 +73,10 @@ LAYERS = [
     {"tower_sharding"},
     {"moment_scale", "scaled_rate", "replica_check"},
     {"_torchrec", "collectives"},
+    {"parts"},
     {"agreement", "averaging", "traffic", "data_wise", "global_route", "peer_exchange"},
     {"sptt"},
-    {"sharded_towers", "sharded_ebc", "planner", "table_state"},
+    {"sharded_towers", "sharded_ebc", "planner", "table_state", "micro_batches", "dense_reduce"},
     {"replicas"},
 ]
 
