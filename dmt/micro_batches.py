@@ -112,7 +112,7 @@ class MicroBatches:
 
 
 class _Server:
-    """Stands in for a sharded module's forward: exchanges at the first call, hands out micro-batch after micro-batch."""
+    """Stands in for a sharded module's forward: exchanges at the first call, hands out one after another."""
 
     def __init__(self, module: SPTTModule) -> None:
         self._module = module

@@ -16,11 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from dmt.agreement import check_agreement
 from dmt.errors import InputError
 from dmt.exchange import Exchange, IdRoute
+from dmt.keyed import ColumnsByKey
 from dmt.mesh import TowerMesh
 from dmt.moment_scale import MomentScale, TableOptimizer, check_moment_scale
 from dmt.plan import TowerPlan
 from dmt.precision import ExchangePrecision
-from dmt.sptt import SPTTModule, in_order, not_data_wise, shard_in_tower
+from dmt.sptt import Piece, SPTTModule, not_data_wise, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
@@ -128,13 +129,10 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         device: torch.device | None = None,
         qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
-        features_by_tower = [feature_names(tables) for tables in tables_by_tower]
         self._keys = feature_names(module.embedding_bag_configs())
         super().__init__(
             mesh=mesh,
             tables_by_tower=tables_by_tower,
-            pieces_by_tower=features_by_tower,
-            piece_order=self._keys,
             is_weighted=module.is_weighted(),
             exchange=exchange,
             device=device,
@@ -150,18 +148,15 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         )
         self.sharded_tables = not_data_wise(sharding)
         self.route_ids([self.embedding])
-        width = {f: t.embedding_dim for tables in tables_by_tower for t in tables for f in t.feature_names}
-        self._my_features = features_by_tower[mesh.tower]
-        self._my_widths = [width[f] for f in self._my_features]
-        self._key_widths = [width[f] for f in self._keys]
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[int]]:
-        """This tower's embeddings side by side, in plan order: [samples, sum of N over the tower's features]."""
-        return in_order(embeddings[0], self._my_features).values(), self._my_widths
+    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[Piece]]:
+        """This tower's embeddings side by side, as its ranks hold them: [samples, sum of N over its features]."""
+        arrived = embeddings[0]
+        return arrived.values(), list(zip(arrived.keys(), arrived.length_per_key(), strict=True))
 
-    def result(self, columns: Tensor) -> KeyedTensor:
+    def result(self, columns: Tensor, pieces: Sequence[Piece]) -> KeyedTensor:
         """The ``KeyedTensor`` of the unsharded collection."""
-        return KeyedTensor(self._keys, self._key_widths, columns)
+        return ColumnsByKey(KeyedTensor([key for key, _ in pieces], [n for _, n in pieces], columns), self._keys)
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False

@@ -23,10 +23,11 @@ from dmt.agreement import check_agreement
 from dmt.collectives import broadcast_module
 from dmt.errors import InputError
 from dmt.exchange import Exchange, IdRoute
+from dmt.keyed import ColumnsByKey
 from dmt.mesh import TowerMesh
 from dmt.moment_scale import MomentScale, TableOptimizer, check_moment_scale
 from dmt.precision import ExchangePrecision
-from dmt.sptt import SPTTModule, in_order, not_data_wise, shard_in_tower
+from dmt.sptt import Piece, SPTTModule, not_data_wise, shard_in_tower
 from dmt.tables import feature_names
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]
@@ -173,8 +174,6 @@ class ShardedTowerCollection(SPTTModule):
         super().__init__(
             mesh=mesh,
             tables_by_tower=[[t for i in logical for t in _tables(module.towers[i])] for logical in by_mesh_tower],
-            pieces_by_tower=by_mesh_tower,
-            piece_order=range(len(placement)),
             is_weighted=module.towers[0].embedding.is_weighted(),
             exchange=exchange,
             device=device,
@@ -200,10 +199,12 @@ class ShardedTowerCollection(SPTTModule):
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
         self._data_parallel = _data_parallel(self.interactions, mesh)
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[int]]:
+    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[Piece]]:
         """Outputs of this rank's towers side by side, in logical order: [samples, O_t]."""
         # In the order of the tables, so that a tower module may also read embeddings by position.
-        ordered = [in_order(of_one, self._features[i]) for i, of_one in zip(self.embeddings, embeddings, strict=True)]
+        ordered = [
+            ColumnsByKey(of_one, self._features[i]) for i, of_one in zip(self.embeddings, embeddings, strict=True)
+        ]
         with torch.profiler.record_function("## dmt:tower_modules ##"):
             outputs: list[Tensor] = self._data_parallel(ordered)
         for name, output in zip(self.embeddings, outputs, strict=True):
@@ -213,11 +214,15 @@ class ShardedTowerCollection(SPTTModule):
                     "it must return [samples, output dim]."
                 )
         columns = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        return columns, [output.shape[1] for output in outputs]
+        return columns, [(int(i), output.shape[1]) for i, output in zip(self.embeddings, outputs, strict=True)]
 
-    def result(self, columns: Tensor) -> Tensor:
+    def result(self, columns: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """The towers' columns in logical order: [B, sum of O_t]."""
-        return columns
+        arrived = [number for number, _ in pieces]
+        if arrived == sorted(arrived):
+            return columns
+        outputs = dict(zip(arrived, columns.split([width for _, width in pieces], dim=1), strict=True))
+        return torch.cat([outputs[number] for number in sorted(outputs)], dim=1)
 
     def _parts(self, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         for i, embedding in self.embeddings.items():

@@ -47,13 +47,18 @@ from dmt.data_wise import DataWiseTables
 from dmt.errors import InputError, nearest
 from dmt.exchange import Exchange
 from dmt.global_route import GlobalIdRoute
+from dmt.keyed import split_rows
 from dmt.mesh import TowerMesh
 from dmt.moment_scale import TableOptimizer, moment_scale_of
 from dmt.parts import ResultInParts, in_micro_batch_order, micro_batch_sizes
 from dmt.peer_exchange import PeerExchange
 from dmt.tables import feature_names
 
-__all__ = ["SPTTContext", "SPTTModule", "in_order", "not_data_wise", "shard_in_tower"]
+__all__ = ["Piece", "SPTTContext", "SPTTModule", "not_data_wise", "shard_in_tower"]
+
+
+Piece = tuple[Any, int]
+"""A part of a tower's output: its name, and how many columns it has."""
 
 
 @dataclass
@@ -64,8 +69,8 @@ class SPTTContext(Multistreamable):
     """TorchRec's own; the id exchange writes the batch sizes of the ranks it crosses into it."""
     peers: slice = field(default_factory=lambda: slice(None))
     """Where the peers, in tower order, stand among those ranks."""
-    widths: list[int] = field(default_factory=list)
-    """Columns of each piece of this tower's output."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Of this tower's output."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Nothing here lives on a device."""
@@ -80,14 +85,12 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
     """TorchRec's ``ShardedModule`` protocol over a `TowerMesh`; subclasses say what a tower computes.
 
     A tower's output consists of pieces side by side (the outputs of its logical towers, or the embeddings of its
-    features). The result has all pieces in ``piece_order``, wherever they were computed. Subclasses put the names
-    of all towers' tables that are not data-wise into ``sharded_tables``.
+    features); subclasses put them in order by their names, wherever they were computed. Subclasses put the names of
+    all towers' tables that are not data-wise into ``sharded_tables``.
 
     Args:
         mesh: the groups.
         tables_by_tower: the table configs of each mesh tower.
-        pieces_by_tower: names of the pieces that each mesh tower computes, in its order.
-        piece_order: the same names in the order of the result.
         is_weighted: whether the ids carry weights.
         exchange: how ids and outputs travel.
         device: this rank's device.
@@ -102,8 +105,6 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         *,
         mesh: TowerMesh,
         tables_by_tower: Sequence[Sequence[Any]],
-        pieces_by_tower: Sequence[Sequence[Any]],
-        piece_order: Sequence[Any],
         is_weighted: bool,
         exchange: Exchange,
         device: torch.device | None,
@@ -117,12 +118,10 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._is_weighted = is_weighted
         self._target_device = device or torch.device("cpu")
         self._input_features: list[str] = []
-        arrival = {piece: i for i, piece in enumerate(piece for pieces in pieces_by_tower for piece in pieces)}
-        self._column_order = [arrival[piece] for piece in piece_order]
-        self._column_split: list[int] = []
         self._outputs_to_peers: PeerExchange | None = None
         self._output_dtype = torch.float32
-        self._widths: list[int] = []
+        self._own_pieces: list[Piece] = []
+        self._all_pieces: list[Piece] = []
         self._collections: list[GroupShardedEBC] = []
         self._global_route: GlobalIdRoute | None = None
         self._replicas_ready: Callable[[], None] | None = None
@@ -174,8 +173,8 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             )
 
     @abc.abstractmethod
-    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[int]]:
-        """This tower's output [samples, O_t] for some samples, and the columns of each of its pieces.
+    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[Piece]]:
+        """This tower's output [samples, O_t] for some samples, and its pieces from left to right.
 
         Args:
             embeddings: of each sharded collection given to `route_ids` [samples, columns].
@@ -183,8 +182,8 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         """
 
     @abc.abstractmethod
-    def result(self, columns: Tensor) -> Any:
-        """Turns [B, sum of O_t], pieces in order, into what the unsharded module returns."""
+    def result(self, columns: Tensor, pieces: Sequence[Piece]) -> Any:
+        """Turns [B, sum of O_t] with the pieces of all towers, as they arrived, into what the unsharded one returns."""
 
     def create_context(self) -> SPTTContext:
         """A fresh context for one batch."""
@@ -243,9 +242,9 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         else:
             embeddings = self._global_route.look_up(ids, ctx.sharding_contexts[0].batch_size_per_rank)
         rows = [sum(sizes) for sizes in self._batch_sizes(ctx)]
-        by_collection = [_rows_of(lazy.wait(), rows) for lazy in embeddings]
+        by_collection = [split_rows(lazy.wait(), rows) for lazy in embeddings]
         for number, count in enumerate(rows):
-            output, ctx.widths = self.tower_output([parts[number] for parts in by_collection], count)
+            output, ctx.pieces = self.tower_output([parts[number] for parts in by_collection], count)
             yield output
 
     def output_dist(self, ctx: SPTTContext, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
@@ -265,37 +264,36 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
 
     def _start_exchange(self, ctx: SPTTContext, output: Tensor, batch_sizes: list[int]) -> Awaitable[Tensor]:
         if self._outputs_to_peers is None:
-            self._outputs_to_peers = self._connect(ctx.widths, output)
-        if ctx.widths != self._widths or torch.promote_types(output.dtype, self._output_dtype) != self._output_dtype:
+            self._outputs_to_peers = self._connect(ctx.pieces, output)
+        is_wider = torch.promote_types(output.dtype, self._output_dtype) != self._output_dtype
+        if is_wider or ctx.pieces != self._own_pieces:
             raise InputError(
-                f"Tower {self.mesh.tower} put out columns {ctx.widths} of {output.dtype}, but {self._widths} of "
-                f"{self._output_dtype} were agreed on with the other towers in the first batch; they must stay."
+                f"Tower {self.mesh.tower} put out columns {_widths(ctx.pieces)} of {output.dtype}, but "
+                f"{_widths(self._own_pieces)} of {self._output_dtype} were agreed on with the other towers in the "
+                "first batch; they must stay."
             )
         assert output.shape[0] == sum(batch_sizes), (
             f"tower {self.mesh.tower} computed {output.shape[0]} rows for peers with {batch_sizes}"
         )
         return self._outputs_to_peers(output.to(self._output_dtype), batch_sizes)
 
-    def _connect(self, widths: list[int], output: Tensor) -> PeerExchange:
-        """Asks the peers once how wide their pieces are, and of which dtype: a tower module may put out anything."""
-        peers = gather_objects((widths, output.dtype), self.mesh.peer_group)
-        self._widths = list(widths)
-        self._column_split = [width for of_tower, _ in peers for width in of_tower]
+    def _connect(self, pieces: list[Piece], output: Tensor) -> PeerExchange:
+        """Asks the peers once what their pieces are, and of which dtype: a tower module may put out anything."""
+        peers = gather_objects((pieces, output.dtype), self.mesh.peer_group)
+        self._own_pieces = list(pieces)
+        self._all_pieces = [piece for of_tower, _ in peers for piece in of_tower]
         # Under autocast a tower with a matrix product puts out another dtype than one that passes through.
         self._output_dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in peers))
         return PeerExchange(
             self.mesh.peer_group,
-            [sum(of_tower) for of_tower, _ in peers],
+            [sum(_widths(of_tower)) for of_tower, _ in peers],
             dtype=self._output_dtype,
             device=output.device,
             precision=self._exchange.precision,
         )
 
     def _finish(self, columns: Tensor) -> Any:
-        if self._column_order != list(range(len(self._column_order))):
-            parts = columns.split(self._column_split, dim=1)
-            columns = torch.cat([parts[i] for i in self._column_order], dim=1)
-        return self.result(columns)
+        return self.result(columns, self._all_pieces)
 
     def _check_batch(self, ids: KeyedJaggedTensor) -> None:
         if ids.variable_stride_per_key():
@@ -321,29 +319,13 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             )
 
 
-def _rows_of(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:
-    """The same embeddings, for so many samples at a time."""
-    if len(rows) == 1:
-        return [embeddings]
-    keys, widths = embeddings.keys(), embeddings.length_per_key()
-    return [KeyedTensor(keys, widths, part) for part in embeddings.values().split(list(rows))]
+def _widths(pieces: Sequence[Piece]) -> list[int]:
+    return [width for _, width in pieces]
 
 
 def not_data_wise(sharding: Mapping[str, ParameterSharding]) -> list[str]:
     """Names of the tables that each rank of a tower holds a part of, or nothing."""
     return [name for name, of_table in sharding.items() if of_table.sharding_type != "data_parallel"]
-
-
-def in_order(embeddings: KeyedTensor, features: Sequence[str]) -> KeyedTensor:
-    """The same embeddings with their columns in the order of ``features``.
-
-    The key order of a sharded collection depends on the sharding plan; the unsharded one has the order of its tables.
-    """
-    if embeddings.keys() == list(features) or sorted(embeddings.keys()) != sorted(features):
-        return embeddings
-    width = dict(zip(embeddings.keys(), embeddings.length_per_key(), strict=True))
-    columns = torch.cat([embeddings[feature] for feature in features], dim=1)
-    return KeyedTensor(list(features), [width[feature] for feature in features], columns)
 
 
 def shard_in_tower(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dmt.models.dense import CrossInteraction, DenseArch, OverArch
+from dmt.models.features import feature_vectors
 from dmt.models.options import ModelOptions
 from dmt.models.presets import CROSS_LAYERS, CROSS_RANK, OVER_ARCH_LAYER_SIZES
 from dmt.models.sparse import MakeFlatSparseArch, common_embedding_dim, flat_sparse_arch
@@ -84,5 +85,5 @@ class DCN(nn.Module):
         embeddings = self.sparse_arch(sparse_features)
         dense = self.dense_arch(dense_features)
         # By name: once sharded, the order of the columns depends on where the tables lie.
-        sparse = torch.stack([embeddings[name] for name in self.feature_names], dim=1)
+        sparse = torch.stack(feature_vectors(embeddings, self.feature_names), dim=1)
         return self.over_arch(self.inter_arch(dense, sparse))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dmt.models.dense import DenseArch, DotInteraction, OverArch
+from dmt.models.features import feature_vectors
 from dmt.models.options import ModelOptions
 from dmt.models.presets import OVER_ARCH_LAYER_SIZES
 from dmt.models.sparse import MakeFlatSparseArch, common_embedding_dim, flat_sparse_arch
@@ -78,5 +79,5 @@ class DLRM(nn.Module):
         embeddings = self.sparse_arch(sparse_features)
         dense = self.dense_arch(dense_features)
         # By name: once sharded, the order of the columns depends on where the tables lie.
-        sparse = torch.stack([embeddings[name] for name in self.feature_names], dim=1)
+        sparse = torch.stack(feature_vectors(embeddings, self.feature_names), dim=1)
         return self.over_arch(self.inter_arch(dense, sparse))

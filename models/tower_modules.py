@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.models.dense import LowRankCrossNet
+from dmt.models.features import feature_vectors, stacked_in_any_order
 from dmt.models.options import check_size
 from dmt.models.presets import CROSS_RANK
 
@@ -110,13 +111,18 @@ class DLRMTowerModule(nn.Module):
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings of [B, N] -> [B, (p + c F_t) D]."""
-        stacked = torch.stack([embeddings[name] for name in self.features], dim=1)
         outputs = []
         if self.combine is not None:
-            outputs.append(self.combine(stacked.flatten(1)))
+            outputs.append(self.combine(torch.cat(feature_vectors(embeddings, self.features), dim=1)))
         if self.project is not None:
-            outputs.append(self.project(stacked).flatten(1))
-        return torch.cat(outputs, dim=1)
+            # Projected as they arrived, then put in order: less to copy.
+            stacked, position = stacked_in_any_order(embeddings, self.features)
+            projected = self.project(stacked)
+            if position != sorted(position):
+                vectors = projected.unbind(1)
+                projected = torch.stack([vectors[place] for place in position], dim=1)
+            outputs.append(projected.flatten(1))
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
 class DCNTowerModule(nn.Module):
@@ -161,7 +167,7 @@ class DCNTowerModule(nn.Module):
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings of [B, N] -> [B, D]."""
-        crossed = self.crossnet(torch.cat([embeddings[name] for name in self.features], dim=1))
+        crossed = self.crossnet(torch.cat(feature_vectors(embeddings, self.features), dim=1))
         return crossed if self.project is None else self.project(crossed)
 
 
@@ -197,7 +203,7 @@ class PassThroughTowerModule(nn.Module):
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings of [B, N_i] -> [B, sum N_i]."""
-        return torch.cat([embeddings[name] for name in self.features], dim=1)
+        return torch.cat(feature_vectors(embeddings, self.features), dim=1)
 
 
 def _tower_features(owner: str, features: Sequence[str]) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ LAYERS = [
     {"tower_sharding"},
     {"moment_scale", "scaled_rate", "replica_check"},
     {"_torchrec", "collectives"},
-    {"parts"},
+    {"keyed", "parts"},
     {"agreement", "averaging", "traffic", "data_wise", "global_route", "peer_exchange"},
     {"sptt"},
     {"sharded_towers", "sharded_ebc", "planner", "table_state", "micro_batches", "dense_reduce"},

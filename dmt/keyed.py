@@ -1,0 +1,72 @@
+"""`ColumnsByKey`: embeddings that arrived in one order of columns, read by key without a copy, or whole in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+__all__ = ["ColumnsByKey", "split_rows"]
+
+
+class ColumnsByKey(KeyedTensor):
+    """A ``KeyedTensor`` whose columns are put in order only if they are read as a whole.
+
+    The order in which a sharded collection delivers features depends on where its tables lie. To bring them into
+    another is a copy of the whole batch, and so is its gradient; whoever reads by key needs neither. Nor does reading
+    every key cost a whole matrix of zeros for each in the backward pass, as slices of TorchRec's class do: all keys
+    come from one split.
+
+    Args:
+        arrived: the embeddings [B, columns] as they came.
+        keys: the same keys in the order that `values` is to have; if they are others (TorchRec renames a feature that
+            two tables look up), the arrived ones are kept as they are.
+
+    Example:
+        >>> arrived = KeyedTensor(["b", "a"], [1, 2], torch.tensor([[3.0, 1.0, 2.0]]))
+        >>> ordered = ColumnsByKey(arrived, ["a", "b"])
+        >>> ordered.keys(), ordered["b"].tolist(), ordered.values().tolist()
+        (['a', 'b'], [[3.0]], [[1.0, 2.0, 3.0]])
+    """
+
+    def __init__(self, arrived: KeyedTensor, keys: Sequence[str]) -> None:
+        width = dict(zip(arrived.keys(), arrived.length_per_key(), strict=True))
+        keys = list(keys) if sorted(keys) == sorted(width) else arrived.keys()
+        super().__init__(keys, [width[key] for key in keys], arrived.values())
+        self.arrived = arrived
+        self._by_key: dict[str, Tensor] | None = None
+        self._ordered: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """[B, columns] in the order of the keys."""
+        if self._ordered is None:
+            is_ordered = self.arrived.keys() == self.keys()
+            by_key = self.to_dict()
+            self._ordered = (
+                self.arrived.values() if is_ordered else torch.cat([by_key[key] for key in self.keys()], dim=1)
+            )
+        return self._ordered
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """[B, N] of every key, all from one split."""
+        if self._by_key is None:
+            self._by_key = self.arrived.to_dict()
+        return self._by_key
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.to_dict()[key]
+
+    def to(self, *args: Any, **kwargs: Any) -> ColumnsByKey:
+        """The same on another device."""
+        return ColumnsByKey(self.arrived.to(*args, **kwargs), self.keys())
+
+
+def split_rows(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:
+    """The same embeddings, for so many samples at a time."""
+    if len(rows) == 1:
+        return [embeddings]
+    keys, widths = embeddings.keys(), embeddings.length_per_key()
+    return [KeyedTensor(keys, widths, part) for part in embeddings.values().split(list(rows))]
