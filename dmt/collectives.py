@@ -3,8 +3,8 @@
 Legend: T towers, L ranks per tower, B the local batch, F_t features of tower t, O_t its output columns.
 "peers" are the T ranks with one local index; their batches meet on each of them, one tower per peer.
 
-Nothing here is a collective of our own: TorchRec's KJT and pooled all-to-alls move the bytes. What we add is the
-group as an explicit argument, the batch size of every peer, and a profiler range with one spelling.
+TorchRec's KJT all-to-all moves ids, PyTorch's collectives and its sends and receives everything else. What we add is
+the group as an explicit argument, the batch size of every peer, and a profiler range with one spelling.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll
+from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, bucketize_kjt_before_all2all
-from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
+from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
     "IdsToOwners",
     "IdsToTowers",
-    "OutputsToPeers",
+    "PendingExchange",
     "RowWiseOutputs",
     "WantedIds",
     "broadcast_module",
@@ -32,6 +32,7 @@ __all__ = [
     "gather_parts",
     "ranks_that_differ",
     "scatter_sum",
+    "start_exchange",
     "start_mean",
     "start_sum",
     "sum_over_ranks",
@@ -75,46 +76,6 @@ class IdsToTowers(nn.Module):
         """Starts the exchange; the first ``wait`` has the sizes, the second the ids."""
         with torch.profiler.record_function("## dmt:ids_to_towers ##"):
             return self._dist(ids.permute(self._order, self._order_tensor))
-
-
-class OutputsToPeers(nn.Module):
-    """Returns each peer's rows of this tower's output to it (SPTT step f); differentiable.
-
-    ========= ==================================================================
-    before    every peer: [sum over peers of B, O_t], its tower's columns for the samples of all peers
-    after     every peer: [B, sum over towers of O_t], all columns for its own samples,
-              towers in peer order
-    backward  the transposed exchange, divided by the group size T (TorchRec's gradient division): with the
-              mean over the tower group that follows, gradients are means over the ranks of the job
-    ========= ==================================================================
-
-    Args:
-        group: the peer group.
-        output_sizes: O_t for each tower (rank of the group).
-        device: where the bookkeeping tensors live.
-        codecs: TorchRec's quantised communication, forward and backward; None sends as is.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        output_sizes: Sequence[int],
-        device: torch.device | None = None,
-        codecs: QuantizedCommCodecs | None = None,
-    ) -> None:
-        super().__init__()
-        self._exchange = PooledEmbeddingsAllToAll(group, list(output_sizes), device, codecs=codecs)
-
-    def forward(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
-        """Starts the exchange.
-
-        Args:
-            outputs: [sum(batch_sizes), O_t].
-            batch_sizes: B of every peer, in group order; they may differ.
-        """
-        # gloo's all-to-all reads a strided tensor as if it were contiguous, so never hand it a view.
-        with torch.profiler.record_function("## dmt:outputs_to_peers ##"):
-            return self._exchange(outputs.contiguous(), list(batch_sizes))
 
 
 class RowWiseOutputs(nn.Module):
@@ -188,6 +149,37 @@ def ranks_that_differ(value: Any, group: dist.ProcessGroup) -> list[int]:
 def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
     """Starts the sum of a tensor over the group, in place; ``wait()`` of what is returned ends it."""
     return dist.all_reduce(value, group=group, async_op=True)
+
+
+class PendingExchange:
+    """What `start_exchange` has begun; keeps the tensors alive."""
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        self._works = works
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        """Returns when all has arrived and all is sent."""
+        for work in self._works:
+            work.wait()
+
+
+def start_exchange(sent: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup) -> PendingExchange:
+    """Starts to send a tensor to each rank of the group and to receive one from each; empty ones and one's own stay.
+
+    All ranks of the group must start their exchanges in one order.
+
+    Args:
+        sent: by group rank; contiguous, unchanged until the end.
+        arriving: by group rank; contiguous, of the size and dtype that the other one sends.
+        group: the ranks.
+    """
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    # Receives first: a gloo rank that is asked late sends late.
+    wanted = [(dist.irecv, arriving[rank], rank) for rank in others]
+    wanted += [(dist.isend, sent[rank], rank) for rank in others]
+    calls = [dist.P2POp(call, part, group=group, group_peer=rank) for call, part, rank in wanted if part.numel()]
+    return PendingExchange(dist.batch_isend_irecv(calls) if calls else [], [*sent, *arriving])
 
 
 def scatter_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -103,7 +103,7 @@ class TrafficMeter(TorchDispatchMode):
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         # Collectives take the group as their first script object; a second one is the reduction.
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        if boxed is None or name == "barrier":
+        if boxed is None or name in ("barrier", "recv_"):
             return
         group = dist.ProcessGroup.unbox(boxed)
         ranks = dist.get_process_group_ranks(group)
@@ -114,6 +114,8 @@ class TrafficMeter(TorchDispatchMode):
             self._send([tensor], {rank: n * row_bytes for rank, n in zip(ranks, rows, strict=True)})
         elif name == "alltoall_":
             self._send(args[1], {rank: tensor.nbytes for rank, tensor in zip(ranks, args[1], strict=True)})
+        elif name == "send":
+            self._send(args[0], {ranks[args[2]]: _nbytes(args[0])})
         elif name.startswith("allreduce"):
             self._all_reduce(args[0], ranks)
         elif name.startswith("broadcast"):

@@ -10,8 +10,8 @@ import torch
 from torchrec.distributed.types import LazyAwaitable
 
 from dmt._torchrec import LazyResult
-from dmt.collectives import OutputsToPeers
 from dmt.mesh import TowerMesh
+from dmt.peer_exchange import PeerExchange
 from dmt.training.build import build_optimizer, open_data
 from dmt.training.sharding import shard_model
 from tests.parity import full_state
@@ -23,9 +23,9 @@ ARCHS = ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"]
 
 def watch(model: torch.nn.Module, events: list[str]) -> None:
     """Logs when the exchange is begun and waited for and when the dense arch runs, and the same of their gradients."""
-    exchange, wait = OutputsToPeers.forward, LazyResult._wait_impl
+    exchange, wait = PeerExchange.forward, LazyResult._wait_impl
 
-    def begin(self: OutputsToPeers, outputs: torch.Tensor, *args: Any) -> Any:
+    def begin(self: PeerExchange, outputs: torch.Tensor, *args: Any) -> Any:
         events.append("exchange begun")
         # A hook of a tensor runs when its gradient is there.
         outputs.register_hook(lambda _: events.append("gradients arrived"))
@@ -36,7 +36,7 @@ def watch(model: torch.nn.Module, events: list[str]) -> None:
             return wait(self)
         events.append("exchange waited for")
         result = wait(self)
-        columns = result if isinstance(result, torch.Tensor) else result.values()
+        columns = result if isinstance(result, torch.Tensor) else result.arrived.values()
         columns.register_hook(lambda _: events.append("gradients to be sent"))
         return result
 
@@ -44,7 +44,7 @@ def watch(model: torch.nn.Module, events: list[str]) -> None:
         events.append("dense arch")
         output.register_hook(lambda _: events.append("dense arch, backward"))
 
-    OutputsToPeers.forward, LazyResult._wait_impl = begin, end  # type: ignore[method-assign]
+    PeerExchange.forward, LazyResult._wait_impl = begin, end  # type: ignore[method-assign]
     model.module.model.dense_arch.register_forward_hook(dense)  # type: ignore[union-attr]
 
 
@@ -71,11 +71,11 @@ def train(rank: int, arch: str, *, at_once: bool, events: list[str] | None = Non
 
 def on_rank(rank: int) -> dict[str, tuple[Any, Any, list[str]]]:
     found = {}
-    forward, wait = OutputsToPeers.forward, LazyResult._wait_impl
+    forward, wait = PeerExchange.forward, LazyResult._wait_impl
     for arch in ARCHS:
         events: list[str] = []
         late = train(rank, arch, at_once=False, events=events)
-        OutputsToPeers.forward, LazyResult._wait_impl = forward, wait  # type: ignore[method-assign]
+        PeerExchange.forward, LazyResult._wait_impl = forward, wait  # type: ignore[method-assign]
         found[arch] = (late, train(rank, arch, at_once=True), events)
     return found
 
