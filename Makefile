@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | parity | faults | lint | clean        (see README.md)
+# make install | demo | test | test-all | parity | faults | bench | lint | clean        (see README.md)
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ PIP_FLAGS := --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-ind
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install demo test test-all parity faults lint clean
+.PHONY: install demo test test-all parity faults bench lint clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ parity: install
 # Ranks of a run killed at 34 places and moments, twice; some five minutes.
 faults: install
 	$(BIN)/python -m pytest tests/training/test_faults.py --durations=0
+
+# Step times of everything on emulated hosts; as root, some 55 minutes, on a machine that does nothing else.
+bench: install
+	$(BIN)/python -m benchmarks.bench $(BENCH_FLAGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -61,7 +61,11 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         super().__init__(**options)
         topology = mesh.topology
         self._inside = mesh.new_group(topology.host_groups())
-        self._across = mesh.new_group(topology.cross_host_groups())
+        # On the peers' own connections, where they are the same ranks: what is sent there goes in order, so the
+        # gradients of tower outputs, which more depends on, come first.
+        across = topology.cross_host_groups()
+        same = sorted(across) == sorted(sorted(group) for group in topology.peer_groups())
+        self._across = mesh.peer_group if same else mesh.new_group(across)
         self._dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         self._pending: list[_Bucket] = []
 
