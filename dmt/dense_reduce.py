@@ -24,6 +24,8 @@ from dmt.precision import SyncPrecision
 
 __all__ = ["HierarchicalDataParallel"]
 
+_BUCKET_MB = 1.0
+
 
 class HierarchicalDataParallel(DefaultDataParallelWrapper):
     """What ``DistributedModelParallel`` wraps the dense part in: TorchRec's DDP with another all-reduce.
@@ -44,10 +46,12 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     Args:
         mesh: of the job.
         precision: of step 2; ``"bf16"`` halves its bytes and rounds gradients to 8 bits.
+        ranks_per_host: where hosts are larger or smaller than that: so many neighbouring ranks are a host.
+        bucket_cap_mb: how much is reduced at once; smaller than DDP's 25, so that the first is on its way early.
         options: of TorchRec's ``DefaultDataParallelWrapper``, such as ``bucket_cap_mb``.
 
     Raises:
-        InputError: an unknown precision.
+        InputError: an unknown precision, or hosts that do not divide the ranks.
 
     Example::
 
@@ -55,15 +59,24 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         model = DistributedModelParallel(task, plan=plan, sharders=sharders, data_parallel_wrapper=dense)
     """
 
-    def __init__(self, mesh: TowerMesh, *, precision: SyncPrecision = "fp32", **options: Any) -> None:
+    def __init__(
+        self,
+        mesh: TowerMesh,
+        *,
+        precision: SyncPrecision = "fp32",
+        ranks_per_host: int | None = None,
+        bucket_cap_mb: float = _BUCKET_MB,
+        **options: Any,
+    ) -> None:
         if precision not in ("fp32", "bf16"):
             raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
-        super().__init__(**options)
+        super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
         topology = mesh.topology
-        self._inside = mesh.new_group(topology.host_groups())
+        hosts = topology.host_groups() if ranks_per_host is None else _blocks(topology.world_size, ranks_per_host)
+        self._inside = mesh.new_group(hosts)
         # On the peers' own connections, where they are the same ranks: what is sent there goes in order, so the
         # gradients of tower outputs, which more depends on, come first.
-        across = topology.cross_host_groups()
+        across = [list(ranks) for ranks in zip(*hosts, strict=True)]
         same = sorted(across) == sorted(sorted(group) for group in topology.peer_groups())
         self._across = mesh.peer_group if same else mesh.new_group(across)
         self._dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -95,6 +108,15 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
             mean = bucket.part.to(bucket.gradients.dtype) / (self._inside.size() * self._across.size())
             bucket.gradients.copy_(gather_parts(mean, self._inside)[: bucket.gradients.numel()])
         self._pending = []
+
+
+def _blocks(world_size: int, ranks_per_host: int) -> list[list[int]]:
+    if ranks_per_host < 1 or world_size % ranks_per_host:
+        raise InputError(
+            f"HierarchicalDataParallel: ranks_per_host={ranks_per_host} does not divide the {world_size} ranks of the "
+            "job; give the ranks of one host."
+        )
+    return [list(range(first, first + ranks_per_host)) for first in range(0, world_size, ranks_per_host)]
 
 
 @dataclass(frozen=True)

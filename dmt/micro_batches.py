@@ -90,8 +90,9 @@ class MicroBatches:
                 a sharded module that is not called once.
         """
         batch_sizes = {ids.stride() for ids in _leaves((args, kwargs)) if isinstance(ids, KeyedJaggedTensor)}
-        if any(isinstance(leaf, torch.fx.Proxy) for leaf in _leaves((args, kwargs))):
-            return self._forward(*args, **kwargs)  # a train pipeline reads the model
+        is_traced = any(isinstance(leaf, torch.fx.Proxy) for leaf in _leaves((args, kwargs)))  # by a train pipeline
+        if is_traced or self._num == 1:
+            return self._forward(*args, **kwargs)
         if len(batch_sizes) != 1:
             raise InputError(
                 f"MicroBatches reads the batch size off the KeyedJaggedTensor that {type(self._module).__name__} is "

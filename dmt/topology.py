@@ -157,10 +157,6 @@ class TowerTopology:
             groups.setdefault(self.host(rank), []).append(rank)
         return [groups[host] for host in sorted(groups)]
 
-    def cross_host_groups(self) -> list[list[int]]:
-        """Ranks that stand at one place in their `host`, one for each host."""
-        return [list(ranks) for ranks in zip(*self.host_groups(), strict=True)]
-
     def peer_order(self) -> list[int]:
         """The ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c.
 
