@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dmt.dense_reduce import HierarchicalDataParallel as HierarchicalDataParallel
     from dmt.errors import InputError as InputError
     from dmt.mesh import TowerMesh as TowerMesh
     from dmt.micro_batches import MicroBatches as MicroBatches
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ExchangePrecision": "dmt.precision",
+    "HierarchicalDataParallel": "dmt.dense_reduce",
     "InputError": "dmt.errors",
     "MicroBatches": "dmt.micro_batches",
     "ReplicaSync": "dmt.replicas",
@@ -41,6 +43,7 @@ _HOME = {
 
 __all__ = [
     "ExchangePrecision",
+    "HierarchicalDataParallel",
     "InputError",
     "MicroBatches",
     "ReplicaSync",

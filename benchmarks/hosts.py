@@ -1,0 +1,269 @@
+"""Hosts played on one machine: Linux network namespaces joined by wires of a set rate. Needs root, `ip` and `tc`.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.hosts --hosts 2 --ranks-per-host 2 --mbit 200
+
+makes hosts and prints how close the wire comes to bytes / rate.
+
+Measured on two busy cores (load 7 to 13) at 200 Mbit/s, 2 hosts of 2 ranks, 25 or 50 MB each way: all-to-all and pairs
+1.01 to 1.05 times bytes / rate, one flow and two flows 1.01, of which headers are 0.007; of flows at once the first
+is done at 0.99 of the last's time. Four hosts of one rank: 1.06. That is the wire; `all_to_all_single` of Gloo takes
+1.0 to 2.1 times bytes / rate on it, see `benchmarks.wire`. How the settings were chosen, with plain sockets on the idle
+machine: packets of 1,500 bytes 1.046, of 9,000 bytes 1.008; a queue of 0.4 MB 1.04 and unfair (0.63 to 0.95), of 1 to
+16 MB 1.008; bursts of 0.5 to 8 ms alike. A small message beside four large flows came back after 43 ms, and after
+6.5 ms with little queued per connection (`benchmarks.namespaces.set_packets`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import click
+
+from benchmarks.agents import run_agents
+from benchmarks.namespaces import (
+    MTU,
+    add_namespace,
+    check_machine,
+    exists,
+    in_namespace,
+    kill_processes,
+    limit_interface,
+    remove_namespace,
+    remove_stale_namespaces,
+    run_tool,
+    set_packets,
+)
+from dmt.errors import InputError
+
+__all__ = ["MAX_HOSTS", "UPLINK", "EmulatedHosts", "main", "sent_bytes"]
+
+UPLINK = "up0"
+"""Name of the network interface to the other hosts, the same on every host."""
+MAX_HOSTS = 64
+"""More than that is a slip of the pen on one machine."""
+
+
+def sent_bytes(interface: str) -> int:
+    """Bytes that an interface of the calling process's network namespace has sent, from ``/proc/net/dev``.
+
+    Raises:
+        InputError: there is no such interface.
+
+    Example:
+        >>> sent_bytes("lo") >= 0
+        True
+    """
+    return _sent_bytes(Path("/proc/net/dev").read_text(), interface)
+
+
+def _sent_bytes(table: str, interface: str) -> int:
+    names = []
+    for line in table.splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        names.append(name.strip())
+        if names[-1] == interface:
+            return int(numbers.split()[8])
+    raise InputError(
+        f"interface={interface!r} is not in /proc/net/dev, which has {', '.join(names)}. Name one of them."
+    )
+
+
+class EmulatedHosts:
+    """H hosts on this machine, each a network namespace with one uplink to a switch; a context manager.
+
+    What a host sends and what it receives are limited to the rate, each by itself, as on a full-duplex network card;
+    inside a host nothing is limited. Only namespaces named ``dmt-PID-...`` are made; the machine's own network is not
+    touched. They are removed at the end, after an exception, Ctrl-C or SIGTERM, with all processes in them. What a
+    killed run left is removed when the next one starts.
+
+    Args:
+        num_hosts: H, 1 to 64.
+        mbit_per_s: rate of every uplink in each direction; None for no limit.
+
+    Raises:
+        InputError: a value is out of range, the user is not root, iproute2 is absent, or a name is taken.
+
+    Example::
+
+        with EmulatedHosts(2, mbit_per_s=200) as hosts:
+            hosts.torchrun(["-m", "benchmarks.wire", "spec.json"], ranks_per_host=2, timeout=60)
+    """
+
+    def __init__(self, num_hosts: int, *, mbit_per_s: float | None) -> None:
+        if not 1 <= num_hosts <= MAX_HOSTS:
+            raise InputError(f"num_hosts={num_hosts} is not in 1 to {MAX_HOSTS}. Give a number of hosts in between.")
+        _check_rate(mbit_per_s)
+        check_machine()
+        self.num_hosts = num_hosts
+        self._mbit_per_s: float | None = None
+        self._first_rate = mbit_per_s
+        self._switch = f"dmt-{os.getpid()}-switch"
+        self._hosts = [f"dmt-{os.getpid()}-h{host}" for host in range(num_hosts)]
+        self._handlers: dict[int, Any] = {}
+        remove_stale_namespaces()
+        for name in (self._switch, *self._hosts):
+            if exists(name):
+                raise InputError(
+                    f"Network namespace {name} exists already and was not made here. "
+                    f"Leave the hosts made before, or remove it with `ip netns delete {name}`."
+                )
+
+    @property
+    def mbit_per_s(self) -> float | None:
+        """Rate of every uplink in each direction; None where there is no limit."""
+        return self._mbit_per_s
+
+    def namespace(self, host: int) -> str:
+        """Name of a host's network namespace, for ``ip netns exec``."""
+        return self._hosts[host]
+
+    def address(self, host: int) -> str:
+        """A host's IPv4 address."""
+        return f"10.77.0.{host + 1}"
+
+    def __enter__(self) -> EmulatedHosts:
+        self._catch_signals()
+        try:
+            self._make()
+            self.set_rate(self._first_rate)
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def set_rate(self, mbit_per_s: float | None) -> None:
+        """Changes the rate of every uplink, in both directions; None for no limit.
+
+        Raises:
+            InputError: the rate is out of range.
+        """
+        _check_rate(mbit_per_s)
+        for host, name in enumerate(self._hosts):
+            set_packets(name, UPLINK, mbit_per_s)
+            for namespace, interface in ((name, UPLINK), (self._switch, f"port{host}")):
+                limit_interface(namespace, interface, before=self._mbit_per_s, after=mbit_per_s)
+        self._mbit_per_s = mbit_per_s
+
+    def uplink_bytes(self) -> list[int]:
+        """Bytes that each host has sent on its uplink since it was made."""
+        tables = [run_tool("ip", "netns", "exec", name, "cat", "/proc/net/dev") for name in self._hosts]
+        return [_sent_bytes(table, UPLINK) for table in tables]
+
+    def torchrun(
+        self,
+        arguments: Sequence[str],
+        *,
+        ranks_per_host: int,
+        timeout: float,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Runs a job with one agent of ``torchrun`` per host, ranks in host order, from the repository's root.
+
+        Host 0's output passes through. At the end no process is left on the hosts.
+
+        Args:
+            arguments: what follows torchrun's own options: a script or ``-m`` and a module, with arguments.
+            ranks_per_host: ranks on every host.
+            timeout: seconds after which all agents are killed.
+            env: added to this process's environment.
+
+        Raises:
+            RuntimeError: an agent failed; the message ends with the last lines of every host.
+            TimeoutError: the job is not done in time.
+        """
+        # PyTorch warns of every address that has no name; the user's own settings win over these two.
+        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        try:
+            run_agents(
+                [self._agent(host, ranks_per_host, arguments) for host in range(self.num_hosts)],
+                timeout=timeout,
+                env={**quiet, **os.environ, "GLOO_SOCKET_IFNAME": UPLINK, **(env or {})},
+            )
+        finally:
+            for name in self._hosts:
+                kill_processes(name)
+
+    def _agent(self, host: int, ranks_per_host: int, arguments: Sequence[str]) -> list[str]:
+        return in_namespace(
+            self._hosts[host],
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(f"--nnodes={self.num_hosts}", f"--node-rank={host}", f"--nproc-per-node={ranks_per_host}"),
+            *(f"--master-addr={self.address(0)}", "--master-port=29500", f"--local-addr={self.address(host)}"),
+            *arguments,
+        )
+
+    def _make(self) -> None:
+        mtu = ("mtu", str(MTU))
+        switch = ("ip", "-n", self._switch)
+        for name in (self._switch, *self._hosts):
+            add_namespace(name)
+        run_tool(*switch, "link", "add", "switch", "type", "bridge", "mcast_snooping", "0")
+        run_tool(*switch, "link", "set", "switch", *mtu, "up")
+        for host, name in enumerate(self._hosts):
+            port, wire = f"port{host}", ("peer", "name", UPLINK, *mtu, "netns", name)
+            run_tool(*switch, "link", "add", port, *mtu, "type", "veth", *wire)
+            run_tool(*switch, "link", "set", port, "master", "switch", "up")
+            run_tool("ip", "-n", name, "link", "set", UPLINK, "up")
+            run_tool("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", UPLINK)
+
+    def _catch_signals(self) -> None:
+        """Makes of SIGTERM and SIGHUP an exception, unless the program has its own way with them."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                self._handlers[number] = signal.signal(number, _leave)
+
+    def _close(self) -> None:
+        # A stack goes through all of it, whatever fails.
+        with contextlib.ExitStack() as stack:
+            for number, handler in self._handlers.items():
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, signal.SIG_IGN)
+            for name in (self._switch, *self._hosts):
+                stack.callback(remove_namespace, name)
+        self._handlers.clear()
+        self._mbit_per_s = None
+
+
+def _check_rate(mbit_per_s: float | None) -> None:
+    if mbit_per_s is not None and not 1 <= mbit_per_s <= 1e6:
+        raise InputError(f"mbit_per_s={mbit_per_s} is not in 1 to 1,000,000. Give Mbit/s, or None for no limit.")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--hosts", "num_hosts", type=click.IntRange(2, MAX_HOSTS), default=2)
+@click.option("--ranks-per-host", type=click.IntRange(1), default=2)
+@click.option("--mbit", type=click.FloatRange(1), default=200.0, help="Mbit/s of every uplink, each direction.")
+@click.option("--megabytes", type=click.FloatRange(0.1), default=25.0, help="What a rank sends in one all-to-all.")
+def main(*, num_hosts: int, ranks_per_host: int, mbit: float, megabytes: float) -> None:
+    """Holds the emulated wire against bytes / rate."""
+    from benchmarks.wire import check_table, wire_checks
+
+    try:
+        with EmulatedHosts(num_hosts, mbit_per_s=mbit) as hosts:
+            checks = wire_checks(hosts, ranks_per_host, mbit, bytes_per_rank=round(megabytes * 1e6))
+    except InputError as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(check_table(checks))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""From a contender's name to its sharded model on this rank: `build_contender`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+
+from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
+from benchmarks.steps.flat import flat_plan, flat_sharders
+from benchmarks.steps.inputs import Batches, benchmark_tables
+from benchmarks.steps.setting import Setting
+from benchmarks.steps.torchrec_towers import NOTES, startable_on_cpu, tower_plan_by_hand, tower_sharders
+from benchmarks.steps.towers import own_planner, own_sharders, own_topology, own_towers, own_wrapper
+from dmt import MicroBatches, ReplicaSync, TowerMesh, TowerTopology
+from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
+from dmt.models.presets import CRITEO_DENSE_FEATURES
+from dmt.training.build import ClickTask, build_optimizer
+from dmt.training.config import OptimizerConfig
+from dmt.training.sharding import fused_params
+
+__all__ = ["OPTIMIZER", "Built", "Meshes", "build_contender", "build_plain"]
+
+OPTIMIZER = OptimizerConfig(dense="sgd", dense_lr=0.05, sparse_lr=0.05, sparse_eps=1e-6, warmup_steps=0)
+"""Row-wise AdaGrad for the tables, fused by FBGEMM, and SGD for everything else."""
+
+
+@dataclass
+class Meshes:
+    """Process groups, made once for each topology: every set of them costs connections and threads."""
+
+    by_topology: dict[TowerTopology, TowerMesh] = field(default_factory=dict)
+
+    def get(self, topology: TowerTopology) -> TowerMesh:
+        """The groups of a topology; collective at its first use."""
+        if topology not in self.by_topology:
+            self.by_topology[topology] = TowerMesh(topology)
+        return self.by_topology[topology]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A contender on this rank, ready to train."""
+
+    contender: Contender
+    model: DistributedModelParallel
+    """Around a `ClickTask`."""
+    optimizer: Any
+    pipeline: TrainPipelineBase[Any, Any] | TrainPipelineSparseDist[Any, Any]
+    batches: Batches
+    """What the pipeline trains on."""
+    plan: ShardingPlan
+    topology: TowerTopology | None
+    """Of this library's contenders."""
+    replicas: ReplicaSync | None
+    """Averages only when asked to."""
+    notes: str
+
+    def step(self) -> Any:
+        """Trains on the next batch; what `ClickTask` returns beside the loss. Collective."""
+        output = self.pipeline.progress(self.batches)
+        if self.replicas is not None:
+            self.replicas.step()
+        return output
+
+    def finish(self) -> None:
+        """Trains on what the pipeline has begun, and takes it off the model, which can then be run by itself."""
+        self.batches.close()
+        with suppress(StopIteration):
+            while True:
+                self.step()
+        if isinstance(self.pipeline, TrainPipelineSparseDist):
+            self.pipeline.detach()
+
+
+def build_plain(contender: Contender, setting: Setting, *, tables_device: str | None = None) -> ClickTask:
+    """The unsharded model, the same for all contenders of one ``plain_model``; weights come from PyTorch's seed.
+
+    Args:
+        contender: which model.
+        setting: sizes of the job.
+        tables_device: ``"meta"`` for tables that only the sharded ranks will hold. TorchRec's tower sharder wants
+            dense parts with their weights.
+    """
+    tables = benchmark_tables(setting)
+    if not contender.has_towers:
+        return ClickTask(
+            DLRM(
+                tables=tables,
+                dense_in_features=CRITEO_DENSE_FEATURES,
+                make_sparse_arch=lambda tables, _: flat_sparse_arch(tables, tables_device),
+            )
+        )
+    return ClickTask(
+        DMTDLRM(
+            tables=tables,
+            tower_plan=own_towers(contender, setting),
+            dense_in_features=CRITEO_DENSE_FEATURES,
+            tower_dim=EMBEDDING_DIM // contender.compression,
+            make_sparse_arch=lambda tables, plan, modules, _: tower_sparse_arch(tables, plan, modules, tables_device),
+        )
+    )
+
+
+def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batches: Batches) -> Built:
+    """Builds and shards a contender; collective, and needs ``LOCAL_WORLD_SIZE`` = ``ranks_per_host`` for TorchRec's.
+
+    Args:
+        contender: what to build.
+        setting: sizes of the job.
+        meshes: shared by all contenders of the job.
+        batches: of this rank, for this contender alone.
+
+    Raises:
+        InputError: it cannot be had with these sizes.
+    """
+    model = build_plain(contender, setting, tables_device="meta")
+    fused = fused_params(OPTIMIZER)
+    sharders: Sequence[Any]
+    topology = mesh = None
+    if contender.family == "flat":
+        sharders = flat_sharders(contender, fused)
+        plan = flat_plan(contender, setting, model, sharders[0])
+    elif contender.family == "etc":
+        sharders = tower_sharders(contender, fused)
+        plan = tower_plan_by_hand(contender, setting, model, sharders[0])
+    else:
+        topology = own_topology(contender, setting)
+        mesh = meshes.get(topology)
+        sharders = own_sharders(contender, mesh, own_towers(contender, setting), fused)
+        plan = own_planner(topology, setting).plan(model, sharders)
+    cpu = torch.device("cpu")
+    with startable_on_cpu() if contender.family == "etc" else nullcontext():
+        sharded = DistributedModelParallel(
+            model,
+            device=cpu,
+            plan=plan,
+            sharders=list(sharders),
+            data_parallel_wrapper=None if mesh is None else own_wrapper(contender, mesh, setting),
+        )
+    if contender.num_micro_batches > 1:
+        MicroBatches(sharded.module.model, num_micro_batches=contender.num_micro_batches)
+    optimizer = build_optimizer(OPTIMIZER, sharded)
+    pipeline = TrainPipelineSparseDist if contender.prefetch else TrainPipelineBase
+    # The interval is beyond any run: the benchmark averages when it wants to measure that.
+    has_replicas = mesh is not None and contender.num_replicas > 1
+    return Built(
+        contender=contender,
+        model=sharded,
+        optimizer=optimizer,
+        pipeline=pipeline(sharded, optimizer, cpu),
+        batches=batches,
+        plan=plan,
+        topology=topology,
+        replicas=ReplicaSync(sharded, mesh, interval=10**9) if has_replicas and mesh is not None else None,
+        notes=NOTES if contender.family == "etc" else "",
+    )

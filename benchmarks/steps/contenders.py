@@ -1,0 +1,191 @@
+"""`Contender`: what the step benchmark compares, by name. Pure: reading names needs neither PyTorch nor TorchRec.
+
+======================  ==============================================================================================
+name                    what it is
+======================  ==============================================================================================
+``flat-tw``             DLRM, sharded by TorchRec table-wise; ``-cw``, ``-rw``, ``-twrw``, ``-grid`` likewise
+``etc-cr2``             DMT-DLRM, sharded by TorchRec's ``EmbeddingTowerCollectionSharder``, column-wise inside towers
+``etc-cr2-twrw``        the same, row-wise inside towers
+``sptt``                DLRM in this library's tower dataflow, nothing else changed
+``dmt-cr2``             DMT-DLRM in this library's towers; towers send 1/2 of the numbers (1/4, ... with cr4, ...)
+``sptt-2d``             two replicas of the tables inside each host (2D sparse parallelism); ``dmt-cr2-2d`` likewise
+``...+fp16``            outputs and their gradients travel as FP16
+``...+prefetch``        TorchRec's ``TrainPipelineSparseDist``: ids travel one batch ahead
+``...+hier``            dense gradients reduced host by host (`dmt.HierarchicalDataParallel`)
+``...+mb8``             8 micro-batches (`dmt.MicroBatches`); ``+mb2``, ``+mb4`` likewise
+``...+rank-towers``     a tower on each rank instead of each host
+``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
+``...+global``          ids take the global route (`dmt.global_route`)
+======================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from dmt.errors import InputError, nearest
+
+__all__ = ["EMBEDDING_DIM", "FLAT_SCHEMES", "OWN_OPTIONS", "Contender", "all_contenders", "parse_contender", "select"]
+
+Family = Literal["flat", "etc", "sptt", "dmt"]
+
+EMBEDDING_DIM = 128
+"""N, columns of every table."""
+FLAT_SCHEMES = {
+    "tw": "table_wise",
+    "cw": "column_wise",
+    "rw": "row_wise",
+    "twrw": "table_row_wise",
+    "grid": "grid_shard",
+}
+OWN_OPTIONS = ("all", "hier", "mb2", "mb4", "mb8", "rank-towers", "global")
+"""What only this library's contenders can have, carried out in `benchmarks.steps.towers`."""
+_RATIOS = (2, 4, 8, 16)
+_NAME = re.compile(
+    r"(?P<family>flat|etc|sptt|dmt)(-cr(?P<ratio>\d+))?(-(?P<scheme>tw|cw|rw|twrw|grid))?(?P<replicas>-2d)?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to train; made by `parse_contender`."""
+
+    name: str
+    family: Family
+    scheme: str
+    """How tables are cut: of flat and TorchRec's towers TorchRec's name; ``"planner"`` for this library's."""
+    compression: int = 1
+    """Numbers of a sample that enter the towers over those that leave them."""
+    precision: Literal["fp32", "fp16"] = "fp32"
+    """Of outputs and gradients between ranks (flat, TorchRec's towers) or between towers (ours)."""
+    prefetch: bool = False
+    """Whether ids travel one batch ahead."""
+    num_replicas: int = 1
+    """R, copies of the tables, all inside a host."""
+    options: tuple[str, ...] = ()
+    """Of `OWN_OPTIONS`."""
+
+    @property
+    def has_towers(self) -> bool:
+        """Whether the model is DMT-DLRM."""
+        return self.family in ("etc", "dmt")
+
+    @property
+    def plain_model(self) -> str:
+        """Contenders of one plain model compute the same."""
+        towers = "rank" if self.has_rank_towers else "host"
+        return (
+            f"DMT-DLRM D={EMBEDDING_DIM // self.compression}, a tower for each {towers}" if self.has_towers else "DLRM"
+        )
+
+    @property
+    def has_rank_towers(self) -> bool:
+        """Whether each rank is a tower of its own."""
+        return "rank-towers" in self.options
+
+    @property
+    def num_micro_batches(self) -> int:
+        """K."""
+        if "all" in self.options:
+            # They cost a little: fewer where there is less to hide.
+            return 8 if self.compression <= 4 else 4
+        return max((int(option[2:]) for option in self.options if option.startswith("mb")), default=1)
+
+    @property
+    def has_hierarchical_reduce(self) -> bool:
+        """Whether dense gradients are reduced host by host."""
+        return "hier" in self.options or "all" in self.options
+
+
+def parse_contender(name: str) -> Contender:
+    """Reads a contender's name; the parts after ``+`` come in any order.
+
+    Raises:
+        InputError: the name says nothing, or something that its family cannot have.
+
+    Example:
+        >>> parse_contender("dmt-cr4+fp16").compression, parse_contender("flat-grid+prefetch+fp16").name
+        (4, 'flat-grid+fp16+prefetch')
+        >>> parse_contender("flat-rv")
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: Contender 'flat-rv' is unknown. Did you mean 'flat-rw'?
+    """
+    base, *extras = name.split("+")
+    found = _NAME.fullmatch(base)
+    if found is None:
+        raise InputError(f"Contender {name!r} is unknown.{nearest(name, [c.name for c in all_contenders()])}")
+    family, ratio = found["family"], found["ratio"]
+    is_ours = family in ("sptt", "dmt")
+    known = ["fp16", "prefetch", *(OWN_OPTIONS if is_ours else ())]
+    wrong = next((extra for extra in extras if extra not in known or extras.count(extra) > 1), None)
+    if wrong is not None:
+        raise InputError(f"Contender {name!r}: +{wrong} is unknown or doubled; {family} takes each of {known} once.")
+    if (ratio is not None) != (family in ("etc", "dmt")):
+        raise InputError(f"Contender {name!r}: -cr is for etc and dmt, which need it, and for no other.")
+    if ratio is not None and (EMBEDDING_DIM % int(ratio) or int(ratio) < 2):
+        raise InputError(f"Contender {name!r}: the ratio must divide {EMBEDDING_DIM} and be at least 2.")
+    if found["replicas"] and not is_ours:
+        raise InputError(f"Contender {name!r}: -2d is for sptt and dmt only.")
+    return Contender(
+        name="+".join([base, *(extra for extra in known if extra in extras)]),
+        family=family,
+        scheme=_scheme(name, family, found["scheme"]),
+        compression=int(ratio or 1),
+        precision="fp16" if "fp16" in extras else "fp32",
+        prefetch="prefetch" in extras or "all" in extras,
+        num_replicas=2 if found["replicas"] else 1,
+        options=tuple(extra for extra in OWN_OPTIONS if extra in extras),
+    )
+
+
+def _scheme(name: str, family: str, scheme: str | None) -> str:
+    if family == "flat" and scheme is not None:
+        return FLAT_SCHEMES[scheme]
+    if family == "etc" and scheme in (None, "twrw"):
+        return "table_column_wise" if scheme is None else "table_row_wise"
+    if family in ("sptt", "dmt") and scheme is None:
+        return "planner"
+    raise InputError(
+        f"Contender {name!r}: flat needs one of {list(FLAT_SCHEMES)} after the name, etc takes twrw or nothing, sptt "
+        "and dmt take none."
+    )
+
+
+def all_contenders() -> tuple[Contender, ...]:
+    """Everything that a full run compares, in the order of its tables."""
+    extras = ("", "+fp16", "+prefetch", "+fp16+prefetch")
+    names = [f"flat-{scheme}{extra}" for scheme in FLAT_SCHEMES for extra in extras]
+    names += [
+        f"etc-cr{ratio}{inside}{extra}" for ratio in (2, 4) for inside in ("", "-twrw") for extra in ("", "+prefetch")
+    ]
+    names += ["sptt", "sptt+fp16", "sptt+all", "sptt+fp16+all"]
+    names += [f"dmt-cr2{extra}" for extra in (*extras, "+hier", "+mb8")]
+    names += [f"dmt-cr{ratio}" for ratio in _RATIOS[1:]]
+    names += [f"dmt-cr{ratio}{extra}" for ratio in _RATIOS for extra in ("+all", "+fp16+all", "+all+rank-towers")]
+    names += ["dmt-cr16+fp16+all+rank-towers", "sptt-2d+all", "dmt-cr2-2d+all"]
+    return tuple(parse_contender(name) for name in names)
+
+
+def select(patterns: Sequence[str]) -> tuple[Contender, ...]:
+    """Contenders by name or pattern, each once: those of `all_contenders` that match, or one that is spelled out.
+
+    Raises:
+        InputError: a pattern matches nothing.
+
+    Example:
+        >>> [contender.name for contender in select(["flat-?w", "dmt-cr32"])]
+        ['flat-tw', 'flat-cw', 'flat-rw', 'dmt-cr32']
+    """
+    chosen: dict[str, Contender] = {}
+    for pattern in patterns:
+        matching = [contender for contender in all_contenders() if fnmatchcase(contender.name, pattern)]
+        if not matching and any(sign in pattern for sign in "*?["):
+            raise InputError(f"No contender matches {pattern!r}. Write e.g. 'dmt-*' or 'flat-tw'.")
+        for contender in matching or [parse_contender(pattern)]:
+            chosen[contender.name] = contender
+    return tuple(chosen.values())

@@ -1,0 +1,145 @@
+"""One turn of a contender on this rank: clocks of every step, bytes on the uplink, peak memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.hosts import sent_bytes
+from benchmarks.steps.build import Built
+from dmt.traffic import Traffic, TrafficMeter
+from dmt.training.data.batch import ClickBatch
+
+__all__ = ["Clocks", "Turn", "count_traffic", "run_turn", "time_sync"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clocks:
+    """Seconds on several clocks, since some moment or between two."""
+
+    seconds: float
+    """On the wall."""
+    cpu: float
+    """Of cores, by all threads of this process."""
+    main_cpu: float
+    """Of a core, by the main thread."""
+    no_core: float
+    """The main thread could have run but had no core."""
+
+    @property
+    def waiting(self) -> float:
+        """The main thread slept: it waited for others, which here is communication."""
+        return self.seconds - self.main_cpu - self.no_core
+
+    @classmethod
+    def read(cls) -> Clocks:
+        """The clocks now; to be called on the main thread."""
+        # The second number: nanoseconds spent waiting on a run queue.
+        delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+        return cls(
+            seconds=time.perf_counter(),
+            cpu=time.process_time(),
+            main_cpu=time.thread_time(),
+            no_core=delay / 1e9,
+        )
+
+    def since(self, earlier: Clocks) -> Clocks:
+        """The time from an earlier reading to this one."""
+        return Clocks(
+            seconds=self.seconds - earlier.seconds,
+            cpu=self.cpu - earlier.cpu,
+            main_cpu=self.main_cpu - earlier.main_cpu,
+            no_core=self.no_core - earlier.no_core,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one rank saw in one turn."""
+
+    steps: list[Clocks]
+    uplink_bytes: int | None
+    """Sent by this host in the whole turn; None off emulated hosts."""
+    peak_bytes: int | None
+    """Memory above what the process had before; None where it was not asked for."""
+
+
+def run_turn(built: Built, num_steps: int, *, with_memory: bool) -> Turn:
+    """Trains a few steps between two barriers. Collective."""
+    before = _start_peak() if with_memory else None
+
+    def steps() -> list[Clocks]:
+        readings = [Clocks.read()]
+        for _ in range(num_steps):
+            built.step()
+            readings.append(Clocks.read())
+        return [later.since(earlier) for earlier, later in pairwise(readings)]
+
+    clocks, uplink = _between_barriers(steps)
+    peak = None if before is None else _status_bytes("VmHWM") - before
+    return Turn(steps=clocks, uplink_bytes=uplink, peak_bytes=peak)
+
+
+def time_sync(built: Built) -> Turn:
+    """Averages the replicas once, as a turn of one step. Collective."""
+
+    def sync() -> list[Clocks]:
+        assert built.replicas is not None, "there is nothing to average"
+        start = Clocks.read()
+        built.replicas.sync()
+        return [Clocks.read().since(start)]
+
+    clocks, uplink = _between_barriers(sync)
+    return Turn(steps=clocks, uplink_bytes=uplink, peak_bytes=None)
+
+
+def count_traffic(built: Built, batch: ClickBatch, host_of: Callable[[int], int]) -> Traffic:
+    """The bytes that all ranks send in one more step, by kind; the pipeline must be detached. Collective."""
+    built.optimizer.zero_grad()
+    meter = TrafficMeter(host_of=host_of)
+    with meter:
+        loss, _ = built.model(batch)
+        with meter.phase("backward"):
+            loss.backward()
+    world = dist.group.WORLD
+    assert world is not None, "the default group exists once torch.distributed is initialized"
+    return meter.total(world)
+
+
+def _between_barriers(work: Callable[[], list[Clocks]]) -> tuple[list[Clocks], int | None]:
+    dist.barrier()
+    before = _sent()
+    clocks = work()
+    # Others may be in the middle of a step, and what they send is part of the turn.
+    dist.barrier()
+    after = _sent()
+    return clocks, None if before is None or after is None else after - before
+
+
+def _sent() -> int | None:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return None if interface is None else sent_bytes(interface)
+
+
+def _start_peak() -> int:
+    """Begins a new peak, and returns the memory in use."""
+    # Freed memory that the allocator keeps would hide what the turn takes.
+    trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (kilobytes,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return 1024 * int(kilobytes)

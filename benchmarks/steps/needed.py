@@ -1,0 +1,73 @@
+"""Bytes that a step must send across hosts, by arithmetic: `needed_bytes`. Pure.
+
+Legend: H hosts, L ranks on each, W = H L ranks, B samples per rank. What one host sends away goes to B (W - L) samples.
+
+======== ==============================================================================================================
+kind     counted, all hosts together
+======== ==============================================================================================================
+ids      to every host that holds a part of a table: 4 bytes per sample of the other hosts (a length), and 8 (an id) for
+         the share of the table's rows that the host holds
+forward  from every host, for each sample of the others: the columns of which it holds a part (partial sums of a host
+         are added before they leave it), or the columns that its towers put out
+backward as forward, the other way
+dense    a reduction inside hosts first, then a ring between them: 2 (H - 1) times the gradients, in FP32
+======== ==============================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.steps.setting import Setting
+
+__all__ = ["HostShare", "needed_bytes"]
+
+_ID_BYTES, _LENGTH_BYTES = 8, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostShare:
+    """What one host holds of one table, each number of it counted once."""
+
+    host: int
+    columns: int
+    """Columns of which it holds some rows."""
+    rows: float
+    """Rows of which it holds some columns, as a share of all."""
+
+
+def needed_bytes(
+    setting: Setting,
+    shares: Sequence[HostShare],
+    *,
+    dense_bytes: int,
+    number_bytes: int,
+    tower_columns: Mapping[int, int] | None = None,
+) -> dict[str, int]:
+    """Bytes that all hosts together must send to others in one step.
+
+    Args:
+        setting: sizes of the job.
+        shares: of every table and host that holds some of it.
+        dense_bytes: gradients of the parameters that all ranks hold.
+        number_bytes: of a number of an output or its gradient as it is sent.
+        tower_columns: by host what its towers put out; None where the tables' columns travel themselves.
+
+    Example:
+        Two hosts of two ranks, each with a table of 8 columns; 10 samples a rank.
+
+        >>> shares = [HostShare(host=0, columns=8, rows=1.0), HostShare(host=1, columns=8, rows=1.0)]
+        >>> needed_bytes(Setting(batch_size=10), shares, dense_bytes=100, number_bytes=4)
+        {'ids': 480, 'forward': 1280, 'backward': 1280, 'dense': 200}
+    """
+    samples = setting.batch_size * (setting.world_size - setting.ranks_per_host)
+    ids = sum(samples * (_LENGTH_BYTES + _ID_BYTES * share.rows) for share in shares)
+    columns = sum(share.columns for share in shares) if tower_columns is None else sum(tower_columns.values())
+    outputs = samples * columns * number_bytes
+    return {
+        "ids": round(ids),
+        "forward": outputs,
+        "backward": outputs,
+        "dense": 2 * (setting.hosts - 1) * dense_bytes,
+    }

@@ -1,0 +1,148 @@
+"""One rank of the step benchmark: builds all contenders, checks them, and times them in turns.
+
+    torchrun --nproc-per-node 4 -m benchmarks.steps.rank spec.json
+
+The spec is JSON: ``setting`` (fields of `Setting`), ``contenders`` (names) and ``out`` (where rank 0 writes the run,
+after every round). `benchmarks.train_step` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.steps.build import Built, Meshes, build_contender
+from benchmarks.steps.check import (
+    PlainModel,
+    check_batches,
+    check_losses,
+    load_weights,
+    losses_of,
+    plain_weights,
+)
+from benchmarks.steps.contenders import Contender, parse_contender
+from benchmarks.steps.inputs import Batches, benchmark_tables, random_batch
+from benchmarks.steps.measure import count_traffic, run_turn, time_sync
+from benchmarks.steps.record import Record
+from benchmarks.steps.setting import Setting
+from benchmarks.steps.shares import needed_by, weight_bytes
+from dmt.collectives import gather_objects
+from dmt.errors import InputError
+from dmt.training.data.batch import ClickBatch
+
+__all__ = ["build_checked", "main", "run_job"]
+
+_TIMEOUT = timedelta(minutes=10)
+_POOL = 3
+
+
+def main(spec_path: str) -> None:
+    """Runs the job that a spec describes; every rank of it calls this."""
+    spec = json.loads(Path(spec_path).read_text())
+    setting = Setting(**spec["setting"])
+    # Hosts may be played by one machine, where torchrun counts all ranks as local.
+    os.environ["LOCAL_WORLD_SIZE"] = str(setting.ranks_per_host)
+    # It says of every data-wise table that it is not cached.
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    if dist.get_world_size() != setting.world_size:
+        raise InputError(f"The spec is for {setting.world_size} ranks, the job has {dist.get_world_size()}.")
+    try:
+        run_job(setting, [parse_contender(name) for name in spec["contenders"]], Path(spec["out"]))
+        # Leaving while a peer still talks aborts it now and then.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def run_job(setting: Setting, contenders: Sequence[Contender], out: Path) -> None:
+    """Builds, checks, times and counts all contenders; rank 0 writes the run to ``out``. Collective.
+
+    Args:
+        setting: sizes of the job.
+        contenders: what to compare.
+        out: a JSON file.
+    """
+    world, rank = _world(), dist.get_rank()
+    record = Record(setting, contenders, out) if rank == 0 else None
+    tables = benchmark_tables(setting)
+    pool = [random_batch(tables, setting.batch_size, setting.seed, i, rank) for i in range(_POOL)]
+    everything = build_checked(setting, contenders, pool)
+    for built in everything:
+        weights = gather_objects(weight_bytes(built), world)
+        if record is not None:
+            record.add(built.contender.name, weight_bytes=weights, needed=needed_by(built, setting), notes=built.notes)
+    for turn in range(-setting.warm_up_rounds, setting.rounds):
+        order = list(everything)
+        random.Random(f"{setting.seed} {turn}").shuffle(order)
+        for built in order:
+            name = built.contender.name
+            seen = run_turn(built, setting.steps_per_turn, with_memory=turn == 0)
+            sync = time_sync(built) if built.replicas is not None else None
+            turns, syncs = gather_objects(seen, world), gather_objects(sync, world)
+            if record is not None and turn >= 0:
+                record.add_turn(name, turns)
+                if sync is not None:
+                    record.add_sync(name, syncs)
+        if record is not None:
+            record.write()
+            print(f"# round {turn + 1} of {setting.rounds}", flush=True)
+    for built in everything:
+        built.finish()
+        traffic = count_traffic(built, pool[0], setting.host)
+        if record is not None:
+            record.add(built.contender.name, traffic=asdict(traffic))
+    if record is not None:
+        record.write()
+
+
+def build_checked(setting: Setting, contenders: Sequence[Contender], pool: Sequence[ClickBatch]) -> list[Built]:
+    """All contenders, each found to compute what its plain model does. Collective.
+
+    Args:
+        setting: sizes of the job.
+        contenders: what to build.
+        pool: this rank's batches for after the check.
+
+    Raises:
+        RuntimeError: on every rank; one does not, and the message has its name.
+    """
+    world, meshes = _world(), Meshes()
+    everything: dict[str, Built] = {}
+    # One plain model at a time: it and its gradients are as large as all ranks' tables together.
+    by_model = sorted(contenders, key=lambda contender: contender.plain_model)
+    for _, group in groupby(by_model, key=lambda contender: contender.plain_model):
+        same = list(group)
+        weights = plain_weights(same[0], setting)
+        plain = PlainModel(same[0], setting, weights) if dist.get_rank() == 0 else None
+        for contender in same:
+            batches = Batches(check_batches(setting, dist.get_rank()), pool)
+            built = everything[contender.name] = build_contender(contender, setting, meshes, batches)
+            load_weights(built, weights)
+            found = gather_objects(losses_of(built), world)
+            wrong = "" if plain is None else check_losses(contender, found, plain.losses(built))
+            if wrong := gather_objects(wrong, world)[0]:
+                raise RuntimeError(wrong)
+    return [everything[contender.name] for contender in contenders]
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the default group exists once torch.distributed is initialized"
+    return world
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,69 @@
+"""`Setting`: sizes of one job of the step benchmark; its JSON form is the ``setting`` of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dmt.errors import InputError
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What one job runs with.
+
+    Raises:
+        InputError: a size is out of range, or there is only one rank.
+
+    Example:
+        >>> Setting(hosts=2, ranks_per_host=2).world_size
+        4
+        >>> Setting(batch_size=0)
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: Setting: batch_size=0 must be at least 1.
+    """
+
+    hosts: int = 2
+    """Machines, played or real; a tower each."""
+    ranks_per_host: int = 2
+    """L."""
+    mbit_per_s: float | None = 200.0
+    """What each host's uplink carries; None for no limit."""
+    batch_size: int = 4096
+    """B, samples per rank and step."""
+    rounds: int = 7
+    """Measured turns of every contender."""
+    warm_up_rounds: int = 1
+    """Turns that come first and are not counted."""
+    steps_per_turn: int = 2
+    """Steps of a contender before the next one's turn."""
+    seed: int = 0
+    """Of weights, batches and the order of turns."""
+    rows_cap: int = 10_000
+    """Tables have the rows of Criteo-1TB's, at most so many."""
+
+    def __post_init__(self) -> None:
+        at_least_one = ("hosts", "ranks_per_host", "batch_size", "rounds", "steps_per_turn", "rows_cap")
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise InputError(f"Setting: {name}={getattr(self, name)!r} must be at least 1.")
+        if self.warm_up_rounds < 0:
+            raise InputError(f"Setting: warm_up_rounds={self.warm_up_rounds!r} must not be negative.")
+        if self.mbit_per_s is not None and self.mbit_per_s <= 0:
+            raise InputError(f"Setting: mbit_per_s={self.mbit_per_s!r} must be positive, or None for no limit.")
+        if self.world_size < 2:
+            raise InputError(
+                f"Setting: hosts={self.hosts}, ranks_per_host={self.ranks_per_host} is one rank, which has nobody to "
+                "talk to. Use two or more."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.hosts * self.ranks_per_host
+
+    def host(self, rank: int) -> int:
+        """The host of a rank: ranks are host-major."""
+        return rank // self.ranks_per_host

@@ -1,0 +1,99 @@
+"""What each host holds of each table, and the bytes of replicated weights: read from a plan and a built contender."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.types import ShardingPlan
+
+from benchmarks.steps.build import Built
+from benchmarks.steps.contenders import EMBEDDING_DIM
+from benchmarks.steps.needed import HostShare, needed_bytes
+from benchmarks.steps.setting import Setting
+from benchmarks.steps.towers import own_towers
+
+__all__ = ["column_cuts", "host_shares", "needed_by", "table_parameters", "weight_bytes"]
+
+_NUMBER_BYTES = {"fp32": 4, "fp16": 2}
+
+
+def table_parameters(plan: ShardingPlan) -> dict[str, Any]:
+    """TorchRec's ``ParameterSharding`` of every table of the one sharded module."""
+    (module,) = plan.plan.values()
+    return dict(module)  # type: ignore[call-overload]
+
+
+def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
+    """By table the widths of its column shards, each of which has an optimizer state of its own."""
+    cuts: dict[str, list[int]] = {}
+    for table, parameter in table_parameters(plan).items():
+        shards = [] if parameter.sharding_spec is None else parameter.sharding_spec.shards
+        by_column = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in shards}
+        cuts[table] = [by_column[column] for column in sorted(by_column)] or [EMBEDDING_DIM]
+    return cuts
+
+
+def host_shares(plan: ShardingPlan, setting: Setting) -> list[HostShare]:
+    """What each host holds of each table of a plan whose ranks are those of the job."""
+    shares: list[HostShare] = []
+    for parameter in table_parameters(plan).values():
+        shards = parameter.sharding_spec.shards
+        columns: dict[int, dict[int, int]] = defaultdict(dict)
+        rows: dict[int, dict[int, int]] = defaultdict(dict)
+        for shard in shards:
+            host = setting.host(shard.placement.rank())
+            rows[host][shard.shard_offsets[0]] = shard.shard_sizes[0]
+            columns[host][shard.shard_offsets[1]] = shard.shard_sizes[1]
+        table_rows = max(shard.shard_offsets[0] + shard.shard_sizes[0] for shard in shards)
+        for host, held in rows.items():
+            share = sum(held.values()) / table_rows
+            if share > 0:
+                shares.append(HostShare(host=host, columns=sum(columns[host].values()), rows=share))
+    return shares
+
+
+def needed_by(built: Built, setting: Setting) -> dict[str, int]:
+    """The bytes that a contender must send across hosts in one step."""
+    contender, columns = built.contender, None
+    if contender.family in ("flat", "etc"):
+        shares = host_shares(built.plan, setting)
+    else:
+        # Ranks in the plan are those of a tower; a tower is on one host, and its tables are nowhere else.
+        towers = own_towers(contender, setting).towers
+        shares = [
+            HostShare(host=i * setting.hosts // len(towers), columns=EMBEDDING_DIM, rows=1.0)
+            for i, tower in enumerate(towers)
+            for _ in tower.features
+        ]
+    if contender.has_towers:
+        columns = dict.fromkeys(range(setting.hosts), 0)
+        for share in shares:
+            columns[share.host] += share.columns // contender.compression
+    return needed_bytes(
+        setting,
+        shares,
+        dense_bytes=_dense_bytes(built),
+        number_bytes=_NUMBER_BYTES[contender.precision],
+        tower_columns=columns,
+    )
+
+
+def weight_bytes(built: Built) -> int:
+    """Bytes of all weights that this rank holds."""
+    size = 0
+    for value in built.model.state_dict().values():
+        parts = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+        size += sum(part.nbytes for part in parts)
+    return size
+
+
+def _dense_bytes(built: Built) -> int:
+    """Bytes of the weights that every rank of the job holds a copy of."""
+    return sum(
+        value.nbytes
+        for name, value in built.model.state_dict().items()
+        if isinstance(value, torch.Tensor) and "sparse_arch" not in name
+    )

@@ -1,0 +1,1 @@
+"""From the record of `benchmarks/train_step.py` to tables, goals, pictures."""

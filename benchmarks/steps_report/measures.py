@@ -1,0 +1,148 @@
+"""What a run measured of each contender: step times, bytes across hosts, its own bound, balance between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["KINDS", "Measured", "bytes_per_second", "measure_run"]
+
+KINDS = ("ids", "forward", "backward", "dense")
+"""Of the bytes that cross hosts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One contender at one setting; seconds and bytes are those of a step, medians unless said otherwise."""
+
+    name: str
+    family: str
+    precision: str
+    compression: float
+    scheme: str
+    notes: str
+    rounds: tuple[tuple[float, ...], ...]
+    """Seconds of the steps of each round."""
+    samples_per_second: float
+    across: Mapping[str, float]
+    """Bytes that a host sends to others by kind, counted at the collectives, mean over hosts."""
+    needed: Mapping[str, float]
+    """The same by arithmetic."""
+    inside: float
+    """Bytes between ranks of a host, mean over hosts."""
+    uplink: tuple[float, ...]
+    """Bytes by the uplinks' counters, by host; empty without uplinks."""
+    peak_memory: float
+    """Bytes of the rank with most."""
+    waiting: float
+    """Seconds that the main thread waited for others, mean over ranks."""
+    wire: float | None
+    """Seconds that the busiest uplink's bytes take at its rate; None where the rate is not limited."""
+    compute: float
+    """CPU seconds of all processes over the machine's cores."""
+    imbalance: float
+    """How much less the least busy host's main threads worked than the busiest's, as a share of the step."""
+    sync_seconds: float | None
+    """Of one averaging of the replicas; None without replicas."""
+    sync_uplink: float
+    """Bytes of one averaging by the uplinks' counters, mean over hosts."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of all steps."""
+        return [second for steps in self.rounds for second in steps]
+
+    def percentile(self, percent: float) -> float:
+        """Of the seconds of a step."""
+        return float(np.percentile(self.seconds, percent))
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return self.percentile(50)
+
+    @property
+    def bound(self) -> float:
+        """Seconds below which no step can stay: those of the wire or of the compute alone, whichever are more."""
+        return max(self.wire or 0.0, self.compute)
+
+    @property
+    def bound_name(self) -> str:
+        """Which of the two it is."""
+        return "wire" if (self.wire or 0.0) >= self.compute else "compute"
+
+    @property
+    def bound_ratio(self) -> float:
+        """The median over the bound."""
+        return self.median / self.bound
+
+    @property
+    def counted_ratio(self) -> float | None:
+        """Counted bytes across hosts over needed ones; None where none are needed."""
+        return _ratio(sum(self.across.values()), sum(self.needed.values()))
+
+    @property
+    def counters_ratio(self) -> float | None:
+        """Bytes by the counters, headers of packets included, over needed ones."""
+        return _ratio(float(np.mean(self.uplink)), sum(self.needed.values())) if self.uplink else None
+
+
+def _ratio(value: float, base: float) -> float | None:
+    return value / base if base else None
+
+
+def bytes_per_second(mbit_per_s: float) -> float:
+    """The rate of a link in bytes.
+
+    Example:
+        >>> bytes_per_second(200)
+        25000000.0
+    """
+    return mbit_per_s * 1e6 / 8
+
+
+def measure_run(run: Mapping[str, Any], *, cores: int) -> list[Measured]:
+    """The contenders of a run, in its order; of a stopped run those without steps or bytes are left out.
+
+    Args:
+        run: of the JSON of ``benchmarks/train_step.py``.
+        cores: of the machine, all hosts together.
+    """
+    whole = [one for one in run["contenders"] if one["steps"] and one["traffic"] and one["needed"]]
+    return [_measure(contender, run["setting"], cores) for contender in whole]
+
+
+def _measure(contender: Mapping[str, Any], setting: Mapping[str, Any], cores: int) -> Measured:
+    hosts, ranks_per_host, rate = (setting[name] for name in ("hosts", "ranks_per_host", "mbit_per_s"))
+    steps, turn = contender["steps"], setting["steps_per_turn"]
+    seconds = [step["seconds"] for step in steps]
+    uplink = _median_by_host([step["uplink_bytes"] or [] for step in steps])
+    sync_uplink = contender["sync_uplink_bytes"] or [0]
+    return Measured(
+        **{name: contender[name] for name in ("name", "family", "precision", "compression", "scheme", "notes")},
+        rounds=tuple(tuple(seconds[i : i + turn]) for i in range(0, len(seconds), turn)),
+        samples_per_second=setting["batch_size"] * hosts * ranks_per_host / float(np.median(seconds)),
+        across={kind: contender["traffic"][kind] / hosts for kind in KINDS},
+        needed={kind: contender["needed"][kind] / hosts for kind in KINDS},
+        inside=contender["traffic"]["inside"] / hosts,
+        uplink=uplink,
+        peak_memory=max(contender["peak_memory_bytes"] or [0]),
+        waiting=float(np.median([np.mean(step["by_rank"]["waiting"]) for step in steps])),
+        wire=None if rate is None or not uplink else max(uplink) / bytes_per_second(rate),
+        compute=float(np.median([sum(step["by_rank"]["cpu"]) for step in steps])) / cores,
+        imbalance=float(np.median([_imbalance(step, ranks_per_host) for step in steps])),
+        sync_seconds=contender["sync_seconds"],
+        sync_uplink=float(np.mean(sync_uplink)),
+    )
+
+
+def _median_by_host(of_steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(float(np.median(of_host)) for of_host in zip(*of_steps, strict=True))
+
+
+def _imbalance(step: Mapping[str, Any], ranks_per_host: int) -> float:
+    work = np.reshape(step["by_rank"]["main_cpu"], (-1, ranks_per_host)).sum(axis=1)
+    return float(work.max() - work.min()) / step["seconds"]

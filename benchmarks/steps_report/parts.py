@@ -1,0 +1,92 @@
+"""The jobs of the speed study: which contenders run at which settings, and how long that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.steps.contenders import EMBEDDING_DIM, Contender, all_contenders, parse_contender
+from benchmarks.steps.setting import Setting
+from benchmarks.steps_report.measures import bytes_per_second
+from benchmarks.steps_report.sweeps import SWEEPS
+
+__all__ = ["MAIN_CONTENDERS", "PARTS", "Job", "main_jobs", "quick_jobs", "sweep_jobs"]
+
+PARTS = ("main", *SWEEPS)
+
+# TorchRec's row-wise towers are slower than its column-wise ones.
+MAIN_CONTENDERS = tuple(one.name for one in all_contenders() if not one.name.startswith(("etc-cr2-", "etc-cr4-")))
+_SWEEP_OURS = ("sptt+all", "dmt-cr2+all", "dmt-cr16+all+rank-towers")
+_VALUES: dict[str, tuple[float | None, ...]] = {
+    "hosts": (1, 4),
+    "batch": (512, 1024, 2048, 8192),
+    "rate": (100.0, 500.0, 1000.0, None),
+}
+
+# For the estimate, from runs on two cores: starting a job, building one contender, computing one sample's step.
+_START_SECONDS, _BUILD_SECONDS, _SAMPLE_SECONDS = 25.0, 2.0, 1.2e-4
+_FEATURES, _DENSE_BYTES = 26, 9e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Contenders that run side by side at one setting."""
+
+    part: str
+    setting: Setting
+    contenders: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its file, without suffix."""
+        if self.part == "main":
+            return "main"
+        value = getattr(self.setting, SWEEPS[self.part])
+        return f"{self.part}-{'unlimited' if value is None else f'{value:g}'}"
+
+    @property
+    def estimate(self) -> float:
+        """Seconds that it will take, roughly."""
+        turns = self.setting.rounds + self.setting.warm_up_rounds
+        steps = sum(_step_seconds(parse_contender(name), self.setting) for name in self.contenders)
+        return _START_SECONDS + _BUILD_SECONDS * len(self.contenders) + turns * self.setting.steps_per_turn * steps
+
+
+def _step_seconds(contender: Contender, setting: Setting) -> float:
+    columns = _FEATURES * EMBEDDING_DIM * (2 if contender.precision == "fp16" else 4) / contender.compression
+    # A row-wise table leaves a partial sum on every rank, and each of them travels.
+    copies = setting.ranks_per_host * setting.hosts * 0.75 if contender.scheme == "row_wise" else 1
+    others = setting.batch_size * setting.ranks_per_host * (setting.hosts - 1) / setting.hosts
+    across = 2 * others * columns * copies + 2 * _DENSE_BYTES * (setting.hosts > 1)
+    wire = 0.0 if setting.mbit_per_s is None else across / bytes_per_second(setting.mbit_per_s)
+    return wire + _SAMPLE_SECONDS * setting.batch_size * setting.world_size
+
+
+def main_jobs(*, rounds: int) -> list[Job]:
+    """All contenders at the setting of the goals."""
+    setting = Setting(rounds=rounds, steps_per_turn=1)
+    return [Job(part="main", setting=setting, contenders=MAIN_CONTENDERS)]
+
+
+def sweep_jobs(part: str, *, flat: str, rounds: int) -> list[Job]:
+    """The settings of one sweep but the main one, which has run already.
+
+    Args:
+        part: a key of ``SWEEPS``.
+        flat: the flat contender to compare with.
+        rounds: measured ones.
+    """
+    settings = [replace(Setting(rounds=rounds, steps_per_turn=1), **{SWEEPS[part]: value}) for value in _VALUES[part]]
+    return [Job(part=part, setting=setting, contenders=(flat, *_SWEEP_OURS)) for setting in settings]
+
+
+def quick_jobs(parts: Sequence[str]) -> list[Job]:
+    """A few contenders, one round, small batches: whether everything runs, not how fast."""
+    small = Setting(batch_size=256, rounds=1, steps_per_turn=1)
+    values: dict[str, float | None] = {"hosts": 1, "batch": 512, "rate": None}
+    contenders = ("flat-tw", "flat-tw+fp16", "etc-cr2", "sptt", "dmt-cr2+all", "dmt-cr2+fp16", "dmt-cr2-2d+all")
+    jobs = [Job(part="main", setting=small, contenders=contenders)]
+    for part, value in values.items():
+        setting = replace(small, **{SWEEPS[part]: value})
+        jobs.append(Job(part=part, setting=setting, contenders=("flat-tw", "sptt", "dmt-cr2")))
+    return [job for job in jobs if job.part in parts]

@@ -1,0 +1,274 @@
+"""Emulated hosts: counters, refusals and agents anywhere; the rate and the clean-up where namespaces can be made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hosts as module
+from benchmarks import namespaces
+from benchmarks.agents import run_agents
+from benchmarks.hosts import EmulatedHosts, sent_bytes
+from benchmarks.wire import PATTERNS, sends
+from dmt.errors import InputError
+
+ROOT = Path(__file__).parent.parent.parent
+NETNS = Path("/run/netns")
+
+
+def _can_make_hosts() -> bool:
+    if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "setpriv"))):
+        return False
+    name = f"dmt-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    return made
+
+
+needs_root = pytest.mark.skipif(not _can_make_hosts(), reason="needs Linux, root, iproute2 and network namespaces")
+
+
+def ours(pid: int) -> list[str]:
+    return sorted(path.name for path in NETNS.glob(f"dmt-{pid}-*"))
+
+
+def inside(hosts: EmulatedHosts, host: int, code: str, *arguments: str) -> subprocess.Popen[str]:
+    command = ["ip", "netns", "exec", hosts.namespace(host), sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def wait_until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.02)
+
+
+TABLE = """\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier
+    lo:   11       1    0    0    0     0          0         0       12       1    0    0    0     0       0
+   up0:1300000     9    0    0    0     0          0         0 98765432      8    0    0    0     0       0
+"""
+
+
+def test_bytes_sent_are_read_from_the_kernels_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.Path, "read_text", lambda path: TABLE)
+    assert sent_bytes("up0") == 98765432
+    assert sent_bytes("lo") == 12
+    with pytest.raises(InputError, match=r"interface='eth9' is not in /proc/net/dev, which has lo, up0\. Name one"):
+        sent_bytes("eth9")
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "rate", "message"),
+    [
+        (0, None, r"num_hosts=0 is not in 1 to 64"),
+        (65, None, r"num_hosts=65 is not in 1 to 64"),
+        (2, 0.0, r"mbit_per_s=0.0 is not in 1 to 1,000,000\. Give Mbit/s, or None"),
+        (2, float("nan"), r"mbit_per_s=nan is not in"),
+    ],
+)
+def test_values_out_of_range_are_refused(num_hosts: int, rate: float | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EmulatedHosts(num_hosts, mbit_per_s=rate)
+
+
+@pytest.mark.parametrize(("tool", "package"), [("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")])
+def test_an_absent_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch, tool: str, package: str) -> None:
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: None if name == tool else f"/sbin/{name}")
+    with pytest.raises(InputError, match=f"`{tool}` is not on this machine.*apt-get install {package}"):
+        EmulatedHosts(2, mbit_per_s=None)
+
+
+def test_other_users_than_root_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
+    with pytest.raises(InputError, match=r"by root only, this is user 1000\. Run it as root"):
+        EmulatedHosts(2, mbit_per_s=None)
+
+
+def test_a_mark_is_stale_once_its_process_is_dead_or_another() -> None:
+    me = os.getpid()
+    mark = namespaces._mark(me)
+    assert not namespaces._is_stale(mark, me)
+    assert namespaces._is_stale(re.sub(r"\d+$", "1", mark), me), "the id came again"
+    assert not namespaces._is_stale("somebody's", me)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    theirs = namespaces._mark(child.pid)
+    assert not namespaces._is_stale(theirs, child.pid)
+    child.kill()
+    wait_until(lambda: namespaces._is_stale(theirs, child.pid))
+    child.communicate()
+    assert namespaces._is_stale(theirs, child.pid)
+
+
+def test_patterns_of_two_hosts_with_two_ranks() -> None:
+    assert sends("all-to-all", 2, 2, 40) == [[10] * 4] * 4
+    assert sends("one flow", 2, 2, 40) == [[0, 0, 40, 0], [0] * 4, [0] * 4, [0] * 4]
+    assert sends("two flows", 2, 2, 40) == [[0, 0, 40, 0], [0, 0, 0, 40], [0] * 4, [0] * 4]
+    assert all(len(sends(pattern, 3, 2, 60)) == 6 for pattern in PATTERNS)
+
+
+def agent(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_the_first_hosts_output_passes_through(capsys: pytest.CaptureFixture[str]) -> None:
+    run_agents([agent("print('of host 0')"), agent("print('of host 1')")], timeout=10, env=dict(os.environ))
+    assert capsys.readouterr().out == "of host 0\n"
+
+
+def test_a_failing_agent_ends_the_others_and_shows_what_it_said() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)failed on host 1 \(exit code 3\).*Last lines of host 1:\nno luck"):
+        run_agents(
+            [agent("import time; time.sleep(60)"), agent("print('no luck', flush=True); raise SystemExit(3)")],
+            timeout=30,
+            env=dict(os.environ),
+        )
+    assert time.monotonic() - begin < 20
+
+
+def test_a_hanging_agent_is_killed_at_the_timeout(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    write = f"open({str(note)!r}, 'w').write(str(os.getpid()))"
+    code = f"import os, time; {write}; print('asleep', flush=True); time.sleep(60)"
+    with pytest.raises(TimeoutError, match=r"(?s)on host 1 is not done after 2 s.*host 1:\nasleep"):
+        run_agents([agent("pass"), agent(code)], timeout=2, env=dict(os.environ))
+    assert not Path("/proc", note.read_text()).exists()
+
+
+RECEIVE = """
+import socket, sys, time
+server = socket.create_server((sys.argv[1], 7000))
+print("ready", flush=True)
+while True:
+    connection, _ = server.accept()
+    while connection.recv(1 << 20):
+        pass
+    connection.sendall(b".")
+    connection.close()
+"""
+
+SEND = """
+import socket, sys, time
+def transfer(size):
+    connection = socket.create_connection((sys.argv[1], 7000))
+    begin = time.perf_counter()
+    connection.sendall(bytes(size))
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)
+    return time.perf_counter() - begin
+for line in sys.stdin:
+    print(transfer(int(line)), flush=True)
+"""
+
+
+@needs_root
+def test_a_rate_is_held_and_changed_and_bytes_are_counted() -> None:
+    before = {path.name for path in Path("/sys/class/net").iterdir()}
+    with EmulatedHosts(2, mbit_per_s=80) as hosts, contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(inside(hosts, 1, RECEIVE, hosts.address(1)))
+        assert receiver.stdout.readline() == "ready\n"
+        sender = stack.enter_context(inside(hosts, 0, SEND, hosts.address(1)))
+        stack.callback(receiver.kill)
+        stack.callback(sender.kill)
+
+        def seconds(size: int) -> float:
+            sender.stdin.write(f"{size}\n")
+            sender.stdin.flush()
+            return float(sender.stdout.readline())
+
+        counted = hosts.uplink_bytes()
+        # 5 MB at 80 Mbit/s. Never faster than the wire, but for the burst; slower where the machine is busy.
+        assert 0.49 < min(seconds(5_000_000) for _ in range(3)) < 0.6
+        sent, acknowledged = (now - then for now, then in zip(hosts.uplink_bytes(), counted, strict=True))
+        assert 15_000_000 < sent < 15_000_000 * 1.02
+        assert 0 < acknowledged < 15_000_000 * 0.02
+        hosts.set_rate(160)
+        assert hosts.mbit_per_s == 160
+        assert 0.24 < min(seconds(5_000_000) for _ in range(3)) < 0.3
+        hosts.set_rate(None)
+        assert min(seconds(5_000_000) for _ in range(3)) < 0.1
+        assert {path.name for path in Path("/sys/class/net").iterdir()} == before, "the machine's own network changed"
+    assert ours(os.getpid()) == []
+
+
+@needs_root
+def test_an_exception_leaves_nothing_behind() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), EmulatedHosts(2, mbit_per_s=None) as hosts:  # noqa: PT012
+        assert len(ours(os.getpid())) == 3
+        sleeper = inside(hosts, 1, "input()")
+        wait_until(lambda: subprocess.check_output(["ip", "netns", "pids", hosts.namespace(1)]).strip())
+        raise ZeroDivisionError
+    assert ours(os.getpid()) == []
+    assert sleeper.wait(5) == -signal.SIGKILL
+    sleeper.communicate()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+MAKER = """
+import subprocess
+from benchmarks.hosts import EmulatedHosts
+with EmulatedHosts(1, mbit_per_s=100) as hosts:
+    sleep = ["ip", "netns", "exec", hosts.namespace(0), "sleep", "60"]
+    child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL)
+    print(child.pid, flush=True)
+    child.wait()
+"""
+
+
+@needs_root
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_leaves_nothing_behind_or_the_next_start_removes_it(how: signal.Signals) -> None:
+    maker = subprocess.Popen(
+        [sys.executable, "-c", MAKER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    child = Path("/proc", maker.stdout.readline().strip())
+    assert ours(maker.pid) == [f"dmt-{maker.pid}-h0", f"dmt-{maker.pid}-switch"]
+    with EmulatedHosts(1, mbit_per_s=None):
+        assert len(ours(maker.pid)) == 2, "hosts of a living process are left alone"
+    maker.send_signal(how)
+    with maker.stdout:
+        maker.wait(10)
+    if how == signal.SIGKILL:
+        assert len(ours(maker.pid)) == 2
+        with EmulatedHosts(1, mbit_per_s=None):
+            pass
+    elif how == signal.SIGTERM:
+        assert maker.returncode == 128 + signal.SIGTERM
+    assert ours(maker.pid) == []
+    wait_until(lambda: not child.exists() or " Z " in (child / "stat").read_text())
+
+
+@needs_root
+@pytest.mark.parametrize("part", ["switch", "h1"])
+def test_a_namespace_of_somebody_else_is_neither_used_nor_removed(part: str) -> None:
+    name = f"dmt-{os.getpid()}-{part}"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        with pytest.raises(InputError, match=rf"Network namespace {name} exists already .* `ip netns delete {name}`"):
+            EmulatedHosts(2, mbit_per_s=None)
+        assert ours(os.getpid()) == [name]
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+
+
+@needs_root
+def test_a_second_set_of_hosts_in_one_process_is_refused() -> None:
+    with EmulatedHosts(1, mbit_per_s=None):
+        with pytest.raises(InputError, match="Leave the hosts made before"):
+            EmulatedHosts(1, mbit_per_s=None)
+        assert len(ours(os.getpid())) == 2
