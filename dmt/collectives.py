@@ -176,7 +176,7 @@ def start_exchange(sent: Sequence[Tensor], arriving: Sequence[Tensor], group: di
     """
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     # Receives first: a gloo rank that is asked late sends late.
-    wanted = [(dist.irecv, arriving[rank], rank) for rank in others]
+    wanted: list[tuple[Any, Tensor, int]] = [(dist.irecv, arriving[rank], rank) for rank in others]
     wanted += [(dist.isend, sent[rank], rank) for rank in others]
     calls = [dist.P2POp(call, part, group=group, group_peer=rank) for call, part, rank in wanted if part.numel()]
     return PendingExchange(dist.batch_isend_irecv(calls) if calls else [], [*sent, *arriving])

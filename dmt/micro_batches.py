@@ -121,7 +121,7 @@ class _Server:
         self._forward = module.forward
         self._result: ResultInParts | None = None
         self._calls = 0
-        module.forward = self  # type: ignore[method-assign]
+        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._result is None:
@@ -139,7 +139,7 @@ class _Server:
     def remove(self) -> None:
         del self._module.forward
         if self._own is not None:
-            self._module.forward = self._own  # type: ignore[method-assign]
+            self._module.forward = self._own
 
     def _wrong_calls(self) -> InputError:
         return InputError(

@@ -221,6 +221,14 @@ class TrainConfig(_Section):
     prefetch_ids: bool = True
     """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``); false: one
     batch after another. The results have the same bits."""
+    micro_batches: int = Field(default=1, ge=1)
+    """K, parts of a batch: while the dense part of the model computes one, the tower outputs or gradients of others are
+    on their way between hosts. What is trained stays the same but for rounding. Tower dataflow only."""
+    dense_reduce: Literal["ring", "hierarchical"] = "ring"
+    """How gradients of the dense part are averaged over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each
+    host first, then once between hosts, which sends less there. Towers are hosts here."""
+    dense_reduce_precision: SyncPrecision = "fp32"
+    """Number format of these gradients between hosts; ``bf16`` needs ``dense_reduce = "hierarchical"``."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights."""
     affinity_rows: int = Field(default=0, ge=0)
@@ -282,8 +290,38 @@ class TrainingConfig(_Section):
             )
         if self.dataflow == "flat":
             self._check_flat()
+        self._check_micro_batches()
+        self._check_dense_reduce()
         self._check_replicas()
         return self
+
+    def _check_micro_batches(self) -> None:
+        number = self.train.micro_batches
+        if number > 1 and self.dataflow == "flat":
+            raise InputError(
+                f"train.micro_batches={number} needs the tower dataflow, but this run has sharding.dataflow='flat', "
+                "which would look up and send each micro-batch by itself. Set it to 'sptt', or leave micro_batches out."
+            )
+        if number > 1 and self.sharding.id_route == "global":
+            raise InputError(
+                f"train.micro_batches={number} needs sharding.id_route='peer', but this run has 'global', which brings "
+                "ids to the ranks in another order. Leave out one of them."
+            )
+
+    def _check_dense_reduce(self) -> None:
+        train = self.train
+        if train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32":
+            raise InputError(
+                f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs "
+                "train.dense_reduce='hierarchical', but this run has 'ring', DDP's own all-reduce, which sends fp32. "
+                "Set it to 'hierarchical', or leave dense_reduce_precision out."
+            )
+        if train.dense_reduce == "hierarchical" and len(self.topology.build().host_groups()) == 1:
+            raise InputError(
+                "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but towers are "
+                f"hosts here, and topology.num_towers={self.topology.num_towers} makes this a single one. Set "
+                "num_towers to the number of hosts (also with the flat dataflow), or leave dense_reduce out."
+            )
 
     def _check_replicas(self) -> None:
         check_moment_scale(self.replicas.moment_scale, self.topology.num_replicas)

@@ -182,7 +182,7 @@ def flat_settings(settings: Sequence[str]) -> list[str]:
     Example:
         >>> flat_settings(["train.epochs=1", "sharding.scheme=row_wise", 'sharding.tables={"t_*" = "data_wise"}'])
         ['train.epochs=1']
-        >>> flat_settings(["sharding.scheme=table_wise", "sharding.table_precision=fp16"])
+        >>> flat_settings(["sharding.scheme=table_wise", "train.micro_batches=4", "sharding.table_precision=fp16"])
         ['sharding.scheme=table_wise', 'sharding.table_precision=fp16']
     """
 
@@ -190,7 +190,7 @@ def flat_settings(settings: Sequence[str]) -> list[str]:
         key, _, value = (part.strip() for part in setting.partition("="))
         if key == "sharding.scheme":
             return value.strip("\"'") in ("row_wise", "data_wise")
-        return any(f"{key}.".startswith(f"sharding.{name}.") for name in _OF_TOWERS)
+        return key == "train.micro_batches" or any(f"{key}.".startswith(f"sharding.{name}.") for name in _OF_TOWERS)
 
     return [setting for setting in settings if not about_towers(setting)]
 

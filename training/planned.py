@@ -49,18 +49,17 @@ def planned_traffic(
     numbers = outputs / sharding.hardware.exchange_bytes
     of_all, of_towers = _replicated_bytes(model)
     tables_ring = replicas * _data_wise_bytes(config, tables, sharding)
-    all_ring = 2 * (topology.world_size - 1) * of_all
+    all_across, all_inside = _dense_bytes(config, of_all)
     tower_ring = 2 * (replicas * topology.ranks_per_tower - 1) * of_towers + tables_ring
-    dense = all_ring * _share_across(topology, range(topology.world_size))
-    dense += tower_ring * _share_across(topology, topology.tower_module_groups()[0])
+    tower_across = tower_ring * _share_across(topology, topology.tower_module_groups()[0])
     # The plan's bytes hold the rings of data-wise tables.
     inside = replicas * sum(rank.bytes_sent for rank in sharding.ranks) - tables_ring + local_ids
     return Traffic(
         ids=round(ids),
         forward=round(numbers * _NUMBER_BYTES[own.forward_precision]),
         backward=round(numbers * _NUMBER_BYTES[own.backward_precision]),
-        dense=round(dense),
-        inside=round(inside + all_ring + tower_ring - dense),
+        dense=round(all_across + tower_across),
+        inside=round(inside + all_inside + tower_ring - tower_across),
     )
 
 
@@ -107,6 +106,19 @@ def _id_bytes(config: TrainingConfig, tables: Sequence[TableSpec], sharding: Tow
     # In one hop, only a tower's own samples send it their ids inside it; the plan counts those of all samples there.
     replicas = sharding.topology.num_replicas
     return away * replicas * ids, -away * replicas * counted
+
+
+def _dense_bytes(config: TrainingConfig, of_all: int) -> tuple[float, float]:
+    """What averaging the dense part's gradients sends between hosts, and inside them."""
+    topology, train = config.topology.build(), config.train
+    if train.dense_reduce == "hierarchical":
+        hosts = topology.host_groups()
+        across = 2 * (len(hosts) - 1) * of_all * _NUMBER_BYTES[train.dense_reduce_precision] / _NUMBER_BYTES["fp32"]
+        # Each host sums its own gradients, and hands the means out again.
+        return across, 2 * (len(hosts[0]) - 1) * len(hosts) * of_all
+    ring = 2 * (topology.world_size - 1) * of_all
+    across = ring * _share_across(topology, range(topology.world_size))
+    return across, ring - across
 
 
 def _share_across(topology: TowerTopology, ranks: Sequence[int]) -> float:

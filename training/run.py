@@ -48,7 +48,7 @@ from dmt.training.resume import (
     start_with,
     starting_point,
 )
-from dmt.training.sharding import fused_params, replica_sync, shard_model, tower_sharding
+from dmt.training.sharding import fused_params, in_micro_batches, replica_sync, shard_model, tower_sharding
 from dmt.training.summary import sharding_sentence
 
 __all__ = ["auc_warning", "check_rows", "check_writable", "preflight", "rows_at_most", "train", "train_on"]
@@ -150,6 +150,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     start = _start(config, files, plan, mesh)
     record = _begin_record(config, sharding, start, mesh)
     model = shard_model(config, tables, num_dense, mesh=mesh, sharding=sharding)
+    micro_batches = in_micro_batches(config.train, model)
     optimizer = build_optimizer(config.optimizer, model)
     replicas = replica_sync(config.replicas, model, mesh)
     if start is not None:
@@ -184,6 +185,8 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
     metrics = trainer.evaluate()
     if config.train.affinity_rows:
         trainer.detach()
+        if micro_batches is not None:
+            micro_batches.detach()  # collecting needs all embeddings of a batch at once
         path = record.folder / "affinity.npz"
         write_affinity(model, data, mesh, config=config.train, steps=time.steps, path=path)
     traffic = trainer.measure_traffic()

@@ -18,8 +18,10 @@ from torchrec.distributed.types import CommOp, ShardingPlan
 
 from dmt.columns import shard_names, split_tables
 from dmt.costs import Hardware, StepWorkload
+from dmt.dense_reduce import HierarchicalDataParallel
 from dmt.errors import InputError
 from dmt.mesh import TowerMesh
+from dmt.micro_batches import MicroBatches
 from dmt.placement import Scheme, TablePlacement
 from dmt.plan import TowerPlan
 from dmt.planner import TowerShardingPlanner
@@ -31,9 +33,9 @@ from dmt.sharding_rules import Rule
 from dmt.tables import TableSpec, feature_names
 from dmt.topology import TowerTopology
 from dmt.training.build import ClickTask, build_model, tower_plan
-from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainingConfig
+from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig, TrainingConfig
 
-__all__ = ["fused_params", "replica_sync", "shard_model", "sharding_planner", "tower_sharding"]
+__all__ = ["fused_params", "in_micro_batches", "replica_sync", "shard_model", "sharding_planner", "tower_sharding"]
 
 _FUSED = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -210,7 +212,25 @@ def shard_model(
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, tower_plan(config, tables), **options)]
         planner = sharding_planner(config, tables) if sharding is None else _carrying_out(sharding)
         plan = planner.plan(model, sharders)
-    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    return DistributedModelParallel(
+        model,
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=sharders,
+        data_parallel_wrapper=_dense_reduce(config.train, mesh),
+    )
+
+
+def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:
+    """Makes the model of a sharded `ClickTask` run in the config's micro-batches; None where that is the whole batch.
+
+    Raises:
+        InputError: the model was sharded with the flat dataflow or the global id route.
+    """
+    if config.micro_batches == 1:
+        return None
+    task: Any = model.module  # the loss is of the whole batch
+    return MicroBatches(task.model, num_micro_batches=config.micro_batches)
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
@@ -225,6 +245,13 @@ def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> R
         asynchronous=config.asynchronous,
         precision=config.precision,
     )
+
+
+def _dense_reduce(config: TrainConfig, mesh: TowerMesh) -> HierarchicalDataParallel | None:
+    """What averages the gradients of the dense part; None is TorchRec's own, DDP's ring. Collective."""
+    if config.dense_reduce == "ring":
+        return None
+    return HierarchicalDataParallel(mesh, precision=config.dense_reduce_precision)
 
 
 def _carrying_out(sharding: TowerSharding) -> TowerShardingPlanner:

@@ -224,7 +224,7 @@ def test_a_rate_needs_emulated_hosts(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["--no-hosts", "--contenders", "nobody"])
     assert result.exit_code == 2
     assert "Contender 'nobody' is unknown" in result.output
-    assert "dmt-cr2-2d" in CliRunner().invoke(main, ["--list"]).output.split()
+    assert "dmt-cr2-2d+all" in CliRunner().invoke(main, ["--list"]).output.split()
 
 
 # Jobs.

@@ -40,7 +40,7 @@ from dmt.training.check.shrink import CheckedRun, with_values
 from dmt.training.check.watch import Watch, sparse_part
 from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from dmt.training.config import TrainingConfig
-from dmt.training.sharding import replica_sync, shard_model
+from dmt.training.sharding import in_micro_batches, replica_sync, shard_model
 
 __all__ = ["RankReport", "Trained", "check_on_rank"]
 
@@ -184,6 +184,7 @@ class _Checks:
         """TorchRec's train pipeline, which exchanges ids a batch ahead, against the plain loop."""
         model = self._shard(self.run.config)
         replicas = self._begin(model, self.run.config)
+        in_micro_batches(self.run.config.train, model)
         pipeline: Any = TrainPipelineSparseDist(
             model, build_optimizer(self.run.config.optimizer, model), CPU, execute_all_batches=True
         )
@@ -274,6 +275,8 @@ class _Checks:
     def _train(self, config: TrainingConfig) -> Trained:
         model = self._shard(config)
         replicas = self._begin(model, config)
+        # Only in training: what is watched elsewhere is the whole batch.
+        in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)
         losses, logits = [], []
         for batch in self._batches():

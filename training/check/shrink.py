@@ -128,11 +128,10 @@ def shrink(
         num_replicas=topology.num_replicas,
     )
     config = with_values(config, "replicas", **_of_replicas(config.replicas, topology.num_replicas))
-    reduced = [
-        *_said_of_ranks(full, topology),
-        *_said_of_replicas(asked, config),
-        *_said_of_sizes(asked, tables, most, config),
-    ]
+    # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from the weights.
+    config = with_values(config, "train", dense_reduce_precision="fp32")
+    said = [*_said_of_ranks(full, topology), *_said_of_replicas(asked, config)]
+    reduced = [*said, *_said_of_sizes(asked, tables, most, config)]
     shared: dict[str, Any] = {
         "tables": tuple(small),
         "num_dense": num_dense,
@@ -341,6 +340,8 @@ def _said_of_sizes(asked: TrainingConfig, tables: Sequence[TableSpec], most: int
     if cut:
         largest = max(table.num_embeddings for table in cut)
         said.append(f"{len(cut)} of {len(tables)} tables have {most:,} rows instead of up to {largest:,}")
+    if asked.train.dense_reduce_precision != config.train.dense_reduce_precision:
+        said.append(f"dense gradients are sent in fp32 instead of {asked.train.dense_reduce_precision}")
     if asked.optimizer.warmup_steps != config.optimizer.warmup_steps:
         said.append(
             f"learning rates rise over {config.optimizer.warmup_steps} steps instead of {asked.optimizer.warmup_steps}"

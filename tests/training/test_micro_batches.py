@@ -1,0 +1,181 @@
+"""Runs with micro-batches and the hierarchical dense reduce: losses of plain runs, resuming, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmt.errors import InputError
+from dmt.mesh import TowerMesh
+from dmt.training.check.check import check_run
+from dmt.training.check.shrink import CheckLimits
+from dmt.training.config import TrainingConfig, load_config
+from dmt.training.records import RunRecord
+from dmt.training.run import preflight, train_on
+from tests.ranks import run_ranks
+from tests.training.small import small
+
+STEPS, SAVE_EVERY = 6, 3
+# Adam and AdaGrad divide by a gradient's size: they would hide a wrong divisor, and show rounding where terms cancel.
+SGD = {"dense": "sgd", "dense_lr": 0.1, "sparse": "sgd", "sparse_lr": 1.0}
+# Losses near 0.7 have units of 6e-8. Sums in another order err by a few of them, step by step; 1.2e-7 was seen.
+# A lost micro-batch's gradients, or a mean twice as large, move losses by 6e-3 and more from the second step on.
+CLOSE = 1e-6
+BOTH = {"micro_batches": 3, "dense_reduce": "hierarchical"}
+
+
+class Interrupted(Exception):
+    pass
+
+
+def config(folder: Path, arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, Any]) -> TrainingConfig:
+    train = {"max_steps": STEPS, "save_every": SAVE_EVERY, "log_every": 1, "output_dir": str(folder)}
+    sections["train"] = train | sections.get("train", {})
+    sections.setdefault("synthetic", {"num_rows": 400, "num_eval_rows": 150})
+    return small(arch, dataflow, **sections)
+
+
+def runs_on_rank(rank: int, runs: list[tuple[dict[str, Any], int | None]]) -> list[dict[str, Any] | None]:
+    """Runs one after another, each of which may be interrupted at a step: their results, None of an interrupted one."""
+    results: list[dict[str, Any] | None] = []
+    log = RunRecord.scalars
+    for values, stop_at in runs:
+
+        def scalars(self: RunRecord, step: int, numbers: dict[str, float], stop_at: int | None = stop_at) -> None:
+            log(self, step, numbers)
+            if step == stop_at:
+                raise Interrupted
+
+        RunRecord.scalars = scalars  # type: ignore[method-assign]
+        run = TrainingConfig.model_validate(values)
+        try:
+            results.append(
+                train_on(run, preflight(run, run.topology.build().world_size), TowerMesh(run.topology.build()))
+            )
+        except Interrupted:
+            results.append(None)
+    return results
+
+
+def attempt(*runs: TrainingConfig, stop_at: dict[int, int] | None = None) -> list[dict[str, Any]]:
+    """The results of runs one after another on the same ranks; ``stop_at`` has the last step of those interrupted."""
+    steps = stop_at or {}
+    values = [(run.model_dump(mode="json"), steps.get(i)) for i, run in enumerate(runs)]
+    found: list[dict[str, Any]] = run_ranks(runs_on_rank, runs[0].topology.build().world_size, values)[0]
+    return found
+
+
+def losses(run: TrainingConfig) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (Path(run.train.output_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_close(found: TrainingConfig, expected: TrainingConfig) -> None:
+    ours, plain = losses(found), losses(expected)
+    assert len(plain) == STEPS + 1
+    assert [line.keys() for line in ours] == [line.keys() for line in plain]
+    for line, other in zip(ours[:STEPS], plain, strict=False):
+        assert line["train/loss"] == pytest.approx(other["train/loss"], abs=CLOSE, rel=0), line["step"]
+    assert ours[-1]["eval/ne"] == pytest.approx(plain[-1]["eval/ne"], abs=CLOSE, rel=0)
+
+
+@pytest.mark.ranks
+def test_losses_are_those_of_a_plain_run(tmp_path: Path) -> None:
+    def run(name: str, **train: Any) -> TrainingConfig:
+        return config(tmp_path / name, optimizer=SGD, sharding={"scheme": "table_wise"}, train=train)
+
+    plain, ahead, alone = run("plain"), run("ahead", **BOTH), run("alone", prefetch_ids=False, **BOTH)
+    # More micro-batches than samples leave some empty. Evaluation ends with a smaller batch.
+    many = run("many", **{**BOTH, "micro_batches": 20})
+    results = attempt(plain, ahead, alone, many)
+    for other in (ahead, alone, many):
+        check_close(other, plain)
+    assert losses(alone) == losses(ahead), "when ids travel changes no bit"
+    assert losses(ahead) != losses(plain), "the options did nothing"
+    # 4 ranks on 2 hosts: a ring sends 3 times the dense gradients between hosts, and host by host they are sent twice.
+    dense = [result["bytes_per_sample"]["dense"] for result in results]
+    assert dense[1:] == [dense[1]] * 3
+    assert dense[1] < dense[0]
+
+
+@pytest.mark.ranks
+def test_flat_models_and_replicas_have_them_too(tmp_path: Path) -> None:
+    reduce = {"dense_reduce": "hierarchical"}
+    copies = {"topology": {"num_replicas": 2, "ranks_per_tower": 1, "replica_placement": "intra_host"}}
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "flat model, towers": ({"arch": "dcn", "sharding": {"dataflow": "sptt", "scheme": "row_wise"}}, BOTH),
+        "flat dataflow": ({"arch": "dcn", "dataflow": "flat"}, reduce),
+        "replicas": ({**copies, "replicas": {"sync_every": 2}}, BOTH),
+        "flat replicas": ({**copies, "arch": "dlrm", "dataflow": "flat"}, reduce),
+    }
+    runs = {}
+    for name, (sections, train) in kinds.items():
+        for kind, own in (("plain", {}), ("other", train)):
+            runs[name, kind] = config(tmp_path / name / kind, optimizer=SGD, train=own, **sections)
+    half = {**reduce, "dense_reduce_precision": "bf16"}
+    rounded = config(tmp_path / "bf16", "dcn", "flat", optimizer=SGD, train=half)
+    results = dict(zip([*runs, "bf16"], attempt(*runs.values(), rounded), strict=True))
+    for name in kinds:
+        check_close(runs[name, "other"], runs[name, "plain"])
+    sent = {name: result["bytes_per_sample"]["dense"] for name, result in results.items()}
+    assert sent["flat dataflow", "other"] < sent["flat dataflow", "plain"]
+    assert sent["bf16"] == pytest.approx(sent["flat dataflow", "other"] / 2)
+
+
+@pytest.mark.ranks
+def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
+    train = {"micro_batches": 2, "dense_reduce": "hierarchical"}
+    table_wise = {"scheme": "table_wise"}
+    undisturbed, interrupted = (config(tmp_path / name, sharding=table_wise, train=train) for name in ("a", "b"))
+    expected = attempt(undisturbed)[0]
+    assert attempt(interrupted, stop_at={0: SAVE_EVERY + 2}) == [None]
+    found = attempt(interrupted)[0]
+    assert losses(interrupted) == losses(undisturbed)
+    assert (found["eval_auc"], found["eval_ne"]) == (expected["eval_auc"], expected["eval_ne"])
+
+
+@pytest.mark.ranks
+def test_affinity_is_measured_after_training_in_micro_batches(tmp_path: Path) -> None:
+    attempt(config(tmp_path, "dlrm", "sptt", train={**BOTH, "max_steps": 2, "affinity_rows": 64}))
+    assert (tmp_path / "affinity.npz").exists()
+
+
+@pytest.mark.ranks
+def test_a_check_trains_with_them_and_sends_dense_gradients_in_fp32(tmp_path: Path) -> None:
+    train = {**BOTH, "dense_reduce_precision": "bf16"}
+    run = config(tmp_path, sharding={"scheme": "table_wise"}, train=train)
+    report = check_run(run, CheckLimits(steps=2))
+    assert report.agrees
+    assert "dense gradients are sent in fp32 instead of bf16" in report.reduced
+    skipped = {row.check: row.where for row in report.rows if row.verdict == "skipped"}
+    assert skipped.keys() == {"formats", "id routes"}
+    assert "Micro-batches need id_route='peer'" in skipped["id routes"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.arch=dcn", "train.micro_batches=2"],
+            r"train\.micro_batches=2 needs the tower dataflow, but .*'flat'.* Set it to 'sptt', or leave micro_batches",
+        ),
+        (
+            ["sharding.id_route=global", "train.micro_batches=4"],
+            r"train\.micro_batches=4 needs sharding\.id_route='peer', but this run has 'global'.* Leave out one",
+        ),
+        (["train.micro_batches=0"], r"train\.micro_batches: .* greater than or equal to 1 \(got 0\)"),
+        (
+            ["train.dense_reduce_precision=bf16"],
+            r"dense_reduce_precision='bf16' needs train\.dense_reduce='hierarchical', but .* Set it to 'hierarchical'",
+        ),
+        (
+            ["topology.num_towers=1", "train.dense_reduce=hierarchical"],
+            r"dense_reduce='hierarchical' .* topology\.num_towers=1 makes this a single one\. Set num_towers to the",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_config("demo", ["model.arch=dmt-dlrm", *overrides])
