@@ -26,12 +26,14 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.moment_scale import moment_scaled
 from dmt.scaled_rate import ScaledRateOptimizer
 
 __all__ = [
     "PRIVATE_NAMES",
+    "AssignableValues",
     "GroupShardedEBC",
     "LazyResult",
     "LookupTable",
@@ -53,6 +55,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.model_parallel.DistributedModelParallel": "_load_state_dict _dmp_wrapped_module",
     "torch.nn.modules.module": "_IncompatibleKeys",
     "torch.distributed": "_remote_device",
+    "torchrec.sparse.jagged_tensor.KeyedTensor": "_values",
     "torch.autograd.Variable": "_execution_engine",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
         "_embedding_shardings _embedding_bag_configs _lookups _input_dists _output_dists _embedding_names "
@@ -114,6 +117,25 @@ class LazyResult(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
             self._value = value if self._finish is None else self._finish(value)
             self._awaitable = None
         return self._value
+
+
+class AssignableValues(KeyedTensor):
+    """A ``KeyedTensor`` that keeps its embeddings elsewhere, and yet notices when TorchRec replaces them.
+
+    The semi-sync train pipeline detaches a result by assigning to ``_values``.
+    """
+
+    @property
+    def _values(self) -> Tensor:
+        return self.values()
+
+    @_values.setter
+    def _values(self, values: Tensor) -> None:
+        self.replace_values(values)
+
+    def replace_values(self, values: Tensor) -> None:
+        """Called with [B, columns] in the order of the keys."""
+        raise NotImplementedError
 
 
 def key_mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> Any:

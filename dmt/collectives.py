@@ -158,27 +158,39 @@ class PendingExchange:
         self._works = works
         self._tensors = tensors
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has been waited for."""
+        return not self._tensors
+
     def wait(self) -> None:
         """Returns when all has arrived and all is sent."""
         for work in self._works:
             work.wait()
+        self._works, self._tensors = (), ()
 
 
-def start_exchange(sent: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup) -> PendingExchange:
+def start_exchange(
+    sent: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup, *, tag: int = 0
+) -> PendingExchange:
     """Starts to send a tensor to each rank of the group and to receive one from each; empty ones and one's own stay.
 
-    All ranks of the group must start their exchanges in one order.
+    All ranks of the group must start their exchanges of one tag in one order. What is returned must be kept until it
+    has been waited for.
 
     Args:
         sent: by group rank; contiguous, unchanged until the end.
         arriving: by group rank; contiguous, of the size and dtype that the other one sends.
         group: the ranks.
+        tag: of the messages; NCCL knows none.
     """
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     # Receives first: a gloo rank that is asked late sends late.
     wanted: list[tuple[Any, Tensor, int]] = [(dist.irecv, arriving[rank], rank) for rank in others]
     wanted += [(dist.isend, sent[rank], rank) for rank in others]
-    calls = [dist.P2POp(call, part, group=group, group_peer=rank) for call, part, rank in wanted if part.numel()]
+    calls = [
+        dist.P2POp(call, part, group=group, group_peer=rank, tag=tag) for call, part, rank in wanted if part.numel()
+    ]
     return PendingExchange(dist.batch_isend_irecv(calls) if calls else [], [*sent, *arriving])
 
 

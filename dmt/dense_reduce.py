@@ -45,13 +45,15 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
 
     Args:
         mesh: of the job.
-        precision: of step 2; ``"bf16"`` halves its bytes and rounds gradients to 8 bits.
+        precision: of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` rounds them to 8 bits.
         ranks_per_host: where hosts are larger or smaller than that: so many neighbouring ranks are a host.
         bucket_cap_mb: how much is reduced at once; smaller than DDP's 25, so that the first is on its way early.
-        options: of TorchRec's ``DefaultDataParallelWrapper``, such as ``bucket_cap_mb``.
+            DDP's own first bucket has 1 MB at least.
+        options: others of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
 
     Raises:
-        InputError: an unknown precision, or hosts that do not divide the ranks.
+        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, or hosts that do not divide the
+            ranks.
 
     Example::
 
@@ -70,6 +72,11 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     ) -> None:
         if precision not in ("fp32", "bf16"):
             raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
+        if options.get("allreduce_comm_precision") is not None:
+            raise InputError(
+                f"HierarchicalDataParallel: allreduce_comm_precision={options['allreduce_comm_precision']!r} is for "
+                "TorchRec's own all-reduce, which this one replaces; use precision='bf16'."
+            )
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
         topology = mesh.topology
         hosts = topology.host_groups() if ranks_per_host is None else _blocks(topology.world_size, ranks_per_host)
@@ -79,22 +86,30 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         across = [list(ranks) for ranks in zip(*hosts, strict=True)]
         same = sorted(across) == sorted(sorted(group) for group in topology.peer_groups())
         self._across = mesh.peer_group if same else mesh.new_group(across)
-        self._dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-        self._pending: list[_Bucket] = []
+        self._in_bf16 = precision == "bf16"
 
     def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
         """Called by DMP."""
         super().wrap(dmp, env, device)
-        add_dense_hook(dmp, self._reduce)
+        add_dense_hook(dmp, _HierarchicalReduce(self._inside, self._across, in_bf16=self._in_bf16))
 
-    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        gradients = bucket.buffer()
-        if bucket.index() == 0:
-            self._pending = []  # what a backward pass left that did not come to its end, because something raised
+
+class _HierarchicalReduce:
+    """The communication hook of one DDP."""
+
+    def __init__(self, inside: dist.ProcessGroup, across: dist.ProcessGroup, *, in_bf16: bool) -> None:
+        self._inside = inside
+        self._across = across
+        self._in_bf16 = in_bf16
+        self._pending: list[_Bucket] = []
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        gradients, size = bucket.buffer(), self._inside.size()
         with torch.profiler.record_function("## dmt:dense_reduce ##"):
-            size = self._inside.size()
-            padded = nn.functional.pad(gradients, (0, -gradients.numel() % size)) if size > 1 else gradients
-            part = scatter_sum(padded, self._inside).to(self._dtype)
+            # Divided first, as DDP does: a sum of FP16 gradients may be beyond what FP16 holds.
+            share = gradients / (size * self._across.size())
+            part = scatter_sum(nn.functional.pad(share, (0, -share.numel() % size)), self._inside)
+            part = part.bfloat16() if self._in_bf16 else part
             self._pending.append(_Bucket(gradients, part, start_sum(part, self._across)))
         at_end_of_backward(self._finish)
         # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
@@ -103,11 +118,11 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         return done
 
     def _finish(self) -> None:
-        for bucket in self._pending:
+        pending, self._pending = self._pending, []
+        for bucket in pending:
             bucket.work.wait()
-            mean = bucket.part.to(bucket.gradients.dtype) / (self._inside.size() * self._across.size())
-            bucket.gradients.copy_(gather_parts(mean, self._inside)[: bucket.gradients.numel()])
-        self._pending = []
+            mean = gather_parts(bucket.part.to(bucket.gradients.dtype), self._inside)
+            bucket.gradients.copy_(mean[: bucket.gradients.numel()])
 
 
 def _blocks(world_size: int, ranks_per_host: int) -> list[list[int]]:

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from dmt._torchrec import AssignableValues
+
 __all__ = ["ColumnsByKey", "split_rows"]
 
 
-class ColumnsByKey(KeyedTensor):
+class ColumnsByKey(AssignableValues):
     """A ``KeyedTensor`` whose columns are put in order only if they are read as a whole.
 
     The order in which a sharded collection delivers features depends on where its tables lie. To bring them into
     another is a copy of the whole batch, and so is its gradient; whoever reads by key needs neither. Nor does reading
     every key cost a whole matrix of zeros for each in the backward pass, as slices of TorchRec's class do: all keys
-    come from one split.
+    come from one split. PyTorch refuses to change parts of a split in place.
 
     Args:
         arrived: the embeddings [B, columns] as they came.
@@ -36,18 +38,24 @@ class ColumnsByKey(KeyedTensor):
         width = dict(zip(arrived.keys(), arrived.length_per_key(), strict=True))
         keys = list(keys) if sorted(keys) == sorted(width) else arrived.keys()
         super().__init__(keys, [width[key] for key in keys], arrived.values())
+        self._hold(arrived)
+
+    def _hold(self, arrived: KeyedTensor) -> None:
         self.arrived = arrived
         self._by_key: dict[str, Tensor] | None = None
         self._ordered: Tensor | None = None
 
+    def replace_values(self, values: Tensor) -> None:
+        """Puts other embeddings in, [B, columns] in the order of the keys."""
+        self._hold(KeyedTensor(self.keys(), self.length_per_key(), values))
+
     def values(self) -> Tensor:
         """[B, columns] in the order of the keys."""
+        if self.arrived.keys() == self.keys():
+            return self.arrived.values()
         if self._ordered is None:
-            is_ordered = self.arrived.keys() == self.keys()
             by_key = self.to_dict()
-            self._ordered = (
-                self.arrived.values() if is_ordered else torch.cat([by_key[key] for key in self.keys()], dim=1)
-            )
+            self._ordered = torch.cat([by_key[key] for key in self.keys()], dim=1)
         return self._ordered
 
     def to_dict(self) -> dict[str, Tensor]:
@@ -58,6 +66,10 @@ class ColumnsByKey(KeyedTensor):
 
     def __getitem__(self, key: str) -> Tensor:
         return self.to_dict()[key]
+
+    def device(self) -> torch.device:
+        """Where the embeddings are."""
+        return self.arrived.device()
 
     def to(self, *args: Any, **kwargs: Any) -> ColumnsByKey:
         """The same on another device."""

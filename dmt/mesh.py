@@ -51,6 +51,7 @@ class TowerMesh:
         world = dist.group.WORLD
         assert world is not None, "the default group exists once torch.distributed is initialized"
         self.global_group = world
+        self._tags = 0
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """This rank's group of several that cover all ranks; collective."""
@@ -62,6 +63,11 @@ class TowerMesh:
                 mine = group
         assert mine is not None, f"rank {self.rank} is in none of the groups {groups}"
         return mine
+
+    def new_tag(self) -> int:
+        """A number for the messages of one module, the same on every rank if all make their modules in one order."""
+        self._tags += 1
+        return self._tags
 
     def tower_ranks(self) -> list[int]:
         """Global ranks of this rank's tower group, by local index."""

@@ -21,6 +21,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from dmt.collectives import ranks_that_differ
 from dmt.errors import InputError
 from dmt.parts import ResultInParts, micro_batch_sizes
 from dmt.sptt import SPTTModule
@@ -32,8 +33,9 @@ class MicroBatches:
     """Makes a sharded model run in micro-batches; training loop and pipelines stay as they are.
 
     The module must map samples to samples: every tensor it is given or returns has one row for each sample, and no row
-    depends on another (no batch norm). So it is the model without its loss. Of its arguments, tensors with B rows are
-    cut, also inside lists, tuples, dicts and dataclasses; the ``KeyedJaggedTensor`` is handed on whole, to the towers.
+    depends on another (no batch norm). So it is the model without its loss. Tensors among its arguments are cut, also
+    inside lists, tuples, dicts and dataclasses; the ``KeyedJaggedTensor`` is handed on whole, to the towers, and so is
+    what is no tensor, or a single number. Collective: every rank makes one.
 
     Results are those without micro-batches but for rounding: a matrix product of fewer rows may round differently, and
     gradients of the dense part are summed micro-batch by micro-batch. INT8 exchanges share scales among other numbers.
@@ -44,8 +46,8 @@ class MicroBatches:
         num_micro_batches: K; the same on every rank. Any batch size goes, also one smaller than K.
 
     Raises:
-        InputError: K is not positive; the module has no tower sharder's module inside, or one of TorchRec's that would
-            run K times, or one with the global id route; it runs in micro-batches already.
+        InputError: K is not positive, or not the same on all ranks; the module has no tower sharder's module inside, or
+            one of TorchRec's that would run K times, or one with the global id route; it runs in micro-batches already.
 
     Example::
 
@@ -71,14 +73,30 @@ class MicroBatches:
                 f"MicroBatches needs a model whose sharded modules are all from dmt's sharders, after "
                 f"DistributedModelParallel; this {type(module).__name__} {found}."
             )
+        if ranks := ranks_that_differ(num_micro_batches, self._sparse[0].mesh.global_group):
+            raise InputError(
+                f"num_micro_batches={num_micro_batches} on this rank, but ranks {ranks} were given another than "
+                "the first rank; make them equal."
+            )
+        for part in self._sparse:
+            part.check_micro_batches(num_micro_batches)
         for part in self._sparse:
             part.set_micro_batches(num_micro_batches)
-        self._forward: Callable[..., Any] = module.forward
-        module.forward = self
+        self._replaced = _ReplacedForward(module, self)
+        self._forward: Callable[..., Any] = self._replaced.forward
 
     def detach(self) -> None:
-        """Takes the module back to whole batches."""
-        del self._module.forward
+        """Takes the module back to whole batches, and to the forward that it had.
+
+        Raises:
+            InputError: somebody has replaced the module's forward since.
+        """
+        if vars(self._module).get("forward") is not self:
+            raise InputError(
+                f"The forward of this {type(self._module).__name__} is no longer that of these MicroBatches: they are "
+                "detached already, or another has been put over them, which must be taken off first."
+            )
+        self._replaced.restore()
         for part in self._sparse:
             part.set_micro_batches(1)
 
@@ -86,8 +104,8 @@ class MicroBatches:
         """The module's forward, micro-batch by micro-batch.
 
         Raises:
-            InputError: no ``KeyedJaggedTensor`` among the arguments, an output that has not one row for each sample, or
-                a sharded module that is not called once.
+            InputError: no ``KeyedJaggedTensor`` among the arguments, an argument or output that has not one row for
+                each sample, or a sharded module that is not called once.
         """
         batch_sizes = {ids.stride() for ids in _leaves((args, kwargs)) if isinstance(ids, KeyedJaggedTensor)}
         is_traced = any(isinstance(leaf, torch.fx.Proxy) for leaf in _leaves((args, kwargs)))  # by a train pipeline
@@ -100,7 +118,7 @@ class MicroBatches:
                 "given the sparse features."
             )
         sizes = micro_batch_sizes(batch_sizes.pop(), self._num)
-        parts = _split((args, kwargs), sizes)
+        parts = _split((args, kwargs), sizes, type(self._module).__name__)
         servers = [_Server(part) for part in self._sparse]
         try:
             outputs = [self._forward(*own_args, **own_kwargs) for own_args, own_kwargs in parts]
@@ -112,20 +130,33 @@ class MicroBatches:
         return _join(outputs, sizes, type(self._module).__name__)
 
 
+class _ReplacedForward:
+    """A forward put on a module, and the one that was there."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._own = vars(module).get("forward")
+        self.forward: Callable[..., Any] = module.forward
+        module.forward = forward
+
+    def restore(self) -> None:
+        del self._module.forward
+        if self._own is not None:
+            self._module.forward = self._own
+
+
 class _Server:
     """Stands in for a sharded module's forward: exchanges at the first call, hands out one after another."""
 
     def __init__(self, module: SPTTModule) -> None:
         self._module = module
-        self._own = vars(module).get("forward")  # a train pipeline has put its own there
-        self._forward = module.forward
         self._result: ResultInParts | None = None
         self._calls = 0
-        module.forward = self
+        self._replaced = _ReplacedForward(module, self)  # of a train pipeline, perhaps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._result is None:
-            self._result = self._forward(*args, **kwargs)
+            self._result = self._replaced.forward(*args, **kwargs)
             assert isinstance(self._result, ResultInParts), "the module was told to send in parts"
         self._calls += 1
         if self._calls > self._result.num_parts:
@@ -137,9 +168,7 @@ class _Server:
             raise self._wrong_calls()
 
     def remove(self) -> None:
-        del self._module.forward
-        if self._own is not None:
-            self._module.forward = self._own
+        self._replaced.restore()
 
     def _wrong_calls(self) -> InputError:
         return InputError(
@@ -158,19 +187,25 @@ def _leaves(value: Any) -> list[Any]:
     return [value]
 
 
-def _split(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """The same structure for each micro-batch, tensors with a row for each sample cut."""
-    if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == sum(sizes):
+def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
+    """The same structure for each micro-batch, with tensors cut."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        if value.shape[0] != sum(sizes):
+            # Handed on whole, it would be cut one day, in the batch that happens to have as many samples.
+            raise InputError(
+                f"{owner} is given a tensor of shape {list(value.shape)} with a batch of {sum(sizes)} samples; in "
+                "micro-batches every tensor among its arguments must have one row for each. Keep others in the module."
+            )
         return list(value.split(list(sizes)))
     if isinstance(value, dict):
-        parts = {key: _split(part, sizes) for key, part in value.items()}
+        parts = {key: _split(part, sizes, owner) for key, part in value.items()}
         return [{key: part[i] for key, part in parts.items()} for i in range(len(sizes))]
     if isinstance(value, (list, tuple)):
-        columns = [_split(part, sizes) for part in value]
+        columns = [_split(part, sizes, owner) for part in value]
         make = type(value)._make if hasattr(value, "_make") else type(value)
         return [make(column[i] for column in columns) for i in range(len(sizes))]
     if is_dataclass(value) and not isinstance(value, type):
-        by_field = {f.name: _split(getattr(value, f.name), sizes) for f in fields(value) if f.init}
+        by_field = {f.name: _split(getattr(value, f.name), sizes, owner) for f in fields(value) if f.init}
         return [replace(value, **{name: part[i] for name, part in by_field.items()}) for i in range(len(sizes))]
     return [value] * len(sizes)
 
@@ -189,6 +224,8 @@ def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
                 "return one row for each. Put MicroBatches around the model inside that computes no loss."
             )
         return torch.cat(list(outputs))
+    if all(output is None for output in outputs):
+        return None
     if isinstance(first, dict):
         return {key: _join([output[key] for output in outputs], sizes, owner) for key in first}
     if isinstance(first, (list, tuple)):

@@ -7,6 +7,7 @@ under way at once all end together; here every rank first asks, then sends, and 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class PeerExchange(nn.Module):
         dtype: of every tower's outputs.
         device: of the outputs.
         precision: the formats; None sends as is. Rows are padded where a format needs whole groups of numbers.
+        tag: tells exchanges over one group apart that ranks may wait for in different orders; the same on all ranks.
 
     Raises:
         InputError: the device cannot do a format.
@@ -54,15 +56,18 @@ class PeerExchange(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         precision: ExchangePrecision | None = None,
+        tag: int = 0,
     ) -> None:
         super().__init__()
         self.group = group
+        self.tag = tag
         self.output_sizes = list(output_sizes)
         self.dtype = dtype
         self._precision = precision or ExchangePrecision()
         codecs = self._precision.codecs(device or torch.device("cpu"), dtype)
         self.forward_codec = None if codecs is None else codecs.forward
         self.backward_codec = None if codecs is None else codecs.backward
+        self._begun: list[tuple[weakref.ref[_Transfer], PendingExchange]] = []
 
     def forward(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
         """Starts the exchange.
@@ -86,12 +91,27 @@ class PeerExchange(nn.Module):
         if padded != list(batch_sizes):
             blocks = zip(outputs.split(list(batch_sizes)), padded, strict=True)
             outputs = torch.cat([nn.functional.pad(block, (0, 0, 0, rows - len(block))) for block, rows in blocks])
+        self._end_abandoned()
         transfer = _Transfer(self, padded)
         # Wants a gradient even if a frozen tower does not, for its peers wait for this rank in the backward pass.
         anchor = torch.empty(0, device=outputs.device, requires_grad=torch.is_grad_enabled())
         with torch.profiler.record_function("## dmt:outputs_to_peers ##"):
             started = _Start.apply(outputs, anchor, transfer)
         return _Arrival(started, transfer, batch_sizes[rank])
+
+    def keep(self, transfer: _Transfer, pending: PendingExchange) -> None:
+        """Called by a transfer that has begun to send.
+
+        Messages that nobody holds any more would be lost on their way, and the ranks' next exchanges with them.
+        """
+        self._begun = [(owner, begun) for owner, begun in self._begun if not begun.is_done]
+        self._begun.append((weakref.ref(transfer), pending))
+
+    def _end_abandoned(self) -> None:
+        """Waits for what no one will wait for: a result was dropped, or something raised before it was used."""
+        for owner, begun in self._begun:
+            if owner() is None:
+                begun.wait()
 
 
 class _Transfer:
@@ -139,7 +159,8 @@ class _Transfer:
             self._arriving = [sent[0].new_empty(size) for size in sizes]
         self._shapes = shapes
         self._arriving[self.rank] = sent[self.rank]
-        self._pending = start_exchange(sent, self._arriving, self.exchange.group)
+        self._pending = start_exchange(sent, self._arriving, self.exchange.group, tag=self.exchange.tag)
+        self.exchange.keep(self, self._pending)
 
     def _end(self, codec: Any) -> list[Tensor]:
         assert self._pending is not None, "an exchange is waited for once"

@@ -126,6 +126,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._global_route: GlobalIdRoute | None = None
         self._replicas_ready: Callable[[], None] | None = None
         self._num_micro_batches = 1
+        self._tag = mesh.new_tag()
         self.sharded_tables: list[str] = []
         exchange.precision.check_device(self._target_device)
 
@@ -141,14 +142,18 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             self._global_route = GlobalIdRoute(self.mesh, self._collections)
 
     def set_micro_batches(self, number: int) -> None:
-        """Called by `dmt.MicroBatches`: outputs are exchanged in so many parts, all under way at once.
+        """Called by `dmt.MicroBatches`: outputs are exchanged in so many parts, all under way at once."""
+        self.check_micro_batches(number)
+        self._num_micro_batches = number
+
+    def check_micro_batches(self, number: int) -> None:
+        """Refuses what cannot be.
 
         Raises:
             InputError: ids travel by the global route, which brings them to the ranks in another order.
         """
         if number > 1 and self._global_route is not None:
             raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")
-        self._num_micro_batches = number
 
     @property
     def collections(self) -> Sequence[GroupShardedEBC]:
@@ -290,6 +295,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             dtype=self._output_dtype,
             device=output.device,
             precision=self._exchange.precision,
+            tag=self._tag,
         )
 
     def _finish(self, columns: Tensor) -> Any:

@@ -45,7 +45,8 @@ def stacked_in_any_order(embeddings: Any, features: Sequence[str]) -> tuple[Tens
         ([[[0.0, 0.0], [1.0, 1.0]]], [0, 1])
     """
     arrived = getattr(embeddings, "arrived", embeddings)
-    if hasattr(arrived, "length_per_key"):
+    # A tracer's stand-in has every attribute and no keys to go through.
+    if hasattr(arrived, "length_per_key") and not isinstance(arrived, torch.fx.Proxy):
         keys, widths = arrived.keys(), arrived.length_per_key()
         if len(set(widths)) == 1 and sorted(keys) == sorted(features):
             position = {key: i for i, key in enumerate(keys)}
