@@ -2,9 +2,10 @@
 
     sudo make bench        or, as root:   OMP_NUM_THREADS=1 python -m benchmarks.bench
 
-Four parts: ``main`` (all contenders at the setting of the goals) and three sweeps around it, over ``hosts``, ``batch``
-and ``rate``. What is done is kept in ``--work``, and a stopped study goes on with the next job. ``--quick`` tries all
-of it on small batches and says nothing about speed.
+Five parts: ``flat`` (all flat contenders at the setting of the goals), ``main`` (the two fastest of them at each
+precision, and all others) and three sweeps around it, over ``hosts``, ``batch`` and ``rate``. What is done is kept in
+``--work``, and a stopped study goes on with the next job. ``--quick`` tries all of it on small batches and says nothing
+about speed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.steps.contenders import select
 from benchmarks.steps_report.compare import best_flat
 from benchmarks.steps_report.measures import Measured, measure_run
 from benchmarks.steps_report.page import setting_words, write_results
-from benchmarks.steps_report.parts import PARTS, Job, main_jobs, quick_jobs, sweep_jobs
+from benchmarks.steps_report.parts import PARTS, Job, flat_jobs, main_jobs, quick_jobs, sweep_jobs
 from benchmarks.train_step import about, run_setting
 from dmt.errors import InputError
 from dmt.files import replacing
@@ -31,7 +32,8 @@ from dmt.files import replacing
 __all__ = ["Study", "main"]
 
 _HERE = Path(__file__).parent
-_FIRST_FLAT = "flat-tw"
+# Compared with where the flat part has not run.
+_FLATS = {"fp32": ["flat-tw", "flat-tw+prefetch"], "fp16": ["flat-tw+fp16", "flat-tw+fp16+prefetch"]}
 
 
 class Study:
@@ -56,14 +58,23 @@ class Study:
         """Of one part; those of a sweep take the flat contender that was fastest in the main part."""
         if self.quick:
             return quick_jobs([part])
+        if part == "flat":
+            return flat_jobs(rounds=self.rounds[1])
         if part == "main":
-            return main_jobs(rounds=self.rounds[0])
+            return main_jobs(self._fastest_flats(), rounds=self.rounds[0])
         return sweep_jobs(part, flat=self._best_flat(), rounds=self.rounds[1])
+
+    def _fastest_flats(self) -> list[str]:
+        """Two of each precision."""
+        record = _read(self._path("flat"))
+        flats = [] if record is None else sorted(_measured(record), key=lambda found: found.median)
+        by_precision = {precision: [one.name for one in flats if one.precision == precision] for precision in _FLATS}
+        return [name for precision, first in _FLATS.items() for name in (by_precision[precision] or first)[:2]]
 
     def _best_flat(self) -> str:
         record = _read(self._path("main"))
         flat = None if record is None else best_flat(_measured(record), "fp32")
-        return _FIRST_FLAT if flat is None else flat.name
+        return _FLATS["fp32"][0] if flat is None else flat.name
 
     def _path(self, name: str) -> Path:
         return self.work / f"{name}.json"

@@ -48,7 +48,13 @@ _TIMEOUT = 6 * 3600.0
 
 
 def run_setting(
-    setting: Setting, contenders: Sequence[Contender], out: Path, *, emulated: bool = True, timeout: float = _TIMEOUT
+    setting: Setting,
+    contenders: Sequence[Contender],
+    out: Path,
+    *,
+    emulated: bool = True,
+    timeout: float = _TIMEOUT,
+    traces: Path | None = None,
 ) -> dict[str, Any]:
     """Runs one job of all contenders.
 
@@ -58,6 +64,7 @@ def run_setting(
         out: a JSON file that holds the run so far after every round, and in the end.
         emulated: whether on hosts of their own; else the hosts of the setting are played in name only, at full rate.
         timeout: seconds after which the job is killed.
+        traces: folder for a profile of one step of every contender on every rank.
 
     Returns:
         The run: ``setting``, ``wire`` and ``contenders``, as in ``out``.
@@ -76,13 +83,16 @@ def run_setting(
         spec = Path(folder, "spec.json")
         names = [contender.name for contender in contenders]
         out = out.resolve()
-        spec.write_text(json.dumps({"setting": asdict(setting), "contenders": names, "out": str(out)}))
+        if traces is not None:
+            traces.mkdir(parents=True, exist_ok=True)
+        profiles = None if traces is None else str(traces.resolve())
+        job = {"setting": asdict(setting), "contenders": names, "out": str(out), "traces": profiles}
+        spec.write_text(json.dumps(job))
         if emulated:
             with EmulatedHosts(setting.hosts, mbit_per_s=setting.mbit_per_s) as hosts:
                 if setting.hosts > 1:
                     wire = measure_wire(hosts, setting.ranks_per_host, setting.mbit_per_s)
-                job = [*_MODULE, str(spec)]
-                hosts.torchrun(job, ranks_per_host=setting.ranks_per_host, timeout=timeout, env=_ENV)
+                hosts.torchrun([*_MODULE, str(spec)], ranks_per_host=setting.ranks_per_host, timeout=timeout, env=_ENV)
         else:
             _run_here(setting, spec, timeout)
     run: dict[str, Any] = json.loads(out.read_text())
@@ -160,14 +170,17 @@ def about(command: str, notes: str = "") -> dict[str, Any]:
 @click.option("--emulated/--no-hosts", default=True, help="Whether on emulated hosts (needs root).")
 @click.option("--list", "only_list", is_flag=True, help="Print the names of contenders and stop.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("runs/train_step.json"))
-def main(*, contenders: tuple[str, ...], emulated: bool, only_list: bool, out: Path, **sizes: Any) -> None:
+@click.option("--traces", type=click.Path(path_type=Path, file_okay=False), help="Folder for a profile of each one.")
+def main(
+    *, contenders: tuple[str, ...], emulated: bool, only_list: bool, out: Path, traces: Path | None, **sizes: Any
+) -> None:
     """Measures training steps of contenders and writes JSON."""
     if only_list:
         click.echo("\n".join(contender.name for contender in all_contenders()))
         return
     try:
         setting = Setting(mbit_per_s=sizes.pop("mbit"), batch_size=sizes.pop("batch"), **sizes)
-        run = run_setting(setting, select(contenders), out, emulated=emulated)
+        run = run_setting(setting, select(contenders), out, emulated=emulated, traces=traces)
     except InputError as error:
         raise click.UsageError(str(error)) from error
     write_runs(out, [run], command=f"python -m benchmarks.train_step {' '.join(sys.argv[1:])}")

@@ -187,8 +187,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         trainer.detach()
         if micro_batches is not None:
             micro_batches.detach()  # collecting needs all embeddings of a batch at once
-        path = record.folder / "affinity.npz"
-        write_affinity(model, data, mesh, config=config.train, steps=time.steps, path=path)
+        write_affinity(model, data, mesh, config=config.train, steps=time.steps, path=record.folder / "affinity.npz")
     traffic = trainer.measure_traffic()
     rows = config.train.batch_size * mesh.topology.world_size
     result = {
@@ -203,8 +202,7 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         **_of_replicas(config, replicas, mesh),
         **of_sharding,
     }
-    evaluation = {f"eval/{name}": float(value) for name, value in asdict(metrics).items()}
-    record.scalars(time.steps, evaluation)
+    record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     _conclude(config, record, result, is_saved=is_saved, mesh=mesh)
     return result
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.hosts import sent_bytes
@@ -18,7 +19,7 @@ from benchmarks.steps.build import Built
 from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["Clocks", "Turn", "count_traffic", "run_turn", "time_sync"]
+__all__ = ["Clocks", "Turn", "count_traffic", "run_turn", "time_sync", "trace_step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,14 @@ def time_sync(built: Built) -> Turn:
 
     clocks, uplink = _between_barriers(sync)
     return Turn(steps=clocks, uplink_bytes=uplink, peak_bytes=None)
+
+
+def trace_step(built: Built, path: Path) -> None:
+    """Trains one step under PyTorch's profiler and writes what Perfetto and chrome://tracing show. Collective."""
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        built.pipeline.progress(built.batches)
+    profile.export_chrome_trace(str(path))
 
 
 def count_traffic(built: Built, batch: ClickBatch, host_of: Callable[[int], int]) -> Traffic:

@@ -33,7 +33,7 @@ from benchmarks.steps.check import (
 )
 from benchmarks.steps.contenders import Contender, parse_contender
 from benchmarks.steps.inputs import Batches, benchmark_tables, random_batch
-from benchmarks.steps.measure import count_traffic, run_turn, time_sync
+from benchmarks.steps.measure import count_traffic, run_turn, time_sync, trace_step
 from benchmarks.steps.record import Record
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.shares import needed_by, weight_bytes
@@ -60,20 +60,22 @@ def main(spec_path: str) -> None:
     if dist.get_world_size() != setting.world_size:
         raise InputError(f"The spec is for {setting.world_size} ranks, the job has {dist.get_world_size()}.")
     try:
-        run_job(setting, [parse_contender(name) for name in spec["contenders"]], Path(spec["out"]))
+        contenders = [parse_contender(name) for name in spec["contenders"]]
+        run_job(setting, contenders, Path(spec["out"]), traces=spec["traces"] and Path(spec["traces"]))
         # Leaving while a peer still talks aborts it now and then.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def run_job(setting: Setting, contenders: Sequence[Contender], out: Path) -> None:
+def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, traces: Path | None = None) -> None:
     """Builds, checks, times and counts all contenders; rank 0 writes the run to ``out``. Collective.
 
     Args:
         setting: sizes of the job.
         contenders: what to compare.
         out: a JSON file.
+        traces: folder for a profile of one more step of every contender on every rank.
     """
     world, rank = _world(), dist.get_rank()
     record = Record(setting, contenders, out) if rank == 0 else None
@@ -100,6 +102,8 @@ def run_job(setting: Setting, contenders: Sequence[Contender], out: Path) -> Non
             record.write()
             print(f"# round {turn + 1} of {setting.rounds}", flush=True)
     for built in everything:
+        if traces is not None:
+            trace_step(built, traces / f"train_step_{built.contender.name}.rank{rank}.trace.json.gz")
         built.finish()
         traffic = count_traffic(built, pool[0], setting.host)
         if record is not None:

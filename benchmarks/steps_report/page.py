@@ -25,6 +25,7 @@ from dmt.files import replacing
 __all__ = ["setting_words", "write_results"]
 
 Run = Mapping[str, Any]
+_FLAT_WORDS = "In a run of their own; the two fastest of each precision run again beside the others above."
 _SWEEP_TITLES = {"hosts": "Hosts", "batch": "Local batch", "rate": "Link rate"}
 
 
@@ -64,7 +65,8 @@ def write_results(
         paths.append(plot_sweeps(sweeps, pictures["sweeps"], subtitle=f"around {setting_words(base['setting'])}"))
     with replacing(paths[0]) as scratch:
         scratch.write_text(_json(runs, {**about, "cores": cores}))
-    page = _page(main, contenders, sweeps, about={**about, "cores": cores}, stem=stem)
+    flat = next((measure_run(run, cores=cores) for run in runs if run["part"] == "flat"), [])
+    page = _page(main, contenders, flat, sweeps, about={**about, "cores": cores}, stem=stem)
     with replacing(paths[1]) as scratch:
         scratch.write_text(page)
     return paths
@@ -95,7 +97,13 @@ def _json(runs: Sequence[Run], about: Mapping[str, Any]) -> str:
 
 
 def _page(
-    main: Run | None, contenders: Sequence[Measured], sweeps: Sequence[Sweep], *, about: Mapping[str, Any], stem: str
+    main: Run | None,
+    contenders: Sequence[Measured],
+    flat: Sequence[Measured],
+    sweeps: Sequence[Sweep],
+    *,
+    about: Mapping[str, Any],
+    stem: str,
 ) -> str:
     facts = "\n".join(f"- {name}: {_fact(value)}" for name, value in about.items())
     return (
@@ -106,6 +114,7 @@ def _page(
                 "links limited by `tc htb`: this shows the wire and what overlaps it, not the speed of GPUs.",
                 facts,
                 _main_section(main, contenders, stem),
+                *(["## All flat contenders", _FLAT_WORDS, times_table(flat)] if flat else []),
                 *(_sweep_section(part, sweeps) for part in SWEEPS),
                 *([f"![step time against hosts, batch and rate]({stem}_sweeps.png)"] if sweeps else []),
                 _HOW,

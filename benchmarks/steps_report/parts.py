@@ -10,12 +10,15 @@ from benchmarks.steps.setting import Setting
 from benchmarks.steps_report.measures import bytes_per_second
 from benchmarks.steps_report.sweeps import SWEEPS
 
-__all__ = ["MAIN_CONTENDERS", "PARTS", "Job", "main_jobs", "quick_jobs", "sweep_jobs"]
+__all__ = ["FLAT_CONTENDERS", "MAIN_CONTENDERS", "PARTS", "Job", "flat_jobs", "main_jobs", "quick_jobs", "sweep_jobs"]
 
-PARTS = ("main", *SWEEPS)
+PARTS = ("flat", "main", *SWEEPS)
 
 # TorchRec's row-wise towers are slower than its column-wise ones.
-MAIN_CONTENDERS = tuple(one.name for one in all_contenders() if not one.name.startswith(("etc-cr2-", "etc-cr4-")))
+MAIN_CONTENDERS = tuple(
+    one.name for one in all_contenders() if not one.name.startswith(("flat", "etc-cr2-", "etc-cr4-"))
+)
+FLAT_CONTENDERS = tuple(one.name for one in all_contenders() if one.family == "flat")
 _SWEEP_OURS = ("sptt+all", "dmt-cr2+all", "dmt-cr16+all+rank-towers")
 _VALUES: dict[str, tuple[float | None, ...]] = {
     "hosts": (1, 4),
@@ -39,8 +42,8 @@ class Job:
     @property
     def name(self) -> str:
         """Of its file, without suffix."""
-        if self.part == "main":
-            return "main"
+        if self.part not in SWEEPS:
+            return self.part
         value = getattr(self.setting, SWEEPS[self.part])
         return f"{self.part}-{'unlimited' if value is None else f'{value:g}'}"
 
@@ -62,10 +65,20 @@ def _step_seconds(contender: Contender, setting: Setting) -> float:
     return wire + _SAMPLE_SECONDS * setting.batch_size * setting.world_size
 
 
-def main_jobs(*, rounds: int) -> list[Job]:
-    """All contenders at the setting of the goals."""
+def flat_jobs(*, rounds: int) -> list[Job]:
+    """All flat contenders at the setting of the goals; they would not fit into memory beside all others."""
+    return [Job(part="flat", setting=Setting(rounds=rounds, steps_per_turn=1), contenders=FLAT_CONTENDERS)]
+
+
+def main_jobs(flats: Sequence[str], *, rounds: int) -> list[Job]:
+    """All contenders at the setting of the goals.
+
+    Args:
+        flats: the flat contenders to compare with.
+        rounds: measured ones.
+    """
     setting = Setting(rounds=rounds, steps_per_turn=1)
-    return [Job(part="main", setting=setting, contenders=MAIN_CONTENDERS)]
+    return [Job(part="main", setting=setting, contenders=(*flats, *MAIN_CONTENDERS))]
 
 
 def sweep_jobs(part: str, *, flat: str, rounds: int) -> list[Job]:
@@ -85,7 +98,8 @@ def quick_jobs(parts: Sequence[str]) -> list[Job]:
     small = Setting(batch_size=256, rounds=1, steps_per_turn=1)
     values: dict[str, float | None] = {"hosts": 1, "batch": 512, "rate": None}
     contenders = ("flat-tw", "flat-tw+fp16", "etc-cr2", "sptt", "dmt-cr2+all", "dmt-cr2+fp16", "dmt-cr2-2d+all")
-    jobs = [Job(part="main", setting=small, contenders=contenders)]
+    jobs = [Job(part="flat", setting=small, contenders=("flat-tw", "flat-tw+fp16"))]
+    jobs.append(Job(part="main", setting=small, contenders=contenders))
     for part, value in values.items():
         setting = replace(small, **{SWEEPS[part]: value})
         jobs.append(Job(part=part, setting=setting, contenders=("flat-tw", "sptt", "dmt-cr2")))

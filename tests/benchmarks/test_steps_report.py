@@ -19,11 +19,21 @@ from benchmarks.steps_report.compare import best_flat, fastest, speedup
 from benchmarks.steps_report.goals import Goal, judge
 from benchmarks.steps_report.measures import Measured, measure_run
 from benchmarks.steps_report.page import write_results
-from benchmarks.steps_report.parts import MAIN_CONTENDERS, PARTS, Job, main_jobs, quick_jobs, sweep_jobs
+from benchmarks.steps_report.parts import (
+    FLAT_CONTENDERS,
+    MAIN_CONTENDERS,
+    PARTS,
+    Job,
+    flat_jobs,
+    main_jobs,
+    quick_jobs,
+    sweep_jobs,
+)
 from benchmarks.steps_report.pictures import chosen
 from benchmarks.steps_report.sweeps import make_sweep
 from benchmarks.steps_report.tables import compute_table, sweep_table
 
+FLATS = ("flat-tw", "flat-cw", "flat-rw", "flat-twrw", "flat-grid", "flat-tw+fp16")
 WIRE = {"bytes_per_rank": 25e6, "seconds": 1.02, "ratio": 1.02, "header_overhead": 0.01}
 
 
@@ -200,7 +210,7 @@ def test_goals_without_contenders_are_not_measured() -> None:
 
 
 def test_a_sweep_takes_the_main_run_in_and_puts_the_unlimited_rate_last() -> None:
-    jobs = [*main_jobs(rounds=1), *sweep_jobs("rate", flat="flat-cw", rounds=1)]
+    jobs = [*main_jobs(FLATS, rounds=1), *sweep_jobs("rate", flat="flat-cw", rounds=1)]
     sweep = make_sweep("rate", [run_of_job(job) for job in jobs], cores=2)
     assert sweep is not None
     assert [point.value for point in sweep.points] == [100, 200, 500, 1000, None]
@@ -214,7 +224,7 @@ def test_a_sweep_takes_the_main_run_in_and_puts_the_unlimited_rate_last() -> Non
 
 
 def test_chosen_contenders_are_one_of_each_kind() -> None:
-    names = [found.name for found in chosen(measure_run(run_of_job(main_jobs(rounds=2)[0]), cores=2))]
+    names = [found.name for found in chosen(measure_run(run_of_job(main_jobs(FLATS, rounds=2)[0]), cores=2))]
     assert len([name for name in names if name.startswith("flat")]) == 6, "five schemes, and the best with FP16"
     ours = [parse_contender(name) for name in names if name.startswith(("sptt", "dmt"))]
     kinds = [(one.family, one.precision, one.compression) for one in ours]
@@ -223,14 +233,16 @@ def test_chosen_contenders_are_one_of_each_kind() -> None:
 
 
 def test_the_jobs_of_the_study() -> None:
-    jobs = [*main_jobs(rounds=5), *(j for p in PARTS[1:] for j in sweep_jobs(p, flat="flat-tw", rounds=2))]
+    jobs = [*main_jobs(FLATS, rounds=5), *(j for p in PARTS[2:] for j in sweep_jobs(p, flat="flat-tw", rounds=2))]
     assert len({job.name for job in jobs}) == len(jobs)
-    assert main_jobs(rounds=7)[0].setting == Setting(rounds=7, steps_per_turn=1), (
+    assert main_jobs(FLATS, rounds=7)[0].setting == Setting(rounds=7, steps_per_turn=1), (
         "the goals are for the setting's own values"
     )
-    assert len(set(MAIN_CONTENDERS)) == len(MAIN_CONTENDERS)
-    assert all(parse_contender(name).name == name for name in MAIN_CONTENDERS)
-    assert sum(job.estimate for job in jobs) < 60 * 60
+    everyone = (*FLAT_CONTENDERS, *MAIN_CONTENDERS)
+    assert len(FLAT_CONTENDERS) == 20, "five schemes, with and without FP16 and prefetch"
+    assert len(set(everyone)) == len(everyone)
+    assert all(parse_contender(name).name == name for name in everyone)
+    assert sum(job.estimate for job in [*jobs, *flat_jobs(rounds=3)]) < 75 * 60
     assert {job.part for job in quick_jobs(PARTS)} == set(PARTS)
     assert sum(job.estimate for job in quick_jobs(PARTS)) < 4 * 60
 
@@ -238,7 +250,11 @@ def test_the_jobs_of_the_study() -> None:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("results")
-    jobs = [*main_jobs(rounds=3), *(j for p in PARTS[1:] for j in sweep_jobs(p, flat="flat-tw", rounds=2))]
+    jobs = [
+        *flat_jobs(rounds=2),
+        *main_jobs(FLATS, rounds=3),
+        *(j for p in PARTS[2:] for j in sweep_jobs(p, flat="flat-tw", rounds=2)),
+    ]
     write_results([run_of_job(job) for job in jobs], out, about={"machine": "made up"}, cores=2)
     return out
 
@@ -255,12 +271,13 @@ def test_page_json_and_pictures_are_written(written: Path) -> None:
     assert page.isascii()
     assert "Not measured" not in page
     assert all(f"({name})" in page for name in pictures)
+    assert "| **flat-" in page.partition("## All flat contenders")[2]
     assert "| sptt-2d+all |" in page.partition("## Replicas")[2]
     assert "compute alone s, unlimited" in page
 
 
 def test_missing_parts_are_left_out_with_a_word(tmp_path: Path) -> None:
-    main = run_of_job(main_jobs(rounds=1)[0])
+    main = run_of_job(main_jobs(FLATS, rounds=1)[0])
     paths = write_results([main], tmp_path, about={}, cores=2)
     assert [path.name for path in paths][2:] == ["train_step_steps.png", "train_step_bytes.png"]
     assert paths[1].read_text().count("Not measured.") == 3

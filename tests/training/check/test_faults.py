@@ -53,10 +53,11 @@ def rows_swapped_on_rank_1(load: Change) -> Change:
     return faulty
 
 
-def towers_exchanged(init: Change) -> Change:
-    def faulty(self: SPTTModule, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self._column_order = self._column_order[::-1]
+def towers_exchanged(connect: Change) -> Change:
+    def faulty(self: SPTTModule, *args: Any) -> Any:
+        exchange = connect(self, *args)
+        self._all_pieces = self._all_pieces[::-1]
+        return exchange
 
     return faulty
 
@@ -77,11 +78,11 @@ def tower_gradient_doubled(shard: Change) -> Change:
 
 
 def table_gradient_doubled(compute: Change) -> Change:
-    def faulty(self: SPTTModule, *args: Any) -> torch.Tensor:
-        output = compute(self, *args)
-        if self.mesh.tower == 1 and output.requires_grad:
-            output.register_hook(lambda gradient: 2 * gradient)
-        return output
+    def faulty(self: SPTTModule, *args: Any) -> Any:
+        for output in compute(self, *args):
+            if self.mesh.tower == 1 and output.requires_grad:
+                output.register_hook(lambda gradient: 2 * gradient)
+            yield output
 
     return faulty
 
@@ -141,7 +142,7 @@ def gradients_scaled(read: Change) -> Change:
 # name -> what is patched, the checks that must fail, and what the first of them must name
 FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
     "rows": (on_rank, "load_start", rows_swapped_on_rank_1, {"embeddings", "bags"}, "table of C1"),
-    "towers": (SPTTModule, "__init__", towers_exchanged, {"tower outputs", "logits", "reload"}, "output of tower 0"),
+    "towers": (SPTTModule, "_connect", towers_exchanged, {"tower outputs", "logits", "reload"}, "output of tower 0"),
     "tower gradient": (on_rank, "shard_model", tower_gradient_doubled, {"tower gradients"}, "sparse_arch.towers.1.int"),
     "table gradient": (SPTTModule, "compute", table_gradient_doubled, {"table gradients"}, "table t_C"),
     "warm-up": (on_rank, "build_optimizer", warm_up_left_out, {"dense weights", "table weights", "losses"}, "step 1"),
