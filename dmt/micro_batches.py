@@ -121,9 +121,11 @@ class MicroBatches:
         parts = _split((args, kwargs), sizes, type(self._module).__name__)
         servers = [_Server(part) for part in self._sparse]
         try:
-            outputs = [self._forward(*own_args, **own_kwargs) for own_args, own_kwargs in parts]
-            for server in servers:
-                server.check_calls(self._num)
+            outputs = []
+            for number, (own_args, own_kwargs) in enumerate(parts, start=1):
+                outputs.append(self._forward(*own_args, **own_kwargs))
+                for server in servers:
+                    server.check_calls(number)
         finally:
             for server in servers:
                 server.remove()
@@ -160,20 +162,20 @@ class _Server:
             assert isinstance(self._result, ResultInParts), "the module was told to send in parts"
         self._calls += 1
         if self._calls > self._result.num_parts:
-            raise self._wrong_calls()
+            raise self._wrong_calls(self._result.num_parts)
         return self._result.part(self._calls - 1)
 
     def check_calls(self, expected: int) -> None:
         if self._calls != expected:
-            raise self._wrong_calls()
+            raise self._wrong_calls(expected)
 
     def remove(self) -> None:
         self._replaced.restore()
 
-    def _wrong_calls(self) -> InputError:
+    def _wrong_calls(self, expected: int) -> InputError:
         return InputError(
-            f"The {type(self._module).__name__} inside was called {self._calls} times in one pass over the "
-            "micro-batches; a module that runs in micro-batches must call its sharded modules exactly once."
+            f"The {type(self._module).__name__} inside was called {self._calls} times in {expected} micro-batches; a "
+            "module that runs in micro-batches must call its sharded modules exactly once in each."
         )
 
 
@@ -226,6 +228,12 @@ def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
         return torch.cat(list(outputs))
     if all(output is None for output in outputs):
         return None
+    kinds = {(type(output), tuple(output) if isinstance(output, dict) else None) for output in outputs}
+    if len(kinds) > 1:
+        raise InputError(
+            f"{owner} returned something else for one micro-batch than for another ({first!r:.60} for the first); it "
+            "must return the same structure for each."
+        )
     if isinstance(first, dict):
         return {key: _join([output[key] for output in outputs], sizes, owner) for key in first}
     if isinstance(first, (list, tuple)):

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dmt import InputError, MicroBatches, TowerMesh, TowerTopology, TrafficMeter
+from dmt.collectives import IdsToTowers, PendingExchange
+from dmt.peer_exchange import PeerExchange, _Transfer
+from dmt.sptt import SPTTModule
+from dmt.traffic import Traffic
+from tests.dmt.test_sptt_use import PipelinedBatch, Trained, flat_torchrec
+from tests.parity import Batches, SumTowerModule, full_state, load_full, loss_of, make_tables
 from tests.ranks import run_ranks
-from tests.sptt_case import Case, check_worst, parity_on_rank
+from tests.sptt_case import TOLERANCE, Case, build, check_worst, parity_on_rank, shard
 
 pytestmark = pytest.mark.ranks
+TWO_TOWERS = TowerTopology(num_towers=2, ranks_per_tower=1)
+TWO = Case(towers=2, ranks=1)
 THREE_TOWERS = ((0, 2), (1, 3), (4,))
 
 CASES = {
@@ -36,3 +55,406 @@ CASES = {
 def test_training_equals_the_plain_module(case: Case) -> None:
     for worst in run_ranks(parity_on_rank, case.world, case):
         check_worst(case, worst)
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@dataclass
+class Extra:
+    dense: torch.Tensor
+    name: str
+
+
+class Containers(nn.Module):
+    """Takes tensors in every kind of container, and returns them so."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.inner = build(case)
+        self.rows: list[list[int]] = []
+        self.flaw = ""
+
+    def forward(self, ids: KeyedJaggedTensor, extra: Extra, *, pair: Pair, named: dict[str, Any], rate: torch.Tensor):
+        assert (extra.name, named["nothing"], rate.dim()) == ("extra", None, 0)
+        tensors = [extra.dense, pair.left, pair.right, named["a"], *named["list"], named["tuple"][0]]
+        self.rows.append([len(tensor) for tensor in tensors])
+        embeddings, logits = self.inner(ids)
+        sums = [rate * tensor.sum(dim=1) for tensor in tensors]
+        return {
+            "embeddings": embeddings,
+            "logits": logits + torch.stack(sums).sum(dim=0),
+            "pair": Pair(pair.right, pair.left),
+            "tuple": (sums[0], None),
+            "list": [sums[1], (sums[2],)],
+        }
+
+
+class Flawed(nn.Module):
+    """Does something that micro-batches cannot have, by name."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.inner = build(case)
+        self.flaw = ""
+        self.passes = 0
+
+    def forward(self, given: Any, *others: Any) -> Any:
+        ids = given.ids if isinstance(given, Hidden) else given
+        self.passes += 1
+        if self.flaw == "no call":
+            return torch.zeros(len(others[0]))
+        logits = self.inner(ids)[1]
+        twice = {"two calls": (0, 1), "second pass": (0,), "first pass": (1,)}
+        if self.passes % 2 in twice.get(self.flaw, ()):
+            logits = logits + self.inner(ids)[1]
+        if self.flaw == "none in one":
+            return None if self.passes % 2 else logits
+        if self.flaw == "more keys":
+            return {"logits": logits} if self.passes % 2 else {"logits": logits, "more": logits}
+        if self.flaw == "number":
+            return 1.0
+        return logits.sum() if self.flaw == "loss" else logits
+
+
+class Hidden:
+    """Nothing that can be looked into."""
+
+    def __init__(self, ids: KeyedJaggedTensor) -> None:
+        self.ids = ids
+
+
+def drawn(rank: int, step: int, size: int = 5) -> tuple[KeyedJaggedTensor, torch.Tensor]:
+    return Batches(sizes=(size,) * 2, max_bag=3).draw(rank, step, make_tables([8, 8, 8, 8]))
+
+
+def check_constructor(mesh: TowerMesh, rank: int) -> None:
+    model = shard(TWO, build(TWO), mesh)
+    with pytest.raises(InputError, match="num_micro_batches=0 must be at least 1"):
+        MicroBatches(model, num_micro_batches=0)
+    with pytest.raises(InputError, match="this Linear has none inside"):
+        MicroBatches(nn.Linear(2, 2), num_micro_batches=2)
+    own = 2 if rank == 0 else 3
+    with pytest.raises(InputError, match=rf"num_micro_batches={own} on this rank, but ranks \[1\] were given another"):
+        MicroBatches(model, num_micro_batches=own)
+    assert "forward" not in vars(model.module), "what was refused has left nothing"
+    MicroBatches(model, num_micro_batches=2)
+    with pytest.raises(InputError, match=r"This TowerModel runs in micro-batches already; detach\(\) the first ones"):
+        MicroBatches(model.module, num_micro_batches=2)
+    flat = replace(TWO, kind="flat")
+    theirs = flat_torchrec(make_tables(list(TWO.dims)), full_state(shard(flat, build(flat), mesh)))
+    with pytest.raises(InputError, match="holds a ShardedEmbeddingBagCollection, which would look up and send K times"):
+        MicroBatches(theirs, num_micro_batches=2)
+    routed = shard(replace(TWO, id_route="global"), build(TWO), mesh)
+    with pytest.raises(InputError, match="Micro-batches need id_route='peer'"):
+        MicroBatches(routed, num_micro_batches=2)
+    assert "forward" not in vars(routed.module)
+    MicroBatches(routed, num_micro_batches=1)
+
+
+def check_calls(mesh: TowerMesh, rank: int) -> None:
+    model = shard(TWO, Flawed(TWO), mesh)
+    ids, labels = drawn(rank, 0, size=4)
+    expected = model(ids).detach()
+    MicroBatches(model, num_micro_batches=2)
+    named = {
+        "no call": "ShardedTowerCollection inside was called 0 times",
+        "two calls": "inside was called 2 times in 1 .* must call its sharded modules exactly once in each",
+        # Two and none would be as many calls as there are micro-batches.
+        "first pass": "inside was called 2 times in 1 micro-batches",
+        "second pass": "inside was called 3 times",
+        "loss": r"returned tensors of shape \[\[\], \[\]\] for micro-batches of \[2, 2\] samples.* computes no loss",
+        "none in one": "Flawed returned something else for one micro-batch than for another",
+        "more keys": "Flawed returned something else for one micro-batch than for another",
+        "number": "Flawed returned a float, which cannot be put together",
+    }
+    for flaw, message in named.items():
+        model.module.flaw, model.module.passes = flaw, 0
+        with pytest.raises(InputError, match=message):
+            model(ids, labels)
+        model.module.flaw = ""
+        torch.testing.assert_close(model(ids).detach(), expected)  # and nothing is left of it
+    with pytest.raises(InputError, match="Flawed is given; its arguments hold 0 different ones"):
+        model(Hidden(ids))
+    with pytest.raises(InputError, match="its arguments hold 2 different ones"):
+        model(ids, drawn(rank, 0, size=5)[0])
+    for other in (torch.zeros(1, 4), torch.zeros(5), [torch.zeros(6)], {"a": torch.zeros(0)}):
+        with pytest.raises(InputError, match=r"Flawed is given a tensor of shape .* with a batch of 4 samples"):
+            model(ids, other)
+    torch.testing.assert_close(model(ids, torch.zeros(4, 2), torch.tensor(3.0)).detach(), expected)
+
+
+def check_detach(mesh: TowerMesh, rank: int) -> None:
+    model = shard(TWO, build(TWO), mesh)
+    ids = drawn(rank, 0)[0]
+    whole = model(ids)[1]
+    plain, calls = model.module.forward, []
+
+    def counted(given: KeyedJaggedTensor) -> Any:
+        calls.append(given.stride())
+        return plain(given)
+
+    for own in (None, counted):
+        if own is not None:
+            model.module.forward = own
+        parts = MicroBatches(model, num_micro_batches=3)
+        torch.testing.assert_close(model(ids)[1], whole)
+        over = model.module.forward = functools.partial(parts)
+        with pytest.raises(InputError, match="another has been put over them, which must be taken off first"):
+            parts.detach()
+        assert model.module.forward is over
+        model.module.forward = parts
+        parts.detach()
+        assert vars(model.module).get("forward") is own
+        assert all(part._num_micro_batches == 1 for part in model.module.modules() if isinstance(part, SPTTModule))
+        assert torch.equal(model(ids)[1], whole), "whole batches again"
+        with pytest.raises(InputError, match="they are detached already"):
+            parts.detach()
+    assert calls == [5] * 4, "three micro-batches, and the whole batch"
+    MicroBatches(model, num_micro_batches=1)
+    assert torch.equal(model(ids)[1], whole)
+    assert len(calls) == 5, "one micro-batch is the whole batch"
+
+
+def check_containers(mesh: TowerMesh, rank: int) -> None:
+    case = replace(TWO, kind="flat")
+    model = shard(case, Containers(case), mesh)
+    ids = drawn(rank, 0)[0]
+    a, b, c, d, e, f, g = torch.randn(7, 5, 2).unbind()
+    extra, pair = Extra(a, "extra"), Pair(b, c)
+    others = {
+        "pair": pair,
+        "named": {"a": d, "list": [e, f], "tuple": (g,), "nothing": None},
+        "rate": torch.tensor(2.0),
+    }
+    whole = model(ids, extra, **others)
+    MicroBatches(model, num_micro_batches=2)
+    joined = model(ids, extra, **others)
+    assert model.module.rows == [[5] * 7, [3] * 7, [2] * 7], "rows of each argument in the whole batch, then in parts"
+    assert isinstance(joined["embeddings"], KeyedTensor)
+    assert joined["embeddings"].keys() == whole["embeddings"].keys()
+    assert joined["embeddings"].length_per_key() == whole["embeddings"].length_per_key()
+    assert torch.equal(joined["embeddings"].values(), whole["embeddings"].values())
+    torch.testing.assert_close(joined["logits"], whole["logits"])
+    assert isinstance(joined["pair"], Pair)
+    assert torch.equal(joined["pair"].left, c)
+    assert torch.equal(joined["pair"].right, b)
+    assert joined["tuple"][1] is None
+    assert torch.equal(joined["tuple"][0], whole["tuple"][0])
+    assert isinstance(joined["list"], list)
+    assert torch.equal(joined["list"][0], whole["list"][0])
+    assert torch.equal(joined["list"][1][0], whole["list"][1][0])
+
+
+def use_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TWO_TOWERS)
+    check_constructor(mesh, rank)
+    check_calls(mesh, rank)
+    check_detach(mesh, rank)
+    check_containers(mesh, rank)
+
+
+def test_use_and_wrong_use() -> None:
+    run_ranks(use_on_rank, 2)
+
+
+class Broken(Exception):
+    pass
+
+
+class Breakable(nn.Module):
+    """Raises in the dense part of the first micro-batch, forward or backward, while the second is under way."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.inner = build(case)
+        self.fails: str | None = None
+
+    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(ids)[1]
+        fails, self.fails = self.fails, None
+        if fails == "forward":
+            raise Broken
+        if fails == "backward":
+            logits.register_hook(fail)
+        return logits
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise Broken
+
+
+def train(mesh: TowerMesh, rank: int, *, num: int, sizes: tuple[int, int], disturbed: str | None = None) -> Any:
+    """The weights after three steps, with an attempt after the first that comes to nothing."""
+    torch.manual_seed(0)
+    model = shard(TWO, Breakable(TWO), mesh)
+    load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
+    optimizer = torch.optim.SGD(model.module.inner.over_arch.parameters(), lr=0.05)
+    MicroBatches(model, num_micro_batches=num)
+    batches = Batches(sizes=sizes, max_bag=3)
+    tables = make_tables(list(TWO.dims))
+    for step in range(3):
+        if step == 1 and disturbed == "dropped":
+            model(batches.draw(rank, 7, tables)[0])
+        elif step == 1 and disturbed is not None:
+            model.module.fails = disturbed
+            with pytest.raises(Broken):
+                model(batches.draw(rank, 7, tables)[0]).sum().backward()
+        ids, labels = batches.draw(rank, step, tables)
+        optimizer.zero_grad()
+        # Not the mean: of no sample there is none.
+        binary_cross_entropy_with_logits(model(ids), labels, reduction="sum").backward()
+        optimizer.step()
+    return full_state(model)
+
+
+def disturbed_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TWO_TOWERS)
+    for sizes in ((5, 0), (0, 3), (0, 0)):
+        found, expected = (train(mesh, rank, num=num, sizes=sizes) for num in (2, 1))
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE)
+    undisturbed = train(mesh, rank, num=2, sizes=(5, 4))
+    for kind in ("dropped", "forward", "backward"):
+        found = train(mesh, rank, num=2, sizes=(5, 4), disturbed=kind)
+        for name, value in undisturbed.items():
+            assert torch.equal(found[name], value), (kind, name)
+
+
+def test_empty_batches_and_passes_that_break_off() -> None:
+    run_ranks(disturbed_on_rank, 2)
+
+
+def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], int]:
+    """Losses, weights, and how often ids were sent."""
+    torch.manual_seed(0)
+    model = shard(TWO, Trained(build(TWO)), mesh)
+    load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
+    MicroBatches(model.module.model, num_micro_batches=2)
+    optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "embedding_bags" not in n], lr=0.05)
+    sent = []
+    send = IdsToTowers.forward
+
+    def counted(self: IdsToTowers, ids: KeyedJaggedTensor) -> Any:
+        sent.append(ids)
+        return send(self, ids)
+
+    IdsToTowers.forward = counted  # type: ignore[method-assign]
+    batches = iter([PipelinedBatch(*drawn(rank, step)) for step in range(4)])
+    losses = []
+    if pipelined:
+        pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
+        for _ in range(4):
+            logits = pipeline.progress(batches)
+            losses.append(logits.detach())
+        assert len(pipeline._pipelined_modules) == 1, "the towers were not pipelined"
+    else:
+        for batch in batches:
+            optimizer.zero_grad()
+            loss, logits = model(batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(logits.detach())
+    IdsToTowers.forward = send  # type: ignore[method-assign]
+    return losses, full_state(model), len(sent)
+
+
+def bytes_sent(mesh: TowerMesh, rank: int, num: int) -> Traffic:
+    model = shard(TWO, build(TWO), mesh)
+    MicroBatches(model, num_micro_batches=num)
+    for step in range(2):  # the first step also exchanges sizes that never change again
+        ids, labels = drawn(rank, step)
+        meter = TrafficMeter(host_of=lambda r: r)
+        with meter:
+            loss = loss_of(model(ids)[1], labels)
+            with meter.phase("backward"):
+                loss.backward()
+    return meter.total(mesh.global_group)
+
+
+def pipeline_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TWO_TOWERS)
+    plain, ahead = (piped(mesh, rank, pipelined=pipelined) for pipelined in (False, True))
+    assert all(torch.equal(ours, other) for ours, other in zip(plain[0], ahead[0], strict=True))
+    for name, value in plain[1].items():
+        assert torch.equal(ahead[1][name], value), name
+    assert plain[2] == ahead[2] == 4, "ids are sent once for each batch"
+    whole, parts = (bytes_sent(mesh, rank, num) for num in (1, 3))
+    assert whole == parts
+    assert whole.forward == whole.backward == 5 * (3 + 4) * 4
+
+
+def test_the_train_pipeline_changes_no_bit_and_micro_batches_no_byte() -> None:
+    run_ranks(pipeline_on_rank, 2)
+
+
+def watched(events: list[str], model: nn.Module) -> dict[tuple[Any, str], Any]:
+    """Logs what begins, computes and ends; returns what it has replaced."""
+    names = {
+        (PeerExchange, "forward"): "exchange begun",
+        (SumTowerModule, "forward"): "tower module",
+        (PendingExchange, "wait"): "waited for",
+        (_Transfer, "start_backward"): "gradients sent",
+    }
+    before = {(owner, name): getattr(owner, name) for owner, name in names}
+
+    def log(key: tuple[Any, str]) -> Any:
+        def logged(*args: Any) -> Any:
+            if not getattr(args[0], "is_done", False):  # waited for already
+                events.append(names[key])
+            return before[key](*args)
+
+        return logged
+
+    for owner, name in names:
+        setattr(owner, name, log((owner, name)))
+
+    def dense(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        events.append("dense part")
+        output.register_hook(lambda _: events.append("dense part, backward"))
+
+    model.module.over_arch.register_forward_hook(dense)
+    return before
+
+
+class SentAndReceived(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if func.namespace == "c10d" and name in ("send", "recv_"):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def order_on_rank(rank: int) -> tuple[list[str], list[str]]:
+    """Events of the second step, and its sends and receives."""
+    case = Case(towers=3, ranks=1, dims=(8,) * 5, plan=THREE_TOWERS)
+    model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=3, ranks_per_tower=1)))
+    MicroBatches(model, num_micro_batches=2)
+    events: list[str] = []
+    before = watched(events, model)
+    try:
+        for step in range(2):
+            events.clear()
+            with SentAndReceived() as messages:
+                ids, labels = case.batches().draw(rank, step, make_tables(list(case.dims)))
+                loss_of(model(ids)[1], labels).backward()
+    finally:
+        for (owner, name), own in before.items():
+            setattr(owner, name, own)
+    return events, messages.names
+
+
+def test_one_micro_batch_is_under_way_while_the_dense_part_computes_another() -> None:
+    begun = ["tower module", "exchange begun"]
+    computed = ["waited for", "dense part"]
+    back = ["dense part, backward", "gradients sent"]
+    for events, messages in run_ranks(order_on_rank, 3):
+        assert events == [*begun, *begun, *computed, *computed, *back, *back, *2 * ["waited for"]]
+        # Two micro-batches, forward and backward: what comes from two peers is asked for first.
+        assert messages == 4 * ["recv_", "recv_", "send", "send"]

@@ -1,0 +1,212 @@
+"""`PeerExchange` alone, on three ranks: what arrives where, what comes back, and exchanges that nobody waits for."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
+from torchrec.distributed.types import NoWait
+
+import dmt.peer_exchange
+from dmt import InputError
+from dmt.collectives import PendingExchange
+from dmt.peer_exchange import PeerExchange
+from dmt.precision import ExchangePrecision
+from tests.ranks import run_ranks
+
+T = 3
+WIDTHS = (2, 5, 1)
+BATCHES = ((3, 0, 5), (0, 0, 2), (4, 4, 4), (0, 0, 0), (1, 6, 2))
+
+
+def numbers(kind: str, rank: int, step: int, rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + len(kind))
+    return torch.randn(rows, columns, generator=generator)
+
+
+def sent_by(rank: int, step: int, sizes: Sequence[int]) -> Tensor:
+    return numbers("outputs", rank, step, sum(sizes), WIDTHS[rank])
+
+
+def gradients_of(rank: int, step: int, sizes: Sequence[int]) -> Tensor:
+    return numbers("gradients", rank, step, sizes[rank], sum(WIDTHS))
+
+
+def gathered(rank: int, step: int, sizes: Sequence[int]) -> Tensor:
+    """A rank's rows of all outputs, side by side: what it must find."""
+    return torch.cat([sent_by(tower, step, sizes).split(list(sizes))[rank] for tower in range(T)], dim=1)
+
+
+def returned(rank: int, step: int, sizes: Sequence[int]) -> Tensor:
+    """A rank's columns of all gradients, below each other: the same way back."""
+    return torch.cat([gradients_of(peer, step, sizes).split(WIDTHS, dim=1)[rank] for peer in range(T)])
+
+
+def check(exchange: PeerExchange, rank: int, step: int, sizes: Sequence[int], divisor: float = T) -> None:
+    outputs = sent_by(rank, step, sizes).requires_grad_()
+    columns = exchange(outputs, sizes).wait()
+    assert torch.equal(columns, gathered(rank, step, sizes)), sizes
+    columns.backward(gradients_of(rank, step, sizes))
+    assert outputs.grad is not None
+    assert torch.equal(outputs.grad, returned(rank, step, sizes) / divisor), sizes
+
+
+def gathers_on_rank(rank: int) -> None:
+    exchange = PeerExchange(dist.group.WORLD, WIDTHS)
+    for step, sizes in enumerate(BATCHES):
+        check(exchange, rank, step, sizes)
+    assert get_gradient_division(), "TorchRec divides unless told otherwise"
+    set_gradient_division(False)
+    try:
+        for step, sizes in enumerate(BATCHES):
+            check(exchange, rank, step, sizes, divisor=1)
+    finally:
+        set_gradient_division(True)
+    check_several_at_once(exchange, rank)
+    check_padding(rank)
+    with torch.no_grad():
+        assert torch.equal(exchange(sent_by(rank, 1, (3, 0, 5)), (3, 0, 5)).wait(), gathered(rank, 1, (3, 0, 5)))
+    with pytest.raises(InputError, match=rf"made for torch.float32, but tower {rank} hands it torch.float64"):
+        exchange(sent_by(rank, 0, (1, 1, 1)).double(), (1, 1, 1))
+
+
+def check_several_at_once(exchange: PeerExchange, rank: int) -> None:
+    """All are begun before the first is waited for, forward and backward."""
+    outputs = [sent_by(rank, step, sizes).requires_grad_() for step, sizes in enumerate(BATCHES)]
+    started = [exchange(part, sizes) for part, sizes in zip(outputs, BATCHES, strict=True)]
+    columns = [pending.wait() for pending in started]
+    for step, sizes in enumerate(BATCHES):
+        assert torch.equal(columns[step], gathered(rank, step, sizes))
+    torch.autograd.backward(columns, [gradients_of(rank, step, sizes) for step, sizes in enumerate(BATCHES)])
+    for step, sizes in enumerate(BATCHES):
+        assert torch.equal(outputs[step].grad, returned(rank, step, sizes) / T)  # type: ignore[arg-type]
+
+
+def check_padding(rank: int) -> None:
+    """INT8 wants whole groups of numbers: rows are added on the way, and not seen outside."""
+    exchange = PeerExchange(dist.group.WORLD, WIDTHS, precision=ExchangePrecision(forward="int8", backward="bf16"))
+    outputs = sent_by(rank, 0, BATCHES[0]).requires_grad_()
+    columns = exchange(outputs, BATCHES[0]).wait()
+    torch.testing.assert_close(columns, gathered(rank, 0, BATCHES[0]), rtol=0, atol=0.02)
+    columns.backward(gradients_of(rank, 0, BATCHES[0]))
+    torch.testing.assert_close(outputs.grad, returned(rank, 0, BATCHES[0]) / T, rtol=2**-8, atol=0)
+
+
+@pytest.mark.ranks
+def test_rows_go_to_their_samples_and_gradients_come_back() -> None:
+    run_ranks(gathers_on_rank, T)
+
+
+def alone_on_rank(rank: int) -> None:
+    outputs = torch.randn(4, 2)
+    result = PeerExchange(dist.group.WORLD, [2])(outputs, [4])
+    assert isinstance(result, NoWait)
+    assert result.wait() is outputs
+
+
+@pytest.mark.ranks
+def test_nothing_is_sent_where_there_is_one_tower() -> None:
+    run_ranks(alone_on_rank, 1)
+
+
+class Watched:
+    """What is under way: `PendingExchange` objects in the order in which they were begun, without keeping them."""
+
+    def __init__(self) -> None:
+        self.begun: list[weakref.ref[PendingExchange]] = []
+        self.start: Callable[..., PendingExchange] = dmt.peer_exchange.start_exchange
+        dmt.peer_exchange.start_exchange = self  # type: ignore[assignment]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PendingExchange:
+        pending = self.start(*args, **kwargs)
+        self.begun.append(weakref.ref(pending))
+        return pending
+
+    @property
+    def last(self) -> PendingExchange | None:
+        gc.collect(1)  # what was made lately; all would take long
+        return self.begun[-1]()
+
+
+def abandoned_on_rank(rank: int) -> None:
+    watched = Watched()
+    exchange, sizes = PeerExchange(dist.group.WORLD, WIDTHS), BATCHES[2]
+
+    # Dropped by all: alive until the next is begun, which waits for it first.
+    exchange(sent_by(rank, 1, sizes), sizes)
+    dropped = watched.last
+    assert dropped is not None, "nobody holds what is under way"
+    assert not dropped.is_done
+    check(exchange, rank, 2, sizes)
+    assert dropped.is_done, "the next exchange was begun while an abandoned one is under way"
+
+    # Dropped by one only.
+    kept = exchange(sent_by(rank, 3, sizes), sizes)
+    if rank == 1:
+        del kept
+    else:
+        assert torch.equal(kept.wait(), gathered(rank, 3, sizes))
+    check(exchange, rank, 4, sizes)
+
+    # One that is held is not waited for: several are to be under way at once.
+    held = exchange(sent_by(rank, 5, sizes), sizes)
+    first = watched.last
+    other = exchange(sent_by(rank, 6, sizes), sizes)
+    assert first is not None
+    assert not first.is_done, "exchanges take turns"
+    assert torch.equal(held.wait(), gathered(rank, 5, sizes))
+    assert torch.equal(other.wait(), gathered(rank, 6, sizes))
+
+    # Gradients that are on their way when the backward pass breaks off.
+    before = len(watched.begun)
+    parts = [exchange(sent_by(rank, step, sizes).requires_grad_(), sizes) for step in (7, 8)]
+    broken = breaks(parts[0].wait())
+    columns = parts[1].wait()  # what is computed last goes back first
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.backward([columns, broken], [gradients_of(rank, step, sizes) for step in (8, 7)])
+    del parts, columns, broken
+    back = watched.last
+    assert back is not None
+    assert len(watched.begun) == before + 3, "gradients of one exchange are on their way"
+    assert not back.is_done
+    for step in range(9, 12):
+        check(exchange, rank, step, sizes)
+    assert back.is_done, "PyTorch's engine lets go of it in the next backward pass"
+
+
+def breaks(columns: Tensor) -> Tensor:
+    """The same numbers, without a backward pass."""
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    same = columns.clone()
+    same.register_hook(fail)
+    return same
+
+
+@pytest.mark.ranks
+def test_exchanges_nobody_waits_for_disturb_no_other() -> None:
+    run_ranks(abandoned_on_rank, T)
+
+
+def tags_on_rank(rank: int) -> None:
+    """Ranks may come to two modules' exchanges in different orders, as in a backward pass: each finds its own."""
+    exchanges = [PeerExchange(dist.group.WORLD, WIDTHS, tag=tag) for tag in (1, 2)]
+    order = (0, 1) if rank == 0 else (1, 0)
+    sizes = BATCHES[2]
+    started = {which: exchanges[which](sent_by(rank, which, sizes), sizes) for which in order}
+    for which in (0, 1):
+        assert torch.equal(started[which].wait(), gathered(rank, which, sizes)), which
+
+
+@pytest.mark.ranks
+def test_tags_tell_exchanges_of_two_modules_apart() -> None:
+    run_ranks(tags_on_rank, T)
