@@ -59,9 +59,10 @@ class ColumnsByKey(AssignableValues):
         return self._ordered
 
     def to_dict(self) -> dict[str, Tensor]:
-        """[B, N] of every key, all from one split."""
+        """[B, N] of every key, in the order of the keys, all from one split."""
         if self._by_key is None:
-            self._by_key = self.arrived.to_dict()
+            arrived = self.arrived.to_dict()
+            self._by_key = {key: arrived[key] for key in self.keys()}
         return self._by_key
 
     def __getitem__(self, key: str) -> Tensor:

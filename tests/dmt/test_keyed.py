@@ -27,7 +27,7 @@ def test_columns_are_in_the_order_of_the_keys() -> None:
     source = arrived()
     by_key = slices(source.values())
     ordered = ColumnsByKey(source, KEYS)
-    assert ordered.keys() == KEYS
+    assert ordered.keys() == list(ordered.to_dict()) == KEYS
     assert ordered.length_per_key() == [1, 2, 3]
     assert ordered.offset_per_key() == [0, 1, 3, 6]
     assert torch.equal(ordered.values(), torch.cat([by_key[key] for key in KEYS], dim=1))
@@ -104,7 +104,7 @@ def test_columns_can_be_replaced_in_key_order(read_before: bool) -> None:
         assert len(ordered.to_dict()) == len(KEYS)
     leaf = (ordered.values().detach() + 100).requires_grad_()
     ordered._values = leaf
-    assert ordered.keys() == KEYS
+    assert ordered.keys() == list(ordered.to_dict()) == KEYS
     assert ordered.values() is leaf
     parts = dict(zip(KEYS, leaf.split([1, 2, 3], dim=1), strict=True))
     for key, part in parts.items():
