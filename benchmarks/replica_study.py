@@ -10,7 +10,6 @@ test on few rows and says nothing about replicas.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,12 +19,12 @@ from typing import Any
 
 import click
 
+from benchmarks.provenance import commit, processor
 from benchmarks.replicas.findings import whole_seeds
 from benchmarks.replicas.report import write_results
 from benchmarks.replicas.runs import Progress, study_runs, tune_runs, tuned_rates
 from benchmarks.replicas.verify import verify
 from benchmarks.study.trials import STUDY_SETS
-from benchmarks.tower_study import processor
 from dmt.training.records import versions
 
 __all__ = ["PARTS", "Study", "main"]
@@ -118,17 +117,10 @@ def main(
 
 
 def _about(study: Study, seeds: list[int]) -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=_HERE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
         "machine": f"{processor()}, one process and one thread",
-        "commit when written": commit.stdout.strip() or "unknown",
+        "commit when written": commit(),
         "packages": versions(),
         "command": f"python -m benchmarks.replica_study {' '.join(sys.argv[1:])}",
         "seeds": f"{seeds[0]} to {seeds[-1]}",

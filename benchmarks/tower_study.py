@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from benchmarks.provenance import processor
 from benchmarks.study.report import write_study
 from benchmarks.study.runs import Study
 from benchmarks.study.trials import STUDY_SETS
@@ -66,16 +67,6 @@ def _about(study: Study) -> dict[str, Any]:
         "seeds": f"{study.seeds[0]} to {study.seeds[-1]}",
         **{name: asdict(STUDY_SETS[name]) for name in study.datasets},
     }
-
-
-def processor() -> str:
-    """The processor's name where the system tells it, for Linux; else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from typing import Any
 import click
 
 from benchmarks.hosts import EmulatedHosts
+from benchmarks.provenance import commit, processor
 from benchmarks.steps.contenders import Contender, all_contenders, select
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.table import run_table
-from benchmarks.tower_study import processor
 from benchmarks.wire import WireCheck, measure_wire
 from dmt.errors import InputError
 from dmt.files import replacing
@@ -135,17 +135,10 @@ def write_runs(path: Path, runs: Sequence[dict[str, Any]], *, command: str, note
 
 def about(command: str, notes: str = "") -> dict[str, Any]:
     """Date, commit, machine, versions."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
         "machine": {"processor": processor(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": memory},
         "versions": versions(),
         "environment": _ENV,

@@ -142,8 +142,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             self._global_route = GlobalIdRoute(self.mesh, self._collections)
 
     def set_micro_batches(self, number: int) -> None:
-        """Called by `dmt.MicroBatches`: outputs are exchanged in so many parts, all under way at once."""
-        self.check_micro_batches(number)
+        """Called by `dmt.MicroBatches` once checked: outputs are exchanged in so many parts, all under way at once."""
         self._num_micro_batches = number
 
     def check_micro_batches(self, number: int) -> None:

@@ -31,8 +31,17 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
 _STEPS = 1000  # about so many steps tell the models apart and end within minutes
 _TABLE_ROWS = 20_000
-# Keys of the section sharding that only the tower dataflow has.
-_OF_TOWERS = ("tables", "memory_gib", "pooling_factors", "lookup_gb_per_s", "link_gb_per_s", "exchange_us", "id_route")
+# Keys that only the tower dataflow has.
+_OF_TOWERS = (
+    "sharding.tables",
+    "sharding.memory_gib",
+    "sharding.pooling_factors",
+    "sharding.lookup_gb_per_s",
+    "sharding.link_gb_per_s",
+    "sharding.exchange_us",
+    "sharding.id_route",
+    "train.micro_batches",
+)
 
 
 def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:
@@ -190,7 +199,7 @@ def flat_settings(settings: Sequence[str]) -> list[str]:
         key, _, value = (part.strip() for part in setting.partition("="))
         if key == "sharding.scheme":
             return value.strip("\"'") in ("row_wise", "data_wise")
-        return key == "train.micro_batches" or any(f"{key}.".startswith(f"sharding.{name}.") for name in _OF_TOWERS)
+        return any(f"{key}.".startswith(f"{name}.") for name in _OF_TOWERS)
 
     return [setting for setting in settings if not about_towers(setting)]
 
