@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?=
 PIP_FLAGS := --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 STAMP  := $(VENV)/.installed
+# Test files are shared out among two processes: ranks wait for each other much of the time.
+WORKERS := -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: install demo test test-all parity faults bench lint clean
@@ -24,10 +26,10 @@ demo: install
 	$(BIN)/dmt demo $(if $(DATA),--data "$(DATA)") $(DEMO_FLAGS)
 
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(WORKERS)
 
 test-all: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 # Every scheme, pooling, topology, id route and precision against the plain module: 3,808 cases, some 15 minutes.
 parity: install

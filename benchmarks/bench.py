@@ -170,7 +170,7 @@ def _summary(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "commit": ", ".join(sorted({one["commit"] for one in made})),
         "machine": "; ".join(sorted({_machine_words(one["machine"]) for one in made})),
         "packages": made[0]["versions"],
-        "command": _command(),
+        "command": ", ".join(sorted({one["command"] for one in made})),
     }
 
 

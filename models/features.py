@@ -5,27 +5,33 @@ Nothing here needs TorchRec: its ``KeyedTensor`` is known by its methods, a dict
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["feature_vectors", "stacked_in_any_order"]
+__all__ = ["by_feature", "feature_vectors", "stacked_in_any_order"]
+
+
+def by_feature(embeddings: Any) -> Mapping[str, Tensor]:
+    """The same, for reading feature after feature: to be kept meanwhile.
+
+    Slices of a ``KeyedTensor`` would each cost a whole matrix of zeros in the backward pass; its ``to_dict`` splits
+    once.
+    """
+    return embeddings.to_dict() if hasattr(embeddings, "to_dict") else embeddings
 
 
 def feature_vectors(embeddings: Any, features: Sequence[str]) -> list[Tensor]:
     """[B, N_i] of each feature.
 
-    Slices of a ``KeyedTensor`` would each cost a whole matrix of zeros in the backward pass; its ``to_dict`` splits
-    once.
-
     Example:
         >>> [v.tolist() for v in feature_vectors({"a": torch.ones(1, 2), "b": torch.zeros(1, 1)}, ["b", "a"])]
         [[[0.0]], [[1.0, 1.0]]]
     """
-    by_name = embeddings.to_dict() if hasattr(embeddings, "to_dict") else embeddings
-    return [by_name[name] for name in features]
+    vectors = by_feature(embeddings)
+    return [vectors[name] for name in features]
 
 
 def stacked_in_any_order(embeddings: Any, features: Sequence[str]) -> tuple[Tensor, list[int]]:

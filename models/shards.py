@@ -9,12 +9,14 @@ Legend: B samples, N embedding dimension of the whole table.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dmt.columns import shard_names, split_tables
+from dmt.models.features import by_feature
 from dmt.models.sparse import Device, MakeFlatSparseArch, flat_sparse_arch
 from dmt.models.tower_modules import EmbeddingsByName
 
@@ -63,8 +65,12 @@ class _Joined:
 
     def __getitem__(self, name: str, /) -> Tensor:
         if name not in self._names:
-            return self._embeddings[name]
-        return torch.cat([self._embeddings[shard] for shard in self._names[name]], dim=1)
+            return self._vectors[name]
+        return torch.cat([self._vectors[shard] for shard in self._names[name]], dim=1)
+
+    @cached_property
+    def _vectors(self) -> Mapping[str, Tensor]:
+        return by_feature(self._embeddings)
 
 
 def joined_sparse_arch(splits: Splits, make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch) -> MakeFlatSparseArch:

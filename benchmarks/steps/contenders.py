@@ -12,6 +12,7 @@ name                    what it is
 ``...+fp16``            outputs and their gradients travel as FP16
 ``...+prefetch``        TorchRec's ``TrainPipelineSparseDist``: ids travel one batch ahead
 ``...+hier``            dense gradients reduced host by host (`dmt.HierarchicalDataParallel`)
+``...+bf16-dense``      the same with BF16 between hosts; goes with ``+fp16``, and is in no full run
 ``...+mb8``             8 micro-batches (`dmt.MicroBatches`); ``+mb2``, ``+mb4`` likewise
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
@@ -42,7 +43,7 @@ FLAT_SCHEMES = {
     "twrw": "table_row_wise",
     "grid": "grid_shard",
 }
-OWN_OPTIONS = ("all", "hier", "mb2", "mb4", "mb8", "rank-towers", "global")
+OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "global")
 """What only this library's contenders can have, carried out in `benchmarks.steps.towers`."""
 _RATIOS = (2, 4, 8, 16)
 _NAME = re.compile(
@@ -98,7 +99,12 @@ class Contender:
     @property
     def has_hierarchical_reduce(self) -> bool:
         """Whether dense gradients are reduced host by host."""
-        return "hier" in self.options or "all" in self.options
+        return not {"hier", "bf16-dense", "all"}.isdisjoint(self.options)
+
+    @property
+    def dense_precision(self) -> Literal["fp32", "bf16"]:
+        """Of dense gradients between hosts."""
+        return "bf16" if "bf16-dense" in self.options else "fp32"
 
 
 def parse_contender(name: str) -> Contender:
@@ -129,6 +135,9 @@ def parse_contender(name: str) -> Contender:
         raise InputError(f"Contender {name!r}: -cr is for etc and dmt, which need it, and for no other.")
     if ratio is not None and (EMBEDDING_DIM % int(ratio) or int(ratio) < 2):
         raise InputError(f"Contender {name!r}: the ratio must divide {EMBEDDING_DIM} and be at least 2.")
+    if "bf16-dense" in extras and "fp16" not in extras:
+        # It would stand among contenders whose numbers travel as they are.
+        raise InputError(f"Contender {name!r}: +bf16-dense goes with +fp16 only.")
     if found["replicas"] and not is_ours:
         raise InputError(f"Contender {name!r}: -2d is for sptt and dmt only.")
     return Contender(

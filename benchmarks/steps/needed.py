@@ -10,7 +10,7 @@ ids      to every host that holds a part of a table: 4 bytes per sample of the o
 forward  from every host, for each sample of the others: the columns of which it holds a part (partial sums of a host
          are added before they leave it), or the columns that its towers put out
 backward as forward, the other way
-dense    a reduction inside hosts first, then a ring between them: 2 (H - 1) times the gradients, in FP32
+dense    a reduction inside hosts first, then a ring between them: 2 (H - 1) times the gradients
 ======== ==============================================================================================================
 """
 
@@ -50,7 +50,7 @@ def needed_bytes(
     Args:
         setting: sizes of the job.
         shares: of every table and host that holds some of it.
-        dense_bytes: gradients of the parameters that all ranks hold.
+        dense_bytes: gradients of the parameters that all ranks hold, as they are sent.
         number_bytes: of a number of an output or its gradient as it is sent.
         tower_columns: by host what its towers put out; None where the tables' columns travel themselves.
 

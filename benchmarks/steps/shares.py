@@ -75,7 +75,7 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int]:
     return needed_bytes(
         setting,
         shares,
-        dense_bytes=_dense_bytes(built),
+        dense_bytes=_dense_bytes(built) // (2 if contender.dense_precision == "bf16" else 1),
         number_bytes=_NUMBER_BYTES[contender.precision],
         tower_columns=columns,
     )

@@ -68,7 +68,8 @@ def own_sharders(
 def own_wrapper(contender: Contender, mesh: TowerMesh, setting: Setting) -> DataParallelWrapper:
     """What DMP wraps the dense part in."""
     if contender.has_hierarchical_reduce:
-        return HierarchicalDataParallel(mesh, ranks_per_host=setting.ranks_per_host)
+        precision = contender.dense_precision
+        return HierarchicalDataParallel(mesh, precision=precision, ranks_per_host=setting.ranks_per_host)
     return DefaultDataParallelWrapper()
 
 

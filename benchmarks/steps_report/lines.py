@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_sweeps", "spread_labels"]
 
-_PANEL_INCHES = 3.1
+_PANEL_INCHES = 4.3
 _TITLES = {"hosts": "hosts", "batch": "local batch", "rate": "Mbit/s (none: no limit)"}
 # Share of a panel's height that a line of its labels takes.
 _LABEL_HEIGHT = 0.062

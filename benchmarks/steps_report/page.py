@@ -159,11 +159,16 @@ def _header_share(wire: Mapping[str, Any] | None) -> float:
 def _wire_words(wire: Mapping[str, Any] | None) -> str:
     if wire is None:
         return "The bare wire was not measured."
-    share = "" if wire["ratio"] is None else f", {wire['ratio']:.3f} x bytes / rate"
     return (
-        f"The bare wire: an all-to-all of {wire['bytes_per_rank'] / 1e6:g} MB per rank took {wire['seconds']:.3f} s"
-        f"{share}; headers added {wire['header_overhead']:.2%} to its bytes."
+        f"The bare wire: {wire['bytes_per_rank'] / 1e6:g} MB per rank, all to all, took {_times(wire, '')} with "
+        f"receives asked for first, as this library does, and {_times(wire, 'all_to_all_')} with PyTorch's `all_to_all_single` "
+        f"over gloo, which TorchRec calls; headers added {wire['header_overhead']:.2%} to the bytes."
     )
+
+
+def _times(wire: Mapping[str, Any], which: str) -> str:
+    ratio = wire[f"{which}ratio"]
+    return f"{wire[f'{which}seconds']:.3f} s{'' if ratio is None else f' ({ratio:.2f} x bytes / rate)'}"
 
 
 def _sweep_section(part: str, sweeps: Sequence[Sweep]) -> str:

@@ -35,6 +35,7 @@ from benchmarks.steps_report.tables import compute_table, sweep_table
 
 FLATS = ("flat-tw", "flat-cw", "flat-rw", "flat-twrw", "flat-grid", "flat-tw+fp16")
 WIRE = {"bytes_per_rank": 25e6, "seconds": 1.02, "ratio": 1.02, "header_overhead": 0.01}
+WIRE |= {"all_to_all_seconds": 1.3, "all_to_all_ratio": 1.3}
 
 
 def made_up(name: str, setting: Setting, *, seconds: Sequence[float], across: float = 40e6) -> dict[str, Any]:
@@ -274,6 +275,7 @@ def test_page_json_and_pictures_are_written(written: Path) -> None:
     assert "| **flat-" in page.partition("## All flat contenders")[2]
     assert "| sptt-2d+all |" in page.partition("## Replicas")[2]
     assert "compute alone s, unlimited" in page
+    assert "1.300 s (1.30 x bytes / rate) with PyTorch" in page
 
 
 def test_missing_parts_are_left_out_with_a_word(tmp_path: Path) -> None:

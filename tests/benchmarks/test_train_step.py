@@ -67,6 +67,7 @@ def test_every_name_is_read_as_it_is_written() -> None:
         ("flat", r"flat needs one of \['tw'"),
         ("flat-tw-2d", r"-2d is for sptt and dmt only"),
         ("flat-tw+global", r"\+global is unknown or doubled; flat takes each of \['fp16', 'prefetch'\] once"),
+        ("sptt+bf16-dense", r"\+bf16-dense goes with \+fp16 only"),
         ("sptt+fp16+fp16", r"\+fp16 is unknown or doubled"),
         ("dmt", r"-cr is for etc and dmt, which need it"),
         ("sptt-cr2", r"-cr is for etc and dmt"),
@@ -266,13 +267,17 @@ def run_of(names: list[str], folder: Path) -> dict[str, dict]:
 
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
-    found = run_of(["flat-cw", "sptt+prefetch", "dmt-cr2+fp16"], tmp_path)
+    found = run_of(["flat-cw", "sptt+prefetch", "dmt-cr2+fp16+bf16-dense"], tmp_path)
     for name, contender in found.items():
         # The outputs are all that must cross, and nothing crosses twice.
         for kind in ("forward", "backward"):
             assert contender["traffic"][kind] == contender["needed"][kind], (name, kind)
     assert found["flat-cw"]["needed"]["forward"] == 26 * 128 * 16 * 2 * 4
-    assert found["dmt-cr2+fp16"]["needed"]["forward"] == 26 * 64 * 16 * 2 * 2
+    ours = found["dmt-cr2+fp16+bf16-dense"]
+    assert ours["needed"]["forward"] == 26 * 64 * 16 * 2 * 2
+    # But for the fill that makes a bucket's halves equal.
+    assert ours["traffic"]["dense"] == pytest.approx(ours["needed"]["dense"], rel=1e-3)
+    assert ours["needed"]["dense"] < 0.6 * found["sptt+prefetch"]["needed"]["dense"]
 
 
 @pytest.mark.ranks
