@@ -161,8 +161,9 @@ def _wire_words(wire: Mapping[str, Any] | None) -> str:
         return "The bare wire was not measured."
     return (
         f"The bare wire: {wire['bytes_per_rank'] / 1e6:g} MB per rank, all to all, took {_times(wire, '')} with "
-        f"receives asked for first, as this library does, and {_times(wire, 'all_to_all_')} with PyTorch's `all_to_all_single` "
-        f"over gloo, which TorchRec calls; headers added {wire['header_overhead']:.2%} to the bytes."
+        f"receives asked for first, as this library does, and {_times(wire, 'all_to_all_')} with PyTorch's "
+        f"`all_to_all_single` over gloo, which TorchRec calls; headers added "
+        f"{wire['header_overhead']:.2%} to the bytes."
     )
 
 

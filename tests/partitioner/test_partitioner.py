@@ -21,7 +21,7 @@ def sets(plan):
     return {frozenset(names) for names in plan.to_lists()}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 @pytest.mark.parametrize(("num_features", "num_groups"), [(26, 8), (24, 4), (48, 16)])
 def test_planted_groups_are_recovered(num_features, num_groups, seed):
     affinity, groups = planted_affinity(num_features, num_groups, seed=seed)
@@ -43,7 +43,7 @@ def test_permuting_the_features_permutes_the_answer_only(strategy):
     affinity, _ = planted_affinity(26, 8, seed=2, within=0.3, between=0.3, noise=0.3)
     partitioner = TowerPartitioner(num_towers=8, strategy=strategy)
     plan = partitioner.fit(affinity)
-    for seed in range(3):
+    for seed in range(2):
         order = np.random.default_rng(seed).permutation(affinity.features).tolist()
         turned = partitioner.fit(affinity.permuted(order))
         assert sets(turned) == sets(plan)
