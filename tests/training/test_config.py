@@ -110,6 +110,8 @@ def test_of_two_overrides_the_later_wins_and_the_file_keeps_the_rest() -> None:
         ("train=3", r"train: .*TrainConfig \(got 3\)"),
         ("train.batch_size.x=3", r"'train\.batch_size\.x=3': 'batch_size' is a value, not a section"),
         ("train.max_steps.x=3", r"train\.max_steps: .*valid integer \(got \{'x': 3\}\)"),
+        ("sharding.memory_gib=inf", r"sharding\.memory_gib: Input should be a finite number \(got inf\)"),
+        ("optimizer.dense_lr=nan", r"optimizer\.dense_lr: Input should be a finite number \(got nan\)"),
     ],
 )
 def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> None:
