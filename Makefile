@@ -33,7 +33,7 @@ test-all: install
 
 # Every scheme, pooling, topology, id route and precision against the plain module: 3,808 cases, some 15 minutes.
 parity: install
-	$(BIN)/python -m pytest tests/dmt/test_parity_matrix.py -n 2 --durations=0
+	$(BIN)/python -m pytest tests/dmt/test_parity_matrix.py --durations=0
 
 # Ranks of a run killed at 34 places and moments, twice; some five minutes.
 faults: install
