@@ -31,7 +31,7 @@ test: install
 test-all: install
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Every scheme, pooling, topology, id route and precision against the plain module: 3,808 cases, some 15 minutes.
+# Every scheme, pooling, topology, id route and precision against the plain module: 3,808 cases, some 20 minutes.
 parity: install
 	$(BIN)/python -m pytest tests/dmt/test_parity_matrix.py --durations=0
 
