@@ -39,7 +39,7 @@ parity: install
 faults: install
 	$(BIN)/python -m pytest tests/training/test_faults.py --durations=0
 
-# Step times of everything on emulated hosts; as root, some 55 minutes, on a machine that does nothing else.
+# Step times of everything on emulated hosts; as root, some 70 minutes, on a machine that does nothing else.
 bench: install
 	$(BIN)/python -m benchmarks.bench $(BENCH_FLAGS)
 

@@ -29,6 +29,8 @@ _VALUES: dict[str, tuple[float | None, ...]] = {
 # For the estimate, from runs on two cores: starting a job, building one contender, computing one sample's step.
 _START_SECONDS, _BUILD_SECONDS, _SAMPLE_SECONDS = 25.0, 2.0, 1.2e-4
 _FEATURES, _DENSE_BYTES = 26, 9e6
+# After the rounds: what the pipeline has begun, and a step whose bytes are counted.
+_LAST_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,9 @@ class Job:
     @property
     def estimate(self) -> float:
         """Seconds that it will take, roughly."""
-        turns = self.setting.rounds + self.setting.warm_up_rounds
+        num_steps = (self.setting.rounds + self.setting.warm_up_rounds) * self.setting.steps_per_turn + _LAST_STEPS
         steps = sum(_step_seconds(parse_contender(name), self.setting) for name in self.contenders)
-        return _START_SECONDS + _BUILD_SECONDS * len(self.contenders) + turns * self.setting.steps_per_turn * steps
+        return _START_SECONDS + _BUILD_SECONDS * len(self.contenders) + num_steps * steps
 
 
 def _step_seconds(contender: Contender, setting: Setting) -> float:
