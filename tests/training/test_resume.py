@@ -82,7 +82,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("flat", "replicas") else []) for name in LAYOUTS]
+)
 def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     undisturbed, interrupted = (config(tmp_path / kind, **LAYOUTS[name]) for kind in ("a", "b"))
     expected = attempt(undisturbed)

@@ -295,7 +295,7 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("arch", ["dlrm", "dmt-dlrm"])
+@pytest.mark.parametrize("arch", [pytest.param("dlrm", marks=pytest.mark.slow), "dmt-dlrm"])
 def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
