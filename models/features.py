@@ -15,7 +15,7 @@ __all__ = ["by_feature", "feature_vectors", "stacked_in_any_order"]
 
 
 def by_feature(embeddings: Any) -> Mapping[str, Tensor]:
-    """The same, for reading feature after feature: to be kept meanwhile.
+    """Embeddings as a mapping from names to [B, N_i], split once; keep it while reading feature after feature.
 
     Slices of a ``KeyedTensor`` would each cost a whole matrix of zeros in the backward pass; its ``to_dict`` splits
     once.

@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.keyed import ColumnsByKey
 from dmt.models.features import feature_vectors, stacked_in_any_order
+from dmt.models.shards import JoinedShards
 from dmt.models.tower_modules import DLRMTowerModule
 
 B, N = 3, 4
@@ -88,3 +89,14 @@ def test_a_tower_module_can_be_traced() -> None:
     for embeddings in (keyed(), ColumnsByKey(keyed(), ASKED)):
         torch.testing.assert_close(module(embeddings), expected)
         torch.testing.assert_close(traced(embeddings), expected)
+
+
+def test_joined_shards_come_from_one_split() -> None:
+    leaf = torch.arange(float(B * 3 * N)).view(B, 3 * N).requires_grad_()
+    shards = torch.nn.Identity()
+    joined = JoinedShards(shards, {"f": (N, N)})(KeyedTensor(["g", "f[4:8]", "f[0:4]"], [N, N, N], leaf))
+    assert torch.equal(joined["f"], torch.cat([leaf[:, 2 * N :], leaf[:, N : 2 * N]], dim=1))
+    split = joined["g"].grad_fn
+    assert {node for node, _ in joined["f"].grad_fn.next_functions} == {split}, "slices cost a matrix of zeros each"
+    joined["f"].sum().backward()
+    assert leaf.grad[0].tolist() == [0.0] * N + [1.0] * 2 * N
