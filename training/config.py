@@ -18,6 +18,7 @@ from dmt.topology import TowerTopology
 from dmt.training.data.config import DataConfig
 
 __all__ = [
+    "SHARDING_OF_TOWERS",
     "ModelConfig",
     "OptimizerConfig",
     "ReplicasConfig",
@@ -32,8 +33,7 @@ __all__ = [
 ]
 
 
-# Keys of the section sharding that only the tower dataflow has.
-_OF_TOWERS = (
+SHARDING_OF_TOWERS = (
     "tables",
     "plan",
     "memory_gib",
@@ -43,6 +43,7 @@ _OF_TOWERS = (
     "exchange_us",
     "id_route",
 )
+"""Keys of the section sharding that only the tower dataflow has."""
 
 
 class _Section(BaseModel):
@@ -335,7 +336,7 @@ class TrainingConfig(_Section):
     def _check_flat(self) -> None:
         """Refuses what only the tower dataflow has; TorchRec would run without it and not say so."""
         sharding, default = self.sharding, ShardingConfig()
-        for key in _OF_TOWERS:
+        for key in SHARDING_OF_TOWERS:
             if getattr(sharding, key) != getattr(default, key):
                 raise InputError(
                     f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "

@@ -17,7 +17,7 @@ from rich.console import Console
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding_report import TowerSharding
-from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.data.textfile import text_blocks
@@ -31,17 +31,8 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
 _STEPS = 1000  # about so many steps tell the models apart and end within minutes
 _TABLE_ROWS = 20_000
-# Keys that only the tower dataflow has.
-_OF_TOWERS = (
-    "sharding.tables",
-    "sharding.memory_gib",
-    "sharding.pooling_factors",
-    "sharding.lookup_gb_per_s",
-    "sharding.link_gb_per_s",
-    "sharding.exchange_us",
-    "sharding.id_route",
-    "train.micro_batches",
-)
+# Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
+_OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
 
 
 def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:

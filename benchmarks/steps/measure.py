@@ -106,7 +106,7 @@ def trace_step(built: Built, path: Path) -> None:
     """Trains one step under PyTorch's profiler and writes what Perfetto and chrome://tracing show. Collective."""
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        built.pipeline.progress(built.batches)
+        built.step()
     profile.export_chrome_trace(str(path))
 
 

@@ -192,15 +192,15 @@ def test_a_rate_is_held_and_changed_and_bytes_are_counted() -> None:
 
         counted = hosts.uplink_bytes()
         # 5 MB at 80 Mbit/s. Never faster than the wire, but for the burst; slower where the machine is busy.
-        assert 0.49 < min(seconds(5_000_000) for _ in range(3)) < 0.8
+        assert 0.49 < min(seconds(5_000_000) for _ in range(3)) < 0.6
         sent, acknowledged = (now - then for now, then in zip(hosts.uplink_bytes(), counted, strict=True))
         assert 15_000_000 < sent < 15_000_000 * 1.02
         assert 0 < acknowledged < 15_000_000 * 0.02
         hosts.set_rate(160)
         assert hosts.mbit_per_s == 160
-        assert 0.24 < min(seconds(5_000_000) for _ in range(3)) < 0.45
+        assert 0.24 < min(seconds(5_000_000) for _ in range(3)) < 0.3
         hosts.set_rate(None)
-        assert min(seconds(5_000_000) for _ in range(3)) < 0.2
+        assert min(seconds(5_000_000) for _ in range(3)) < 0.1
         assert {path.name for path in Path("/sys/class/net").iterdir()} == before, "the machine's own network changed"
     assert ours(os.getpid()) == []
 

@@ -52,7 +52,7 @@ def test_the_scale_of_the_points_does_not_matter(scale):
 
 
 @pytest.mark.parametrize(("size", "clusters"), [(26, 8), (60, 16), (90, 7)])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_worse_than_the_package_with_as_many_starts(size, clusters, seed):
     from k_means_constrained import KMeansConstrained
 

@@ -284,7 +284,12 @@ def test_notes_on_what_was_left_open(towers: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "width"), [*((6, width) for width in (200, 100, 79, 60, 50)), (300, 200), (300, 50)]
+    ("number", "width"),
+    [
+        *((6, width) for width in (200, 100, 79, 60, 50)),
+        *((300, width) for width in (200, 50)),
+        *(pytest.param(300, width, marks=pytest.mark.slow) for width in (100, 79, 60)),
+    ],
 )
 def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tables_file(tmp_path, number)
