@@ -46,9 +46,7 @@ bench: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@rm -rf build/typecheck && mkdir -p build/typecheck && cp -r dmt build/typecheck/dmt && \
-	  for part in models partitioner training; do cp -r $$part build/typecheck/dmt/$$part; done
-	cd build/typecheck && ../../$(BIN)/mypy --config-file ../../pyproject.toml -p dmt
+	$(BIN)/mypy -p dmt
 
 clean:
 	rm -rf $(VENV) build runs demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache

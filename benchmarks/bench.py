@@ -27,7 +27,7 @@ from benchmarks.steps_report.page import setting_words, write_results
 from benchmarks.steps_report.parts import PARTS, Job, flat_jobs, main_jobs, quick_jobs, sweep_jobs
 from benchmarks.train_step import about, run_setting
 from dmt.errors import InputError
-from dmt.files import replacing
+from dmt.files import atomic_write
 
 __all__ = ["Study", "main"]
 
@@ -126,7 +126,7 @@ class Study:
             click.echo(f"{job.name}: failed. {error}", err=True)
             return False
         self.work.mkdir(parents=True, exist_ok=True)
-        with replacing(self._path(job.name)) as scratch:
+        with atomic_write(self._path(job.name)) as scratch:
             scratch.write_text(json.dumps({"about": about(_command()), "run": run}))
         partial.unlink(missing_ok=True)
         click.echo(f"{job.name}: {(time.monotonic() - start) / 60:.1f} min")

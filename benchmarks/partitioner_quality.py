@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.partitioner import FeatureAffinity
-from dmt.partitioner.clustering import constrained_clusters
-from dmt.partitioner.coordinates import distances, embed_distances
+from dmt.partitioner.cluster import constrained_clusters
+from dmt.partitioner.embed import distances, embed_distances
 
 __all__ = ["compare_clusters", "compare_stress", "low_rank_affinity", "main", "noise_affinity", "planted_affinity"]
 

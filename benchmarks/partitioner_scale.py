@@ -22,8 +22,8 @@ import click
 import numpy as np
 
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
-from dmt.partitioner.clustering import constrained_clusters
-from dmt.partitioner.coordinates import distances, embed_distances
+from dmt.partitioner.cluster import constrained_clusters
+from dmt.partitioner.embed import distances, embed_distances
 
 __all__ = ["main", "measure", "plot", "planted"]
 

@@ -16,13 +16,13 @@ from typing import Any
 import click
 import numpy as np
 
-from dmt.costs import StepWorkload
 from dmt.errors import InputError
-from dmt.packing import Option, Problem, differencing, greedy
-from dmt.packing_search import pack
-from dmt.tables import TableSpec
-from dmt.topology import TowerTopology
-from dmt.tower_sharding import plan_tables
+from dmt.plan.tables import TableSpec
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.costs import StepWorkload
+from dmt.sharding.local_search import pack
+from dmt.sharding.packing import Option, Problem, differencing, greedy
+from dmt.sharding.plan_tables import plan_tables
 from tests.dmt.exact_sharding import exact_optimum, random_tower
 
 __all__ = ["compare_heuristics", "distance_to_optimum", "main", "random_tables", "seconds_to_plan"]

@@ -29,7 +29,7 @@ from benchmarks.steps.setting import Setting
 from benchmarks.steps.table import run_table
 from benchmarks.wire import WireCheck, measure_wire
 from dmt.errors import InputError
-from dmt.files import replacing
+from dmt.files import atomic_write
 from dmt.training.records import versions
 
 __all__ = ["about", "main", "run_setting", "write_json", "write_runs"]
@@ -117,7 +117,7 @@ def _run_here(setting: Setting, spec: Path, timeout: float) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON, whole or not at all."""
-    with replacing(path) as scratch:
+    with atomic_write(path) as scratch:
         scratch.write_text(json.dumps(value, indent=1) + "\n")
 
 

@@ -9,35 +9,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dmt.dense_reduce import HierarchicalDataParallel as HierarchicalDataParallel
     from dmt.errors import InputError as InputError
-    from dmt.mesh import TowerMesh as TowerMesh
-    from dmt.micro_batches import MicroBatches as MicroBatches
-    from dmt.placement import TablePlacement as TablePlacement
-    from dmt.plan import TowerPlan as TowerPlan
-    from dmt.planner import TowerShardingPlanner as TowerShardingPlanner
-    from dmt.precision import ExchangePrecision as ExchangePrecision
-    from dmt.replicas import ReplicaSync as ReplicaSync
-    from dmt.sharded_ebc import SPTTEmbeddingBagCollectionSharder as SPTTEmbeddingBagCollectionSharder
-    from dmt.sharded_towers import TowerCollectionSharder as TowerCollectionSharder
-    from dmt.tables import TableSpec as TableSpec
-    from dmt.topology import TowerTopology as TowerTopology
+    from dmt.plan.tables import TableSpec as TableSpec
+    from dmt.plan.topology import TowerTopology as TowerTopology
+    from dmt.plan.towers import TowerPlan as TowerPlan
+    from dmt.replicas.dense_reduce import HierarchicalDataParallel as HierarchicalDataParallel
+    from dmt.replicas.sync import ReplicaSync as ReplicaSync
+    from dmt.sharding.planner import TowerShardingPlanner as TowerShardingPlanner
+    from dmt.sharding.schemes import TablePlacement as TablePlacement
+    from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder as SPTTEmbeddingBagCollectionSharder
+    from dmt.sptt.mesh import TowerMesh as TowerMesh
+    from dmt.sptt.micro_batches import MicroBatches as MicroBatches
+    from dmt.sptt.precision import ExchangePrecision as ExchangePrecision
+    from dmt.sptt.towers import TowerCollectionSharder as TowerCollectionSharder
     from dmt.traffic import TrafficMeter as TrafficMeter
 
 _HOME = {
-    "ExchangePrecision": "dmt.precision",
-    "HierarchicalDataParallel": "dmt.dense_reduce",
+    "ExchangePrecision": "dmt.sptt.precision",
+    "HierarchicalDataParallel": "dmt.replicas.dense_reduce",
     "InputError": "dmt.errors",
-    "MicroBatches": "dmt.micro_batches",
-    "ReplicaSync": "dmt.replicas",
-    "SPTTEmbeddingBagCollectionSharder": "dmt.sharded_ebc",
-    "TablePlacement": "dmt.placement",
-    "TableSpec": "dmt.tables",
-    "TowerCollectionSharder": "dmt.sharded_towers",
-    "TowerMesh": "dmt.mesh",
-    "TowerPlan": "dmt.plan",
-    "TowerShardingPlanner": "dmt.planner",
-    "TowerTopology": "dmt.topology",
+    "MicroBatches": "dmt.sptt.micro_batches",
+    "ReplicaSync": "dmt.replicas.sync",
+    "SPTTEmbeddingBagCollectionSharder": "dmt.sptt.flat",
+    "TablePlacement": "dmt.sharding.schemes",
+    "TableSpec": "dmt.plan.tables",
+    "TowerCollectionSharder": "dmt.sptt.towers",
+    "TowerMesh": "dmt.sptt.mesh",
+    "TowerPlan": "dmt.plan.towers",
+    "TowerShardingPlanner": "dmt.sharding.planner",
+    "TowerTopology": "dmt.plan.topology",
     "TrafficMeter": "dmt.traffic",
 }
 

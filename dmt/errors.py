@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["InputError", "ReplicaMismatchError", "nearest"]
+__all__ = ["InputError", "ReplicaMismatchError", "did_you_mean"]
 
 
 class InputError(ValueError):
@@ -33,11 +33,11 @@ class ReplicaMismatchError(RuntimeError):
     """
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'?`` for the closest known word, or an empty string.
 
     Example:
-        >>> nearest("leraning_rate", ["learning_rate", "seed"])
+        >>> did_you_mean("leraning_rate", ["learning_rate", "seed"])
         " Did you mean 'learning_rate'?"
     """
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

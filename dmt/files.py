@@ -12,11 +12,11 @@ from typing import Any
 
 from dmt.errors import InputError
 
-__all__ = ["fsync_path", "probe_folder", "read_record", "replacing"]
+__all__ = ["fsync_path", "check_writable", "read_record", "atomic_write"]
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def atomic_write(target: Path) -> Iterator[Path]:
     """A scratch file beside ``target`` that takes its place at the end, in one step; missing folders are made.
 
     After an error nothing of it is left behind, and an existing file stays as it was.
@@ -27,7 +27,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replacing(Path(folder, "new", "a.txt")) as scratch:
+        ...     with atomic_write(Path(folder, "new", "a.txt")) as scratch:
         ...         _ = scratch.write_text("whole")
         ...     Path(folder, "new", "a.txt").read_text()
         'whole'
@@ -58,7 +58,7 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def probe_folder(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Makes the folder where it is absent, and a file in it that is gone again.
 
     Raises:
@@ -66,7 +66,7 @@ def probe_folder(folder: Path) -> None:
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     probe_folder(Path(folder, "new"))
+        ...     check_writable(Path(folder, "new"))
         ...     [path.name for path in Path(folder).rglob("*")]
         ['new']
     """

@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dmt.errors import InputError, nearest
-from dmt.models.dcn import DCN
-from dmt.models.dlrm import DLRM
-from dmt.models.dmt_dcn import DMTDCN
-from dmt.models.dmt_dlrm import DMTDLRM
-from dmt.models.options import ModelOptions
+from dmt.errors import InputError, did_you_mean
+from dmt.models.dcn import DCN, DMTDCN
+from dmt.models.dense import ModelOptions
+from dmt.models.dlrm import DLRM, DMTDLRM
 from dmt.models.presets import CRITEO_DENSE_FEATURES, criteo_1tb_tables
 from dmt.models.sparse import check_tower_modules
-from dmt.plan import TowerPlan
-from dmt.tables import feature_names, table_specs
+from dmt.plan.tables import feature_names, table_specs
+from dmt.plan.towers import TowerPlan
 
 __all__ = [
     "ARCHS",
@@ -138,7 +136,7 @@ def complexity_of(
 
     Args:
         arch: ``"dlrm"`` or ``"dcn"``.
-        tables: `dmt.tables.TableSpec` or TorchRec ``EmbeddingBagConfig``.
+        tables: `dmt.plan.tables.TableSpec` or TorchRec ``EmbeddingBagConfig``.
         tower_plan: the towers; without it the flat model is counted.
         tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
         c: projections of each feature (DLRM).
@@ -151,7 +149,7 @@ def complexity_of(
             model refuses.
 
     Example:
-        >>> from dmt.tables import TableSpec
+        >>> from dmt.plan.tables import TableSpec
         >>> tables = [
         ...     TableSpec(name=f"t{i}", num_embeddings=10**9, embedding_dim=64, feature_names=(f"f{i}",))
         ...     for i in range(8)
@@ -208,7 +206,7 @@ def paper_complexity(
 
 def _check_settings(arch: str, has_towers: bool, tower_dim: int | None, c: int, p: int) -> None:
     if arch not in ARCHS:
-        raise InputError(f"arch={arch!r} is unknown; use {' or '.join(map(repr, ARCHS))}.{nearest(arch, ARCHS)}")
+        raise InputError(f"arch={arch!r} is unknown; use {' or '.join(map(repr, ARCHS))}.{did_you_mean(arch, ARCHS)}")
     if not has_towers and (tower_dim is not None or (c, p) != (1, 0)):
         raise InputError(
             f"tower_dim={tower_dim}, c={c}, p={p} are settings of towers, but the flat {arch} was asked for. Give the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dmt.tables import TableSpec
+from dmt.plan.tables import TableSpec
 
 __all__ = [
     "CRITEO_1TB_ROWS",

@@ -32,19 +32,25 @@ Legend: B samples, F_t features of the tower, N their embedding dimension, D the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dmt.errors import InputError
-from dmt.models.dense import LowRankCrossNet
-from dmt.models.features import feature_vectors, stacked_in_any_order
-from dmt.models.options import check_size
+from dmt.models.dense import LowRankCrossNet, check_size
 from dmt.models.presets import CROSS_RANK
 
-__all__ = ["DCNTowerModule", "DLRMTowerModule", "EmbeddingsByName", "PassThroughTowerModule"]
+__all__ = [
+    "DCNTowerModule",
+    "DLRMTowerModule",
+    "EmbeddingsByName",
+    "PassThroughTowerModule",
+    "by_feature",
+    "feature_vectors",
+    "stacked_in_any_order",
+]
 
 Device = torch.device | str | None
 
@@ -219,3 +225,49 @@ def _projection(in_features: int, out_features: int, *, device: Device) -> nn.Mo
     if in_features == out_features:
         return nn.Identity()
     return nn.Linear(in_features, out_features, device=device)
+
+
+def by_feature(embeddings: Any) -> Mapping[str, Tensor]:
+    """Embeddings as a mapping from names to [B, N_i], split once; keep it while reading feature after feature.
+
+    Slices of a ``KeyedTensor`` would each cost a whole matrix of zeros in the backward pass; its ``to_dict`` splits
+    once.
+    """
+    return embeddings.to_dict() if hasattr(embeddings, "to_dict") else embeddings
+
+
+def feature_vectors(embeddings: Any, features: Sequence[str]) -> list[Tensor]:
+    """[B, N_i] of each feature.
+
+    Example:
+        >>> [v.tolist() for v in feature_vectors({"a": torch.ones(1, 2), "b": torch.zeros(1, 1)}, ["b", "a"])]
+        [[[0.0]], [[1.0, 1.0]]]
+    """
+    vectors = by_feature(embeddings)
+    return [vectors[name] for name in features]
+
+
+def stacked_in_any_order(embeddings: Any, features: Sequence[str]) -> tuple[Tensor, list[int]]:
+    """[B, F, N] with features in the order that costs least, and where each feature is.
+
+    Args:
+        embeddings: [B, N] of each feature.
+        features: F names.
+
+    Returns:
+        The vectors, and for each feature its position on dimension 1. Where all columns of a ``KeyedTensor`` are asked
+        for, that is a view of them as they arrived; elsewhere a copy in the order of ``features``.
+
+    Example:
+        >>> stacked, position = stacked_in_any_order({"a": torch.ones(1, 2), "b": torch.zeros(1, 2)}, ["b", "a"])
+        >>> stacked.tolist(), position
+        ([[[0.0, 0.0], [1.0, 1.0]]], [0, 1])
+    """
+    arrived = getattr(embeddings, "arrived", embeddings)
+    # A tracer's stand-in has every attribute and no keys to go through.
+    if hasattr(arrived, "length_per_key") and not isinstance(arrived, torch.fx.Proxy):
+        keys, widths = arrived.keys(), arrived.length_per_key()
+        if len(set(widths)) == 1 and sorted(keys) == sorted(features):
+            position = {key: i for i, key in enumerate(keys)}
+            return arrived.values().view(-1, len(keys), widths[0]), [position[name] for name in features]
+    return torch.stack(feature_vectors(embeddings, features), dim=1), list(range(len(features)))

@@ -15,8 +15,8 @@ from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.comparison import tower_affinity
 from dmt.partitioner.partition import Partition
 from dmt.partitioner.partitioner import TowerPartitioner
-from dmt.partitioner.pictures import plot_affinity, plot_balance, plot_comparison, plot_coordinates
-from dmt.partitioner.report import write_partition_report
+from dmt.partitioner.report import plot_affinity, plot_balance, plot_comparison, plot_coordinates
+from dmt.partitioner.report.page import write_partition_report
 from dmt.partitioner.rules import PartitionRules
 
 __all__ = [

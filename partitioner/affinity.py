@@ -8,23 +8,35 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from dmt.errors import InputError, nearest
-from dmt.partitioner.archive import FORMAT_VERSION, read_arrays, tables_from, tables_to, write_arrays
-from dmt.partitioner.checks import check_names, check_pooling_factors, check_tables, clean_matrix
-from dmt.tables import TableSpec
+from dmt.errors import InputError, did_you_mean
+from dmt.files import atomic_write
+from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-__all__ = ["FORMAT_VERSION", "FeatureAffinity"]
+__all__ = [
+    "FORMAT_VERSION",
+    "FeatureAffinity",
+    "check_names",
+    "check_pooling_factors",
+    "check_tables",
+    "clean_matrix",
+    "read_arrays",
+    "tables_from",
+    "tables_to",
+    "write_arrays",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +104,7 @@ class FeatureAffinity:
         forward: Callable[[nn.Module, Any], Any] | None = None,
         process_group: ProcessGroup | None = None,
     ) -> FeatureAffinity:
-        """Measures the affinity on a trained model, plain or sharded; see `dmt.partitioner.collection`.
+        """Measures the affinity on a trained model, plain or sharded; see `dmt.partitioner.collect`.
 
         The result carries the model's tables, and the mean number of ids per sample of each feature.
 
@@ -124,7 +136,7 @@ class FeatureAffinity:
             >>> affinity.num_samples, affinity.matrix.round(6).tolist()
             (2, [[1.0, 1.0], [1.0, 1.0]])
         """
-        from dmt.partitioner.collection import collect_affinity
+        from dmt.partitioner.collect import collect_affinity
 
         return collect_affinity(model, batches, module_path=module_path, forward=forward, process_group=process_group)
 
@@ -142,7 +154,7 @@ class FeatureAffinity:
         if missing or unknown:
             raise InputError(
                 f"The order has {len(order)} features and the affinity {self.num_features}: missing {missing[:5]}, "
-                f"unknown {unknown[:5]}.{nearest(unknown[0], self.features) if unknown else ''} Name each one once."
+                f"unknown {unknown[:5]}.{did_you_mean(unknown[0], self.features) if unknown else ''} Name each one once."
             )
         index = [position[name] for name in order]
         factors = None if self.pooling_factors is None else tuple(self.pooling_factors[i] for i in index)
@@ -205,3 +217,297 @@ class FeatureAffinity:
             )
         except InputError as error:
             raise InputError(f"Affinity file {path}: {error}") from error
+
+
+# A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
+ROUNDING = 1e-5
+# Rows that are looked at together: 4 MB of a matrix of 4,000 features.
+BLOCK_ROWS = 128
+
+# In this order: infinities must be out before the matrix is compared with its mirror image.
+RULES = (
+    ("must be finite", "Check the embeddings for NaN."),
+    ("must lie within 0..1", "Give absolute cosines of embeddings of length 1."),
+    ("must equal its mirror image", "Give a symmetric matrix."),
+)
+
+
+def check_names(features: Sequence[str]) -> None:
+    """Checks that there are names and that none is repeated.
+
+    Raises:
+        InputError: they are not.
+
+    Example:
+        >>> check_names(["a", "b"])
+    """
+    if not features:
+        raise InputError("FeatureAffinity: features is empty; give at least one feature.")
+    nameless = [name for name in features if not isinstance(name, str) or not name]
+    if nameless:
+        raise InputError(f"FeatureAffinity: feature {nameless[0]!r} is no name; give texts that are not empty.")
+    doubled = [(name, count) for name, count in Counter(features).items() if count > 1]
+    if doubled:
+        name, count = doubled[0]
+        raise InputError(f"FeatureAffinity: feature {name!r} is given {count} times; names must be unique.")
+
+
+def clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.float64]:
+    """Checks an affinity matrix and makes it exactly symmetric and within 0..1.
+
+    Args:
+        matrix: [F, F] of any dtype of numbers.
+        features: the F names, for messages.
+
+    Returns:
+        A read-only copy, float64.
+
+    Raises:
+        InputError: it is not [F, F], finite, symmetric and within 0..1 (each up to rounding); the pair of features
+            that breaks a rule most is named.
+
+    Example:
+        >>> clean_matrix([[1.0, 0.25], [0.25, 1.0000001]], ["a", "b"]).tolist()
+        [[1.0, 0.25], [0.25, 1.0]]
+    """
+    try:
+        given = np.asarray(matrix)
+        if given.dtype.kind == "O":
+            given = given.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"FeatureAffinity: matrix is not an array of numbers ({error}).") from error
+    if given.dtype.kind not in "fiub":
+        # Conversion would drop the imaginary parts of complex numbers.
+        raise InputError(
+            f"FeatureAffinity: matrix is not an array of numbers but of {given.dtype}. Give real numbers, 0..1."
+        )
+    size = len(features)
+    if given.shape != (size, size):
+        raise InputError(
+            f"FeatureAffinity: matrix has shape {list(given.shape)} for {size} features; it must be [{size}, {size}]."
+        )
+    cleaned = np.empty((size, size))
+    # For each rule the largest fault so far, and where it is.
+    worst = [(ROUNDING, 0, 0)] * len(RULES)
+    for start in range(0, size, BLOCK_ROWS):
+        rows = slice(start, start + BLOCK_ROWS)
+        block, mirrored = given[rows].astype(np.float64), given[:, rows].T.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # infinity minus infinity, which the first rule finds
+            for rule, fault in enumerate(_faults(block, mirrored)):
+                place = int(np.argmax(fault))
+                if fault.flat[place] > worst[rule][0]:
+                    worst[rule] = (float(fault.flat[place]), start + place // size, place % size)
+            np.clip((block + mirrored) / 2, 0.0, 1.0, out=cleaned[rows])
+    _refuse(given, worst, features)
+    cleaned.flags.writeable = False
+    return cleaned
+
+
+def _faults(block: NDArray[np.float64], mirrored: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+    """For each rule by how much every element breaks it."""
+    yield np.where(np.isfinite(block), 0.0, np.inf)
+    yield np.abs(block - 0.5) - 0.5
+    yield np.abs(block - mirrored)
+
+
+def _refuse(given: NDArray[Any], worst: Sequence[tuple[float, int, int]], features: Sequence[str]) -> None:
+    for (rule, remedy), (fault, row, column) in zip(RULES, worst, strict=True):
+        if fault > ROUNDING:
+            raise InputError(
+                f"FeatureAffinity: the affinity of {features[row]!r} with {features[column]!r} is "
+                f"{float(given[row, column]):g} (mirrored: {float(given[column, row]):g}); it {rule}. {remedy}"
+            )
+
+
+def check_tables(
+    tables: Sequence[Any], features: Sequence[str], *, where: str = "FeatureAffinity"
+) -> tuple[TableSpec, ...]:
+    """Checks that the tables, if any are given, are those of the features: each is looked up in exactly one.
+
+    Args:
+        tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`; may be empty.
+        features: the F names of the affinity.
+        where: beginning of the message.
+
+    Raises:
+        InputError: they are not; the feature is named.
+
+    Example:
+        >>> pair = TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=("a", "b"))
+        >>> [table.name for table in check_tables([pair], ["b", "a"])]
+        ['t']
+    """
+    specs = table_specs(tables)
+    if not specs:
+        return ()
+    of_tables, measured = dict.fromkeys(feature_names(specs)), dict.fromkeys(features)
+    for place, names, other, known in (
+        ("tables", of_tables, "affinity", measured),
+        ("affinity", measured, "tables", of_tables),
+    ):
+        strangers = [name for name in names if name not in known]
+        if strangers:
+            raise InputError(
+                f"{where}: feature {strangers[0]!r} is in the {place} but not in the {other} ({len(of_tables)} "
+                f"features in the tables, {len(measured)} in the affinity).{did_you_mean(strangers[0], known)} Both must "
+                "be of one model."
+            )
+    return specs
+
+
+def check_pooling_factors(factors: Sequence[float] | None, features: Sequence[str]) -> tuple[float, ...] | None:
+    """Checks the mean numbers of ids per sample.
+
+    Args:
+        factors: one for each feature, in their order; None if they are not known.
+        features: the F names.
+
+    Raises:
+        InputError: their number is another, or one is negative or not finite.
+
+    Example:
+        >>> check_pooling_factors([1, 2.5], ["a", "b"])
+        (1.0, 2.5)
+    """
+    if factors is None:
+        return None
+    try:
+        numbers = tuple(float(factor) for factor in factors)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"FeatureAffinity: pooling_factors is not a list of numbers ({error}).") from error
+    if len(numbers) != len(features):
+        raise InputError(
+            f"FeatureAffinity: there are {len(numbers)} pooling_factors for {len(features)} features; give one for "
+            "each."
+        )
+    for name, number in zip(features, numbers, strict=True):
+        if not 0 <= number < float("inf"):
+            raise InputError(
+                f"FeatureAffinity: the pooling factor of feature {name!r} is {number:g}; it is the mean number of ids "
+                "per sample, finite and not negative."
+            )
+    return numbers
+
+
+FORMAT_VERSION = 1
+"""Of the files written here, and the only one read."""
+
+# For every array its number of dimensions, the kinds of its dtype, and both in words. The matrix is checked elsewhere.
+_FORMS = {
+    "format": (0, "iu", "one whole number"),
+    "features": (1, "U", "text of shape [F]"),
+    "num_samples": (0, "iu", "one whole number"),
+    "pooling_factors": (1, "iuf", "numbers of shape [F]"),
+    "table_names": (1, "U", "text of shape [K]"),
+    "table_rows": (1, "iu", "whole numbers of shape [K]"),
+    "table_dims": (1, "iu", "whole numbers of shape [K]"),
+    "table_sizes": (1, "iu", "whole numbers of shape [K]"),
+    "table_features": (1, "U", "text of shape [F]"),
+}
+_TABLE_ARRAYS = ("table_names", "table_rows", "table_dims", "table_sizes", "table_features")
+
+
+def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Writes the arrays with the format version; an existing file is replaced in one step.
+
+    Raises:
+        InputError: the file cannot be written; nothing of it is left behind, and an existing file stays as it was.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_arrays(f"{folder}/a.npz", {"matrix": np.eye(1), "features": np.array(["a"])})
+        ...     sorted(read_arrays(f"{folder}/a.npz"))
+        ['features', 'format', 'matrix']
+    """
+    contents: dict[str, Any] = {"format": np.int64(FORMAT_VERSION), **arrays}
+    try:
+        # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean
+        # are noise, and packing 128 MB of them takes seconds and saves next to nothing.
+        with atomic_write(Path(path)) as scratch, scratch.open("wb") as file:
+            np.savez(file, **contents)
+    except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+        raise InputError(
+            f"Affinity file {path}: cannot be written ({error}). Give another path or free space."
+        ) from error
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    """Reads the arrays of a file that has ``matrix`` and ``features`` at least; unpickles nothing.
+
+    Raises:
+        InputError: the file is absent, damaged, not such a file, or of another format version, or an array has another
+            shape or dtype than the table above says.
+    """
+    where = f"Affinity file {path}"
+    try:
+        # Opened here, because numpy leaves a broken archive open.
+        with Path(path).open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            # A plain .npy array comes back without names.
+            arrays = {name: archive[name] for name in getattr(archive, "files", ())}
+    except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
+        # Numpy's advice on what is no archive at all is to allow pickles: untrue and unsafe here.
+        reason = "it holds no plain arrays" if "pickle" in str(error) else error
+        raise InputError(f"{where}: cannot be read ({reason}). Expected what FeatureAffinity.save wrote.") from error
+    for name, (num_dims, kinds, words) in _FORMS.items():
+        if name in arrays and (arrays[name].ndim != num_dims or arrays[name].dtype.kind not in kinds):
+            found = f"{arrays[name].dtype} of shape {list(arrays[name].shape)}"
+            raise InputError(f"{where}: array {name!r} is {found}; it must be {words}. Write it so, or collect anew.")
+    version = int(arrays.get("format", np.int64(FORMAT_VERSION)))
+    if version != FORMAT_VERSION:
+        raise InputError(f"{where} has format {version}; this version reads format {FORMAT_VERSION}. Collect anew.")
+    absent = [name for name in ("matrix", "features") if name not in arrays]
+    if absent:
+        raise InputError(f"{where} has no array {absent[0]!r}; it needs 'matrix' [F, F] and 'features' [F].")
+    return arrays
+
+
+def tables_to(tables: Sequence[TableSpec]) -> dict[str, NDArray[Any]]:
+    """The tables as arrays; none without tables.
+
+    Example:
+        >>> tables = (TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=("a", "b")),)
+        >>> tables_from(tables_to(tables)) == tables
+        True
+    """
+    if not tables:
+        return {}
+    return {
+        "table_names": np.array([table.name for table in tables], dtype=np.str_),
+        "table_rows": np.array([table.num_embeddings for table in tables], dtype=np.int64),
+        "table_dims": np.array([table.embedding_dim for table in tables], dtype=np.int64),
+        "table_sizes": np.array([len(table.feature_names) for table in tables], dtype=np.int64),
+        "table_features": np.array(feature_names(tables), dtype=np.str_),
+    }
+
+
+def tables_from(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
+    """The tables that `tables_to` wrote; none where there are none.
+
+    Raises:
+        InputError: some of the arrays are absent or do not fit together, or a table has no row, column or feature.
+    """
+    absent = [name for name in _TABLE_ARRAYS if name not in arrays]
+    if len(absent) == len(_TABLE_ARRAYS):
+        return ()
+    if absent:
+        raise InputError(f"array {absent[0]!r} is absent; tables need all of {', '.join(_TABLE_ARRAYS)}.")
+    names, rows, dims, sizes, features = (arrays[name].tolist() for name in _TABLE_ARRAYS)
+    if not len(names) == len(rows) == len(dims) == len(sizes) or sum(sizes) != len(features):
+        raise InputError(
+            f"the arrays of its tables do not fit together: {len(names)} names, {len(rows)} rows, {len(dims)} dims, "
+            f"{len(sizes)} sizes with the sum {sum(sizes)}, {len(features)} features."
+        )
+    if sizes and min(sizes) < 1:
+        raise InputError(f"table {names[sizes.index(min(sizes))]!r} has {min(sizes)} features; it needs one at least.")
+    rest = iter(features)
+    return tuple(
+        TableSpec(
+            name=name,
+            num_embeddings=num_rows,
+            embedding_dim=dim,
+            feature_names=tuple(next(rest) for _ in range(size)),
+        )
+        for name, num_rows, dim, size in zip(names, rows, dims, sizes, strict=True)
+    )

@@ -8,11 +8,11 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from dmt.columns import shard_names
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Comparison
-from dmt.plan import TowerPlan
+from dmt.plan.column_shards import shard_names
+from dmt.plan.towers import TowerPlan
 
 __all__ = ["compare_towers", "tower_affinity"]
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.plan import TowerPlan
+from dmt.plan.towers import TowerPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from dmt.errors import InputError, nearest
+from dmt.errors import InputError, did_you_mean
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.assemble import Answer, assemble
-from dmt.partitioner.column_cuts import SplitColumns
-from dmt.partitioner.coordinates import distances, embed_distances
-from dmt.partitioner.grouping import group_blocks
-from dmt.partitioner.partition import Partition
-from dmt.partitioner.prepare import Task, prepare
+from dmt.partitioner.cluster import (
+    Bounds,
+    Floats,
+    Labels,
+    improve,
+    improve_repeatedly,
+    objective_of,
+    search_clusters,
+    spread,
+    squared_distances,
+)
+from dmt.partitioner.comparison import compare_towers
+from dmt.partitioner.embed import Coordinates, distances, embed_distances
+from dmt.partitioner.feasibility import RESOURCES, Infeasible, amount, solve_exactly
+from dmt.partitioner.partition import Partition, TowerLoad
+from dmt.partitioner.problem import Part, SplitColumns, Task, prepare
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.verdict import deviations_from_random
-from dmt.plan import TowerPlan
+from dmt.plan.towers import TowerFeatures, TowerPlan
 
-__all__ = ["Strategy", "TowerPartitioner"]
+__all__ = [
+    "Answer",
+    "Grouping",
+    "Strategy",
+    "TowerPartitioner",
+    "assemble",
+    "group_blocks",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +107,7 @@ class TowerPartitioner:
             value = getattr(self, name)
             if value not in choices:
                 raise InputError(
-                    f"TowerPartitioner: {name}={value!r} is unknown.{nearest(str(value), choices)} "
+                    f"TowerPartitioner: {name}={value!r} is unknown.{did_you_mean(str(value), choices)} "
                     f"Use one of {', '.join(map(repr, choices))}."
                 )
         ratio = self.balance_ratio
@@ -199,3 +217,318 @@ def _distinctness(partition: Partition) -> float:
     """Standard deviations by which the towers' affinity differs from that of random ones, in the strategy's sense."""
     deviations = deviations_from_random(partition.comparison) or 0.0
     return deviations if partition.plan.strategy == "coherent" else -deviations
+
+
+NUM_STARTS, NUM_SHAKES, FEW_SHAKES = 60, 40, 10
+# Sets of limits for which an exact search, of up to 20 seconds, is made.
+MOST_EXACT = 6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grouping:
+    """Found by `group_blocks`."""
+
+    labels: Labels
+    """[P] the tower of each block."""
+    num_refined: int
+    """Features that the refinement left in another tower than the points had put them in."""
+
+
+def group_blocks(
+    points: Floats,
+    *,
+    distance: Floats,
+    num_towers: int,
+    options: Sequence[Bounds],
+    spare: Sequence[Bounds] = (),
+    seed: int,
+    refine: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Grouping:
+    """The best grouping whose towers hold every limit.
+
+    Each grouping of the points by constrained K-means (`search_clusters`) is improved within the limits on the squared
+    distances of the points, and the best is kept. With ``refine`` it is then improved on the squares of the wanted
+    distances: the same objective without the error of squeezing them into few dimensions, which leaves
+    features on the wrong side of a group. (The paper ends with the points; ``refine=False`` does too.)
+
+    Args:
+        points: [P, n] coordinates of the blocks.
+        distance: [P, P] the distances they stand for.
+        num_towers: T, at most P.
+        options: sets of limits of which any one must be held; that with the best objective wins.
+        spare: further sets, tried where none of the options can be held.
+        seed: of the starts.
+        refine: improve on ``distance`` too.
+        progress: called with the share of the work done.
+
+    Raises:
+        InputError: no grouping holds the limits, or none was found; says which limit the closest one breaks.
+    """
+    squared = squared_distances(points)
+    wanted = np.square(distance) if refine else squared
+    found = []
+    for number, bounds in enumerate(options):
+
+        def report(share: float, number: int = number) -> None:
+            if progress is not None:
+                progress((number + share) / len(options))
+
+        # The effort is shared among the options.
+        found.append(
+            search_clusters(
+                points,
+                squared,
+                num_clusters=num_towers,
+                bounds=bounds,
+                seed=seed,
+                num_starts=NUM_STARTS // len(options),
+                progress=report,
+            )
+        )
+    held = [
+        (labels, bounds) for labels, bounds in zip(found, options, strict=True) if _holds(labels, bounds, num_towers)
+    ]
+    if not held:
+        held = [_rescued(squared, found[0], num_towers, [*options, *spare])]
+    return _refined(held, wanted, num_towers, refine=refine, seed=seed)
+
+
+def _holds(labels: Labels, bounds: Bounds, num_towers: int) -> bool:
+    return bounds.violation(labels, num_towers) == 0
+
+
+def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequence[Bounds]) -> tuple[Labels, Bounds]:
+    """A grouping that begins with towers of equal load, or with an exact search; `InputError` when there is none."""
+    for bounds in options:
+        # Held limits are never given up: a start that fits ends with towers that fit.
+        labels = improve(squared, spread(bounds, num_towers), num_towers, bounds)
+        if _holds(labels, bounds, num_towers):
+            return labels, bounds
+    member = np.zeros((num_towers, len(closest)))
+    member[closest, np.arange(len(closest))] = options[0].weights
+    cost = options[0].weights[:, None] * (member @ squared / member.sum(axis=1, keepdims=True)).T
+    reasons: list[Infeasible] = []
+    widest = _widest(options)
+    for bounds in widest[:MOST_EXACT]:
+        try:
+            return improve(squared, solve_exactly(cost, bounds), num_towers, bounds), bounds
+        except Infeasible as error:
+            reasons.append(error)
+    # There is none only if that is so for every set of limits; the one not proven speaks for all.
+    reason = next((error for error in reasons if not error.proven), reasons[0])
+    text = str(reason)
+    if len(widest) > MOST_EXACT and reason.proven:
+        text = f"No assignment of the features to {num_towers} towers within all limits was found."
+    raise InputError(f"{text} {_worst(closest, num_towers, options[0])}") from reason
+
+
+def _widest(options: Sequence[Bounds]) -> list[Bounds]:
+    """The sets of limits without those that lie within another: what cannot be held there cannot be held in them."""
+    sizes = [(float(bounds.lower[0]), float(bounds.upper[0])) for bounds in options]
+    return [
+        bounds
+        for bounds, (least, most) in zip(options, sizes, strict=True)
+        if not any(other != (least, most) and other[0] <= least and other[1] >= most for other in sizes)
+    ]
+
+
+def _refined(
+    held: Sequence[tuple[Labels, Bounds]], wanted: Floats, num_towers: int, *, refine: bool, seed: int
+) -> Grouping:
+    """The best of the groupings on the wanted distances; if so asked, each is improved there, and the best most."""
+
+    def improved(labels: Labels, bounds: Bounds, max_shakes: int) -> Labels:
+        if not refine:
+            return labels
+        return improve_repeatedly(
+            wanted, labels, num_towers=num_towers, bounds=bounds, seed=seed, max_shakes=max_shakes
+        )
+
+    # Few shakes tell which limits serve best, where there are several.
+    tried = [improved(labels, bounds, FEW_SHAKES if len(held) > 1 else 0) for labels, bounds in held]
+    values = [objective_of(wanted, held[0][1].weights, labels) for labels in tried]
+    # Better by more than rounding, so that ties fall the same way everywhere.
+    best = next(i for i, value in enumerate(values) if value <= min(values) * (1.0 + 1e-9))
+    labels, bounds = held[best]
+    refined = improved(tried[best], bounds, NUM_SHAKES)
+    return Grouping(labels=refined, num_refined=_num_moved(labels, refined, bounds.weights))
+
+
+def _worst(labels: Labels, num_towers: int, bounds: Bounds) -> str:
+    """Says what the closest grouping found breaks, and what to do."""
+    loads = bounds.tower_loads(labels, num_towers)
+    broken = []
+    for name, row, lower, upper in zip(RESOURCES, loads, bounds.lower, bounds.upper, strict=True):
+        if row.max() > upper:
+            broken.append(f"a tower with {amount(row.max())} {name} where the limit is {amount(upper)}")
+        if row.min() < lower:
+            broken.append(f"a tower with {amount(row.min())} {name} where at least {amount(lower)} are due")
+    if bounds.apart is not None and (bounds.apart & (labels[:, None] == labels[None, :])).any():
+        broken.append("a tower with features that are to be apart")
+    return (
+        f"The closest found has {' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, "
+        "max_bytes_ratio, max_tower_bytes), drop a rule, or change the number of towers."
+    )
+
+
+def _num_moved(before: Labels, after: Labels, weights: Floats) -> int:
+    """Features whose tower changed, when each new tower is matched with the old one it has most features of."""
+    from scipy.optimize import linear_sum_assignment
+
+    size = int(max(before.max(), after.max())) + 1
+    shared = np.zeros((size, size))
+    np.add.at(shared, (before, after), weights)
+    kept = shared[linear_sum_assignment(-shared)].sum()
+    return round(float(weights.sum() - kept))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """The solution of one part."""
+
+    part: Part
+    found: Coordinates
+    grouping: Grouping
+    wanted: float
+    """Sum of the squared wanted distances."""
+
+
+def assemble(
+    task: Task, answers: Sequence[Answer], *, strategy: str, seed: int, settings: Mapping[str, Any]
+) -> Partition:
+    """Puts the answers of all parts together.
+
+    Args:
+        task: what was to be solved.
+        answers: one for each part, in order.
+        strategy: that was solved for.
+        seed: recorded in the plan.
+        settings: further settings to record in ``plan.affinity``.
+    """
+    towers: list[TowerFeatures] = []
+    loads: list[TowerLoad] = []
+    for answer in answers:
+        for label, tower in _towers(answer, task.affinity).items():
+            named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
+            towers.append(named)
+            loads.append(_load(answer, label, named, weighed=bool(task.specs)))
+    plan = TowerPlan(
+        towers=tuple(towers),
+        strategy=strategy,
+        seed=seed,
+        tables=task.specs,
+        column_splits=dict(task.splits),
+    )
+    categories = {name: a.part.category for a in answers for names in a.part.blocks.names for name in names}
+    comparison = compare_towers(task.affinity, plan, seed=seed, categories=categories)
+    stress = sum(answer.found.stress for answer in answers)
+    wanted = sum(answer.wanted for answer in answers)
+    normalized = float(np.sqrt(stress / wanted)) if wanted > 0 else 0.0
+    num_refined = sum(answer.grouping.num_refined for answer in answers)
+    notes = (*task.notes, *_notes(task.affinity), *_size_notes(answers))
+    summary = (
+        task.source.to_summary()
+        | dict(settings)
+        | {
+            "within_towers": comparison.within,
+            "between_towers": comparison.between,
+            "within_strided_towers": comparison.within_strided,
+            "within_random_towers": comparison.within_random,
+            "std_random_towers": comparison.std_random,
+            "stress": stress,
+            "normalized_stress": normalized,
+            "num_refined": num_refined,
+            "notes": list(notes),
+        }
+    )
+    return Partition(
+        plan=replace(plan, affinity=summary),
+        affinity=task.affinity,
+        points=_points(answers, task.affinity),
+        stress=stress,
+        normalized_stress=normalized,
+        loads=tuple(loads),
+        limits=task.limits,
+        comparison=comparison,
+        num_refined=num_refined,
+        notes=notes,
+    )
+
+
+def _towers(answer: Answer, affinity: FeatureAffinity) -> dict[int, TowerFeatures]:
+    """By label, in the order of their first feature in the affinity; named by their category, or not at all."""
+    blocks, labels = answer.part.blocks, answer.grouping.labels.tolist()
+    tower_of = {name: tower for names, tower in zip(blocks.names, labels, strict=True) for name in names}
+    members: dict[int, list[str]] = {}
+    for name in affinity.features:
+        if name in tower_of:
+            members.setdefault(tower_of[name], []).append(name)
+    category = answer.part.category
+    return {
+        label: TowerFeatures(f"{category}_{i}" if category else "", tuple(names))
+        for i, (label, names) in enumerate(members.items())
+    }
+
+
+def _points(answers: Sequence[Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
+    """[F, n]; the parts were embedded apart and are laid side by side along the first axis."""
+    position = {name: i for i, name in enumerate(affinity.features)}
+    points = np.zeros((affinity.num_features, answers[0].found.points.shape[1]))
+    edge = 0.0
+    for number, answer in enumerate(answers):
+        own = answer.found.points.copy()
+        if number:
+            own[:, 0] += edge - own[:, 0].min()
+        edge = float(own[:, 0].max()) + 0.2 * float(np.ptp(own[:, 0]) or 1.0)
+        for names, point in zip(answer.part.blocks.names, own, strict=True):
+            points[[position[name] for name in names]] = point
+    return points
+
+
+def _load(answer: Answer, label: int, tower: TowerFeatures, *, weighed: bool) -> TowerLoad:
+    """What the blocks of one tower take; their work and bytes are known where tables are."""
+    part = answer.part
+    _, work, num_bytes = part.blocks.loads[:, answer.grouping.labels == label].sum(axis=1).tolist()
+    return TowerLoad(
+        name=tower.name,
+        num_features=len(tower.features),
+        category=part.category,
+        work=work if weighed else None,
+        num_bytes=int(num_bytes) if weighed else None,
+    )
+
+
+def _notes(affinity: FeatureAffinity) -> list[str]:
+    if affinity.num_features < 3:
+        return []
+    pairs = affinity.matrix[np.triu_indices(affinity.num_features, k=1)]
+    if np.ptp(pairs) < 1e-6:
+        return [
+            f"All pairs of features have the same affinity, {pairs[0]:.3g}: it does not say which belong together. "
+            "The towers are balanced and otherwise arbitrary. Are the embeddings trained?"
+        ]
+    notes = []
+    # Row sums without the diagonal.
+    alone = np.flatnonzero(affinity.matrix.sum(axis=1) - np.diag(affinity.matrix) <= 1e-9)
+    if len(alone):
+        shown = ", ".join(repr(affinity.features[i]) for i in alone[:5]) + (" ..." if len(alone) > 5 else "")
+        notes.append(
+            f"{len(alone)} of {affinity.num_features} features have affinity 0 with every other ({shown}): they are "
+            "absent from the sample or untrained, and placed where there is room."
+        )
+    return notes
+
+
+def _size_notes(answers: Sequence[Answer]) -> list[str]:
+    """Says where sizes could not be as even as was asked."""
+    notes = []
+    for answer in answers:
+        asked = answer.part.asked
+        if asked is not None:
+            sizes = np.bincount(answer.grouping.labels, weights=answer.part.blocks.loads[0]).astype(int)
+            notes.append(
+                f"{answer.part.where}Towers have {sizes.min()} to {sizes.max()} features instead of {asked[0]} to "
+                f"{asked[1]}, because features that share a table or must stay together are not parted."
+            )
+    return notes

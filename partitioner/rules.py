@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dmt.errors import InputError, nearest
+from dmt.errors import InputError, did_you_mean
 
 __all__ = ["PartitionRules"]
 
@@ -105,7 +105,7 @@ class PartitionRules:
             if category not in self.categories:
                 raise InputError(
                     f"Partition rules: towers_per_category names {category!r}, which is no category."
-                    f"{nearest(category, self.categories)} There are {list(self.categories)}."
+                    f"{did_you_mean(category, self.categories)} There are {list(self.categories)}."
                 )
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise InputError(
@@ -187,7 +187,7 @@ class PartitionRules:
         for key, value in record.items():
             if key not in known:
                 raise InputError(
-                    f"{where}: {key!r} is no rule.{nearest(key, known)} The rules are {', '.join(known)}."
+                    f"{where}: {key!r} is no rule.{did_you_mean(key, known)} The rules are {', '.join(known)}."
                     f"{_of_limits(key, value)}"
                 )
             wanted: type = dict if key in ("categories", "towers_per_category", "pooling_factors") else list
@@ -246,7 +246,7 @@ def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tu
         if not found:
             raise InputError(
                 f"Partition rules: {where} has {pattern!r}, which matches none of the {len(features)} features."
-                f"{nearest(pattern, features)}"
+                f"{did_you_mean(pattern, features)}"
             )
         matched |= found
     return tuple(name for name in features if name in matched)

@@ -1,4 +1,4 @@
-"""Warnings that others raise and we cannot mend are ignored here, each with its reason."""
+"""Warnings that others raise and we cannot fix are ignored here, each with its reason."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PRELOAD = [
     "torch.fx.experimental.symbolic_shapes",
     "torchrec.distributed.model_parallel",
     "tests.parity",
-    "dmt.training.run",
+    "dmt.training.train",
 ]
 
 

@@ -15,7 +15,7 @@ class ReplicaOracle:
     """M replicas of the tables, each trained on its own batches and averaged at every N-th step; one dense part.
 
     Moments are as FBGEMM's: the mean over a (column) shard's columns of the squared gradient. Tables that every replica
-    sees the whole batch's gradient of (data-wise) are neither scaled nor averaged.
+    sees the whole batch's gradient of (data-parallel) are neither scaled nor averaged.
 
     Args:
         model: the plain model.
@@ -24,7 +24,7 @@ class ReplicaOracle:
         interval: N.
         delayed: whether moments are averaged one sync late.
         column_cuts: widths of the shards of column-wise tables.
-        data_wise: names of the data-wise tables.
+        data_parallel: names of the data-parallel tables.
         rate: learning rate of the tables in each step.
     """
 
@@ -37,11 +37,11 @@ class ReplicaOracle:
         interval: int = 1,
         delayed: bool = False,
         column_cuts: Mapping[str, list[int]] | None = None,
-        data_wise: Sequence[str] = (),
+        data_parallel: Sequence[str] = (),
     ) -> None:
         self.replicas = [copy.deepcopy(model) for _ in range(num_replicas)]
         self.c, self.interval, self.delayed = c, interval, delayed
-        self.cuts, self.data_wise = column_cuts or {}, set(data_wise)
+        self.cuts, self.data_parallel = column_cuts or {}, set(data_parallel)
         dense = [p for n, p in self.replicas[0].named_parameters() if "embedding_bags" not in n]
         self.dense = torch.optim.Adam(dense, lr=LR)
         self.w: dict[str, list[Tensor]] = {}  # [rows, columns] of each replica
@@ -67,7 +67,7 @@ class ReplicaOracle:
         for name in self.w:
             grads = [self.tables(m)[name].grad for m in groups]
             c = self.c
-            if name in self.data_wise:
+            if name in self.data_parallel:
                 grads, c = [torch.stack(grads).mean(0) for _ in groups], 1.0
             for m in groups:
                 cuts = self.cuts.get(name, [grads[m].shape[1]])
@@ -79,7 +79,7 @@ class ReplicaOracle:
             self.sync(self.delayed)
 
     def sync(self, delayed: bool) -> None:
-        for name in self.w.keys() - self.data_wise:
+        for name in self.w.keys() - self.data_parallel:
             mean = torch.stack(self.w[name]).mean(0)
             for w in self.w[name]:
                 w.copy_(mean)  # line 9

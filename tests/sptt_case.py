@@ -28,8 +28,8 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
-from dmt.placement import TablePlacement
-from dmt.precision import ExchangePrecision
+from dmt.sharding.schemes import TablePlacement
+from dmt.sptt.precision import ExchangePrecision
 from tests.parity import (
     DENSE,
     EPS,
@@ -70,7 +70,7 @@ OPTIMIZERS = {
 }
 FUSED = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": LR, "eps": EPS}
 MIXES = {
-    "mixed": ("table_wise", "row_wise", "column_wise", "data_wise"),
+    "mixed": ("table_wise", "row_wise", "column_wise", "data_parallel"),
     "mixed-model-parallel": ("row_wise", "column_wise", "table_wise"),
 }
 
@@ -112,7 +112,7 @@ class Case:
             if scheme == "column_wise" and dim >= 8 and self.ranks > 1:
                 ranks = tuple(range(min(self.ranks, dim // 4)))
                 pins[f"t{i}"] = TablePlacement(scheme="column_wise", ranks=ranks[::-1])
-            elif scheme in ("row_wise", "data_wise") and self.ranks > 1:
+            elif scheme in ("row_wise", "data_parallel") and self.ranks > 1:
                 pins[f"t{i}"] = TablePlacement(scheme=scheme, ranks=everyone)
             else:
                 pins[f"t{i}"] = TablePlacement(scheme="table_wise", ranks=(i % self.ranks,))

@@ -167,7 +167,7 @@ def check_overrides(config: str, overrides: tuple[str, ...]) -> None:
 
 
 def check_dmt(arguments: list[str]) -> None:
-    from dmt.training.cli import main
+    from dmt.training.commands import main
 
     name, *rest = arguments
     assert name in main.commands, f"dmt has no command {name!r}"
@@ -223,7 +223,7 @@ def test_a_wrong_command_is_noticed() -> None:
 
 
 def test_pinned_versions_are_those_of_the_doctor_and_the_lock() -> None:
-    from dmt.training.doctor import TESTED
+    from dmt.training.commands.doctor import TESTED
 
     page = (ROOT / "docs" / "install.md").read_text()
     lock = (ROOT / "requirements" / "cpu.lock").read_text().lower().replace("_", "-")

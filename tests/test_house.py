@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"dmt": "dmt", "dmt.partitioner": "partitioner", "dmt.models": "models", "dmt.training": "training"}
-SOURCES = [path for folder in FOLDERS.values() for path in sorted((ROOT / folder).rglob("*.py"))]
+PARTS = ("dmt", "partitioner", "models")
+SOURCES = [path for folder in PARTS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def package_of(path: Path) -> str:
-    relative = path.relative_to(ROOT)
-    return next(package for package, folder in FOLDERS.items() if relative.parts[0] == folder)
+def module_of(path: Path) -> str:
+    """The name a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in (parts if parts[0] == "dmt" else ("dmt", *parts)) if part != "__init__")
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -44,52 +45,39 @@ def code_lines(node: ast.FunctionDef) -> int:
     return len(lines)
 
 
-# What each part may import of the others; everything else points the wrong way.
-ALLOWED = {
-    "dmt": {"dmt"},
-    "dmt.partitioner": {"dmt", "dmt.partitioner"},
-    "dmt.models": {"dmt", "dmt.models"},
-    "dmt.training": {"dmt", "dmt.partitioner", "dmt.models", "dmt.training"},
+# What each room may import besides itself and the files at the top of dmt/; everything else points the wrong way.
+ROOMS = {
+    "plan": set(),
+    "sharding": {"plan"},
+    "sptt": {"plan", "sharding"},
+    "replicas": {"plan", "sharding", "sptt"},
+    "testing": {"plan", "sharding", "sptt", "replicas"},
+    "partitioner": {"plan", "sharding", "sptt"},
+    "models": {"plan"},
+    "training": {"plan", "sharding", "sptt", "replicas", "testing", "partitioner", "models"},
 }
+
+
+def room_of(module: str) -> str | None:
+    """The room a module of ``dmt`` is in, None for the files at the top."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else None
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_dependencies_point_one_way(path: Path) -> None:
+    room = room_of(module_of(path))
+    if path == ROOT / "dmt" / "__init__.py":
+        return  # the public names, lazily
+    allowed = {None, room} | (ROOMS[room] if room else set())
     for module in imports_of(path):
-        if module.partition(".")[0] != "dmt":
-            continue
-        target = next((p for p in list(FOLDERS)[1:] if module == p or module.startswith(f"{p}.")), "dmt")
-        assert target in ALLOWED[package_of(path)], f"{path} imports {module}"
+        if module.partition(".")[0] == "dmt":
+            assert room_of(module) in allowed, f"{path} imports {module}"
 
 
-# Inside dmt: plan and topology <- collectives <- SPTT <- sharded towers.
-LAYERS = [
-    {"errors", "files", "words"},
-    {"columns", "tables", "table_optimizers", "topology", "walkthrough"},
-    {"plan", "placement", "mesh", "packing", "precision"},
-    {"exchange"},
-    {"costs", "sharding_rules", "branching", "packing_search", "sharding_report", "replica_costs"},
-    {"sharding_reasons"},
-    {"tower_sharding"},
-    {"moment_scale", "scaled_rate", "replica_check"},
-    {"_torchrec", "collectives"},
-    {"keyed", "parts"},
-    {"agreement", "averaging", "traffic", "data_wise", "global_route", "peer_exchange"},
-    {"sptt"},
-    {"sharded_towers", "sharded_ebc", "planner", "table_state", "micro_batches", "dense_reduce"},
-    {"replicas"},
-]
-
-
-def test_the_layers_of_the_runtime_point_down() -> None:
-    level = {name: i for i, names in enumerate(LAYERS) for name in names}
-    files = {path.stem for path in (ROOT / "dmt").glob("*.py")} - {"__init__"}
-    assert files == set(level), "a file of dmt/ is in no layer, or a layer names a file that is gone"
-    for name in files:
-        for module in imports_of(ROOT / "dmt" / f"{name}.py"):
-            other = module.removeprefix("dmt.")
-            if module.startswith("dmt.") and other != name:
-                assert level[other] <= level[name], f"dmt/{name}.py imports dmt.{other} from a layer above"
+def test_every_folder_is_a_room() -> None:
+    folders = {path.name for path in (ROOT / "dmt").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(ROOMS)
 
 
 WITHOUT_TORCHREC = """
@@ -116,8 +104,8 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
         import dmt, dmt.partitioner, dmt.models.complexity
         from dmt import TowerPlan, TowerTopology
         from dmt.partitioner import FeatureAffinity, TowerPartitioner
-        from dmt.tables import TableSpec
-        from dmt.tower_sharding import plan_tables
+        from dmt.plan.tables import TableSpec
+        from dmt.sharding.plan_tables import plan_tables
 
         TowerTopology(num_towers=2, ranks_per_tower=2).peer_order()
         affinity = FeatureAffinity(matrix=np.eye(4), features=list("abcd"))
@@ -136,7 +124,7 @@ def test_commands_without_torchrec() -> None:
     result = run_without_torchrec(
         """
         from click.testing import CliRunner
-        from dmt.training.cli import main
+        from dmt.training.commands import main
 
         run = CliRunner().invoke(main, ["complexity", "--arch", "dlrm", "--json"])
         assert run.exit_code == 0, run.output
@@ -146,7 +134,7 @@ def test_commands_without_torchrec() -> None:
         """
     )
     assert result.returncode == 0, result.stderr
-    assert "is not installed. `dmt doctor` tells how to mend it." in result.stdout
+    assert "is not installed. `dmt doctor` tells how to fix it." in result.stdout
 
 
 def test_importing_dmt_is_light() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dmt.training.cli import main
+from dmt.training.commands import main
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.study.clicks import Clicks
 from benchmarks.study.trials import build_trial_model, row_order, this_process_alone
 from dmt.errors import InputError
-from dmt.training.build import ClickTask
 from dmt.training.config import TrainingConfig
+from dmt.training.job import ClickTask
 from dmt.training.metrics import ClickMetrics, MetricValues
 
 __all__ = ["ReplicaTables", "Simulation", "rise", "simulate"]

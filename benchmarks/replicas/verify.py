@@ -15,11 +15,10 @@ from benchmarks.replicas.runs import Progress
 from benchmarks.replicas.simulation import Simulation
 from benchmarks.study.clicks import Clicks
 from benchmarks.study.trials import STUDY_SETS, build_trial_model, row_order, this_process_alone
-from dmt.mesh import TowerMesh
-from dmt.topology import TowerTopology
-from dmt.training.build import build_optimizer
+from dmt.plan.topology import TowerTopology
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.config import OptimizerConfig, TrainingConfig
-from dmt.training.sharding import shard_model
+from dmt.training.job import build_optimizer, shard_model
 from tests.parity import load_full
 
 __all__ = ["FusedReplicas", "compare", "verify"]

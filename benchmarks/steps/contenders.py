@@ -16,7 +16,7 @@ name                    what it is
 ``...+mb8``             8 micro-batches (`dmt.MicroBatches`); ``+mb2``, ``+mb4`` likewise
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
-``...+global``          ids take the global route (`dmt.global_route`)
+``...+global``          ids take the global route (`dmt.sptt.input_dist`)
 ======================  ==============================================================================================
 """
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from dmt.errors import InputError, nearest
+from dmt.errors import InputError, did_you_mean
 
 __all__ = ["EMBEDDING_DIM", "FLAT_SCHEMES", "OWN_OPTIONS", "Contender", "all_contenders", "parse_contender", "select"]
 
@@ -124,7 +124,7 @@ def parse_contender(name: str) -> Contender:
     base, *extras = name.split("+")
     found = _NAME.fullmatch(base)
     if found is None:
-        raise InputError(f"Contender {name!r} is unknown.{nearest(name, [c.name for c in all_contenders()])}")
+        raise InputError(f"Contender {name!r} is unknown.{did_you_mean(name, [c.name for c in all_contenders()])}")
     family, ratio = found["family"], found["ratio"]
     is_ours = family in ("sptt", "dmt")
     known = ["fp16", "prefetch", *(OWN_OPTIONS if is_ours else ())]

@@ -14,7 +14,7 @@ from benchmarks.steps.contenders import EMBEDDING_DIM
 from benchmarks.steps.setting import Setting
 from dmt.models import criteo_1tb_tables
 from dmt.models.presets import CRITEO_DENSE_FEATURES
-from dmt.tables import TableSpec, feature_names
+from dmt.plan.tables import TableSpec, feature_names
 from dmt.training.data.batch import ClickBatch
 
 __all__ = ["Batches", "benchmark_tables", "random_batch"]

@@ -53,7 +53,7 @@ def main(spec_path: str) -> None:
     setting = Setting(**spec["setting"])
     # Hosts may be played by one machine, where torchrun counts all ranks as local.
     os.environ["LOCAL_WORLD_SIZE"] = str(setting.ranks_per_host)
-    # It says of every data-wise table that it is not cached.
+    # It says of every data-parallel table that it is not cached.
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo", timeout=_TIMEOUT)

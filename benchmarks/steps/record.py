@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.steps.contenders import Contender
 from benchmarks.steps.measure import Turn
 from benchmarks.steps.setting import Setting
-from dmt.files import replacing
+from dmt.files import atomic_write
 
 __all__ = ["SYNC_EVERY", "Record", "step_records"]
 
@@ -65,7 +65,7 @@ class Record:
     def write(self) -> None:
         """Writes everything so far, whole or not at all."""
         run = {"setting": asdict(self._setting), "wire": None, "contenders": list(self._results.values())}
-        with replacing(self._path) as scratch:
+        with atomic_write(self._path) as scratch:
             scratch.write_text(json.dumps(run, indent=1) + "\n")
 
 

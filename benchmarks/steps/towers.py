@@ -20,9 +20,9 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
-from dmt.costs import StepWorkload
 from dmt.errors import InputError
-from dmt.tables import feature_names
+from dmt.plan.tables import feature_names
+from dmt.sharding.costs import StepWorkload
 
 __all__ = ["own_planner", "own_sharders", "own_topology", "own_towers", "own_wrapper"]
 

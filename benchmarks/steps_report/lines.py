@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.steps_report.measures import Measured
 from benchmarks.steps_report.pictures import FAMILY_COLORS
 from benchmarks.steps_report.sweeps import Sweep
-from dmt.partitioner.pictures.style import INK, SOFT, dress_axes, new_figure, save_figure
+from dmt.partitioner.report.style import INK, SOFT, dress_axes, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from benchmarks.steps_report.tables import (
     sweep_table,
     times_table,
 )
-from dmt.files import replacing
+from dmt.files import atomic_write
 
 __all__ = ["setting_words", "write_results"]
 
@@ -63,11 +63,11 @@ def write_results(
         # Every run holds the values that its sweep does not vary; those of the main setting are in most of them.
         base = main or next(run for run in runs if run["part"] == sweeps[0].part)
         paths.append(plot_sweeps(sweeps, pictures["sweeps"], subtitle=f"around {setting_words(base['setting'])}"))
-    with replacing(paths[0]) as scratch:
+    with atomic_write(paths[0]) as scratch:
         scratch.write_text(_json(runs, {**about, "cores": cores}))
     flat = next((measure_run(run, cores=cores) for run in runs if run["part"] == "flat"), [])
     page = _page(main, contenders, flat, sweeps, about={**about, "cores": cores}, stem=stem)
-    with replacing(paths[1]) as scratch:
+    with atomic_write(paths[1]) as scratch:
         scratch.write_text(page)
     return paths
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.steps_report.compare import best_flat, fastest, precisions
 from benchmarks.steps_report.measures import KINDS, Measured
-from dmt.partitioner.pictures.style import INK, SOFT, TOWER_COLORS, add_title, dress_axes, new_figure, save_figure
+from dmt.partitioner.report.style import INK, SOFT, TOWER_COLORS, add_title, dress_axes, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.tables import TableSpec
+from dmt.plan.tables import TableSpec
 from dmt.training.data import ClickBatch, open_source
 from dmt.training.data.config import DataConfig
 

@@ -19,7 +19,7 @@ from benchmarks.study.clicks import Clicks, read_clicks
 from benchmarks.study.trials import STUDY_SETS, StudySet, run_trial
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner, tower_affinity
-from dmt.plan import TowerPlan
+from dmt.plan.towers import TowerPlan
 
 __all__ = ["ARCHS", "CONTROL_ARMS", "LEARNED_ARMS", "Run", "Study", "affinity_of_pairs", "random_plan"]
 

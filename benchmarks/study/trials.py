@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from benchmarks.study.clicks import Clicks
 from dmt.partitioner import FeatureAffinity
-from dmt.plan import TowerPlan
-from dmt.training.build import ClickTask, build_model, count_model
+from dmt.plan.towers import TowerPlan
 from dmt.training.config import ModelConfig, OptimizerConfig, TopologyConfig, TowersConfig, TrainConfig, TrainingConfig
+from dmt.training.job import ClickTask, build_model, count_model
 from dmt.training.metrics import ClickMetrics, MetricValues
 
 __all__ = [

@@ -25,7 +25,7 @@ from benchmarks.replicas.verify import compare
 from benchmarks.study.clicks import Clicks
 from benchmarks.study.trials import STUDY_SETS, trial_config
 from dmt.errors import InputError
-from dmt.tables import TableSpec
+from dmt.plan.tables import TableSpec
 from dmt.training.config import OptimizerConfig
 from tests.ranks import run_ranks
 

@@ -26,7 +26,7 @@ from benchmarks.steps.torchrec_towers import tower_plan_by_hand, tower_sharders
 from benchmarks.steps.towers import own_topology
 from benchmarks.train_step import main, run_setting
 from dmt.errors import InputError
-from dmt.training.sharding import fused_params
+from dmt.training.job import fused_params
 from tests.ranks import run_ranks
 
 SMALL = {"hosts": 2, "ranks_per_host": 2, "mbit_per_s": None, "batch_size": 16, "rounds": 1, "rows_cap": 50}
@@ -52,7 +52,7 @@ def test_every_name_is_read_as_it_is_written() -> None:
     assert [parse_contender(name).name for name in names] == names
     dmt = parse_contender("dmt-cr8-2d+prefetch+global+fp16")
     assert dmt.name == "dmt-cr8-2d+fp16+prefetch+global"
-    assert (dmt.family, dmt.compression, dmt.precision, dmt.prefetch, dmt.num_replicas, dmt.options) == (
+    assert (dmt.family, dmt.compression, dmt.sptt.precision, dmt.prefetch, dmt.num_replicas, dmt.options) == (
         *("dmt", 8, "fp16", True, 2),
         ("global",),
     )

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from dmt.costs import CostModel, Hardware, StepWorkload
-from dmt.placement import SCHEMES, column_shards, row_shards
-from dmt.tables import TableSpec
-from dmt.topology import TowerTopology
+from dmt.plan.tables import TableSpec
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.schemes import SCHEMES, column_shards, row_shards
 
 __all__ = ["exact_optimum", "random_tower"]
 
@@ -72,7 +72,7 @@ def exact_optimum(tables: Sequence[Any], model: CostModel, *, gap: float = 1e-4)
                     cost[rank][variable], memory[rank][variable] = load.seconds, load.memory
             for rank in range(num_ranks):
                 program.constrain({ranks[rank]: 1.0 for ranks in on}, 0, 1)
-        for scheme in ("row_wise", "data_wise"):
+        for scheme in ("row_wise", "data_parallel"):
             if scheme == "row_wise" and rows < num_ranks:
                 continue
             taken.append((program.variable(), scheme))
@@ -117,10 +117,10 @@ def random_tower(seed: int, *, most_tables: int = 8, most_ranks: int = 4) -> tup
     )
     topology = TowerTopology(num_towers=1, ranks_per_tower=num_ranks)
     exchange = float(rng.choice([0, 5, 20]))
-    model = CostModel(topology=topology, workload=workload, hardware=Hardware(exchange_us=exchange))
+    model = CostModel(topology=topology, workload=workload, hardware=Hardware(collective_latency_us=exchange))
     total = sum(model.shard(t, "table_wise", t.num_embeddings, t.embedding_dim).memory for t in tables)
     if rng.random() < 0.6:
         room = int(total / num_ranks * rng.uniform(1.02, 1.6))
-        hardware = Hardware(exchange_us=exchange, memory_per_rank=room)
+        hardware = Hardware(collective_latency_us=exchange, memory_per_rank=room)
         model = CostModel(topology=topology, workload=workload, hardware=hardware)
     return tables, model

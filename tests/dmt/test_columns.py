@@ -6,10 +6,10 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
-from dmt.columns import shard_names, split_ids, split_tables
 from dmt.errors import InputError
 from dmt.models import DMTDCN, DMTDLRM, ModelOptions
-from dmt.plan import TowerPlan
+from dmt.plan.column_shards import shard_names, split_ids, split_tables
+from dmt.plan.towers import TowerPlan
 
 FEATURES = ["ad", "user", "shop"]
 SPLITS = {"ad": (8, 4, 4), "shop": (8, 8)}

@@ -8,16 +8,16 @@ import math
 import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
-from dmt.costs import CostModel, Hardware, StepWorkload
-from dmt.placement import TablePlacement
-from dmt.tables import table_specs
+from dmt.plan.tables import table_specs
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.schemes import TablePlacement
 
 TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=8, feature_names=("a", "b"))
 # G = 2 towers * 4 ranks * 16 = 128 samples; 3 + 1 ids per sample.
 MODEL = CostModel(
     topology=TowerTopology(num_towers=2, ranks_per_tower=4, num_replicas=2),
     workload=StepWorkload(batch_size=16, pooling_factors={"a": 3.0}),
-    hardware=Hardware(lookup_gb_per_s=1.0, link_gb_per_s=0.5, exchange_us=10.0),
+    hardware=Hardware(memory_gb_per_s=1.0, intra_tower_gb_per_s=0.5, collective_latency_us=10.0),
 )
 
 
@@ -46,8 +46,8 @@ def test_row_shards_split_lookups_but_not_outputs() -> None:
     assert shard.memory == whole.memory / 4
 
 
-def test_a_data_wise_table_is_reduced_over_all_copies() -> None:
-    load = MODEL.shard(TABLE, "data_wise", 1000, 8)
+def test_a_data_parallel_table_is_reduced_over_all_copies() -> None:
+    load = MODEL.shard(TABLE, "data_parallel", 1000, 8)
     assert (load.id_bytes, load.output_bytes) == (0, 0)
     assert load.reduced_bytes == 2 * 7 / 8 * 1000 * 8 * 4
     assert load.memory == 1000 * (8 * 4 * 2 + 4)
@@ -95,9 +95,9 @@ def test_shards_of_a_placement() -> None:
         (lambda: StepWorkload(pooling_factors={"a": math.nan}), r"pooling_factors\['a'\]=nan must be a positive"),
         (lambda: StepWorkload(optimizer="lamb"), "optimizer='lamb' is unknown; use one of"),
         (lambda: Hardware(memory_per_rank=0), "memory_per_rank=0 must be a positive number of bytes"),
-        (lambda: Hardware(lookup_gb_per_s=-1.0), "lookup_gb_per_s=-1.0 must be a positive number"),
-        (lambda: Hardware(link_gb_per_s=math.nan), "link_gb_per_s=nan must be a positive number"),
-        (lambda: Hardware(exchange_us=-1.0), "exchange_us=-1.0 must be zero or a positive number"),
+        (lambda: Hardware(memory_gb_per_s=-1.0), "memory_gb_per_s=-1.0 must be a positive number"),
+        (lambda: Hardware(intra_tower_gb_per_s=math.nan), "intra_tower_gb_per_s=nan must be a positive number"),
+        (lambda: Hardware(collective_latency_us=-1.0), "collective_latency_us=-1.0 must be zero or a positive number"),
     ],
 )
 def test_bad_numbers_are_refused(make: object, message: str) -> None:

@@ -11,7 +11,7 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.types import ShardingPlan
 
 from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter, dense_reduce
-from dmt.dense_reduce import HierarchicalDataParallel
+from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.traffic import Traffic
 from tests.ranks import run_ranks
 

@@ -29,7 +29,7 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
-from dmt.placement import TablePlacement
+from dmt.sharding.schemes import TablePlacement
 from tests.parity import (
     EPS,
     LR,
@@ -155,7 +155,7 @@ def test_fp16_tables_stay_within_rounding_of_fp32(kind: str, scheme: str, optimi
 MIX = {
     "t0": TablePlacement(scheme="row_wise", ranks=(0, 1)),
     "t1": TablePlacement(scheme="table_wise", ranks=(1,)),
-    "t2": TablePlacement(scheme="data_wise", ranks=(0, 1)),
+    "t2": TablePlacement(scheme="data_parallel", ranks=(0, 1)),
     "t3": TablePlacement(scheme="column_wise", ranks=(0, 1)),
 }
 

@@ -31,12 +31,12 @@ from dmt import (
     TowerTopology,
     TrafficMeter,
 )
-from dmt.collectives import IdsToOwners, IdsToTowers, WantedIds, gather_objects
-from dmt.global_route import GlobalIdRoute
-from dmt.moment_scale import TableOptimizer
-from dmt.placement import TablePlacement
-from dmt.planner import parameter_sharding
-from dmt.sptt import SPTTContext, shard_in_tower
+from dmt.collectives import gather_objects
+from dmt.sharding.optimizers import TableOptimizer
+from dmt.sharding.planner import parameter_sharding
+from dmt.sharding.schemes import TablePlacement
+from dmt.sptt.dataflow import SPTTContext, shard_in_tower
+from dmt.sptt.input_dist import GlobalIdRoute, GlobalInputDist, PeerInputDist, WantedIds
 from tests import sptt_case
 from tests.parity import EPS, LR, Batches, full_state, load_full, loss_of, make_tables
 from tests.ranks import run_ranks
@@ -102,7 +102,7 @@ def placed_tables(case: Case) -> list[list[list[Placed]]]:
                     "reversed": TablePlacement(scheme="column_wise", ranks=everyone[::-1]),
                     "rows": TablePlacement(scheme="row_wise", ranks=everyone),
                     "uneven": TablePlacement(scheme="row_wise", ranks=everyone, sizes=uneven),
-                    "data": TablePlacement(scheme="data_wise", ranks=everyone),
+                    "data": TablePlacement(scheme="data_parallel", ranks=everyone),
                 }[kind]
                 table = EmbeddingBagConfig(
                     name=f"t{number}",
@@ -188,7 +188,7 @@ def both_routes_on_rank(rank: int, case: Case) -> float:
     load(by_owners, plain)
     route = GlobalIdRoute(mesh, by_owners)
     keys = draw(case, rank, 0).keys()
-    to_towers = IdsToTowers(mesh.peer_group, [features_of(tower) for tower in layout], keys)
+    to_towers = PeerInputDist(mesh.peer_group, [features_of(tower) for tower in layout], keys)
     to_owners = route.exchange(keys)
     moved = 0.0
     before = [tensor.detach().clone() for *_, tensor in local_shards(by_owners)]
@@ -257,7 +257,7 @@ def peer_order_on_rank(rank: int, towers: int, ranks: int) -> list[int]:
     mesh = TowerMesh(TowerTopology(num_towers=towers, ranks_per_tower=ranks))
     world = towers * ranks
     wanted = [[WantedIds(f"f{owner}")] for owner in range(world)]
-    exchange = IdsToOwners(mesh.sharding_group, wanted, [f"f{i}" for i in range(world)], num_towers=towers)
+    exchange = GlobalInputDist(mesh.sharding_group, wanted, [f"f{i}" for i in range(world)], num_towers=towers)
     # Rank r sends r + 1 samples, each with the id r.
     ids = KeyedJaggedTensor(
         keys=[f"f{i}" for i in range(world)],
@@ -281,7 +281,7 @@ def refusal_on_rank(rank: int) -> None:
     data = Case(towers=2, ranks=2, layout=((("whole",),), (("whole", "data"),)))
     mesh = data.mesh()
     with pytest.raises(
-        InputError, match=r"Table 't2' in tower 1 is data_wise, .* Use id_route='peer', or another scheme"
+        InputError, match=r"Table 't2' in tower 1 is data_parallel, .* Use id_route='peer', or another scheme"
     ):
         GlobalIdRoute(mesh, shard_all(data, placed_tables(data)[mesh.tower], mesh))
     mean = Case(towers=2, ranks=2, layout=((("whole", "rows"),), (("whole",),)), pooling="MEAN")
@@ -301,7 +301,7 @@ def bytes_on_rank(rank: int, kind: str) -> tuple[int, int]:
     mesh, layout = case.mesh(), placed_tables(case)
     ids = draw(case, rank, 0)
     embeddings = shard_all(case, layout[mesh.tower], mesh)
-    to_towers = IdsToTowers(mesh.peer_group, [features_of(tower) for tower in layout], ids.keys())
+    to_towers = PeerInputDist(mesh.peer_group, [features_of(tower) for tower in layout], ids.keys())
     across = []
     for exchange in (to_towers, GlobalIdRoute(mesh, embeddings).exchange(ids.keys())):
         meter = TrafficMeter(host_of=lambda r: r // 2)
@@ -399,7 +399,7 @@ def sharder_refusals_on_rank(rank: int) -> None:
         case = sptt_case.Case(
             towers=1, ranks=2, kind=kind, plan=((0, 1, 2, 3),), scheme="mixed", id_route="global", dims=(8, 8, 8, 8)
         )
-        with pytest.raises(InputError, match="Table 't3' in tower 0 is pinned data_wise, but id_route='global'"):
+        with pytest.raises(InputError, match="Table 't3' in tower 0 is pinned data_parallel, but id_route='global'"):
             sptt_case.shard(case, sptt_case.build(case), mesh)
 
 

@@ -1,4 +1,4 @@
-"""`ColumnsByKey`: reading by key, reading whole, replacing the columns, and gradients of each."""
+"""`LazyKeyedTensor`: reading by key, reading whole, replacing the columns, and gradients of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt.keyed import ColumnsByKey, split_rows
+from dmt.sptt.results import LazyKeyedTensor, split_rows
 
 ROWS = 5
 WIDTHS = {"c": 3, "a": 1, "b": 2}  # as they arrive
@@ -26,7 +26,7 @@ def slices(columns: Tensor) -> dict[str, Tensor]:
 def test_columns_are_in_the_order_of_the_keys() -> None:
     source = arrived()
     by_key = slices(source.values())
-    ordered = ColumnsByKey(source, KEYS)
+    ordered = LazyKeyedTensor(source, KEYS)
     assert ordered.keys() == list(ordered.to_dict()) == KEYS
     assert ordered.length_per_key() == [1, 2, 3]
     assert ordered.offset_per_key() == [0, 1, 3, 6]
@@ -38,7 +38,7 @@ def test_columns_are_in_the_order_of_the_keys() -> None:
 
 def test_reading_after_values_gives_the_same_numbers() -> None:
     source = arrived()
-    ordered = ColumnsByKey(source, KEYS)
+    ordered = LazyKeyedTensor(source, KEYS)
     ordered.values()
     for key, part in slices(source.values()).items():
         assert torch.equal(ordered[key], part), key
@@ -47,14 +47,14 @@ def test_reading_after_values_gives_the_same_numbers() -> None:
 
 def test_nothing_is_copied_where_the_order_is_the_same() -> None:
     source = arrived()
-    assert ColumnsByKey(source, list(WIDTHS)).values().data_ptr() == source.values().data_ptr()
-    ordered = ColumnsByKey(source, KEYS)
+    assert LazyKeyedTensor(source, list(WIDTHS)).values().data_ptr() == source.values().data_ptr()
+    ordered = LazyKeyedTensor(source, KEYS)
     first, last = source.values().data_ptr(), source.values().data_ptr() + source.values().nbytes
     assert all(first <= ordered[key].data_ptr() < last for key in KEYS), "reading by key is a view"
 
 
 def test_one_result_is_read_twice() -> None:
-    ordered = ColumnsByKey(arrived(), KEYS)
+    ordered = LazyKeyedTensor(arrived(), KEYS)
     assert ordered["b"] is ordered["b"]
     assert ordered.values() is ordered.values()
     assert ordered.to_dict()["b"] is ordered["b"]
@@ -64,7 +64,7 @@ def test_one_result_is_read_twice() -> None:
 def test_gradients_are_those_of_slices(whole: bool) -> None:
     weights = {key: torch.randn(ROWS, width) for key, width in WIDTHS.items()}
     found, expected = arrived(), arrived()
-    ordered = ColumnsByKey(found, KEYS)
+    ordered = LazyKeyedTensor(found, KEYS)
     if whole:
         loss = (ordered.values() * torch.cat([weights[key] for key in KEYS], dim=1)).sum()
     else:
@@ -90,7 +90,7 @@ def count_nodes(root: object) -> list[str]:
 
 def test_all_keys_come_from_one_split() -> None:
     """A slice for each would cost a matrix of zeros for each in the backward pass."""
-    ordered = ColumnsByKey(arrived(), KEYS)
+    ordered = LazyKeyedTensor(arrived(), KEYS)
     names = count_nodes(torch.stack([ordered[key].sum() for key in KEYS]).sum().grad_fn)
     assert sum("Split" in name for name in names) == 1, names
     assert not any("Slice" in name for name in names), names
@@ -99,7 +99,7 @@ def test_all_keys_come_from_one_split() -> None:
 @pytest.mark.parametrize("read_before", [False, True])
 def test_columns_can_be_replaced_in_key_order(read_before: bool) -> None:
     """TorchRec's semi-sync pipeline cuts the graph this way: it puts a detached leaf in the place of the columns."""
-    ordered = ColumnsByKey(arrived(), KEYS)
+    ordered = LazyKeyedTensor(arrived(), KEYS)
     if read_before:
         assert len(ordered.to_dict()) == len(KEYS)
     leaf = (ordered.values().detach() + 100).requires_grad_()
@@ -116,7 +116,7 @@ def test_columns_can_be_replaced_in_key_order(read_before: bool) -> None:
 
 
 def test_to_keeps_order_and_numbers() -> None:
-    ordered = ColumnsByKey(arrived(), KEYS)
+    ordered = LazyKeyedTensor(arrived(), KEYS)
     moved = ordered.to("meta")
     assert moved.keys() == KEYS
     assert moved.values().is_meta
@@ -130,7 +130,7 @@ def test_to_keeps_order_and_numbers() -> None:
 def test_other_keys_than_asked_are_kept() -> None:
     """TorchRec renames a feature that two tables look up to feature@table."""
     source = KeyedTensor(["f@t1", "f@t0"], [2, 1], torch.arange(6.0).view(2, 3))
-    ordered = ColumnsByKey(source, ["f", "f"])
+    ordered = LazyKeyedTensor(source, ["f", "f"])
     assert ordered.keys() == ["f@t1", "f@t0"]
     assert torch.equal(ordered.values(), source.values())
     assert ordered["f@t0"].tolist() == [[2.0], [5.0]]
@@ -138,7 +138,7 @@ def test_other_keys_than_asked_are_kept() -> None:
 
 @pytest.mark.parametrize("asked", [list(WIDTHS), KEYS], ids=["as arrived", "in another order"])
 def test_split_rows_gives_the_same_keys_some_samples_at_a_time(asked: list[str]) -> None:
-    embeddings = ColumnsByKey(arrived(), asked)
+    embeddings = LazyKeyedTensor(arrived(), asked)
     parts = split_rows(embeddings, [2, 0, 3])
     assert [len(part.values()) for part in parts] == [2, 0, 3]
     for key in KEYS:

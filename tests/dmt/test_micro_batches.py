@@ -15,9 +15,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt import InputError, MicroBatches, TowerMesh, TowerTopology, TrafficMeter
-from dmt.collectives import IdsToTowers, PendingExchange
-from dmt.peer_exchange import PeerExchange, _Transfer
-from dmt.sptt import SPTTModule
+from dmt.collectives import PendingExchange
+from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.input_dist import PeerInputDist
+from dmt.sptt.output_dist import PeerExchange, _Transfer
 from dmt.traffic import Traffic
 from tests.dmt.test_sptt_use import PipelinedBatch, Trained, flat_torchrec
 from tests.parity import Batches, SumTowerModule, full_state, load_full, loss_of, make_tables
@@ -335,13 +336,13 @@ def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Te
     MicroBatches(model.module.model, num_micro_batches=2)
     optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "embedding_bags" not in n], lr=0.05)
     sent = []
-    send = IdsToTowers.forward
+    send = PeerInputDist.forward
 
-    def counted(self: IdsToTowers, ids: KeyedJaggedTensor) -> Any:
+    def counted(self: PeerInputDist, ids: KeyedJaggedTensor) -> Any:
         sent.append(ids)
         return send(self, ids)
 
-    IdsToTowers.forward = counted  # type: ignore[method-assign]
+    PeerInputDist.forward = counted  # type: ignore[method-assign]
     batches = iter([PipelinedBatch(*drawn(rank, step)) for step in range(4)])
     losses = []
     if pipelined:
@@ -357,7 +358,7 @@ def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Te
             loss.backward()
             optimizer.step()
             losses.append(logits.detach())
-    IdsToTowers.forward = send  # type: ignore[method-assign]
+    PeerInputDist.forward = send  # type: ignore[method-assign]
     return losses, full_state(model), len(sent)
 
 

@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dmt.branching import branch_and_bound
-from dmt.packing import Option, Packing, Problem, differencing, greedy
-from dmt.packing_search import improve, pack
+from dmt.sharding.branching import branch_and_bound
+from dmt.sharding.local_search import improve, pack
+from dmt.sharding.packing import Option, Packing, Problem, differencing, greedy
 
 
 def problem(costs: list[float], num_ranks: int, memory: list[float] | None = None, capacity: float = np.inf) -> Problem:

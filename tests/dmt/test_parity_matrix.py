@@ -1,7 +1,7 @@
 """The parity matrix: scheme x pooling x weighted x dims x topology x id route x precision, against the plain module.
 
 `make test` runs every 37th case; `make parity` runs them all. Batches are even and uneven in turn, optimizers take
-turns too. What the global route refuses (data-wise tables, mean-pooled row-wise ones) is tested in test_id_routes.py.
+turns too. What the global route refuses (data-parallel tables, mean-pooled row-wise ones) is tested in test_id_routes.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.sptt_case import MIXES, OPTIMIZERS, PRECISIONS, Case, check_worst, parity_on_rank
 
 pytestmark = pytest.mark.ranks
-SCHEMES = ("table_wise", "row_wise", "column_wise", "data_wise", *MIXES)
+SCHEMES = ("table_wise", "row_wise", "column_wise", "data_parallel", *MIXES)
 TOPOLOGIES = {
     (1, 2): ((0, 1, 2, 3),),
     (2, 1): ((3, 0), (1, 2)),
@@ -29,7 +29,9 @@ TOPOLOGIES = {
 def carried(case: Case) -> bool:
     """Whether the case's id route carries its tables."""
     schemes = MIXES.get(case.scheme, (case.scheme,)) if case.ranks > 1 else ("table_wise",)
-    return case.id_route == "peer" or not ("data_wise" in schemes or (case.pooling == "MEAN" and "row_wise" in schemes))
+    return case.id_route == "peer" or not (
+        "data_parallel" in schemes or (case.pooling == "MEAN" and "row_wise" in schemes)
+    )
 
 
 def cases_of(towers: int, ranks: int) -> list[Case]:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.types import NoWait
 
-import dmt.peer_exchange
+import dmt.sptt.output_dist
 from dmt import InputError
 from dmt.collectives import PendingExchange
-from dmt.peer_exchange import PeerExchange
-from dmt.precision import ExchangePrecision
+from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.precision import ExchangePrecision
 from tests.ranks import run_ranks
 
 T = 3
@@ -121,8 +121,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.begun: list[weakref.ref[PendingExchange]] = []
-        self.start: Callable[..., PendingExchange] = dmt.peer_exchange.start_exchange
-        dmt.peer_exchange.start_exchange = self  # type: ignore[assignment]
+        self.start: Callable[..., PendingExchange] = dmt.sptt.output_dist.start_exchange
+        dmt.sptt.output_dist.start_exchange = self  # type: ignore[assignment]
 
     def __call__(self, *args: Any, **kwargs: Any) -> PendingExchange:
         pending = self.start(*args, **kwargs)

@@ -20,9 +20,9 @@ from dmt import (
     TowerTopology,
     TrafficMeter,
 )
-from dmt.placement import TablePlacement
-from dmt.planner import parameter_sharding
-from dmt.precision import ExchangePrecision
+from dmt.sharding.planner import parameter_sharding
+from dmt.sharding.schemes import TablePlacement
+from dmt.sptt.precision import ExchangePrecision
 from tests.parity import LR, FlatModel, full_state, load_full, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import FUSED, Case, build, columns_of
@@ -116,20 +116,20 @@ def disagreement_on_rank(rank: int) -> None:
         run(rank, case, mesh, ExchangePrecision(forward="fp8"), False)
 
 
-def data_wise_on_rank(rank: int) -> None:
+def data_parallel_on_rank(rank: int) -> None:
     mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
     tables = make_tables([8])
     tables[0].data_type = DataType.FP16
     model = FlatModel(tables)
     sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0"]]))
-    sharding = parameter_sharding(tables[0], TablePlacement(scheme="data_wise", ranks=(0, 1)))
+    sharding = parameter_sharding(tables[0], TablePlacement(scheme="data_parallel", ranks=(0, 1)))
     plan = ShardingPlan(plan={"sparse_arch": EmbeddingModuleShardingPlan({"t0": sharding})})
-    with pytest.raises(InputError, match="Table 't0' in tower 0 has data_type='FP16' and is data-wise"):
+    with pytest.raises(InputError, match="Table 't0' in tower 0 has data_type='FP16' and is data-parallel"):
         DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
 
 
-def test_data_wise_fp16_tables_are_refused() -> None:
-    run_ranks(data_wise_on_rank, 2)
+def test_data_parallel_fp16_tables_are_refused() -> None:
+    run_ranks(data_parallel_on_rank, 2)
 
 
 def test_what_cannot_work_is_refused() -> None:

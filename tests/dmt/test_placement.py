@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dmt import InputError, TableSpec
-from dmt.placement import TablePlacement, column_shards, row_shards, table_shards
+from dmt.sharding.schemes import TablePlacement, column_shards, row_shards, table_shards
 
 
 def table(rows: int = 10, columns: int = 8) -> TableSpec:
@@ -36,10 +36,10 @@ def test_row_shards_cover_the_table(rows: int, shards: int) -> None:
         (TablePlacement(scheme="column_wise", ranks=(1, 0)), 80),
         (TablePlacement(scheme="row_wise", ranks=(0, 1, 2)), 80),
         (TablePlacement(scheme="row_wise", ranks=(0, 1), sizes=(3, 7)), 80),
-        (TablePlacement(scheme="data_wise", ranks=(0, 1)), 160),
+        (TablePlacement(scheme="data_parallel", ranks=(0, 1)), 160),
     ],
 )
-def test_shards_cover_a_table_once_and_data_wise_on_every_rank(placement: TablePlacement, cells: int) -> None:
+def test_shards_cover_a_table_once_and_data_parallel_on_every_rank(placement: TablePlacement, cells: int) -> None:
     shards = table_shards(table(), placement)
     assert [shard.rank for shard in shards] == list(placement.ranks)
     assert sum(shard.rows * shard.columns for shard in shards) == cells

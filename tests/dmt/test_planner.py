@@ -10,9 +10,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt import InputError, TowerPlan, TowerShardingPlanner, TowerTopology
-from dmt.costs import Hardware, StepWorkload
-from dmt.placement import TablePlacement
-from dmt.sharding_report import TowerSharding
+from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.schemes import TablePlacement
 
 TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
 
@@ -51,7 +51,7 @@ def test_the_plan_is_torchrecs() -> None:
     pins = {
         "t_a": TablePlacement(scheme="column_wise", ranks=(1, 0), sizes=(4, 12)),
         "t_b": "row_wise",
-        "t_c": ("data_wise",),
+        "t_c": ("data_parallel",),
         "t_[d]": "table_wise",
     }
     plan = TowerShardingPlanner(TWO_BY_TWO, pinned=pins).plan(model, [Sharder()]).plan["0"]
@@ -106,10 +106,10 @@ def test_what_does_not_fit_is_refused_without_a_process_group() -> None:
         TowerShardingPlanner(TWO_BY_TWO).plan(nn.Linear(1, 1), [Sharder()])
 
 
-def test_the_optimizer_of_the_sharder_decides_memory_and_data_wise_tables() -> None:
+def test_the_optimizer_of_the_sharder_decides_memory_and_data_parallel_tables() -> None:
     model = nn.Sequential(collection("a", "b", "c", "d"))
 
-    def planned(optimizer: str, **options: Any) -> TowerSharding:
+    def planned(optimizer: str, **options: Any) -> TowerShardingPlan:
         sharder: Any = Sharder()
         sharder.fused_params = {"optimizer": optimizer}
         return TowerShardingPlanner(TWO_BY_TWO, **options).explain(model, [sharder])
@@ -117,9 +117,9 @@ def test_the_optimizer_of_the_sharder_decides_memory_and_data_wise_tables() -> N
     assert planned("exact_row_wise_adagrad").workload.optimizer == "rowwise_adagrad"
     adam, sgd = planned("adam", scheme="table_wise"), planned("exact_sgd", scheme="table_wise")
     assert sum(rank.memory for rank in adam.ranks) == 3 * sum(rank.memory for rank in sgd.ranks)
-    assert "data_wise" in {p.scheme for p in planned("exact_sgd").placements.values()}
-    assert "data_wise" not in {p.scheme for p in planned("lamb").placements.values()}
-    with pytest.raises(InputError, match=r"cannot be data_wise.*its optimizer is lamb"):
-        planned("lamb", pinned={"t*": "data_wise"})
+    assert "data_parallel" in {p.scheme for p in planned("exact_sgd").placements.values()}
+    assert "data_parallel" not in {p.scheme for p in planned("lamb").placements.values()}
+    with pytest.raises(InputError, match=r"cannot be data_parallel.*its optimizer is lamb"):
+        planned("lamb", pinned={"t*": "data_parallel"})
     with pytest.raises(InputError, match=r"workload\.optimizer='sgd', but .* fused_params have optimizer adam"):
         planned("adam", workload=StepWorkload(optimizer="sgd"))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmt import InputError, TrafficMeter
-from dmt.peer_exchange import PeerExchange
-from dmt.precision import FORMATS, ExchangePrecision, check_table_format
+from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.precision import FORMATS, ExchangePrecision, check_table_format
 from tests.parity import make_tables
 from tests.ranks import run_ranks
 from tests.test_house import run_without_torchrec
@@ -68,7 +68,7 @@ def test_gradients_of_a_mean_loss_survive(name: Any, worst: float) -> None:
     if name == "fp16":
         settings = QCommsConfig(backward_precision=CommType.FP16, backward_loss_scale=4096.0)
         theirs = get_qcomm_codecs(settings).backward
-        assert (round_trip(theirs, gradients) - gradients).norm() > 0.1 * gradients.norm(), "TorchRec mended it"
+        assert (round_trip(theirs, gradients) - gradients).norm() > 0.1 * gradients.norm(), "TorchRec fixed it"
 
 
 def test_the_scale_is_undone_exactly() -> None:
@@ -163,7 +163,7 @@ def test_padding_makes_whole_groups_and_no_more() -> None:
 def test_choices_are_made_without_torchrec() -> None:
     result = run_without_torchrec(
         """
-        from dmt.precision import ExchangePrecision
+        from dmt.sptt.precision import ExchangePrecision
         print(ExchangePrecision(forward="int8", backward="fp16").backward_scale)
         assert "torch" not in sys.modules
         """
@@ -353,13 +353,13 @@ def test_table_formats_that_train_wrongly_are_refused() -> None:
     from torchrec.modules.embedding_configs import DataType
 
     table = make_tables([8])[0]
-    for scheme in ("table_wise", "row_wise", "column_wise", "data_wise", "data_parallel"):
+    for scheme in ("table_wise", "row_wise", "column_wise", "data_parallel", "data_parallel"):
         table.data_type = DataType.FP32
         check_table_format(table, scheme, tower=0)
         table.data_type = DataType.FP16
         if scheme.startswith("data"):
             with pytest.raises(
-                InputError, match=r"Table 't0' in tower 3 has data_type='FP16' and is data-wise; .* FP32"
+                InputError, match=r"Table 't0' in tower 3 has data_type='FP16' and is data-parallel; .* FP32"
             ):
                 check_table_format(table, scheme, tower=3)
         else:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
-from dmt.costs import StepWorkload
-from dmt.placement import TablePlacement
-from dmt.replica_costs import ReplicaCosts, replica_costs
-from dmt.sharding_report import TowerSharding
-from dmt.sharding_rules import ShardingRules
-from dmt.tower_sharding import plan_tables
+from dmt.sharding.costs import StepWorkload
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.replica_costs import ReplicaCosts, replica_costs
+from dmt.sharding.rules import ShardingRules
+from dmt.sharding.schemes import TablePlacement
 
 TABLES = [
     TableSpec(name="whole", num_embeddings=100, embedding_dim=8, feature_names=("a",)),
@@ -26,11 +26,11 @@ PLACED = {
     "whole": TablePlacement(scheme="table_wise", ranks=(1,)),
     "columns": TablePlacement(scheme="column_wise", ranks=(0, 1), sizes=(4, 12)),
     "rows": TablePlacement(scheme="row_wise", ranks=(0, 1), sizes=(7, 3)),
-    "copied": TablePlacement(scheme="data_wise", ranks=(0, 1)),
+    "copied": TablePlacement(scheme="data_parallel", ranks=(0, 1)),
 }
 
 
-def plan(num_replicas: int, optimizer: Any = "rowwise_adagrad") -> TowerSharding:
+def plan(num_replicas: int, optimizer: Any = "rowwise_adagrad") -> TowerShardingPlan:
     """``whole`` and ``columns`` in tower 0, the others in tower 1."""
     topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=num_replicas)
     workload = StepWorkload(batch_size=4, optimizer=optimizer)
@@ -58,7 +58,7 @@ FULLEST = {
 def test_the_paper_s_formulas(optimizer: str, replicas: int) -> None:
     costs = replica_costs(plan(replicas, optimizer), TABLES, sync_gb_per_s=0.5, sync_every=4)
     copy, ranks = WEIGHTS + STATES[optimizer], 2 * 2 * replicas
-    assert (costs.num_replicas, costs.num_ranks, costs.data_wise_tables) == (replicas, ranks, 1)
+    assert (costs.num_replicas, costs.num_ranks, costs.data_parallel_tables) == (replicas, ranks, 1)
     assert (costs.weight_bytes, costs.state_bytes) == (WEIGHTS, STATES[optimizer])
     assert costs.overhead_bytes == pytest.approx(copy * (replicas - 1) / ranks)
     sent = SENT_WEIGHTS + STATES[optimizer]  # in FP32, also the weights of the FP16 table

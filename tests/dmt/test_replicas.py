@@ -16,8 +16,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology
 from dmt.errors import ReplicaMismatchError
-from dmt.replica_check import checksum
-from dmt.table_state import TableTensor, table_tensors
+from dmt.replicas.state import TableTensor, checksum, table_tensors
 from tests.parity import EPS, LR, load_full, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.replica_oracle import ReplicaOracle
@@ -98,7 +97,7 @@ def sharded(case: Replicated, mesh: TowerMesh) -> tuple[DistributedModelParallel
 
 
 def own_tables(model: DistributedModelParallel) -> list[TableTensor]:
-    module = next(m for m in model.modules() if hasattr(m, "keep_equal"))
+    module = next(m for m in model.modules() if hasattr(m, "set_replica_hook"))
     return table_tensors(module)
 
 
@@ -128,10 +127,10 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
         asynchronous=case.asynchronous,
         precision=case.precision,
     )
-    is_data_wise = [one.name.split(".")[0] for one in own_tables(model) if not one.is_replicated]
+    is_data_parallel = [one.name.split(".")[0] for one in own_tables(model) if not one.is_replicated]
     pins = case.case.pins()
-    data_wise = [name for name, pin in pins.items() if pin.scheme == "data_wise"]
-    assert set(is_data_wise) <= set(data_wise)
+    data_parallel = [name for name, pin in pins.items() if pin.scheme == "data_parallel"]
+    assert set(is_data_parallel) <= set(data_parallel)
     oracle = ReplicaOracle(
         plain,
         num_replicas=case.replicas,
@@ -139,7 +138,7 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
         interval=case.interval,
         delayed=case.delayed,
         column_cuts=column_cuts(model),
-        data_wise=data_wise,
+        data_parallel=data_parallel,
     )
     dense = dense_optimizer(model)
     stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)] if case.warmup else []

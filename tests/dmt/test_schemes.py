@@ -1,4 +1,4 @@
-"""The four schemes inside a tower: what TorchRec gets wrong without an error, and what data-wise tables get."""
+"""The four schemes inside a tower: what TorchRec gets wrong without an error, and what data-parallel tables get."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
-from dmt.data_wise import DataWiseOptimizer
-from dmt.placement import TablePlacement
+from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.sharding.schemes import TablePlacement
 from tests.parity import (
     EPS,
     LR,
@@ -50,7 +50,7 @@ from tests.sptt_case import FUSED, OPTIMIZERS, TOLERANCE
 
 CPU = torch.device("cpu")
 ROW_WISE = TablePlacement(scheme="row_wise", ranks=(0, 1, 2))
-DATA_WISE = TablePlacement(scheme="data_wise", ranks=(0, 1, 2))
+DATA_PARALLEL = TablePlacement(scheme="data_parallel", ranks=(0, 1, 2))
 
 
 def sharded(
@@ -113,7 +113,7 @@ def test_a_table_with_hardly_more_rows_than_ranks_is_cut_row_wise() -> None:
 @pytest.mark.ranks
 def test_column_shards_of_given_widths() -> None:
     tables = make_tables([24, 8])
-    pins = {"t0": TablePlacement(scheme="column_wise", ranks=(2, 0), sizes=(4, 20)), "t1": DATA_WISE}
+    pins = {"t0": TablePlacement(scheme="column_wise", ranks=(2, 0), sizes=(4, 20)), "t1": DATA_PARALLEL}
     run_ranks(forward_on_rank, 3, tables, pins)
 
 
@@ -144,7 +144,7 @@ def mean_on_rank(rank: int) -> None:
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=3))
     sharder = TowerCollectionSharder(mesh, fused_params=FUSED)
-    pins = {"t0": ROW_WISE, "t1": ROW_WISE, "t2": DATA_WISE}
+    pins = {"t0": ROW_WISE, "t1": ROW_WISE, "t2": DATA_PARALLEL}
     plan = TowerShardingPlanner(mesh.topology, pinned=pins).plan(plain, [sharder])
     model = DistributedModelParallel(copy.deepcopy(plain), device=CPU, plan=plan, sharders=[sharder])
     load_full(model, start)
@@ -155,7 +155,7 @@ def mean_on_rank(rank: int) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_data_wise_table_trains_like_any_other(optimizer: str) -> None:
+def test_a_data_parallel_table_trains_like_any_other(optimizer: str) -> None:
     """Same settings, same schedule of the learning rate, same state, whatever the scheme."""
     run_ranks(schedule_on_rank, 2, optimizer)
 
@@ -163,7 +163,7 @@ def test_a_data_wise_table_trains_like_any_other(optimizer: str) -> None:
 def schedule_on_rank(rank: int, optimizer: str) -> None:
     tables = make_tables([8, 12])
     found = []
-    for scheme, ranks in (("table_wise", (1,)), ("data_wise", (0, 1))):
+    for scheme, ranks in (("table_wise", (1,)), ("data_parallel", (0, 1))):
         torch.manual_seed(rank)
         pins = {table.name: TablePlacement(scheme=scheme, ranks=ranks) for table in tables}
         model = sharded(tables, pins, num_ranks=2, fused_params={**FUSED, "optimizer": OPTIMIZERS[optimizer]})
@@ -186,7 +186,7 @@ def schedule_on_rank(rank: int, optimizer: str) -> None:
 
 
 @pytest.mark.ranks
-def test_a_data_wise_table_keeps_the_optimizer_given_on_its_parameter() -> None:
+def test_a_data_parallel_table_keeps_the_optimizer_given_on_its_parameter() -> None:
     """TorchRec drops it without a word."""
     run_ranks(given_on_rank, 2)
 
@@ -197,7 +197,7 @@ def given_on_rank(rank: int) -> None:
     model = FlatModel(tables)
     apply_optimizer_in_backward(torch.optim.SGD, [model.sparse_arch.embedding_bags["t0"].weight], {"lr": 0.5})
     sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]), fused_params=FUSED)
-    plan = TowerShardingPlanner(mesh.topology, scheme="data_wise").plan(model, [sharder])
+    plan = TowerShardingPlanner(mesh.topology, scheme="data_parallel").plan(model, [sharder])
     dmp = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
     before = full_state(dmp)
     ids, _ = Batches(sizes=(4, 4)).draw(0, 0, tables)  # the same samples on both ranks
@@ -209,7 +209,7 @@ def given_on_rank(rank: int) -> None:
 
 
 @pytest.mark.ranks
-def test_data_wise_tables_start_equal_and_stay_equal() -> None:
+def test_data_parallel_tables_start_equal_and_stay_equal() -> None:
     weights = run_ranks(equal_on_rank, 3)
     for name, value in weights[0].items():
         for other in weights[1:]:
@@ -219,7 +219,7 @@ def test_data_wise_tables_start_equal_and_stay_equal() -> None:
 def equal_on_rank(rank: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
     tables = make_tables([8, 8])
-    model = sharded(tables, {"t0": DATA_WISE, "t1": DATA_WISE})
+    model = sharded(tables, {"t0": DATA_PARALLEL, "t1": DATA_PARALLEL})
     for step in range(3):
         ids, labels = Batches(sizes=(4, 4, 4)).draw(rank, step, tables)
         loss_of(model(ids)[1], labels).backward()
@@ -237,7 +237,7 @@ def raising_on_rank(rank: int) -> None:
     states = []
     for raises in (False, True):
         torch.manual_seed(0)
-        pins = {"t0": TablePlacement(scheme="data_wise", ranks=(0, 1))}
+        pins = {"t0": TablePlacement(scheme="data_parallel", ranks=(0, 1))}
         model = sharded(tables, pins, num_ranks=2)
         load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
         for step in range(3):
@@ -245,7 +245,7 @@ def raising_on_rank(rank: int) -> None:
             embeddings, logits = model(ids)
             if step == 1:
                 if raises:
-                    # After the data-wise table's gradient is there and its reduction has begun.
+                    # After the data-parallel table's gradient is there and its reduction has begun.
                     table = model.module.sparse_arch.embedding._lookups[-1]
                     hooked = next(iter(table.parameters())).register_post_accumulate_grad_hook(_fail)
                     with pytest.raises(ZeroDivisionError):
@@ -262,7 +262,9 @@ def _fail(parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("saved", "loaded"), list(itertools.permutations(("table_wise", "row_wise", "data_wise"), 2)))
+@pytest.mark.parametrize(
+    ("saved", "loaded"), list(itertools.permutations(("table_wise", "row_wise", "data_parallel"), 2))
+)
 def test_optimizer_state_loads_into_another_scheme(saved: str, loaded: str, tmp_path: Path) -> None:
     written = run_ranks(state_on_rank, 2, saved, str(tmp_path), "save")[0]
     read = run_ranks(state_on_rank, 2, loaded, str(tmp_path), "load")[0]
@@ -302,7 +304,7 @@ def state_on_rank(rank: int, scheme: str, folder: str, what: str) -> dict[str, t
                 target[first : first + len(part.tensor)] = part.tensor
     everyone: list[Any] = [None] * 2
     dist.all_gather_object(everyone, whole)
-    # Each rank has zeros where it holds nothing; data-wise ranks hold the same.
+    # Each rank has zeros where it holds nothing; data-parallel ranks hold the same.
     names = sorted({name for part in everyone for name in part})
     return {name: torch.stack([part[name] for part in everyone if name in part]).amax(dim=0) for name in names}
 
@@ -321,11 +323,11 @@ def reference_adam(weight: torch.Tensor, grads: list[torch.Tensor]) -> torch.Ten
     return weight
 
 
-def test_adam_of_data_wise_tables_visits_the_rows_of_the_batch() -> None:
+def test_adam_of_data_parallel_tables_visits_the_rows_of_the_batch() -> None:
     torch.manual_seed(0)
     weight = torch.randn(6, 4)
     expected_from = weight.clone()
-    optimizer = DataWiseOptimizer({"t": weight}, {"t": {**FUSED, "optimizer": EmbOptimType.ADAM}})
+    optimizer = DataParallelOptimizer({"t": weight}, {"t": {**FUSED, "optimizer": EmbOptimType.ADAM}})
     grads = []
     for step in range(4):
         grads.append(torch.randn(6, 4) * (torch.arange(6) % 3 != step % 3).unsqueeze(1))
@@ -336,7 +338,7 @@ def test_adam_of_data_wise_tables_visits_the_rows_of_the_batch() -> None:
     ours = torch.ones(2, 2)
     adam, fused = (
         torch.optim.Adam([plain], lr=LR),
-        DataWiseOptimizer({"t": ours}, {"t": {**FUSED, "optimizer": EmbOptimType.ADAM}}),
+        DataParallelOptimizer({"t": ours}, {"t": {**FUSED, "optimizer": EmbOptimType.ADAM}}),
     )
     for _ in range(3):
         plain.grad = torch.randn(2, 2)
@@ -346,12 +348,12 @@ def test_adam_of_data_wise_tables_visits_the_rows_of_the_batch() -> None:
     torch.testing.assert_close(ours, plain.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_optimizers_that_data_wise_tables_do_not_have_are_named() -> None:
+def test_optimizers_that_data_parallel_tables_do_not_have_are_named() -> None:
     weight = {"t_ad": torch.zeros(2, 4)}
-    with pytest.raises(InputError, match=r"Table 't_ad' is data-wise, but its optimizer is lamb"):
-        DataWiseOptimizer(weight, {"t_ad": {"optimizer": EmbOptimType.LAMB}})
-    with pytest.raises(InputError, match=r"'t_ad' is data-wise, but its fused optimizer sets weight_decay=0.1"):
-        DataWiseOptimizer(weight, {"t_ad": {**FUSED, "weight_decay": 0.1}})
+    with pytest.raises(InputError, match=r"Table 't_ad' is data-parallel, but its optimizer is lamb"):
+        DataParallelOptimizer(weight, {"t_ad": {"optimizer": EmbOptimType.LAMB}})
+    with pytest.raises(InputError, match=r"'t_ad' is data-parallel, but its fused optimizer sets weight_decay=0.1"):
+        DataParallelOptimizer(weight, {"t_ad": {**FUSED, "weight_decay": 0.1}})
 
 
 @pytest.mark.ranks
@@ -372,6 +374,6 @@ def fault_on_rank(rank: int) -> None:
     model = FlatModel(tables)
     apply_optimizer_in_backward(torch.optim.SGD, [model.sparse_arch.embedding_bags["t1"].weight], {"weight_decay": 0.1})
     one = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]), fused_params=FUSED)
-    everywhere = TowerShardingPlanner(mesh.topology, scheme="data_wise").plan(model, [one])
-    with pytest.raises(InputError, match="'t1' in tower 0 is data-wise, but its fused optimizer sets weight_decay"):
+    everywhere = TowerShardingPlanner(mesh.topology, scheme="data_parallel").plan(model, [one])
+    with pytest.raises(InputError, match="'t1' in tower 0 is data-parallel, but its fused optimizer sets weight_decay"):
         DistributedModelParallel(model, device=CPU, plan=everywhere, sharders=[one])

@@ -24,7 +24,7 @@ from dmt import (
     TrafficMeter,
 )
 from dmt.collectives import gather_objects
-from dmt.placement import TablePlacement
+from dmt.sharding.schemes import TablePlacement
 from tests.parity import Batches, FlatModel, PassThrough, SumTowerModule, TowerModel, full_state, load_full, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import Case, build, shard

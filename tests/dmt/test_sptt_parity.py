@@ -50,10 +50,10 @@ CASES = {
     "row-wise-mean-uneven-batches": Case(
         towers=2, ranks=2, scheme="row_wise", max_bag=4, pooling="MEAN", sizes=(2, 6, 1, 3), kind="flat"
     ),
-    "data-wise": Case(towers=2, ranks=2, scheme="data_wise", max_bag=3),
-    "data-wise-flat-3x2": Case(towers=3, ranks=2, plan=((2,), (3, 0), (1,)), scheme="data_wise", kind="flat"),
-    "data-wise-weighted-uneven": Case(
-        towers=2, ranks=2, scheme="data_wise", max_bag=3, weighted=True, sizes=(1, 4, 2, 3)
+    "data-parallel": Case(towers=2, ranks=2, scheme="data_parallel", max_bag=3),
+    "data-parallel-flat-3x2": Case(towers=3, ranks=2, plan=((2,), (3, 0), (1,)), scheme="data_parallel", kind="flat"),
+    "data-parallel-weighted-uneven": Case(
+        towers=2, ranks=2, scheme="data_parallel", max_bag=3, weighted=True, sizes=(1, 4, 2, 3)
     ),
     "mixed": Case(towers=1, ranks=2, plan=((0, 1, 2, 3),), scheme="mixed", max_bag=3, dims=(8, 16, 12, 4)),
     "mixed-mean": Case(

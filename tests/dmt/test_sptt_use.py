@@ -32,7 +32,7 @@ from dmt import (
     TowerTopology,
     TrafficMeter,
 )
-from dmt.placement import TablePlacement
+from dmt.sharding.schemes import TablePlacement
 from tests.parity import Batches, FlatModel, PassThrough, TowerModel, full_state, load_full, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import FUSED, Case, build, shard
@@ -160,7 +160,7 @@ def load_on_rank(rank: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
         {"placement": (1, 0)},
         {"scheme": "column_wise"},
         {"scheme": "row_wise"},
-        {"scheme": "data_wise"},
+        {"scheme": "data_parallel"},
         {"scheme": "mixed", "placement": (1, 0)},
         {"towers": 1, "ranks": 1, "placement": (0, 0)},
         {"towers": 2, "ranks": 3},

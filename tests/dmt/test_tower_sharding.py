@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
-from dmt.costs import CostModel, Hardware, StepWorkload
-from dmt.placement import SCHEMES, TablePlacement, table_shards
-from dmt.sharding_report import TowerSharding
-from dmt.sharding_rules import ShardingRules
-from dmt.tower_sharding import plan_tables
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.rules import ShardingRules
+from dmt.sharding.schemes import SCHEMES, TablePlacement, table_shards
 from tests.dmt.exact_sharding import exact_optimum, random_tower
 
 # The largest of the random towers that the solver proves in well under a second.
@@ -64,7 +64,7 @@ def test_small_towers_are_within_a_percent_of_the_optimum(seed: int) -> None:
 def test_the_reported_loads_add_up() -> None:
     tables, workload = many_tables(60)
     topology = TowerTopology(num_towers=2, ranks_per_tower=4, num_replicas=2)
-    rules = ShardingRules(tables={"t4": "column_wise", "t5": "row_wise", "t6": "data_wise"})
+    rules = ShardingRules(tables={"t4": "column_wise", "t5": "row_wise", "t6": "data_parallel"})
     found = plan_tables([tables[::2], tables[1::2]], topology, workload=workload, rules=rules)
     model = CostModel(topology=topology, workload=workload)
     assert [table.name for table in found.tables] == [t.name for t in tables[::2] + tables[1::2]]
@@ -127,12 +127,12 @@ def test_cheap_tables_are_replicated_and_large_ones_are_not() -> None:
     tables = [table("small", rows=10), *(table(f"large{i}", rows=10_000_000) for i in range(8))]
     workload = StepWorkload(batch_size=8192)
     found = plan_tables(
-        [tables], one_tower(4), workload=workload, rules=ShardingRules(schemes=("table_wise", "data_wise"))
+        [tables], one_tower(4), workload=workload, rules=ShardingRules(schemes=("table_wise", "data_parallel"))
     )
-    assert found.placements["small"].scheme == "data_wise"
+    assert found.placements["small"].scheme == "data_parallel"
     assert all(found.placements[f"large{i}"].scheme == "table_wise" for i in range(8))
     reason = found.reasons["small"]
-    assert reason.startswith("data_wise: all-reduce of 3.84 kB a rank costs less than ")
+    assert reason.startswith("data_parallel: all-reduce of 3.84 kB a rank costs less than ")
 
 
 def test_reasons_name_the_numbers() -> None:
@@ -184,7 +184,7 @@ def test_a_saving_of_collectives_is_that_of_the_schemes_in_use() -> None:
         [[table(f"t{i}", 2000, 32) for i in range(3)]], one_tower(2), workload=StepWorkload(batch_size=8)
     )
     assert found.reasons["t1"] == (
-        "data_wise over 2 ranks: no table of its tower is whole, which saves 40 us of collectives a step"
+        "data_parallel over 2 ranks: no table of its tower is whole, which saves 40 us of collectives a step"
     )
 
 
@@ -237,7 +237,7 @@ def test_one_scheme_for_all_that_can_have_it(scheme: str) -> None:
     tables = [table("wide"), table("narrow", rows=3, columns=4)]
     found = plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=(scheme,)))
     assert found.placements["wide"].scheme == scheme
-    expected = scheme if scheme in ("table_wise", "data_wise") else "table_wise"
+    expected = scheme if scheme in ("table_wise", "data_parallel") else "table_wise"
     assert found.placements["narrow"].scheme == expected
     if expected != scheme:
         assert f"{scheme} asked for, but " in found.reasons["narrow"]
@@ -245,7 +245,7 @@ def test_one_scheme_for_all_that_can_have_it(scheme: str) -> None:
 
 def test_a_scheme_that_no_table_can_have_is_refused() -> None:
     tables, narrow = [table("wide"), table("narrow", rows=3, columns=4)], [table("narrow", rows=3, columns=4)]
-    for scheme in ("row_wise", "column_wise", "data_wise"):
+    for scheme in ("row_wise", "column_wise", "data_parallel"):
         rules = ShardingRules(schemes=(scheme,))
         with pytest.raises(
             InputError,
@@ -259,8 +259,8 @@ def test_a_scheme_that_no_table_can_have_is_refused() -> None:
             plan_tables([narrow], one_tower(4), rules=rules)
         # One table of another tower can.
         assert plan_tables([narrow, [table("wide")]], two, rules=rules).placements["narrow"].scheme == "table_wise"
-    with pytest.raises(InputError, match=r"'wide' in tower 0: data_wise asked for, but id_route='global'"):
-        plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=("data_wise",), id_route="global"))
+    with pytest.raises(InputError, match=r"'wide' in tower 0: data_parallel asked for, but id_route='global'"):
+        plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=("data_parallel",), id_route="global"))
     # Tables with rules of their own do not ask for the scheme.
     rules = ShardingRules(schemes=("row_wise",), tables={"*": "table_wise"})
     assert plan_tables([tables], one_tower(1), rules=rules).placements["wide"].scheme == "table_wise"
@@ -286,14 +286,14 @@ def pinned(scheme: str, *ranks: int) -> TablePlacement:
         ({"t_add": "row_wise"}, 4, r"Table 't_add' is pinned but not in the model \(2 tables\). Did you mean 't_ad'\?"),
         ({"x*": "row_wise"}, 4, r"rule for tables 'x\*' matches none of the 2 tables"),
         (
-            {"t_*": "row_wise", "*ad": "data_wise"},
+            {"t_*": "row_wise", "*ad": "data_parallel"},
             4,
             r"Table 't_ad' in tower 0 matches the rules 't_\*' \(row_wise\) and",
         ),
         ({"t_ad": "row_wize"}, 4, "scheme 'row_wize' is unknown.*Did you mean 'row_wise'"),
         ({"t_ad": ()}, 4, "allows no scheme"),
         ({"t_ad": "row_wise"}, 1, "Table 't_ad' in tower 0 cannot be row_wise.*its tower has one rank"),
-        ({"t_ad": "data_wise"}, 1, "Table 't_ad' in tower 0 cannot be data_wise.*its tower has one rank"),
+        ({"t_ad": "data_parallel"}, 1, "Table 't_ad' in tower 0 cannot be data_parallel.*its tower has one rank"),
         ({"t_ad": pinned("column_wise", 0)}, 1, "Table 't_ad' in tower 0 is pinned column_wise, but its tower has one"),
         ({"t_hour": "row_wise"}, 4, "cannot be row_wise.*num_embeddings=3 is fewer than the 4 ranks of the tower"),
         ({"t_hour": "column_wise"}, 4, "cannot be column_wise.*embedding_dim=4 cannot be cut into two multiples of 4"),
@@ -340,7 +340,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     tables, workload = many_tables(12)
     found = plan_tables([tables], one_tower(4), workload=workload, hardware=Hardware(memory_per_rank=60_000_000_000))
     found.save(tmp_path / "new" / "plan.json")
-    assert TowerSharding.load(tmp_path / "new" / "plan.json") == found
+    assert TowerShardingPlan.load(tmp_path / "new" / "plan.json") == found
     bad = tmp_path / "bad.json"
     for text, message in (
         ("{", "line 1: not JSON"),
@@ -350,8 +350,8 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     ):
         bad.write_text(text)
         with pytest.raises(InputError, match=message):
-            TowerSharding.load(bad)
+            TowerShardingPlan.load(bad)
     with pytest.raises(InputError, match="cannot be read"):
-        TowerSharding.load(tmp_path / "absent.json")
+        TowerShardingPlan.load(tmp_path / "absent.json")
     with pytest.raises(InputError, match="cannot be written"):
         found.save(tmp_path)

@@ -7,7 +7,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.plan import TowerPlan
+from dmt.plan.towers import TowerPlan
 
 NUM_ROWS = 20
 

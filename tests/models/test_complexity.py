@@ -15,8 +15,8 @@ from dmt.errors import InputError
 from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, ModelOptions
 from dmt.models.complexity import complexity_of, compression_ratio, count_complexity, paper_complexity
 from dmt.models.presets import criteo_1tb_tables
-from dmt.plan import TowerPlan
-from dmt.tables import TableSpec, feature_names, table_specs
+from dmt.plan.tables import TableSpec, feature_names, table_specs
+from dmt.plan.towers import TowerPlan
 
 # (arch, towers, settings, MFLOPs per sample, parameters in G, compression ratio). MFLOPs and parameters as printed in
 # Tables 3, 4 and 5; ratios as in Table 5, and |F| N / sum O_t where the paper prints none.

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt.keyed import ColumnsByKey
-from dmt.models.features import feature_vectors, stacked_in_any_order
-from dmt.models.shards import JoinedShards
-from dmt.models.tower_modules import DLRMTowerModule
+from dmt.models.sparse import JoinedShards
+from dmt.models.tower_modules import DLRMTowerModule, feature_vectors, stacked_in_any_order
+from dmt.sptt.results import LazyKeyedTensor
 
 B, N = 3, 4
 ARRIVED = ["f2", "f0", "f1"]
@@ -31,7 +30,7 @@ def check_order(embeddings, features) -> None:
 
 def test_columns_of_equal_widths_are_viewed_as_they_arrived() -> None:
     arrived = keyed()
-    for embeddings in (arrived, ColumnsByKey(arrived, ASKED)):
+    for embeddings in (arrived, LazyKeyedTensor(arrived, ASKED)):
         stacked, position = stacked_in_any_order(embeddings, ASKED)
         assert stacked.data_ptr() == arrived.values().data_ptr(), "a copy was made"
         assert position == [1, 2, 0]
@@ -40,7 +39,7 @@ def test_columns_of_equal_widths_are_viewed_as_they_arrived() -> None:
 
 def test_replaced_columns_are_the_ones_that_are_read() -> None:
     """TorchRec's semi-sync pipeline puts other columns into a result that was delivered."""
-    embeddings = ColumnsByKey(keyed(), ASKED)
+    embeddings = LazyKeyedTensor(keyed(), ASKED)
     embeddings._values = leaf = (embeddings.values().detach() + 100).requires_grad_()
     check_order(embeddings, ASKED)
     stacked, position = stacked_in_any_order(embeddings, ASKED)
@@ -55,7 +54,7 @@ def test_replaced_columns_are_the_ones_that_are_read() -> None:
         (keyed(), ["f1", "f2"]),
         (keyed(), ["f1", "f0", "f1"]),
         (keyed((2, N, N)), ["f1", "f0"]),
-        (ColumnsByKey(keyed(), ASKED), ["f0", "f2"]),
+        (LazyKeyedTensor(keyed(), ASKED), ["f0", "f2"]),
         ({name: keyed()[name] for name in ARRIVED}, ASKED),
     ],
     ids=["some of them", "one of them twice", "unequal widths", "some, by key", "a dict"],
@@ -86,7 +85,7 @@ def test_a_tower_module_can_be_traced() -> None:
     module = DLRMTowerModule(ASKED, embedding_dim=N, tower_dim=2, c=1, p=1)
     traced = torch.fx.symbolic_trace(module)
     expected = module({name: keyed()[name] for name in ARRIVED})
-    for embeddings in (keyed(), ColumnsByKey(keyed(), ASKED)):
+    for embeddings in (keyed(), LazyKeyedTensor(keyed(), ASKED)):
         torch.testing.assert_close(module(embeddings), expected)
         torch.testing.assert_close(traced(embeddings), expected)
 

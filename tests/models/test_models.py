@@ -24,8 +24,8 @@ from dmt.models import (
     tower_sparse_arch,
 )
 from dmt.models.sparse import check_tower_modules
-from dmt.plan import TowerPlan
-from dmt.tables import TableSpec
+from dmt.plan.tables import TableSpec
+from dmt.plan.towers import TowerPlan
 
 OPTIONS = ModelOptions(dense_arch_layer_sizes=(16,), over_arch_layer_sizes=(16, 1))
 BUILDERS = {

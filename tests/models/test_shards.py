@@ -8,12 +8,12 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
-from dmt.columns import shard_names, split_ids, split_tables
 from dmt.models import DCN, DLRM, DMTDLRM, ModelOptions
 from dmt.models.complexity import MetaTables, count_complexity
-from dmt.models.shards import joined_sparse_arch, whole_tables
-from dmt.plan import TowerPlan
-from dmt.tables import TableSpec
+from dmt.models.sparse import joined_sparse_arch, whole_tables
+from dmt.plan.column_shards import shard_names, split_ids, split_tables
+from dmt.plan.tables import TableSpec
+from dmt.plan.towers import TowerPlan
 
 SPLITS = {"a": (4, 4, 8), "c": (12, 4)}
 FEATURES = ["a", "b", "c"]

@@ -7,10 +7,9 @@ import itertools
 import numpy as np
 
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.assignment import Bounds, objective_of
-from dmt.partitioner.clustering import size_bounds
-from dmt.partitioner.coordinates import Coordinates
-from dmt.tables import TableSpec
+from dmt.partitioner.cluster import Bounds, objective_of, size_bounds
+from dmt.partitioner.embed import Coordinates
+from dmt.plan.tables import TableSpec
 
 
 def affinity_of(features, *, seed=0):

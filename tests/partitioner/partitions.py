@@ -9,7 +9,7 @@ import numpy as np
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.comparison import tower_affinity
 from dmt.partitioner.partition import Comparison, Partition, TowerLimits, TowerLoad
-from dmt.plan import TowerPlan
+from dmt.plan.towers import TowerPlan
 
 BALANCED = TowerLimits(balance_ratio=1.0)
 

@@ -10,7 +10,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import nn
 
 from dmt.partitioner import FeatureAffinity
-from dmt.plan import TowerPlan
+from dmt.plan.towers import TowerPlan
 
 
 def planted_affinity(num_features, num_groups, *, seed, within=0.8, between=0.1, noise=0.1):

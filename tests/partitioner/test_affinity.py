@@ -12,8 +12,8 @@ import torch
 
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
-from dmt.partitioner.checks import BLOCK_ROWS
-from dmt.tables import TableSpec
+from dmt.partitioner.affinity import BLOCK_ROWS
+from dmt.plan.tables import TableSpec
 from tests.partitioner.planted import planted_affinity
 
 GOOD = [[1.0, 0.5, 0.2], [0.5, 1.0, 0.3], [0.2, 0.3, 1.0]]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dmt.partitioner import assignment
-from dmt.partitioner.assignment import Bounds, improve, improve_repeatedly, objective_of, spread
-from dmt.partitioner.clustering import squared_distances
+from dmt.partitioner.cluster import Bounds, improve, improve_repeatedly, objective_of, spread, squared_distances
 from tests.partitioner.instances import random_apart, random_bounds, random_labels, random_squares
 
 FREE = np.array([1.0, 0.0, 0.0]), np.array([99.0, np.inf, np.inf])

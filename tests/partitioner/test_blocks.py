@@ -9,8 +9,8 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.partitioner import PartitionRules
-from dmt.partitioner.blocks import make_blocks
-from dmt.tables import TableSpec
+from dmt.partitioner.problem import make_blocks
+from dmt.plan.tables import TableSpec
 from tests.partitioner.instances import affinity_of
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dmt.partitioner.assignment import objective_of
-from dmt.partitioner.clustering import constrained_clusters, squared_distances
-from dmt.partitioner.sizes import size_bounds
+from dmt.partitioner.cluster import constrained_clusters, objective_of, size_bounds, squared_distances
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import dmt.partitioner.grouping
 import dmt.partitioner.partitioner
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
-from dmt.partitioner.column_cuts import choose_splits, members_affinity
-from dmt.plan import TowerPlan
-from dmt.tables import TableSpec
+from dmt.partitioner.problem import choose_splits, members_affinity
+from dmt.plan.tables import TableSpec
+from dmt.plan.towers import TowerPlan
 from tests.partitioner.instances import affinity_of, quick_points, sets, tables_of
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(dmt.partitioner.partitioner, "embed_distances", quick_points)
-    monkeypatch.setattr(dmt.partitioner.grouping, "NUM_STARTS", 4)
-    monkeypatch.setattr(dmt.partitioner.grouping, "NUM_SHAKES", 2)
+    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_STARTS", 4)
+    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_SHAKES", 2)
 
 
 AFFINITY = affinity_of([f"C{i}" for i in range(26)])

@@ -11,7 +11,7 @@ import pytest
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner, tower_affinity
 from dmt.partitioner.comparison import compare_towers
-from dmt.plan import TowerPlan
+from dmt.plan.towers import TowerPlan
 from tests.partitioner.instances import affinity_of
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmt.partitioner.coordinates import distances, embed_distances
-from dmt.partitioner.stress import Adam, StressFunction, exact_stress, settle
+from dmt.partitioner.embed import Adam, StressFunction, distances, embed_distances, exact_stress, settle
 from tests.partitioner.planted import planted_affinity
 
 
@@ -179,7 +178,7 @@ def test_single_precision_search_of_larger_matrices():
 
 def test_the_leading_axes_are_enough_for_the_largest_matrices(monkeypatch):
     wanted = _pairwise(np.random.default_rng(0).normal(size=(60, 2)))
-    monkeypatch.setattr("dmt.partitioner.coordinates.FULL_SCALING_UP_TO", 50)
+    monkeypatch.setattr("dmt.partitioner.embed.FULL_SCALING_UP_TO", 50)
     np.testing.assert_allclose(_pairwise(embed_distances(wanted, num_starts=1).points), wanted, rtol=0, atol=1e-3)
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.partitioner import grouping
-from dmt.partitioner.assignment import Bounds, objective_of
-from dmt.partitioner.grouping import group_blocks
+from dmt.partitioner.cluster import Bounds, objective_of
+from dmt.partitioner.partitioner import group_blocks
 from tests.partitioner.instances import best_by_trying, random_bounds, random_labels, random_squares
 
 # The refinement is a local search, so not always the optimum; of 246 random cases it missed it in one.

@@ -9,19 +9,18 @@ import time
 import numpy as np
 import pytest
 
-import dmt.partitioner.grouping
 import dmt.partitioner.partitioner
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
-from dmt.tables import TableSpec
+from dmt.plan.tables import TableSpec
 from tests.partitioner.instances import affinity_of, quick_points, sets, tables_of
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(dmt.partitioner.partitioner, "embed_distances", quick_points)
-    monkeypatch.setattr(dmt.partitioner.grouping, "NUM_STARTS", 4)
-    monkeypatch.setattr(dmt.partitioner.grouping, "NUM_SHAKES", 2)
+    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_STARTS", 4)
+    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_SHAKES", 2)
 
 
 def random_model(seed, num_features=18):

@@ -12,8 +12,8 @@ import pytest
 import dmt.partitioner
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner, tower_affinity
-from dmt.plan import TowerPlan
-from dmt.tables import TableSpec
+from dmt.plan.tables import TableSpec
+from dmt.plan.towers import TowerPlan
 from tests.partitioner.planted import planted_affinity, rand_index
 
 

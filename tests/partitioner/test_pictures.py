@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Comparison, TowerLimits
-from dmt.partitioner.pictures import (
+from dmt.partitioner.report import (
     LIGHT_COLORS,
     TOWER_COLORS,
     plot_affinity,
@@ -22,10 +22,10 @@ from dmt.partitioner.pictures import (
     plot_comparison,
     plot_coordinates,
 )
-from dmt.partitioner.pictures.coordinates import principal_axes
-from dmt.partitioner.pictures.labels import LabelPlacer
-from dmt.partitioner.pictures.style import name_shortener, tower_color, tower_marker
-from dmt.plan import TowerPlan
+from dmt.partitioner.report.coordinates import principal_axes
+from dmt.partitioner.report.labels import LabelPlacer
+from dmt.partitioner.report.style import name_shortener, tower_color, tower_marker
+from dmt.plan.towers import TowerPlan
 from tests.partitioner.partitions import made_up_partition
 from tests.partitioner.planted import planted_affinity
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
+from dmt.formatting import human_bytes
 from dmt.partitioner.comparison import compare_towers
-from dmt.partitioner.page import data_uri, render_page
 from dmt.partitioner.partition import Comparison, TowerLimits
-from dmt.partitioner.report import write_partition_report
+from dmt.partitioner.report.frame import data_uri, render_page
+from dmt.partitioner.report.page import write_partition_report
 from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
-from dmt.words import human_bytes
 from tests.partitioner.partitions import made_up_partition
 
 
@@ -326,7 +326,7 @@ def test_names_from_outside_are_shown_as_written(tmp_path):
 
 
 def test_long_lists_start_closed_and_unknown_columns_are_left_out(tmp_path):
-    few = Page(write_partition_report(made_up_partition(64, 2), tmp_path / "few"))
+    few = Page(write_partition_report(made_up_partition(64, 2), tmp_path / "shorten"))
     many = Page(write_partition_report(made_up_partition(65, 2, tables=False), tmp_path / "many"))
     assert (few.details, many.details) == ([True, True], [False, False])
     assert "tower features work bytes affinity within" in few.text

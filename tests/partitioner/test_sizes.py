@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dmt.partitioner.sizes import evenly_picked, fitting_sizes, size_bounds
+from dmt.partitioner.cluster import evenly_picked, fitting_sizes, size_bounds
 
 
 def possible(weights, num_towers, pair):

@@ -49,11 +49,11 @@ def places() -> dict[str, Place]:
     """Where a rank can be killed, besides at its "start"."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    from dmt.averaging import RunningMean
-    from dmt.replicas import ReplicaSync
-    from dmt.training import run
+    from dmt.replicas.mean import RunningMean
+    from dmt.replicas.sync import ReplicaSync
+    from dmt.training import train as run
     from dmt.training.checkpoints import saver, writing
-    from dmt.training.checkpoints.store import CheckpointStore
+    from dmt.training.checkpoints.files import CheckpointStore
     from dmt.training.loop import Trainer
     from dmt.training.records import RunRecord
 

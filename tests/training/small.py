@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmt.training.build import ClickTask, build_model, open_data
 from dmt.training.config import TrainingConfig
 from dmt.training.data import ClickData
+from dmt.training.job import ClickTask, build_model, open_data
 
 NUM_DENSE = 3
 # Every model with every dataflow it can take.

@@ -13,14 +13,13 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
-from dmt.training.build import build_model, build_optimizer, count_model
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
+from dmt.training.job import build_model, build_optimizer, count_model, fused_params, shard_model
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord
-from dmt.training.sharding import fused_params, shard_model
 from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.small import ARCHS, NUM_DENSE, plain, small, source

@@ -20,12 +20,12 @@ from click.testing import CliRunner, Result
 from dmt import TowerPlan
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
-from dmt.tables import TableSpec
+from dmt.plan.tables import TableSpec
 from dmt.training import partition as partition_of_run
 from dmt.training import partition_command
-from dmt.training.cli import main
+from dmt.training.commands import main
+from dmt.training.commands.demo import demo_settings
 from dmt.training.config import to_toml
-from dmt.training.demo import demo_settings
 from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small
 
@@ -350,7 +350,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @pytest.mark.ranks
 def test_a_stopped_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    program = [sys.executable, "-c", "from dmt.training.cli import main; main()", "demo", "--out", str(out)]
+    program = [sys.executable, "-c", "from dmt.training.commands import main; main()", "demo", "--out", str(out)]
     with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
         try:
             assert wait_until((out / "dlrm" / "metrics.jsonl").exists, 90), "training did not start"

@@ -14,19 +14,18 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
-from dmt.models.shards import whole_tables
+from dmt.models.sparse import whole_tables
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
-from dmt.plan import TowerPlan
-from dmt.training import run
-from dmt.training.build import build_optimizer, open_data, tower_plan
+from dmt.plan.towers import TowerPlan
+from dmt.sptt.mesh import TowerMesh
+from dmt.training import train as run
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig
 from dmt.training.data import open_source
+from dmt.training.job import build_optimizer, open_data, shard_model, tower_plan
 from dmt.training.loop import Trainer
 from dmt.training.partition import affinity_of_run
 from dmt.training.records import RunRecord
-from dmt.training.sharding import shard_model
 from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, plain, small

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from dmt.errors import InputError
+from dmt.training.commands.demo import flat_settings
 from dmt.training.config import load_config
-from dmt.training.demo import flat_settings
 
 OF_TOWERS = [
     "sharding.scheme=row_wise",
-    'sharding.scheme="data_wise"',
+    'sharding.scheme="data_parallel"',
     'sharding.tables={"t_*" = "row_wise"}',
     "sharding.tables.t_C1=row_wise",
     "sharding.memory_gib=2",
     "sharding.pooling_factors.C1=1.5",
-    "sharding.lookup_gb_per_s=500",
-    "sharding.link_gb_per_s=20.0",
-    "sharding.exchange_us=0",
+    "sharding.memory_gb_per_s=500",
+    "sharding.intra_tower_gb_per_s=20.0",
+    "sharding.collective_latency_us=0",
     "sharding.id_route=global",
 ]
 

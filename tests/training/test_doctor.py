@@ -1,10 +1,10 @@
-"""`dmt doctor`: every way the torch x torchrec x fbgemm triangle is usually broken, and the command that mends it."""
+"""`dmt doctor`: every way the torch x torchrec x fbgemm triangle is usually broken, and the command that fixes it."""
 
 from __future__ import annotations
 
 import pytest
 
-from dmt.training.doctor import TESTED, diagnose
+from dmt.training.commands.doctor import TESTED, diagnose
 
 GOOD = {
     "torch": "2.13.0",
@@ -18,14 +18,14 @@ GOOD = {
 }
 
 
-def mends(changes: dict[str, str | None], *, gpu: bool = False, error: str = "") -> dict[str, str]:
+def fixes(changes: dict[str, str | None], *, gpu: bool = False, error: str = "") -> dict[str, str]:
     versions = {**GOOD, **changes}
-    return {f.what: f.mend for f in diagnose(versions.get, lambda module: error, has_gpu=gpu) if f.mend}
+    return {f.what: f.fix for f in diagnose(versions.get, lambda module: error, has_gpu=gpu) if f.fix}
 
 
 def test_a_good_installation_needs_nothing() -> None:
-    assert mends({}) == {}
-    assert mends({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, gpu=True) == {}
+    assert fixes({}) == {}
+    assert fixes({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, gpu=True) == {}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_good_installation_needs_nothing() -> None:
     ],
 )
 def test_what_is_wrong_is_mended(changes: dict[str, str | None], gpu: bool, what: str, command: str) -> None:
-    found = mends(changes, gpu=gpu)
+    found = fixes(changes, gpu=gpu)
     assert list(found) == [what]
     assert found[what].startswith(command)
 
@@ -60,7 +60,7 @@ def test_a_library_that_does_not_load_is_reported_with_its_error() -> None:
     )
     assert findings[-1].found == "undefined symbol: _ZN"
     assert findings[-1].what == "import fbgemm_gpu"
-    assert f"torch=={TESTED['torch']}" in findings[-1].mend
+    assert f"torch=={TESTED['torch']}" in findings[-1].fix
 
 
 def test_this_installation_is_good() -> None:

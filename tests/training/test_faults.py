@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from dmt.collectives import gather_objects
-from dmt.topology import TowerTopology
+from dmt.plan.topology import TowerTopology
 from dmt.training.checkpoints import checkpoints, newest, verify
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.loop import Trainer

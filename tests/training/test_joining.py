@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from dmt.errors import InputError
-from dmt.training.joining import fresh_store
-from dmt.training.lock import alone_in
+from dmt.training.train import folder_lock, restart_safe_store
 
 
 def attempt(store: dist.Store, world_size: int, order: list[int]) -> list[str]:
@@ -19,7 +18,7 @@ def attempt(store: dist.Store, world_size: int, order: list[int]) -> list[str]:
     with ThreadPoolExecutor(world_size) as pool:
 
         def join(rank: int) -> str:
-            own = fresh_store(store, rank, world_size, timeout=timedelta(seconds=20))
+            own = restart_safe_store(store, rank, world_size, timeout=timedelta(seconds=20))
             own.set(f"address/{rank}", f"attempt {store.get('attempt').decode()}")
             return "; ".join(own.get(f"address/{other}").decode() for other in range(world_size))
 
@@ -44,12 +43,12 @@ def test_a_rank_that_died_while_joining_leaves_a_greeting_only() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(TimeoutError, match=r"Ranks \[1, 2\] of 3 have not come"):
-        fresh_store(dist.HashStore(), 0, 3, timeout=timedelta(seconds=0.2))
+        restart_safe_store(dist.HashStore(), 0, 3, timeout=timedelta(seconds=0.2))
 
 
 def test_a_folder_is_free_again_after_the_job(tmp_path: Path) -> None:
     refused = pytest.raises(InputError, match=r"Another job is running in .*train\.output_dir")
-    with alone_in(tmp_path), refused, alone_in(tmp_path):
+    with folder_lock(tmp_path), refused, folder_lock(tmp_path):
         pass
-    with alone_in(tmp_path):
+    with folder_lock(tmp_path):
         pass

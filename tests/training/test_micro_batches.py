@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.check.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.records import RunRecord
-from dmt.training.run import preflight, train_on
+from dmt.training.train import preflight, train_on
 from tests.ranks import run_ranks
 from tests.training.small import small
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torchrec.distributed.types import LazyAwaitable
 
-from dmt._torchrec import LazyResult
-from dmt.mesh import TowerMesh
-from dmt.peer_exchange import PeerExchange
-from dmt.training.build import build_optimizer, open_data
-from dmt.training.sharding import shard_model
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.results import CachedAwaitable
+from dmt.training.job import build_optimizer, open_data, shard_model
 from tests.parity import full_state
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, small
@@ -23,7 +22,7 @@ ARCHS = ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"]
 
 def watch(model: torch.nn.Module, events: list[str]) -> None:
     """Logs when the exchange is begun and waited for and when the dense arch runs, and the same of their gradients."""
-    exchange, wait = PeerExchange.forward, LazyResult._wait_impl
+    exchange, wait = PeerExchange.forward, CachedAwaitable._wait_impl
 
     def begin(self: PeerExchange, outputs: torch.Tensor, *args: Any) -> Any:
         events.append("exchange begun")
@@ -31,7 +30,7 @@ def watch(model: torch.nn.Module, events: list[str]) -> None:
         outputs.register_hook(lambda _: events.append("gradients arrived"))
         return exchange(self, outputs, *args)
 
-    def end(self: LazyResult) -> Any:
+    def end(self: CachedAwaitable) -> Any:
         if self._value is not None:
             return wait(self)
         events.append("exchange waited for")
@@ -44,7 +43,7 @@ def watch(model: torch.nn.Module, events: list[str]) -> None:
         events.append("dense arch")
         output.register_hook(lambda _: events.append("dense arch, backward"))
 
-    PeerExchange.forward, LazyResult._wait_impl = begin, end  # type: ignore[method-assign]
+    PeerExchange.forward, CachedAwaitable._wait_impl = begin, end  # type: ignore[method-assign]
     model.module.model.dense_arch.register_forward_hook(dense)  # type: ignore[union-attr]
 
 
@@ -71,11 +70,11 @@ def train(rank: int, arch: str, *, at_once: bool, events: list[str] | None = Non
 
 def on_rank(rank: int) -> dict[str, tuple[Any, Any, list[str]]]:
     found = {}
-    forward, wait = PeerExchange.forward, LazyResult._wait_impl
+    forward, wait = PeerExchange.forward, CachedAwaitable._wait_impl
     for arch in ARCHS:
         events: list[str] = []
         late = train(rank, arch, at_once=False, events=events)
-        PeerExchange.forward, LazyResult._wait_impl = forward, wait  # type: ignore[method-assign]
+        PeerExchange.forward, CachedAwaitable._wait_impl = forward, wait  # type: ignore[method-assign]
         found[arch] = (late, train(rank, arch, at_once=True), events)
     return found
 

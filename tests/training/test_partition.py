@@ -18,15 +18,15 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
 from dmt.partitioner import FeatureAffinity
+from dmt.sptt.mesh import TowerMesh
 from dmt.training import partition
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, load_config, to_toml
 from dmt.training.data import DataConfig, open_source
+from dmt.training.job import shard_model
 from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows, write_affinity
-from dmt.training.run import preflight
-from dmt.training.sharding import shard_model
+from dmt.training.train import preflight
 from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import save_alone

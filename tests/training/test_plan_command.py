@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dmt import InputError, TableSpec, TowerPlan
-from dmt.sharding_report import TowerSharding
-from dmt.training.cli import main
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.commands import main
+from dmt.training.commands.plan import print_sharding, read_tables, run_plan
 from dmt.training.config import to_toml
-from dmt.training.plan_command import print_sharding, read_tables, run_plan
-from dmt.training.sharding import tower_sharding
+from dmt.training.job import tower_sharding
 from tests.test_house import run_without_torchrec
 from tests.training.small import small, source
 
@@ -66,7 +66,7 @@ def test_a_config_is_planned_with_its_own_sizes(tmp_path: Path) -> None:
 
 def test_a_config_is_planned_as_the_trainer_will(tmp_path: Path) -> None:
     sections = {"memory_gib": 0.5, "tables": {"t_C2": "row_wise"}, "pooling_factors": {"C1": 7.0}, "id_route": "global"}
-    config = small(sharding={**sections, "exchange_us": 0.0})
+    config = small(sharding={**sections, "collective_latency_us": 0.0})
     (tmp_path / "run.toml").write_text(to_toml(config))
     result = plan(tmp_path / "run.toml", "--json")
     assert result.exit_code == 0, result.output
@@ -79,7 +79,7 @@ def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -
     arguments = ["--towers", towers, "--ranks-per-tower", 4, "--batch-size", 4096, "--memory-gib", 1]
     result = plan(*arguments, "--pin", "t_0=row_wise", "--pin", "t_[12]=table_wise,column_wise", "--out", out)
     assert result.exit_code == 0, result.output
-    found = TowerSharding.load(out)
+    found = TowerShardingPlan.load(out)
     assert found.placements["t_0"].scheme == "row_wise"
     assert found.placements["t_1"].scheme in ("table_wise", "column_wise")
     assert found.hardware.memory_per_rank == 2**30
@@ -93,7 +93,7 @@ def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -
 
 def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     path = tables_file(tmp_path, 300)
-    result = plan("--tables", path, "--num-towers", 4, "--scheme", "table_wise", "--link-gb-per-s", 50)
+    result = plan("--tables", path, "--num-towers", 4, "--scheme", "table_wise", "--intra-tower-gb-per-s", 50)
     assert result.exit_code == 0, result.output
     assert "The 20 costliest tables; --all shows 280 more" in result.output
     for word in ("busiest", "idlest", "fullest", "mean of 32"):
@@ -108,7 +108,7 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
     result = run_without_torchrec(
         f"""
         from click.testing import CliRunner
-        from dmt.training.cli import main
+        from dmt.training.commands import main
 
         run = CliRunner().invoke(main, ["plan", "--towers", {str(towers)!r}, "--json"])
         print(run.exit_code, '"tables"' in run.output)
@@ -134,7 +134,7 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
         (["--towers", "towers.json", "--pin", "row_wise"], "--pin 'row_wise' is not of the form TABLES=SCHEME"),
         (["--towers", "towers.json", "--pin", "t_9=row_wise"], "Table 't_9' is pinned but not in the model"),
         (["--towers", "towers.json", "--pin", "t_1=x"], "scheme 'x' is unknown"),
-        (["--towers", "towers.json", "--pin", "t_1=row_wise", "--pin", "t_1=data_wise"], "--pin gives 't_1' twice"),
+        (["--towers", "towers.json", "--pin", "t_1=row_wise", "--pin", "t_1=data_parallel"], "--pin gives 't_1' twice"),
         (["--towers", "towers.json", "--pooling", "f0=many"], "--pooling 'f0=many' is not of the form FEATURE=NUMBER"),
         (["--towers", "towers.json", "--pooling", "=2"], "--pooling '=2' is not of the form FEATURE=NUMBER"),
         (["--towers", "towers.json", "--pooling", "f0=nan"], "--pooling 'f0=nan' is not of the form FEATURE=NUMBER"),
@@ -332,7 +332,7 @@ def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path, capsys: 
     assert record["sync_seconds"] == pytest.approx(2 * 3 * size * 3 / (32 * 0.5e9))
     assert record["step_seconds"] == pytest.approx(record["sync_seconds"] / 10)
     assert record["fullest_overhead_bytes"] == 3 * size / 2 * 3 / 4
-    assert TowerSharding.load(files["out"]).topology.num_replicas == 4
+    assert TowerShardingPlan.load(files["out"]).topology.num_replicas == 4
 
     print_sharding(found, everything=False, out=None)
     words = " ".join(capsys.readouterr().out.split())
@@ -361,13 +361,13 @@ def test_options_of_replicas(towers: Path) -> None:
     assert (costs["num_replicas"], costs["sync_gb_per_s"], costs["sync_every"]) == (2, 12.5, 3)
 
 
-def test_data_wise_tables_are_said_not_to_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = options(tables=tables_file(tmp_path, 3), num_replicas=2, pin=("t_0=data_wise", "t_1=table_wise"))
+def test_data_parallel_tables_are_said_not_to_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = options(tables=tables_file(tmp_path, 3), num_replicas=2, pin=("t_0=data_parallel", "t_1=table_wise"))
     found = run_plan(None, (), asked | {"scheme": ("row_wise",)})
     assert found.to_record()["replicas"]["weight_bytes"] == 2 * 10**6 * 32 * 4
     print_sharding(found, everything=False, out=None)
     words = " ".join(capsys.readouterr().out.split())
-    assert "in one copy of the tables; data-wise tables (1), which no sync moves, are not counted." in words
+    assert "in one copy of the tables; data-parallel tables (1), which no sync moves, are not counted." in words
 
 
 @pytest.mark.parametrize("asked", [{"num_replicas": 1}, {"sync_gb_per_s": 2.0}, {"sync_every": 3}])
@@ -389,10 +389,10 @@ def test_replicas_of_a_config_can_be_varied(tmp_path: Path) -> None:
     assert record["replicas"]["num_ranks"] == 8 * 2 * 2
     assert record["replicas"]["sync_every"] == 1
     scheme = {table.name: table.placement.scheme for table in found.sharding.tables}
-    counted = sum(kind != "data_wise" for kind in scheme.values())
+    counted = sum(kind != "data_parallel" for kind in scheme.values())
     assert record["replicas"]["weight_bytes"] == counted * 11 * 8 * 4
-    assert record["replicas"]["data_wise_tables"] == 6 - counted
-    assert TowerSharding.load(tmp_path / "plan.json").topology.num_replicas == 8
+    assert record["replicas"]["data_parallel_tables"] == 6 - counted
+    assert TowerShardingPlan.load(tmp_path / "plan.json").topology.num_replicas == 8
 
     text = to_toml(small(topology={"num_replicas": 2}, replicas={"sync_every": 5}))
     (tmp_path / "run.toml").write_text(text)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from dmt.mesh import TowerMesh
-from dmt.plan import TowerPlan
-from dmt.replicas import ReplicaSync
-from dmt.training.build import build_optimizer
+from dmt.plan.towers import TowerPlan
+from dmt.replicas.sync import ReplicaSync
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.config import TrainingConfig
+from dmt.training.job import build_optimizer, shard_model, tower_sharding
 from dmt.training.loop import Trainer
 from dmt.training.planned import planned_traffic, traffic_warning
-from dmt.training.sharding import shard_model, tower_sharding
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, small, source
 
@@ -27,8 +26,11 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "table_wise": ("dmt-dlrm", {"sharding": {"scheme": "table_wise"}}),
     "row_wise": ("dmt-dlrm", {"sharding": {"scheme": "row_wise"}}),
     "column_wise": ("dmt-dlrm", {"sharding": {"scheme": "column_wise"}}),
-    "data_wise": ("dmt-dlrm", {"sharding": {"scheme": "data_wise"}}),
-    "a mix": ("dmt-dcn", {"sharding": {"tables": {"t_C1": "row_wise", "t_C[23]": "data_wise", "t_C4": "table_wise"}}}),
+    "data_parallel": ("dmt-dlrm", {"sharding": {"scheme": "data_parallel"}}),
+    "a mix": (
+        "dmt-dcn",
+        {"sharding": {"tables": {"t_C1": "row_wise", "t_C[23]": "data_parallel", "t_C4": "table_wise"}}},
+    ),
     "flat model": ("dlrm", {"sharding": {"scheme": "table_wise"}}),
     "cut table": ("dcn", {"sharding": {"scheme": "table_wise"}, "towers": {"plan": "cut"}}),
     "global route": ("dmt-dlrm", {"sharding": {"scheme": "column_wise", "id_route": "global"}}),
@@ -44,8 +46,8 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     ),
     "one rank per tower": ("dmt-dlrm", {"topology": {"num_towers": 4, "ranks_per_tower": 1}}),
 }
-MIX = {"t_C1": "row_wise", "t_C[25]": "data_wise", "t_C4": "column_wise", "t_C[36]": "table_wise"}
-# Two replicas. Gradients of data-wise tables and tower modules cross hosts only between hosts, those of dense parts do
+MIX = {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise", "t_C[36]": "table_wise"}
+# Two replicas. Gradients of data-parallel tables and tower modules cross hosts only between hosts, those of dense parts do
 # in both placements.
 for _placement in ("inter_host", "intra_host"):
     for _name, _arch, _sizes, _tables in (

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.partitioner.pictures import TOWER_COLORS
-from dmt.placement import TablePlacement
-from dmt.plan import TowerPlan
-from dmt.sharding_rules import ShardingRules
-from dmt.tables import TableSpec
-from dmt.topology import TowerTopology
-from dmt.tower_sharding import plan_tables
+from dmt.formatting import human_bytes
+from dmt.partitioner.report import TOWER_COLORS
+from dmt.plan.tables import TableSpec
+from dmt.plan.topology import TowerTopology
+from dmt.plan.towers import TowerPlan
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.rules import ShardingRules
+from dmt.sharding.schemes import TablePlacement
 from dmt.training.report import auc_standard_error, compare_runs, plot_curves, write_report
 from dmt.training.report.curves import RUN_COLORS, smooth
 from dmt.training.summary import ROWS
-from dmt.words import human_bytes
 
 AFFINITY = {"within_towers": 0.4567, "between_towers": 0.3214, "within_strided_towers": 0.3456}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -416,17 +416,17 @@ def test_what_the_page_lacks_is_named(tmp_path, arguments):
 
 
 def test_the_page_says_where_the_tables_live_and_why(tmp_path, arguments):
-    rules = {"t_C1": "row_wise", "t_C2": "data_wise", "t_C&3": "column_wise"}
+    rules = {"t_C1": "row_wise", "t_C2": "data_parallel", "t_C&3": "column_wise"}
     arguments["sharding"] = found = sharding_of(arguments["plan"], 4, tables=rules, schemes=["table_wise"])
     text = Page(write_report(tmp_path / "report.html", **arguments)).text
-    assert "4 tables in 2 towers of 4 ranks: 1 table_wise, 1 row_wise, 1 column_wise, 1 data_wise." in text
+    assert "4 tables in 2 towers of 4 ranks: 1 table_wise, 1 row_wise, 1 column_wise, 1 data_parallel." in text
     assert f"The busiest rank costs {found.imbalance:.2f} times the mean of all ranks." in text
     # The reason without the placement that it begins with.
     why = {name: reason.partition(": ")[2] for name, reason in found.reasons.items()}
     assert all(why.values())
     for words in (
         f"t_C1 tower_0 row_wise all 132 kB {why['t_C1']}",
-        f"t_C2 tower_1 data_wise all 1.04 MB {why['t_C2']}",
+        f"t_C2 tower_1 data_parallel all 1.04 MB {why['t_C2']}",
         f"t_<b>bold</b> tower_0 table_wise {found.placements['t_<b>bold</b>'].ranks[0]} 132 kB",
         "t_C&3 tower_1 column_wise",
         "a step has 1,024 samples a rank",

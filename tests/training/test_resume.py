@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
-from dmt.training.build import tower_plan
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import checkpoints
 from dmt.training.config import TrainingConfig
+from dmt.training.job import tower_plan
 from dmt.training.loop import Position, Trainer
 from dmt.training.records import RunRecord
 from dmt.training.resume import Start, begin_anew, checkpoint_folder, is_restart, start_with, starting_point
-from dmt.training.run import preflight, train_on
+from dmt.training.train import preflight, train_on
 from tests.ranks import run_ranks
 from tests.training.small import small, source
 

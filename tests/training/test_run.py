@@ -16,17 +16,16 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
-from dmt.plan import TowerPlan
-from dmt.sharding_report import TowerSharding
-from dmt.training.build import build_optimizer
+from dmt.plan.towers import TowerPlan
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config
+from dmt.training.job import build_optimizer, shard_model, tower_sharding
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
-from dmt.training.run import check_writable, preflight, train
-from dmt.training.sharding import shard_model, tower_sharding
 from dmt.training.summary import ROWS, cells, sharding_sentence
+from dmt.training.train import check_output_dir, preflight, train
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 
@@ -353,7 +352,7 @@ def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any],
     found = tower_sharding(config, source(config).tables)
     for place in (folder, newest(folder / "checkpoint")):
         assert place is not None
-        assert TowerSharding.load(place / "sharding.json") == found
+        assert TowerShardingPlan.load(place / "sharding.json") == found
     schemes = Counter(placement.scheme for placement in found.placements.values())
     assert result["sharding"]["tables_by_scheme"] == schemes
     assert result["sharding"]["imbalance"] == found.imbalance
@@ -393,6 +392,6 @@ def test_a_fault_ends_the_job_with_one_line_before_training(fault: str, tmp_path
 def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"train\.output_dir='.*file' cannot be written: File exists"):
-        check_writable(tmp_path / "file")
-    check_writable(tmp_path / "new" / "folder")
+        check_output_dir(tmp_path / "file")
+    check_output_dir(tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []

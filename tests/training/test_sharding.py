@@ -12,10 +12,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt import TowerPlan, TrafficMeter
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.config import TrainingConfig, load_config
-from dmt.training.run import preflight
-from dmt.training.sharding import shard_model, tower_sharding
+from dmt.training.job import shard_model, tower_sharding
+from dmt.training.train import preflight
 from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, plain, small, source
@@ -51,18 +51,18 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
             r"No table of the 6 can have .* 't_C1' in tower 0: row_wise asked for, but its tower has one rank",
         ),
         (
-            {"sharding": {"scheme": "data_wise", "table_precision": "fp16"}},
-            r"No table of the 6 can have .* 't_C1' in tower 0: data_wise asked for, but its weights are FP16",
+            {"sharding": {"scheme": "data_parallel", "table_precision": "fp16"}},
+            r"No table of the 6 can have .* 't_C1' in tower 0: data_parallel asked for, but its weights are FP16",
         ),
         ({"sharding": {"plan": "nowhere.json"}}, r"Sharding plan nowhere\.json: cannot be read"),
         ({"sharding": {"forward_precision": "fp8"}}, r"forward='fp8' does not run on device 'cpu'"),
         (
-            {"sharding": {"id_route": "global", "tables": {"t_C2": "data_wise"}}},
-            r"Table 't_C2' in tower 1 cannot be data_wise, .*id_route='global'",
+            {"sharding": {"id_route": "global", "tables": {"t_C2": "data_parallel"}}},
+            r"Table 't_C2' in tower 1 cannot be data_parallel, .*id_route='global'",
         ),
         (
-            {"sharding": {"table_precision": "fp16", "scheme": "data_wise", "tables": {"t_C2": "data_wise"}}},
-            r"Table 't_C2' in tower 1 cannot be data_wise.*FP16",
+            {"sharding": {"table_precision": "fp16", "scheme": "data_parallel", "tables": {"t_C2": "data_parallel"}}},
+            r"Table 't_C2' in tower 1 cannot be data_parallel.*FP16",
         ),
     ],
     ids=[
@@ -78,7 +78,7 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
         "plan",
         "fp8",
         "route",
-        "fp16 data-wise",
+        "fp16 data-parallel",
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
@@ -93,9 +93,9 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict
         ({"tables": {"t_C1": "table_wise"}}, r"sharding\.tables=.* needs the tower dataflow"),
         ({"memory_gib": 1.0}, r"sharding\.memory_gib=1\.0 needs the tower dataflow"),
         ({"id_route": "global"}, r"sharding\.id_route='global' needs the tower dataflow"),
-        ({"link_gb_per_s": 20.0}, r"sharding\.link_gb_per_s=20\.0 needs the tower dataflow"),
-        ({"lookup_gb_per_s": 20.0}, r"sharding\.lookup_gb_per_s=20\.0 needs the tower dataflow"),
-        ({"exchange_us": 0.0}, r"sharding\.exchange_us=0\.0 needs the tower dataflow"),
+        ({"intra_tower_gb_per_s": 20.0}, r"sharding\.intra_tower_gb_per_s=20\.0 needs the tower dataflow"),
+        ({"memory_gb_per_s": 20.0}, r"sharding\.memory_gb_per_s=20\.0 needs the tower dataflow"),
+        ({"collective_latency_us": 0.0}, r"sharding\.collective_latency_us=0\.0 needs the tower dataflow"),
         ({"scheme": "row_wise"}, r"sharding\.scheme='row_wise' needs the tower dataflow"),
         ({"backward_precision": "int8"}, r"sharding\.backward_precision='int8' needs the tower dataflow"),
     ],
@@ -157,8 +157,8 @@ def cut(tmp_path: Path, **sharding: Any) -> TrainingConfig:
         ({"t_C1*": "row_wise"}, {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "row_wise"}),
         # A shard's own rule beats that of its table, which beats a pattern.
         (
-            {"t_C1[4:8]": "table_wise", "t_C1": "row_wise", "t_C*": "data_wise"},
-            {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "table_wise", "t_C2[0:4]": "data_wise", "t_C6": "data_wise"},
+            {"t_C1[4:8]": "table_wise", "t_C1": "row_wise", "t_C*": "data_parallel"},
+            {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "table_wise", "t_C2[0:4]": "data_parallel", "t_C6": "data_parallel"},
         ),
     ],
     ids=["name", "pattern of cut tables", "pattern of all", "pattern of shards too", "order"],
@@ -232,8 +232,8 @@ def test_schemes_and_routes_train_alike(arch: str, dataflow: str) -> None:
         {"scheme": "table_wise"},
         {"scheme": "table_wise", "id_route": "global"},
         {"scheme": "row_wise"},
-        {"scheme": "data_wise"},
-        {"tables": {"t_C1": "row_wise", "t_C2": "data_wise"}},
+        {"scheme": "data_parallel"},
+        {"tables": {"t_C1": "row_wise", "t_C2": "data_parallel"}},
     ):
         config = small(arch, dataflow, sharding={"dataflow": dataflow, **sharding}, optimizer={"sparse": "sgd"})
         state, losses, _ = run_ranks(trained, 4, config, start)[0]
@@ -260,10 +260,10 @@ def test_fp16_tables_train_within_their_rounding() -> None:
 @pytest.mark.parametrize("sharding", [{"id_route": "global"}, {"table_precision": "fp16"}], ids=str)
 def test_the_planner_chooses_only_what_can_be_carried_out(sharding: dict[str, Any]) -> None:
     free = tower_sharding(small(), source(small()).tables)
-    assert "data_wise" in {placement.scheme for placement in free.placements.values()}
+    assert "data_parallel" in {placement.scheme for placement in free.placements.values()}
     config = small(sharding=sharding)
     found = tower_sharding(config, source(config).tables)
-    assert "data_wise" not in {placement.scheme for placement in found.placements.values()}
+    assert "data_parallel" not in {placement.scheme for placement in found.placements.values()}
 
 
 @pytest.mark.parametrize("setting", ["sharding.id_route=global", "sharding.table_precision=fp16"])

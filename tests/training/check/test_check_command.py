@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dmt.plan import TowerPlan
+from dmt.plan.towers import TowerPlan
+from dmt.testing.ranks import RanksFailedError
 from dmt.training import check_command
 from dmt.training.check.findings import CheckReport, Finding, make_rows
-from dmt.training.check.ranks import RanksFailedError
-from dmt.training.cli import main
+from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from tests.training.small import small
 
@@ -87,7 +87,7 @@ def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
     config = small(
         "dmt-dcn",
         topology={"num_replicas": 4, "ranks_per_tower": 3, "replica_placement": "intra_host"},
-        sharding={"tables": {"t_C1": "row_wise", "t_C[25]": "data_wise", "t_C4": "column_wise"}},
+        sharding={"tables": {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise"}},
         replicas={"sync_every": 5, "optimizer_state": "delayed", "moment_scale": 3.0, "asynchronous": True},
     )
     run = CliRunner().invoke(main, ["check", write(config, tmp_path), "--json"])

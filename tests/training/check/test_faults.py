@@ -12,20 +12,20 @@ import pytest
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from dmt.mesh import TowerMesh
-from dmt.precision import ExchangePrecision
-from dmt.replicas import ReplicaSync
-from dmt.sptt import SPTTModule
-from dmt.topology import TowerTopology
-from dmt.training.build import open_data
+from dmt.plan.topology import TowerTopology
+from dmt.replicas.sync import ReplicaSync
+from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.precision import ExchangePrecision
+from dmt.testing.ranks import Say, run_on_ranks
+from dmt.testing.state import local_parts
 from dmt.training.check import on_rank
 from dmt.training.check.check import compare_ranks
 from dmt.training.check.findings import CheckReport, Finding, make_rows
-from dmt.training.check.local import local_parts
 from dmt.training.check.on_rank import RankReport, check_on_rank
-from dmt.training.check.ranks import Say, run_on_ranks
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_values
 from dmt.training.checkpoints import Checkpointer
+from dmt.training.job import open_data
 from tests.training.small import NUM_DENSE, small
 
 pytestmark = pytest.mark.ranks
@@ -279,7 +279,7 @@ Checked = dict[str, tuple[CheckReport, list[RankReport], CheckedRun]]
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
-    schemes = {f"t_C{i + 1}": s for i, s in enumerate(["row_wise", "column_wise", "table_wise", "data_wise"])}
+    schemes = {f"t_C{i + 1}": s for i, s in enumerate(["row_wise", "column_wise", "table_wise", "data_parallel"])}
     config = small("dmt-dlrm", sharding={"tables": schemes}, optimizer={"warmup_steps": 2})
     run = shrink(
         config,
@@ -357,7 +357,7 @@ def test_shards_of_replicas_that_differ_are_found(checked_replicas: Checked) -> 
     row = compare_ranks(run, of_one_replica).rows[-1]
     assert (row.check, row.verdict) == ("shards", "FAILED")
     assert "are not held once in each replica" in row.where
-    assert "Every table is data-wise, so nothing is averaged" in compare_ranks(run, of_no_shards(reports)).notes[0]
+    assert "Every table is data-parallel, so nothing is averaged" in compare_ranks(run, of_no_shards(reports)).notes[0]
     assert compare_ranks(run, reports).notes == ()
 
 

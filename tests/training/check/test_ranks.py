@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from dmt.errors import InputError
-from dmt.training.check.ranks import RanksFailedError, Say, run_on_ranks
+from dmt.testing.ranks import RanksFailedError, Say, run_on_ranks
 
 pytestmark = pytest.mark.ranks
 

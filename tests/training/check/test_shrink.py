@@ -9,20 +9,19 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.placement import TablePlacement
-from dmt.plan import TowerPlan
-from dmt.sharding_report import TowerSharding
-from dmt.topology import TowerTopology
-from dmt.training.build import build_model, open_data, tower_plan
+from dmt.plan.topology import TowerTopology
+from dmt.plan.towers import TowerPlan
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.schemes import TablePlacement
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.shrink import CheckedRun, CheckLimits, fewer_ranks, shrink
 from dmt.training.config import TrainingConfig
-from dmt.training.sharding import tower_sharding
+from dmt.training.job import build_model, open_data, tower_plan, tower_sharding
 from tests.training.small import NUM_DENSE, small
 
 TABLES = [f"t_C{i}" for i in range(1, 7)]
 SCHEMES: dict[str, Any] = dict(
-    zip(TABLES, ["row_wise", "column_wise", "table_wise", "data_wise", "row_wise", "column_wise"], strict=True)
+    zip(TABLES, ["row_wise", "column_wise", "table_wise", "data_parallel", "row_wise", "column_wise"], strict=True)
 )
 
 
@@ -33,7 +32,7 @@ def shrunk(config: TrainingConfig, folder: Path, **limits: Any) -> CheckedRun:
 
 def placements(config: TrainingConfig) -> dict[str, TablePlacement]:
     assert config.sharding.plan is not None
-    return TowerSharding.load(config.sharding.plan).placements
+    return TowerShardingPlan.load(config.sharding.plan).placements
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_replicas_are_averaged_within_the_few_steps(tmp_path: Path) -> None:
         "replicas.sync_every is 2 instead of 10",
         "replicas.moment_scale is 2.0 instead of 3.0",
     )
-    assert TowerSharding.load(str(run.config.sharding.plan)).topology == run.topology
+    assert TowerShardingPlan.load(str(run.config.sharding.plan)).topology == run.topology
 
 
 def test_batches_have_single_ids_bags_and_unequal_sizes(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
-from dmt.training.build import build_optimizer
 from dmt.training.config import OptimizerConfig
+from dmt.training.job import build_optimizer
 from tests.parity import Batches, loss_of, make_tables
 from tests.sptt_case import EPS, FUSED, LR, Case, build
 

@@ -24,7 +24,7 @@ STEP_ELSEWHERE = 1e-5
 LAYOUTS = {
     "table-wise": Layout(towers=4, ranks=2, scheme="table_wise"),
     "row-wise": Layout(towers=2, ranks=4, scheme="row_wise", placement=(0, 1, 1, 0)),
-    "data-wise": Layout(towers=2, ranks=4, scheme="data_wise", placement=(1, 0, 1, 0)),
+    "data-parallel": Layout(towers=2, ranks=4, scheme="data_parallel", placement=(1, 0, 1, 0)),
     "4 columns": Layout(towers=1, ranks=8, scheme="columns", placement=(0, 0, 0, 0)),
     "2 columns": Layout(towers=4, ranks=2, scheme="column_wise"),
     "mixed": Layout(towers=2, ranks=4, scheme="mixed", placement=(0, 0, 1, 1)),
@@ -33,12 +33,12 @@ LAYOUTS = {
     "4 ranks": Layout(towers=2, ranks=2, scheme="mixed", placement=(0, 1, 0, 1)),
     "1 rank": Layout(towers=1, ranks=1, scheme="table_wise", placement=(0, 0, 0, 0)),
 }
-SAVED = ("table-wise", "row-wise", "data-wise", "4 columns", "2 replicas")
+SAVED = ("table-wise", "row-wise", "data-parallel", "4 columns", "2 replicas")
 ON_8_RANKS = [
     ("table-wise", "table-wise"),
     ("table-wise", "row-wise"),
-    ("row-wise", "data-wise"),
-    ("data-wise", "4 columns"),
+    ("row-wise", "data-parallel"),
+    ("data-parallel", "4 columns"),
     ("4 columns", "table-wise"),
     ("4 columns", "2 columns"),
     ("4 columns", "mixed"),

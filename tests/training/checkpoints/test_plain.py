@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.mesh import TowerMesh
-from dmt.training.build import build_optimizer
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import Checkpointer, load_plain
-from dmt.training.sharding import shard_model
+from dmt.training.job import build_optimizer, shard_model
 from tests.parity import full_state
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, plain, small, source

@@ -25,11 +25,11 @@ from dmt import (
     TowerTopology,
 )
 from dmt.errors import InputError
-from dmt.training.build import build_optimizer
 from dmt.training.checkpoints import Checkpointer, read_manifest, restore, whole_checkpoint
-from dmt.training.checkpoints.manifest import MANIFEST_NAME
+from dmt.training.checkpoints.files import MANIFEST_NAME
 from dmt.training.checkpoints.state import collect_state
 from dmt.training.config import OptimizerConfig
+from dmt.training.job import build_optimizer
 from tests.parity import Batches, FlatModel, loss_of
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import alone
@@ -256,7 +256,7 @@ def weights_only(folder: Path) -> None:
 OTHER_STATES: list[tuple[str, str, dict[str, Any]]] = [
     ("column_wise", "row_wise", {"sparse": EmbOptimType.EXACT_ADAGRAD, "dense": "adagrad"}),
     ("table_wise", "row_wise", {"sparse": EmbOptimType.EXACT_SGD, "dense": "sgd", "warmup_steps": 0}),
-    ("data_wise", "data_wise", {"sparse": EmbOptimType.ADAM, "dense": "adam"}),
+    ("data_parallel", "data_parallel", {"sparse": EmbOptimType.ADAM, "dense": "adam"}),
     ("one rank", "column_wise", {"configs": tables(data_type=DataType.FP16)}),
 ]
 

@@ -13,8 +13,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import checkpoints, is_outdated, newest, read_manifest, verify
-from dmt.training.checkpoints.manifest import MANIFEST_NAME
-from dmt.training.checkpoints.store import CheckpointStore
+from dmt.training.checkpoints.files import MANIFEST_NAME, CheckpointStore
 from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
@@ -186,7 +185,7 @@ def kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("step", [2, 3], ids=["replacing", "new"])
+@pytest.mark.parametrize("step", [2, 3], ids=["atomic_write", "new"])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_kill_at_any_moment_leaves_a_whole_one(
     step: int, keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from dmt.errors import InputError
-from dmt.tables import TableSpec
+from dmt.plan.tables import TableSpec
 from dmt.training.data.batch import ClickBatch, check_ids
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
+from dmt.training.data.dataset import open_source
 from dmt.training.data.schema import expand_path, resolve_columns
-from dmt.training.data.source import open_source
 
 from .helpers import write
 

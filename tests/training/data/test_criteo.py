@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE, criteo_blocks
 from dmt.training.data.encode import Encoder
 from dmt.training.data.hashing import hash_rows
-from dmt.training.data.rows import BadRows, Rows
-from dmt.training.data.stream import every_row
+from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE, criteo_blocks
+from dmt.training.data.rows import BadRows, Rows, every_row
 from dmt.training.data.textfile import text_blocks
 
 from .helpers import criteo_line, numbered_lines, write

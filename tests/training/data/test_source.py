@@ -12,8 +12,8 @@ import torch
 
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
-from dmt.training.data.source import open_source
-from dmt.training.data.stream import limit, spread_split
+from dmt.training.data.dataset import open_source
+from dmt.training.data.rows import limit, spread_split
 
 from .helpers import REAL, criteo_line, needs_real_data, numbered_lines, real_rows, write
 

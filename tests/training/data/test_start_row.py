@@ -10,8 +10,8 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig, SyntheticConfig
+from dmt.training.data.dataset import open_source
 from dmt.training.data.encode import Encoder
-from dmt.training.data.source import open_source
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticClicks
 
 from .helpers import numbered_lines, write

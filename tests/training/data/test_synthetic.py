@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dmt.training.data.config import DataConfig, SyntheticConfig
+from dmt.training.data.dataset import open_source
 from dmt.training.data.rows import Rows
-from dmt.training.data.source import open_source
 from dmt.training.data.synthetic import SyntheticClicks
 
 CONFIG = SyntheticConfig(num_features=9, num_groups=3, rows_per_table=40, num_multi_hot=2)

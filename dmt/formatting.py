@@ -1,0 +1,47 @@
+"""Numbers and lists in the words of a reader: bytes with their unit, the first few of many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["byte_unit", "shorten", "human_bytes"]
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+
+
+def byte_unit(num_bytes: float) -> tuple[float, str]:
+    """The largest decimal unit (1 GB = 10^9 bytes) that ``num_bytes`` holds once, as (bytes in it, name).
+
+    Example:
+        >>> byte_unit(12_400_000_000), byte_unit(0)
+        ((1000000000.0, 'GB'), (1.0, 'bytes'))
+    """
+    power = 0
+    # At 999.5 of a unit, three figures would read 1000 of it.
+    while power < len(_UNITS) - 1 and num_bytes >= 999.5 * 1000.0**power:
+        power += 1
+    return 1000.0**power, _UNITS[power]
+
+
+def shorten(items: Sequence[str], separator: str = "; ", *, most: int = 3) -> str:
+    """The first ``most`` of many texts, and how many more there are.
+
+    Example:
+        >>> shorten("abcde"), shorten("abc"), shorten("abcde", ", ", most=1)
+        ('a; b; c and 2 more', 'a; b; c', 'a and 4 more')
+    """
+    return separator.join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes with three figures.
+
+    Example:
+        >>> human_bytes(12_440_000_000), human_bytes(17), human_bytes(999_700)
+        ('12.4 GB', '17 bytes', '1.00 MB')
+    """
+    divisor, unit = byte_unit(num_bytes)
+    value = num_bytes / divisor
+    if unit == "bytes":
+        return f"{value:.0f} {unit}"
+    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"

@@ -1,0 +1,101 @@
+"""`TableSpec`: what plans and costs need to know of an embedding table, without TorchRec."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from dmt.errors import InputError
+
+__all__ = ["TableSpec", "feature_names", "number_bytes", "table_specs"]
+
+_NUMBER_BYTES = {"FP32": 4, "FP16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """One embedding table.
+
+    TorchRec's ``EmbeddingBagConfig`` has the same fields; `table_specs` converts.
+
+    Example:
+        >>> TableSpec(name="t_ad", num_embeddings=1000, embedding_dim=64, feature_names=("ad",)).num_bytes
+        256000
+    """
+
+    name: str
+    """Unique name of the table."""
+    num_embeddings: int
+    """Rows."""
+    embedding_dim: int
+    """Columns."""
+    feature_names: tuple[str, ...]
+    """The features that look up in this table; usually one, more when a table is shared."""
+    data_type: Literal["FP32", "FP16"] = field(default="FP32", compare=False)
+    """Number format of the weights; no part of what a table is, a plan holds for either."""
+
+    def __post_init__(self) -> None:
+        for size in ("num_embeddings", "embedding_dim"):
+            if getattr(self, size) < 1:
+                raise InputError(f"Table {self.name!r} has {size}={getattr(self, size)}; it must be positive.")
+        if not self.feature_names:
+            raise InputError(f"Table {self.name!r} has no feature; give at least one in feature_names.")
+        number_bytes(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the weights in bytes."""
+        return number_bytes(self) * self.num_embeddings * self.embedding_dim
+
+
+def number_bytes(table: Any) -> int:
+    """Bytes per weight of a table: of its ``data_type``, 4 where it has none.
+
+    Raises:
+        InputError: a format other than FP32 and FP16; tables of others are not trained (`dmt.sptt.precision`).
+
+    Example:
+        >>> number_bytes(TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("f",), data_type="FP16"))
+        2
+    """
+    kind = _number_format(table)
+    if kind not in _NUMBER_BYTES:
+        raise InputError(f"Table {table.name!r} has data_type={kind!r}; tables train in FP32 or FP16. Use one of them.")
+    return _NUMBER_BYTES[kind]
+
+
+def _number_format(table: Any) -> str:
+    """The name of the format, of TorchRec's ``DataType`` or of a text."""
+    kind = getattr(table, "data_type", "FP32")
+    return str(getattr(kind, "value", kind))
+
+
+def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
+    """Converts TorchRec ``EmbeddingBagConfig`` (or anything with the same fields) to `TableSpec`.
+
+    Raises:
+        InputError: two tables have one name, a feature looks up in two tables, or a table is of a number format that
+            does not train.
+    """
+    specs = tuple(
+        TableSpec(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=tuple(table.feature_names),
+            data_type=cast("Literal['FP32', 'FP16']", _number_format(table)),
+        )
+        for table in tables
+    )
+    for kind, names in (("Table", [s.name for s in specs]), ("Feature", feature_names(specs))):
+        doubled = [(name, count) for name, count in Counter(names).items() if count > 1]
+        if doubled:
+            raise InputError(f"{kind} {doubled[0][0]!r} is given {doubled[0][1]} times; names must be unique.")
+    return specs
+
+
+def feature_names(tables: Sequence[Any]) -> list[str]:
+    """The features of all tables, in the order of the tables."""
+    return [feature for table in tables for feature in table.feature_names]

@@ -1,0 +1,276 @@
+"""`TowerPlan`: which features belong to which tower, as data that is saved, loaded and checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError, did_you_mean
+from dmt.files import atomic_write, read_record
+from dmt.formatting import shorten
+from dmt.plan.column_shards import shard_names, split_tables
+from dmt.plan.tables import TableSpec, table_specs
+
+__all__ = ["FORMAT_VERSION", "TowerFeatures", "TowerPlan"]
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TowerFeatures:
+    """One tower of a plan."""
+
+    name: str
+    """Unique name, by default ``tower_<index>``."""
+    features: tuple[str, ...]
+    """The features whose tables live in this tower; their order is the order of the tower's inputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerPlan:
+    """A balanced assignment of features to towers (the result of DMT's Tower Partitioner, section 3.3).
+
+    Every feature is in exactly one tower. The order of towers and of features within them is the order of the
+    columns that a multi-tower model hands to its interaction, whatever ranks the towers are placed on.
+
+    Raises:
+        InputError: no tower, an empty tower, two towers of one name, or a feature in two places.
+
+    Example:
+        >>> plan = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
+        >>> plan.towers[0].features, plan.towers[1].name
+        (('f0', 'f2'), 'tower_1')
+        >>> TowerPlan.strided(["f0", "f1", "f2"], num_towers=2).to_lists()
+        [['f0', 'f2'], ['f1']]
+    """
+
+    towers: tuple[TowerFeatures, ...]
+    """The towers, in output order."""
+    strategy: str = "manual"
+    """How the assignment came about: ``manual``, ``strided``, ``coherent``, ``diverse``."""
+    seed: int | None = None
+    """The seed of a learned assignment."""
+    affinity: Mapping[str, Any] = field(default_factory=dict)
+    """Summary numbers of the feature affinity that a learned assignment was made from."""
+    tables: tuple[TableSpec, ...] = ()
+    """The tables the plan was made for, column shards one by one; checked against the model's when given."""
+    column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Columns of each shard, by feature, where tables are cut so that their shards can be in different towers. The
+    towers then list the shards, as ``ad[0:64]``; `split_tables` cuts the tables, `dmt.plan.column_shards.split_ids` the ids."""
+    command: str = ""
+    """The command that made the plan."""
+
+    def __post_init__(self) -> None:
+        if not self.towers:
+            raise InputError("A TowerPlan needs at least one tower.")
+        for tower in self.towers:
+            if not tower.features:
+                raise InputError(f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it.")
+        for kind, names in (("Tower", [t.name for t in self.towers]), ("Feature", self.features)):
+            doubled = [name for name, count in Counter(names).items() if count > 1]
+            if doubled:
+                places = [t.name for t in self.towers if doubled[0] in (t.name, *t.features)]
+                raise InputError(
+                    f"{kind} {doubled[0]!r} occurs more than once in the tower plan (in {', '.join(places)}); "
+                    "each must occur exactly once."
+                )
+
+        self._check_splits()
+
+    def _check_splits(self) -> None:
+        placed = set(self.features)
+        for feature, widths in self.column_splits.items():
+            if len(widths) < 2 or min(widths) < 1:
+                raise InputError(
+                    f"column_splits[{feature!r}]={list(widths)} in the tower plan must be the columns of two "
+                    "shards or more."
+                )
+            absent = [name for name in shard_names(feature, widths) if name not in placed]
+            if absent:
+                raise InputError(
+                    f"column_splits[{feature!r}]={list(widths)} makes the shard {absent[0]!r}, which is in no tower "
+                    "of the plan. Place every shard."
+                )
+
+    @classmethod
+    def from_lists(cls, towers: Iterable[Iterable[str]], **metadata: Any) -> TowerPlan:
+        """Makes a plan from a list of lists of feature names; ``metadata`` are further fields of the plan."""
+        named = tuple(TowerFeatures(f"tower_{i}", tuple(features)) for i, features in enumerate(towers))
+        return cls(towers=named, **metadata)
+
+    @classmethod
+    def strided(cls, features: Sequence[str], num_towers: int) -> TowerPlan:
+        """The naive balanced assignment of DMT section 5.2.3: feature i goes to tower i mod T.
+
+        Raises:
+            InputError: ``num_towers`` is not between 1 and the number of features.
+        """
+        if not 1 <= num_towers <= len(features):
+            raise InputError(f"num_towers={num_towers} must lie between 1 and the number of features, {len(features)}.")
+        return cls.from_lists([features[i::num_towers] for i in range(num_towers)], strategy="strided")
+
+    @property
+    def num_towers(self) -> int:
+        """T, the number of towers."""
+        return len(self.towers)
+
+    @property
+    def features(self) -> list[str]:
+        """All features, tower by tower."""
+        return [feature for tower in self.towers for feature in tower.features]
+
+    def to_lists(self) -> list[list[str]]:
+        """The features as a list of lists, the inverse of `from_lists`."""
+        return [list(tower.features) for tower in self.towers]
+
+    def check_features(self, features: Iterable[str]) -> None:
+        """Raises `InputError` naming every feature that the plan misses or invents against the model's."""
+        model_features = list(features)
+        known, placed = set(model_features), set(self.features)
+        uncut = [feature for feature in self.column_splits if feature in known]
+        if uncut:
+            raise InputError(
+                f"The tower plan cuts the table of feature {uncut[0]!r} into column shards "
+                f"{shard_names(uncut[0], self.column_splits[uncut[0]])}, but the model has the whole table. Build the "
+                "model from plan.split_tables(tables), and give it dmt.plan.column_shards.split_ids(ids, plan.column_splits)."
+            )
+        missing = [f for f in model_features if f not in placed]
+        unknown = [f for f in self.features if f not in known]
+        if missing:
+            raise InputError(
+                f"{_quote('Feature', missing)} in no tower ({len(known)} features, {len(known) - len(missing)} "
+                "placed). Add to the tower plan or drop from the model."
+            )
+        if unknown:
+            raise InputError(
+                f"{_quote('Feature', unknown)} in the tower plan but not in the model "
+                f"({len(known)} features).{did_you_mean(unknown[0], known)} Remove from the plan or add to the model."
+            )
+
+    def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
+        """Sorts tables into towers, after checking the plan against them.
+
+        Args:
+            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, in any order.
+
+        Returns:
+            For each tower its tables, ordered by their first feature in the plan.
+
+        Raises:
+            InputError: a feature is missing or unknown, a shared table's features lie in two towers, or a table
+                differs from the one the plan was made for.
+        """
+        specs = table_specs(tables)
+        self.check_features(feature for spec in specs for feature in spec.feature_names)
+        recorded = {spec.name: spec for spec in self.tables}
+        for spec in specs:
+            made_for = recorded.get(spec.name, spec)
+            if made_for != spec:
+                raise InputError(
+                    f"Table {spec.name!r} is {spec.num_embeddings} x {spec.embedding_dim} for features "
+                    f"{list(spec.feature_names)}, but the tower plan was made for {made_for.num_embeddings} x "
+                    f"{made_for.embedding_dim}, {list(made_for.feature_names)}. Make a new plan for this model."
+                )
+        tower_of = {f: (t, i) for t, tower in enumerate(self.towers) for i, f in enumerate(tower.features)}
+        placed: list[list[tuple[int, Any]]] = [[] for _ in self.towers]
+        for table in tables:
+            places = [tower_of[f] for f in table.feature_names]
+            towers = sorted({t for t, _ in places})
+            if len(towers) > 1:
+                split = ", ".join(f"{f!r} in {self.towers[tower_of[f][0]].name}" for f in table.feature_names)
+                raise InputError(
+                    f"Table {table.name!r} is shared by features of different towers ({split}). A table lives in "
+                    "one tower: put its features together."
+                )
+            placed[towers[0]].append((min(i for _, i in places), table))
+        return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
+
+    def split_tables(self, tables: Sequence[Any]) -> list[Any]:
+        """The tables of the uncut model as this plan wants them: those in ``column_splits`` cut into column shards.
+
+        Raises:
+            InputError: see `dmt.plan.column_shards.split_tables`.
+
+        Example:
+            >>> plan = TowerPlan.from_lists([["ad[0:4]", "user"], ["ad[4:8]"]], column_splits={"ad": (4, 4)})
+            >>> tables = [
+            ...     TableSpec(name=n, num_embeddings=9, embedding_dim=8, feature_names=(n,)) for n in ("ad", "user")
+            ... ]
+            >>> [table.name for table in plan.split_tables(tables)]
+            ['ad[0:4]', 'ad[4:8]', 'user']
+        """
+        return split_tables(tables, self.column_splits)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; an existing file is replaced in one step.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        record = {
+            "format": FORMAT_VERSION,
+            "strategy": self.strategy,
+            "seed": self.seed,
+            "towers": [{"name": t.name, "features": list(t.features)} for t in self.towers],
+            "affinity": dict(self.affinity),
+            "tables": [
+                {
+                    "name": t.name,
+                    "num_embeddings": t.num_embeddings,
+                    "embedding_dim": t.embedding_dim,
+                    "feature_names": list(t.feature_names),
+                }
+                for t in self.tables
+            ],
+            "column_splits": {feature: list(widths) for feature, widths in self.column_splits.items()},
+            "command": self.command,
+        }
+        try:
+            with atomic_write(Path(path)) as scratch:
+                scratch.write_text(json.dumps(record, indent=1) + "\n")
+        except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+            raise InputError(f"Tower plan {path}: cannot be written ({error}).") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TowerPlan:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            InputError: the file is absent, not JSON, of another format version, or breaks a rule of the plan.
+        """
+        record = read_record(path, what="Tower plan", version=FORMAT_VERSION, remedy="Re-run `dmt partition`.")
+        try:
+            return cls(
+                towers=tuple(TowerFeatures(str(t["name"]), _names(t["features"])) for t in record["towers"]),
+                strategy=record.get("strategy", "manual"),
+                seed=record.get("seed"),
+                affinity=record.get("affinity", {}),
+                tables=tuple(
+                    TableSpec(**{**t, "feature_names": _names(t["feature_names"])}) for t in record.get("tables", [])
+                ),
+                column_splits={f: tuple(map(int, widths)) for f, widths in record.get("column_splits", {}).items()},
+                command=record.get("command", ""),
+            )
+        except InputError as error:
+            raise InputError(f"Tower plan {path}: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"Tower plan {path}: a tower or table entry is malformed ({error!r}); expected "
+                '{"name": ..., "features": [...]}.'
+            ) from error
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"expected a list of feature names, got {value!r}")
+    return tuple(value)
+
+
+def _quote(word: str, names: Sequence[str], most: int = 5) -> str:
+    shown = shorten([repr(name) for name in names], ", ", most=most)
+    return f"{word} {shown} is" if len(names) == 1 else f"{word}s {shown} are"

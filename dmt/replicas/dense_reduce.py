@@ -1,0 +1,141 @@
+"""`HierarchicalDataParallel`: gradients of the dense part reduced inside each host first, then once between hosts.
+
+DDP's one ring over all ranks sends 2 (W-1)/W of the dense gradients out of every host; reduced inside the H hosts
+first, 2 (H-1)/H suffice: at 2 hosts of 2 ranks a third less. Only that hop may also travel in BF16.
+
+Legend: W ranks, H hosts, n numbers of a DDP bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+
+from dmt._torchrec import add_dense_hook, at_end_of_backward
+from dmt.collectives import gather_parts, scatter_sum, start_sum
+from dmt.errors import InputError
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.precision import SyncPrecision
+
+__all__ = ["HierarchicalDataParallel"]
+
+_BUCKET_MB = 1.0
+
+
+class HierarchicalDataParallel(DefaultDataParallelWrapper):
+    """What ``DistributedModelParallel`` wraps the dense part in: TorchRec's DDP with another all-reduce.
+
+    ========= ============================================================================ ===========================
+    step      what                                                                         group
+    ========= ============================================================================ ===========================
+    1         reduce-scatter of a bucket of gradients, [n] -> [n / ranks per host]         ranks of a host
+    2         all-reduce of that part; under way while the rest of the backward pass runs  same part on all hosts
+    3         all-gather, at the end of the backward pass, [n]                             ranks of a host
+    ========= ============================================================================ ===========================
+
+    The result is the mean over all W ranks, the same bits on each. A host is here what `TowerTopology.host` says: the
+    ranks of a tower, with ``"intra_host"`` replicas those of all its replicas.
+
+    Collective: every rank makes one at the same point, for the process groups.
+
+    Args:
+        mesh: of the job.
+        precision: of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` rounds them to 8 bits.
+        ranks_per_host: where hosts are larger or smaller than that: so many neighbouring ranks are a host.
+        bucket_cap_mb: how much is reduced at once; smaller than DDP's 25, so that the first is on its way early.
+            DDP's own first bucket has 1 MB at least.
+        options: others of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
+
+    Raises:
+        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, or hosts that do not divide the
+            ranks.
+
+    Example::
+
+        dense = HierarchicalDataParallel(mesh)
+        model = DistributedModelParallel(task, plan=plan, sharders=sharders, data_parallel_wrapper=dense)
+    """
+
+    def __init__(
+        self,
+        mesh: TowerMesh,
+        *,
+        precision: SyncPrecision = "fp32",
+        ranks_per_host: int | None = None,
+        bucket_cap_mb: float = _BUCKET_MB,
+        **options: Any,
+    ) -> None:
+        if precision not in ("fp32", "bf16"):
+            raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
+        if options.get("allreduce_comm_precision") is not None:
+            raise InputError(
+                f"HierarchicalDataParallel: allreduce_comm_precision={options['allreduce_comm_precision']!r} is for "
+                "TorchRec's own all-reduce, which this one replaces; use precision='bf16'."
+            )
+        super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
+        topology = mesh.topology
+        hosts = topology.host_groups() if ranks_per_host is None else _blocks(topology.world_size, ranks_per_host)
+        self._inside = mesh.new_group(hosts)
+        # On the peers' own connections, where they are the same ranks: what is sent there goes in order, so the
+        # gradients of tower outputs, which more depends on, come first.
+        across = [list(ranks) for ranks in zip(*hosts, strict=True)]
+        same = sorted(across) == sorted(sorted(group) for group in topology.peer_groups())
+        self._across = mesh.peer_group if same else mesh.new_group(across)
+        self._in_bf16 = precision == "bf16"
+
+    def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
+        """Called by DMP."""
+        super().wrap(dmp, env, device)
+        add_dense_hook(dmp, _HierarchicalReduce(self._inside, self._across, in_bf16=self._in_bf16))
+
+
+class _HierarchicalReduce:
+    """The communication hook of one DDP."""
+
+    def __init__(self, inside: dist.ProcessGroup, across: dist.ProcessGroup, *, in_bf16: bool) -> None:
+        self._inside = inside
+        self._across = across
+        self._in_bf16 = in_bf16
+        self._pending: list[_Bucket] = []
+
+    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        gradients, size = bucket.buffer(), self._inside.size()
+        with torch.profiler.record_function("## dmt:dense_reduce ##"):
+            # Divided first, as DDP does: a sum of FP16 gradients may be beyond what FP16 holds.
+            share = gradients / (size * self._across.size())
+            part = scatter_sum(nn.functional.pad(share, (0, -share.numel() % size)), self._inside)
+            part = part.bfloat16() if self._in_bf16 else part
+            self._pending.append(_Bucket(gradients, part, start_sum(part, self._across)))
+        at_end_of_backward(self._finish)
+        # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(gradients)
+        return done
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, []
+        for bucket in pending:
+            bucket.work.wait()
+            mean = gather_parts(bucket.part.to(bucket.gradients.dtype), self._inside)
+            bucket.gradients.copy_(mean[: bucket.gradients.numel()])
+
+
+def _blocks(world_size: int, ranks_per_host: int) -> list[list[int]]:
+    if ranks_per_host < 1 or world_size % ranks_per_host:
+        raise InputError(
+            f"HierarchicalDataParallel: ranks_per_host={ranks_per_host} does not divide the {world_size} ranks of the "
+            "job; give the ranks of one host."
+        )
+    return [list(range(first, first + ranks_per_host)) for first in range(0, world_size, ranks_per_host)]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    gradients: Tensor
+    part: Tensor
+    work: Any

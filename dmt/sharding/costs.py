@@ -1,0 +1,193 @@
+"""What one step costs a rank under each sharding scheme (Neo, section 4.1): `CostModel`. Pure arithmetic.
+
+Legend: B samples per rank, T towers, L ranks per tower, R replicas; G = T * L * B, the samples whose ids one tower
+looks up in a step; P ids per sample of a table, F its features, N columns of a shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+from dmt.errors import InputError
+from dmt.plan.tables import number_bytes
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.schemes import Scheme, TablePlacement, table_shards
+
+__all__ = ["OPTIMIZERS", "CostModel", "Hardware", "ShardLoad", "SparseOptimizer", "StepWorkload"]
+
+SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
+OPTIMIZERS: tuple[SparseOptimizer, ...] = get_args(SparseOptimizer)
+
+_ID_BYTES = 8  # an id, and a length: int64 both in a KeyedJaggedTensor
+# A row is read in the forward pass, and read and written by the fused update.
+_LOOKUP_PASSES = 3
+# The dense optimizer reads and writes every weight, reads its gradient, and the next step clears it.
+_DENSE_PASSES = 4
+# Ids, outputs and gradients; a data-parallel table only has its all-reduce.
+_EXCHANGES: dict[Scheme, int] = {"table_wise": 3, "column_wise": 3, "row_wise": 3, "data_parallel": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWorkload:
+    """What a training step asks of the tables.
+
+    Raises:
+        InputError: a batch below 1, a pooling factor that is not positive, or an unknown optimizer.
+
+    Example:
+        >>> StepWorkload(batch_size=0)
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: StepWorkload: batch_size=0 must be a whole number of at least 1, the samples per rank.
+    """
+
+    batch_size: int = 1024
+    """B, samples per rank and step."""
+    pooling_factors: Mapping[str, float] = field(default_factory=dict)
+    """Mean number of ids per sample, by feature; 1.0 for the others."""
+    optimizer: SparseOptimizer = "rowwise_adagrad"
+    """Of the tables; decides the memory of its state."""
+
+    def __post_init__(self) -> None:
+        batch = self.batch_size
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+            raise InputError(
+                f"StepWorkload: batch_size={batch!r} must be a whole number of at least 1, the samples per rank."
+            )
+        if self.optimizer not in OPTIMIZERS:
+            raise InputError(f"StepWorkload: optimizer={self.optimizer!r} is unknown; use one of {list(OPTIMIZERS)}.")
+        for feature, factor in self.pooling_factors.items():
+            if not 0 < factor < math.inf:
+                raise InputError(
+                    f"StepWorkload: pooling_factors[{feature!r}]={factor} must be a positive number, the mean ids per "
+                    "sample. Leave the feature out for 1.0."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What a rank has and how fast it is: Neo's scalar weights, as rates, so that costs are seconds.
+
+    The default rates are half of the data sheet's peak of an 80 GB A100 (memory; NVLink in one direction). Only their
+    ratios decide the plan. Measure your own.
+
+    Raises:
+        InputError: a number that is not positive (``collective_latency_us`` may be 0).
+    """
+
+    memory_per_rank: int | None = None
+    """Bytes for tables, optimizer state and the gradients of data-parallel tables; None: no limit."""
+    memory_gb_per_s: float = 1000.0
+    """Rate at which a rank reads and writes rows, in 10^9 bytes per second."""
+    intra_tower_gb_per_s: float = 150.0
+    """Rate at which a rank sends (and at the same time receives) inside its tower, in 10^9 bytes per second."""
+    collective_latency_us: float = 20.0
+    """Fixed microseconds of one collective, whatever it carries."""
+    exchange_bytes: float = 4.0
+    """Bytes per number of embeddings and gradients on the link: 4, or 2 with 16-bit codecs."""
+
+    def __post_init__(self) -> None:
+        if self.memory_per_rank is not None and not self.memory_per_rank > 0:
+            raise InputError(
+                f"Hardware: memory_per_rank={self.memory_per_rank} must be a positive number of bytes, or None for no "
+                "limit."
+            )
+        for name in ("memory_gb_per_s", "intra_tower_gb_per_s", "exchange_bytes"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"Hardware: {name}={getattr(self, name)} must be a positive number.")
+        if not 0 <= self.collective_latency_us < math.inf:
+            raise InputError(
+                f"Hardware: collective_latency_us={self.collective_latency_us} must be zero or a positive number."
+            )
+
+
+class ShardLoad(NamedTuple):
+    """What one shard asks of its rank."""
+
+    seconds: float
+    """Of one step: lookup work and message volume, each over its rate."""
+    memory: int
+    """Bytes: weights, optimizer state, and the dense gradient of a data-parallel table."""
+    lookups: float
+    """Rows read per step."""
+    id_bytes: float
+    """Ids and lengths that reach the rank, per step."""
+    output_bytes: float
+    """Embeddings that leave it in the forward pass; as many bytes of gradients come back."""
+    reduced_bytes: float
+    """Sent for the all-reduce of a data-parallel table's gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Seconds and bytes of shards on one mesh (Neo, section 4.1).
+
+    Message volume is charged to the rank at the busy end of an exchange: the owner of a whole table or of a column
+    shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. Duplicate ids,
+    caches and uneven use of rows are left out.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> table = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
+        >>> model = CostModel(topology=TowerTopology(num_towers=2, ranks_per_tower=4))
+        >>> whole = model.shard(table, "table_wise", 1000, 64)
+        >>> whole.memory, whole.lookups, whole.output_bytes  # 4 bytes of state per row; G = 8192, of which 3/4 leave
+        (260000, 8192.0, 1572864.0)
+    """
+
+    topology: TowerTopology
+    workload: StepWorkload = field(default_factory=StepWorkload)
+    hardware: Hardware = field(default_factory=Hardware)
+
+    @property
+    def global_batch(self) -> int:
+        """G = T * L * B."""
+        return self.topology.num_towers * self.topology.ranks_per_tower * self.workload.batch_size
+
+    def pooling(self, table: Any) -> float:
+        """P, ids per sample of a table, over all its features."""
+        return sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
+
+    def shard(self, table: Any, scheme: Scheme, rows: int, columns: int) -> ShardLoad:
+        """What a shard of ``rows`` x ``columns`` asks of its rank."""
+        ranks, samples, pooling = self.topology.ranks_per_tower, self.global_batch, self.pooling(table)
+        features, number = len(table.feature_names), number_bytes(table)
+        remote = (ranks - 1) / ranks
+        # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
+        lookups = samples * pooling / (1 if scheme in ("table_wise", "column_wise") else ranks)
+        touched = _LOOKUP_PASSES * lookups * columns * number
+        state = self._state_bytes(rows, columns)
+        memory = rows * columns * number + state
+        ids = outputs = reduced = 0.0
+        if scheme == "data_parallel":
+            copies = ranks * self.topology.num_replicas
+            reduced = 2 * (copies - 1) / copies * rows * columns * number
+            touched += _DENSE_PASSES * rows * columns * number + 2 * state
+            memory += rows * columns * number
+        else:
+            # Lengths go to every row shard, ids to that of their row.
+            ids = remote * _ID_BYTES * (lookups + samples * features)
+            outputs = remote * samples * features * columns * self.hardware.exchange_bytes
+        seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
+        seconds += (ids + 2 * outputs + reduced) / (1e9 * self.hardware.intra_tower_gb_per_s)
+        return ShardLoad(seconds, memory, lookups, ids, outputs, reduced)
+
+    def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
+        """(local rank, load) of every shard of a placed table."""
+        shards = table_shards(table, placement)
+        sizes = {shard[3:] for shard in shards}
+        loads = {size: self.shard(table, placement.scheme, *size) for size in sizes}
+        return [(shard.rank, loads[shard[3:]]) for shard in shards]
+
+    def fixed_seconds(self, scheme: Scheme) -> float:
+        """The fixed cost of a scheme's collectives, once for all tables of a tower that use it."""
+        if self.topology.ranks_per_tower == 1:
+            return 0.0
+        return 1e-6 * self.hardware.collective_latency_us * _EXCHANGES[scheme]
+
+    def _state_bytes(self, rows: int, columns: int) -> int:
+        per_row = {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}
+        return rows * per_row[self.workload.optimizer]

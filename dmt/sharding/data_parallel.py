@@ -1,0 +1,181 @@
+"""Data-parallel tables of a tower: whole on every rank, gradients averaged, updated in the backward pass.
+
+Neo (arXiv 2104.05158, section 4, "Data parallelism"): no exchange of ids or embeddings, an all-reduce of the table's
+gradient instead. TorchRec leaves such tables to the dense optimizer and drops the fused one they were given; here they
+are updated as FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains
+alike whatever its scheme. One difference: FBGEMM updates once for each forward pass, a data-parallel table once for each
+backward pass, also when that goes through several forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec.optim.fused import FusedOptimizer
+
+from dmt._torchrec import at_end_of_backward, mark_updated_in_backward
+from dmt.collectives import start_sum
+from dmt.errors import InputError
+from dmt.sharding.optimizers import FUSED_DEFAULTS, data_parallel_obstacle
+
+__all__ = ["DataParallelOptimizer", "DataParallelTables"]
+
+_STATES = {
+    EmbOptimType.EXACT_ROWWISE_ADAGRAD: ("momentum1",),
+    EmbOptimType.EXACT_ADAGRAD: ("momentum1",),
+    EmbOptimType.ADAM: ("momentum1", "momentum2"),
+    EmbOptimType.EXACT_SGD: (),
+}
+_DEFAULTS = {"optimizer": EmbOptimType.EXACT_SGD, **FUSED_DEFAULTS}
+
+
+class DataParallelOptimizer(FusedOptimizer):
+    """FBGEMM's row-wise AdaGrad, AdaGrad, Adam and SGD for whole tables with dense gradients.
+
+    State has FBGEMM's names, shapes and meaning: ``momentum1`` of row-wise AdaGrad is [rows], the sum over steps of
+    the *mean* over columns of the squared gradient. Rows whose gradient is zero stay as they are, also under Adam,
+    whose fused kernel too visits only the rows of the batch.
+
+    Args:
+        weights: [rows, columns] of each table, by table name.
+        settings: of the fused optimizer of each table, by table name: ``optimizer``, ``learning_rate``, ``eps``,
+            ``beta1``, ``beta2``.
+
+    Raises:
+        InputError: an optimizer or setting that has no counterpart here.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], settings: Mapping[str, Mapping[str, Any]]) -> None:
+        self._settings = {name: _checked(name, settings[name]) for name in weights}
+        self._weights = dict(weights)
+        self._rates = {name: setting["learning_rate"] for name, setting in self._settings.items()}
+        state, groups = {}, []
+        for name, weight in self._weights.items():
+            kind = self._settings[name]["optimizer"]
+            shape = weight.shape[:1] if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD else weight.shape
+            state[weight] = {
+                f"{name}.{part}": torch.zeros(shape, dtype=torch.float32, device=weight.device)
+                for part in _STATES[kind]
+            }
+            if kind is EmbOptimType.ADAM:
+                state[weight][f"{name}.iter"] = torch.zeros((), dtype=torch.int64)
+            groups.append({"params": [weight], "lr": self._rates[name]})
+        super().__init__({f"embedding_bags.{name}.weight": w for name, w in weights.items()}, state, groups)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Updates every table that has a gradient."""
+        for name, weight in self._weights.items():
+            if weight.grad is not None:
+                # Of the data, which autograd does not watch: FBGEMM's updates do not invalidate a graph either.
+                weight.data.sub_(self._rates[name] * self._direction(name, weight, weight.grad.float()))
+
+    def step(self, closure: Any = None) -> None:
+        """Takes over the learning rates of ``param_groups``; the update itself happened in the backward pass."""
+        for name, group in zip(self._weights, self.param_groups, strict=True):
+            self._rates[name] = group["lr"]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """As `step`, in the way of FBGEMM's fused optimizers: there are no gradients to clear."""
+        self.step()
+
+    def _direction(self, name: str, weight: Tensor, grad: Tensor) -> Tensor:
+        setting = self._settings[name]
+        kind, eps = setting["optimizer"], setting["eps"]
+        if kind is EmbOptimType.EXACT_SGD:
+            return grad
+        first = self.state[weight][f"{name}.momentum1"]
+        if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+            first.add_(grad.square().mean(dim=1))
+            return grad / (first.sqrt() + eps).unsqueeze(1)
+        if kind is EmbOptimType.EXACT_ADAGRAD:
+            first.add_(grad.square())
+            return grad / (first.sqrt() + eps)
+        second, steps = (self.state[weight][f"{name}.{part}"] for part in ("momentum2", "iter"))
+        steps += 1
+        rows = grad.ne(0).any(dim=1)
+        beta1, beta2 = setting["beta1"], setting["beta2"]
+        first[rows] = beta1 * first[rows] + (1 - beta1) * grad[rows]
+        second[rows] = beta2 * second[rows] + (1 - beta2) * grad[rows].square()
+        mean = first / (1 - beta1 ** int(steps))
+        root = (second / (1 - beta2 ** int(steps))).sqrt()
+        return torch.where(rows.unsqueeze(1), mean / (root + eps), 0.0)
+
+
+class DataParallelTables(nn.Module):
+    """The lookup of data-parallel tables with their gradients averaged over a group; takes the place of TorchRec's DDP.
+
+    ========= ==========================================================================================
+    forward   nothing is sent
+    backward  every rank: the gradient of its own samples -> the mean over the group, on every rank; the
+              all-reduce runs while the rest of the backward pass does, the update at its end
+    ========= ==========================================================================================
+
+    Args:
+        lookup: TorchRec's lookup; named ``module`` for TorchRec, which unwraps it.
+        weights: [rows, columns] of each table, views of the lookup's own parameters.
+        settings: of the fused optimizer of each table.
+        group: the ranks that hold the tables.
+    """
+
+    def __init__(
+        self,
+        lookup: nn.Module,
+        weights: Mapping[str, Tensor],
+        settings: Mapping[str, Mapping[str, Any]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.module = lookup
+        self.optimizer = DataParallelOptimizer(weights, settings)
+        self._group = group
+        self._pending: list[tuple[Tensor, Any]] = []
+        for weight in weights.values():
+            mark_updated_in_backward(weight, self.optimizer)
+        for _, parameter in lookup.named_parameters():
+            parameter.register_post_accumulate_grad_hook(self._reduce)
+
+    def forward(self, features: Any) -> Tensor:
+        """Looks up; nothing is sent."""
+        # What a backward pass left that did not come to its end, because something raised.
+        self._drop_pending()
+        return self.module(features)
+
+    def flush(self) -> None:
+        """Called by TorchRec before it reads weights; they are always up to date."""
+
+    def purge(self) -> None:
+        """Called by TorchRec before it loads weights; nothing is cached."""
+
+    def _reduce(self, parameter: Tensor) -> None:
+        # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
+        at_end_of_backward(self._finish)
+        assert parameter.grad is not None, "called once the gradient is there"
+        self._pending.append((parameter, start_sum(parameter.grad, self._group)))
+
+    def _finish(self) -> None:
+        if not self._pending:
+            return
+        for parameter, work in self._pending:
+            work.wait()
+            assert parameter.grad is not None, "it was there when its reduction began"
+            parameter.grad.div_(self._group.size())
+        self.optimizer.update()
+        self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        for parameter, work in self._pending:
+            work.wait()
+            parameter.grad = None
+        self._pending = []
+
+
+def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    if obstacle := data_parallel_obstacle(settings):
+        raise InputError(f"Table {table!r} is data-parallel, but {obstacle}. Use another optimizer or scheme.")
+    return {**_DEFAULTS, **settings}

@@ -1,0 +1,295 @@
+"""`pack`: the better heuristic, improved by local search; small towers are searched through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from dmt.sharding.branching import branch_and_bound
+from dmt.sharding.packing import Option, Packing, Problem, differencing, greedy
+
+__all__ = ["Packed", "improve", "pack"]
+
+# Relative; below it, a change is rounding.
+_GAIN = 1e-9
+# Ranks that a part of the busiest rank is moved to or swapped with, cheapest first.
+_PARTNERS = 16
+# Pairs of parts that are looked at in one step, about.
+_MOST_SWAPS = 20_000
+# The start of `_starts` that only looks at memory.
+_LAST_RESORT = 2
+# A smaller set of kinds is taken where it is better by so much: it cuts tables that could stay whole.
+_WORTHWHILE = 0.005
+# Branch and bound is tried up to so many items on so many ranks.
+_FEW_ITEMS, _FEW_RANKS = 16, 8
+
+
+class Packed(NamedTuple):
+    """What `pack` found."""
+
+    packing: Packing
+    method: str
+    """The heuristic that won, and what bettered it."""
+
+
+def pack(problem: Problem) -> Packed | None:
+    """Places all items so that the busiest rank costs little; None where nothing was found that keeps the memory limit.
+
+    Greedy and largest differencing (Neo, section 4.1), each from the cheapest options and from options cut to the mean
+    load; the better one is improved. Sets of kinds are tried, as each brings fixed costs. With
+    few items on few ranks, branch and bound looks for something better still.
+
+    Kinds that are to be avoided are left out first, for all items that can do without; then they are left to the items
+    that are too large; then to all. The first packing is taken that costs at most `Problem.worthwhile` more than the
+    last one would.
+
+    Example:
+        >>> options = [[Option((cost,), (1.0,), 0.0, None, 0)] for cost in (3.0, 3.0, 2.0, 2.0, 2.0)]
+        >>> found = pack(Problem(options, np.zeros(2), np.zeros(2), 4.0, (0.0,)))
+        >>> found.packing.objective, found.method
+        (6.0, 'largest differencing, local search')
+    """
+    candidates = []
+    for fewer in _with_few_avoided(problem):
+        candidate = _pack(fewer)
+        if candidate is None:
+            continue
+        if _is_good_enough(candidate, _floor(problem), problem):
+            return candidate
+        candidates.append(candidate)
+    best = _pack(problem)
+    if best is None:
+        return candidates[0] if candidates else None
+    return next((c for c in candidates if _is_good_enough(c, best.packing.objective, problem)), best)
+
+
+def _is_good_enough(candidate: Packed, objective: float, problem: Problem) -> bool:
+    return candidate.packing.objective <= objective * (1 + problem.worthwhile)
+
+
+def _with_few_avoided(problem: Problem) -> Iterator[Problem]:
+    """The problem without the kinds to be avoided; then with them for items above the mean load or the memory alone.
+
+    An item that has nothing else keeps what it has.
+    """
+    totals = [_least_total(options, problem.num_ranks) for options in problem.options]
+    mean = (float(problem.cost.sum()) + sum(totals)) / problem.num_ranks
+    for is_strict in (True, False):
+        kept = []
+        for options in problem.options:
+            others = [option for option in options if option.kind not in problem.avoided]
+            fits = others and (is_strict or _fits_whole(others, mean, problem))
+            kept.append(others if fits else options)
+        if all(len(fewer) == len(options) for fewer, options in zip(kept, problem.options, strict=True)):
+            return
+        yield replace(problem, options=kept)
+
+
+def _fits_whole(options: Sequence[Option], mean: float, problem: Problem) -> bool:
+    cheapest = options[_least(options, range(len(options)), problem.num_ranks)]
+    return max(cheapest.part_costs, default=0.0) <= mean and cheapest.most_memory <= problem.capacity
+
+
+def _least_total(options: Sequence[Option], num_ranks: int) -> float:
+    return min(option.total(num_ranks) for option in options)
+
+
+def _pack(problem: Problem) -> Packed | None:
+    best = _heuristics(problem)
+    for without in _fewer_kinds(problem):
+        # No more can be saved than the fixed costs in use, and nothing costs less than the mean over ranks.
+        if best is not None and _floor(without) >= best.packing.objective * (1 - _WORTHWHILE):
+            continue
+        found = _heuristics(without)
+        if found is not None and _is_better(found.packing, best and best.packing, _WORTHWHILE):
+            best = found
+    if len(problem.options) > _FEW_ITEMS or problem.num_ranks > _FEW_RANKS:
+        return best
+    exact = branch_and_bound(problem, best and best.packing)
+    if exact is None or (best and exact is best.packing):
+        return best
+    return Packed(exact, f"{best.method}, branch and bound" if best else "branch and bound")
+
+
+def _is_better(one: Packing, other: Packing | None, gain: float = _GAIN) -> bool:
+    return other is None or one.objective < other.objective * (1 - gain)
+
+
+def _heuristics(problem: Problem) -> Packed | None:
+    best: Packed | None = None
+    for number, preferred in enumerate(_starts(problem)):
+        if number == _LAST_RESORT and best is not None:
+            break
+        firsts = [("largest differencing", differencing(problem, preferred)), ("greedy", greedy(problem, preferred))]
+        fitting = [(name, first) for name, first in firsts if first is not None and first.feasible]
+        if not fitting:
+            tight = greedy(problem, preferred, by_memory=True)
+            fitting = [("greedy by memory", tight)] if tight else []
+        for name, first in fitting:
+            before = first.objective
+            improve(first)
+            if best is None or _is_better(first, best.packing):
+                best = Packed(first, name + (", local search" if first.objective < before * (1 - _GAIN) else ""))
+    return best
+
+
+def _starts(problem: Problem) -> Iterator[list[int]]:
+    """Options of all items to begin with: the cheapest; none above the mean load; those of least memory."""
+    num_ranks = problem.num_ranks
+    least = [_least(options, range(len(options)), num_ranks) for options in problem.options]
+    yield least
+    total = sum(options[o].total(num_ranks) for options, o in zip(problem.options, least, strict=True))
+    mean = (float(problem.cost.sum()) + total) / num_ranks
+    cut = []
+    for options, cheapest in zip(problem.options, least, strict=True):
+        fitting = [o for o, option in enumerate(options) if max(option.part_costs, default=0.0) <= mean]
+        cut.append(_least(options, fitting, num_ranks) if fitting else cheapest)
+    yield cut
+    yield [min(range(len(options)), key=lambda o: (options[o].most_memory, o)) for options in problem.options]
+
+
+def _least(options: Sequence[Option], among: Sequence[int], num_ranks: int) -> int:
+    return min(among, key=lambda o: (options[o].total(num_ranks), o))
+
+
+def _fewer_kinds(problem: Problem) -> Iterator[Problem]:
+    """The problem with each smaller set of kinds that leaves every item an option."""
+    kinds = sorted({option.kind for options in problem.options for option in options})
+    for size in range(len(kinds) - 1, 0, -1):
+        for kept in combinations(kinds, size):
+            options = [[option for option in options if option.kind in kept] for options in problem.options]
+            if all(options):
+                yield replace(problem, options=options)
+
+
+def _floor(problem: Problem) -> float:
+    """What no packing goes below: the mean over ranks, and the smallest fixed cost."""
+    least = sum(_least_total(options, problem.num_ranks) for options in problem.options)
+    fixed = min(problem.fixed_cost([option.kind]) for options in problem.options for option in options)
+    return (float(problem.cost.sum()) + least) / problem.num_ranks + fixed
+
+
+def improve(packing: Packing, max_steps: int = 20_000) -> Packing:
+    """Changes one or two items at a time, in place, while that relieves the busiest rank.
+
+    Tried in this order, the best of its kind first: move a part to another rank or swap it with one there; cut an item
+    of the busiest rank another way; stop spreading an item over all ranks. Deterministic; memory limits are kept.
+    """
+    for _ in range(max_steps):
+        if not (_move_or_swap(packing) or _cut_another_way(packing) or _gather(packing)):
+            break
+    return packing
+
+
+def _move_or_swap(packing: Packing) -> bool:
+    cost, memory, limit = packing.cost, packing.memory, packing.problem.capacity
+    top = int(cost.argmax())
+    bar = float(cost[top]) * (1 - _GAIN)
+    own = _loads(packing, top)
+    if not own:
+        return False
+    # A move is a swap with nothing.
+    partners = [int(rank) for rank in np.argsort(cost, kind="stable")[:_PARTNERS] if rank != top]
+    others: list[tuple[int, int, int, float, float]] = []
+    for rank in partners:
+        if len(own) * len(others) > _MOST_SWAPS:
+            break
+        others += [(rank, -1, -1, 0.0, 0.0), *((rank, *load) for load in _loads(packing, rank))]
+    if not others:
+        return False
+    ranks = np.array([other[0] for other in others])
+    _, _, costs, sizes = (np.array(column)[:, None] for column in zip(*own, strict=True))
+    _, _, _, other_costs, other_sizes = (np.array(column)[None, :] for column in zip(*others, strict=True))
+    after = np.maximum(cost[top] - costs + other_costs, cost[ranks] + costs - other_costs)
+    after[(memory[ranks] + sizes - other_sizes > limit) | (memory[top] - sizes + other_sizes > limit)] = np.inf
+    for flat in np.argsort(after, axis=None, kind="stable")[:_PARTNERS]:
+        mine, theirs = divmod(int(flat), len(others))
+        if after[mine, theirs] >= bar:
+            return False
+        item, part, *_ = own[mine]
+        rank, other, other_part, *_ = others[theirs]
+        if rank in packing.ranks[item] or (other >= 0 and top in packing.ranks[other]):
+            continue
+        _relocate(packing, item, part, rank)
+        if other >= 0:
+            _relocate(packing, other, other_part, top)
+        return True
+    return False
+
+
+def _relocate(packing: Packing, item: int, part: int, rank: int) -> None:
+    ranks, option = list(packing.ranks[item]), packing.chosen[item]
+    ranks[part] = rank
+    packing.take(item)
+    packing.put(item, option, ranks)
+
+
+def _loads(packing: Packing, rank: int) -> list[tuple[int, int, float, float]]:
+    """(item, part, cost, memory) on a rank, in an order of their own."""
+    found = []
+    for item, part in sorted(packing.on_rank[rank]):
+        option = packing.option_of(item)
+        found.append((item, part, option.part_costs[part], option.part_memory[part]))
+    return found
+
+
+def _cut_another_way(packing: Packing) -> bool:
+    top = int(packing.cost.argmax())
+    fixed = packing.fixed
+    best, action = packing.objective * (1 - _GAIN), None
+    for item in sorted({item for item, _ in packing.on_rank[top]}):
+        before, before_ranks = packing.chosen[item], packing.ranks[item]
+        packing.take(item)
+        for number, option in enumerate(packing.problem.options[item]):
+            ranks = packing.room_for(option) if number != before else None
+            if ranks is None:
+                continue
+            packing.put(item, number, ranks)
+            # Other ranks may be as busy as the busiest: they are relieved in their turn.
+            everywhere = option.everywhere_cost or packing.fixed != fixed
+            touched = packing.cost if everywhere else packing.cost[[*before_ranks, *ranks]]
+            after = float(touched.max()) + packing.fixed
+            if after < best:
+                best, action = after, (item, number, ranks)
+            packing.take(item)
+        packing.put(item, before, before_ranks)
+    if action is not None:
+        packing.take(action[0])
+        packing.put(*action)
+    return action is not None
+
+
+def _gather(packing: Packing, tries: int = 8) -> bool:
+    """Puts items that are spread over all ranks onto some of them, which relieves all others."""
+    cheap = np.sort(packing.cost)
+    top = cheap[-1]
+    found = []
+    for item in range(len(packing.chosen)):
+        share = packing.option_of(item).everywhere_cost
+        for number, option in enumerate(packing.problem.options[item]) if share else ():
+            if option.everywhere_cost == 0:
+                after = max(cheap[k] + cost for k, cost in enumerate(option.part_costs)) - share
+                if after < top:
+                    found.append((max(after, top - share), item, number))
+    gathered, failed = False, 0
+    for _, item, number in sorted(found):
+        if packing.option_of(item).everywhere_cost == 0:
+            continue  # gathered already, another way
+        before, before_ranks, objective = packing.chosen[item], packing.ranks[item], packing.objective
+        packing.take(item)
+        ranks = packing.room_for(packing.problem.options[item][number])
+        if ranks is not None:
+            packing.put(item, number, ranks)
+            if packing.objective < objective * (1 - _GAIN):
+                gathered = True
+                continue
+            packing.take(item)
+        packing.put(item, before, before_ranks)
+        failed += 1
+        if failed == tries:
+            break
+    return gathered

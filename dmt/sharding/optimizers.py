@@ -1,0 +1,154 @@
+"""Settings of the tables' fused optimizers: their short names, and why a data-parallel table cannot have them.
+
+Pure: FBGEMM's ``EmbOptimType`` is known by its text, so planning needs no FBGEMM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dmt.errors import InputError
+
+__all__ = [
+    "FUSED_DEFAULTS",
+    "MomentScale",
+    "TableOptimizer",
+    "check_moment_scale",
+    "data_parallel_obstacle",
+    "moment_scale_of",
+    "moment_scaled",
+    "optimizer_name",
+]
+
+FUSED_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
+"""What FBGEMM takes for settings that are left out."""
+
+_NAMES = {
+    "exact_row_wise_adagrad": "rowwise_adagrad",
+    "exact_adagrad": "adagrad",
+    "adam": "adam",
+    "exact_sgd": "sgd",
+}
+_FBGEMM_DEFAULT = "exact_sgd"
+# What `dmt.sharding.data_parallel` carries out, and what says nothing about the update; both in FBGEMM's and PyTorch's spelling.
+_CARRIED_OUT = {"optimizer", "learning_rate", "lr", "eps", "beta1", "beta2", "betas"}
+_NOT_THE_UPDATE = ("output_dtype", "cache_", "bounds_check", "enforce_hbm", "prefetch_", "stochastic_rounding", "uvm_")
+
+
+def optimizer_name(settings: Mapping[str, Any]) -> str | None:
+    """Our name of the optimizer in ``fused_params``; None for another one.
+
+    Example:
+        >>> optimizer_name({"optimizer": "exact_row_wise_adagrad"}), optimizer_name({"optimizer": "lamb"})
+        ('rowwise_adagrad', None)
+    """
+    return _NAMES.get(str(settings.get("optimizer", _FBGEMM_DEFAULT)))
+
+
+def data_parallel_obstacle(settings: Mapping[str, Any]) -> str:
+    """Why a table with these ``fused_params`` cannot be data-parallel; empty if it can.
+
+    Example:
+        >>> data_parallel_obstacle({"optimizer": "adam", "beta1": 0.9})
+        ''
+        >>> data_parallel_obstacle({"optimizer": "lamb"})
+        "its optimizer is lamb, and data-parallel tables have one of ['rowwise_adagrad', 'adagrad', 'adam', 'sgd']"
+        >>> data_parallel_obstacle({"weight_decay": 0.1})
+        'its fused optimizer sets weight_decay=0.1, which data-parallel tables do not have'
+    """
+    if optimizer_name(settings) is None:
+        return f"its optimizer is {settings['optimizer']}, and data-parallel tables have one of {list(_NAMES.values())}"
+    for key, value in settings.items():
+        if value and key not in _CARRIED_OUT and not key.startswith(_NOT_THE_UPDATE):
+            return f"its fused optimizer sets {key}={value!r}, which data-parallel tables do not have"
+    return ""
+
+
+MomentScale = float | Literal["num_replicas"]
+# The optimizers whose step is the gradient over the root of a sum of squares.
+_WITH_MOMENTS = ("rowwise_adagrad", "adagrad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableOptimizer:
+    """What a sharder was told of its tables' fused optimizer."""
+
+    fused_params: dict[str, Any] | None = None
+    """FBGEMM's settings; those on a table's parameter go before them."""
+    moment_scale: MomentScale = "num_replicas"
+    """Factor c of AdaGrad's moments."""
+
+
+def check_moment_scale(moment_scale: MomentScale, num_replicas: int) -> None:
+    """Raises `InputError` unless ``moment_scale`` is ``"num_replicas"`` or in (0, M] (Scaling Rule 1).
+
+    Example:
+        >>> check_moment_scale(3, num_replicas=2)
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: moment_scale=3 must be above 0 and at most num_replicas=2, or 'num_replicas' (2D ...
+    """
+    if moment_scale == "num_replicas":
+        return
+    is_number = isinstance(moment_scale, int | float) and not isinstance(moment_scale, bool)
+    if not is_number or not 0 < moment_scale <= num_replicas:
+        raise InputError(
+            f"moment_scale={moment_scale!r} must be above 0 and at most num_replicas={num_replicas}, or 'num_replicas' "
+            "(2D sparse parallelism, Scaling Rule 1: the noisier the gradients, the nearer to the number of replicas)."
+        )
+
+
+def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_replicas: int) -> float:
+    """The factor c of a model-parallel table.
+
+    Args:
+        moment_scale: what was asked for, see `check_moment_scale`.
+        settings: ``fused_params`` of the table.
+        num_replicas: M.
+
+    Returns:
+        c; 1.0 for an optimizer without such a moment, unless one was asked for.
+
+    Raises:
+        InputError: a number other than 1 was asked for, and the optimizer has no such moment, or decouples its weight
+            decay, which the scaled learning rate would change.
+
+    Example:
+        >>> moment_scale_of("num_replicas", {"optimizer": "exact_row_wise_adagrad"}, 4)
+        4.0
+        >>> moment_scale_of("num_replicas", {"optimizer": "exact_sgd"}, 4)
+        1.0
+    """
+    check_moment_scale(moment_scale, num_replicas)
+    asked = moment_scale != "num_replicas"
+    scale = float(num_replicas if moment_scale == "num_replicas" else moment_scale)
+    if scale == 1.0:
+        return scale
+    obstacle = ""
+    if optimizer_name(settings) not in _WITH_MOMENTS:
+        obstacle = f"the optimizer is {optimizer_name(settings) or settings['optimizer']}"
+    elif settings.get("weight_decay") and "decouple" in str(settings.get("weight_decay_mode", "")).lower():
+        # It shrinks weights by learning rate x decay, so sqrt(c) would come into it.
+        obstacle, asked = "weight_decay_mode is decoupled", True
+    if not obstacle:
+        return scale
+    if asked:
+        raise InputError(
+            f"moment_scale={moment_scale!r} scales the moments of {' and '.join(_WITH_MOMENTS)}, but {obstacle}. Use "
+            "moment_scale=1."
+        )
+    return 1.0
+
+
+def moment_scaled(settings: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """The settings with learning rate and epsilon times sqrt(c); other settings stay.
+
+    Example:
+        >>> moment_scaled({"learning_rate": 0.5, "eps": 1e-4, "weight_decay": 0.1}, 4.0)
+        {'learning_rate': 1.0, 'eps': 0.0002, 'weight_decay': 0.1}
+    """
+    root = math.sqrt(scale)
+    return {**settings, **{key: settings.get(key, FUSED_DEFAULTS[key]) * root for key in ("learning_rate", "eps")}}

@@ -1,0 +1,173 @@
+"""`TowerShardingPlan`: where every table lives and why, what that asks of every rank, as data that is saved and loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError
+from dmt.files import atomic_write, read_record
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.schemes import SCHEMES, TablePlacement
+
+__all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerLoad", "TowerShardingPlan"]
+
+SHARDING_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSharding:
+    """One table of the plan."""
+
+    name: str
+    """Of the table."""
+    tower: int
+    """Mesh tower that holds it."""
+    placement: TablePlacement
+    """Scheme and ranks inside the tower."""
+    reason: str
+    """Why, in one line."""
+    seconds: float
+    """Cost of a step, summed over the ranks of the tower."""
+    memory: int
+    """Bytes, summed over the ranks of the tower: weights, optimizer state, dense gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLoad:
+    """What the tables ask of one rank; the same in every replica."""
+
+    tower: int
+    """Mesh tower."""
+    local: int
+    """Local rank, 0..L-1."""
+    memory: int
+    """Bytes of weights, optimizer state and dense gradients."""
+    lookups: float
+    """Rows read per step."""
+    bytes_sent: float
+    """Inside the tower per step: ids, embeddings, their gradients, and all-reduces."""
+    seconds: float
+    """Cost of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerLoad:
+    """One tower."""
+
+    tower: int
+    """Mesh tower."""
+    num_tables: int
+    """Tables that it holds."""
+    method: str
+    """How its tables were placed."""
+    imbalance: float
+    """Cost of its busiest rank over the mean."""
+    peer_bytes: float
+    """Bytes of embeddings it sends to other towers in a forward pass where no tower module compresses them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerShardingPlan:
+    """A sharding plan that explains itself; made by `dmt.sharding.plan_tables.plan_tables`."""
+
+    topology: TowerTopology
+    workload: StepWorkload
+    hardware: Hardware
+    tables: tuple[TableSharding, ...]
+    """Tower by tower, in the order they were given in."""
+    ranks: tuple[RankLoad, ...]
+    """Tower by tower, local rank by local rank."""
+    towers: tuple[TowerLoad, ...]
+    notes: tuple[str, ...] = ()
+    """What the reader should know besides."""
+
+    @property
+    def placements(self) -> dict[str, TablePlacement]:
+        """The placement of every table, by name."""
+        return {table.name: table.placement for table in self.tables}
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why, by table name."""
+        return {table.name: table.reason for table in self.tables}
+
+    @property
+    def seconds(self) -> float:
+        """Cost of the busiest rank of all."""
+        return max(rank.seconds for rank in self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Cost of the busiest rank over the mean of all ranks; 1 is even."""
+        mean = sum(rank.seconds for rank in self.ranks) / len(self.ranks)
+        return self.seconds / mean if mean else 1.0
+
+    @property
+    def tables_by_scheme(self) -> dict[str, int]:
+        """How many tables have each scheme; those that none has are left out."""
+        counts = Counter(table.placement.scheme for table in self.tables)
+        return {scheme: counts[scheme] for scheme in SCHEMES if counts[scheme]}
+
+    def to_record(self) -> dict[str, Any]:
+        """The plan as JSON writes it."""
+        return {
+            "format": SHARDING_FORMAT,
+            "imbalance": self.imbalance,
+            "seconds": self.seconds,
+            "topology": asdict(self.topology),
+            "workload": asdict(self.workload) | {"pooling_factors": dict(self.workload.pooling_factors)},
+            "hardware": asdict(self.hardware),
+            "notes": list(self.notes),
+            "towers": [asdict(tower) for tower in self.towers],
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "tables": [asdict(table) for table in self.tables],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; an existing file is replaced in one step.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        try:
+            with atomic_write(Path(path)) as scratch:
+                scratch.write_text(json.dumps(self.to_record(), indent=1) + "\n")
+        except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+            raise InputError(f"Sharding plan {path}: cannot be written ({error}). Name another file.") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TowerShardingPlan:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            InputError: the file is absent, not JSON, of another format version, or malformed.
+        """
+        record = read_record(path, what="Sharding plan", version=SHARDING_FORMAT, remedy="Re-run `dmt plan`.")
+        try:
+            return cls(
+                topology=TowerTopology(**record["topology"]),
+                workload=StepWorkload(**record["workload"]),
+                hardware=Hardware(**record["hardware"]),
+                tables=tuple(TableSharding(**t | {"placement": _placed(t["placement"])}) for t in record["tables"]),
+                ranks=tuple(RankLoad(**rank) for rank in record["ranks"]),
+                towers=tuple(TowerLoad(**tower) for tower in record["towers"]),
+                notes=tuple(record["notes"]),
+            )
+        except InputError as error:
+            raise InputError(f"Sharding plan {path}: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"Sharding plan {path}: an entry is malformed ({error!r}). Re-run `dmt plan`.") from error
+
+
+def _placed(record: Mapping[str, Any]) -> TablePlacement:
+    def whole(numbers: Sequence[Any]) -> tuple[int, ...]:
+        return tuple(int(number) for number in numbers)
+
+    return TablePlacement(scheme=record["scheme"], ranks=whole(record["ranks"]), sizes=whole(record["sizes"]))

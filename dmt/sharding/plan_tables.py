@@ -1,0 +1,300 @@
+"""`plan_tables`: places the tables of every tower on its ranks by cost and memory, and says why. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from dmt.errors import InputError, did_you_mean
+from dmt.formatting import human_bytes
+from dmt.plan.tables import feature_names
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.local_search import pack
+from dmt.sharding.packing import Option, Packing, Problem
+from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan
+from dmt.sharding.reasons import Reasons, notes_on
+from dmt.sharding.rules import Allowed, ShardingRules
+from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards
+from dmt.sptt.precision import check_table_format
+
+__all__ = ["plan_tables"]
+
+
+def plan_tables(
+    tables_by_tower: Sequence[Sequence[Any]],
+    topology: TowerTopology,
+    *,
+    workload: StepWorkload | None = None,
+    hardware: Hardware | None = None,
+    rules: ShardingRules | None = None,
+    column_gain: float = 0.05,
+) -> TowerShardingPlan:
+    """Places every table inside its tower (Neo, sections 4 and 4.1).
+
+    Each tower is planned alone; what is made small is the cost of its busiest rank, with the memory of a rank as a hard
+    limit. The result depends neither on the order of tables nor on the process.
+
+    Args:
+        tables_by_tower: ``EmbeddingBagConfig`` or `TableSpec` of every tower of the mesh, as from
+            `TowerPlan.tables_by_tower`.
+        topology: the mesh sizes.
+        workload: batch size, ids per sample and optimizer.
+        hardware: memory and rates of a rank.
+        rules: what the user decided. With a placement for every table, this only computes the report.
+        column_gain: a tower cuts tables into columns only where its busiest rank would otherwise cost more by more than
+            this share, or nothing else fits the memory; 0 takes the cheapest plan. Under row-wise AdaGrad a column-wise
+            table is trained a little differently, and the global id route sends its ids to other hosts once per shard.
+
+    Raises:
+        InputError: names or numbers are wrong, rules contradict each other or cannot be met, or tables do not fit.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> rows = {"ad": 50_000_000, "user": 3_000_000, "hour": 24}
+        >>> shape = {"embedding_dim": 64}
+        >>> tables = [TableSpec(name=n, num_embeddings=r, feature_names=(n,), **shape) for n, r in rows.items()]
+        >>> topology = TowerTopology(num_towers=1, ranks_per_tower=4)
+        >>> found = plan_tables([tables], topology, hardware=Hardware(memory_per_rank=4_000_000_000))
+        >>> {name: placement.scheme for name, placement in found.placements.items()}
+        {'ad': 'column_wise', 'user': 'column_wise', 'hour': 'column_wise'}
+    """
+    model = CostModel(topology=topology, workload=workload or StepWorkload(), hardware=hardware or Hardware())
+    rules = rules or ShardingRules()
+    _check_names(tables_by_tower, model, rules)
+    _check_tables(tables_by_tower, model, rules)
+    towers = [
+        _TowerPlanner(number, tables, model, rules, column_gain).plan() for number, tables in enumerate(tables_by_tower)
+    ]
+    tables = tuple(table for tower in towers for table in tower[0])
+    return TowerShardingPlan(
+        topology=model.topology,
+        workload=model.workload,
+        hardware=model.hardware,
+        tables=tables,
+        ranks=tuple(rank for tower in towers for rank in tower[1]),
+        towers=tuple(tower[2] for tower in towers),
+        notes=notes_on(tables, model),
+    )
+
+
+def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, rules: ShardingRules) -> None:
+    if len(tables_by_tower) != model.topology.num_towers:
+        raise InputError(
+            f"Tables are given for {len(tables_by_tower)} towers, but the topology has "
+            f"num_towers={model.topology.num_towers}. Give one list of tables for each tower of the mesh."
+        )
+    tables = [table for tower in tables_by_tower for table in tower]
+    doubled = [name for name, count in Counter(table.name for table in tables).items() if count > 1]
+    if doubled:
+        raise InputError(
+            f"Table {doubled[0]!r} is given more than once; a table lives in one tower. Rename one of them."
+        )
+    rules.check_names([table.name for table in tables])
+    features = set(feature_names(tables))
+    for feature in model.workload.pooling_factors:
+        if feature not in features:
+            raise InputError(
+                f"pooling_factors names the feature {feature!r}, which no table has ({len(features)} features)."
+                f"{did_you_mean(feature, features)} Drop it or fix the name."
+            )
+
+
+def _check_tables(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, rules: ShardingRules) -> None:
+    """Refuses tables that are not trained, and schemes that not one table can have."""
+    placed = [(table, number) for number, tables in enumerate(tables_by_tower) for table in tables]
+    for table, number in placed:
+        check_table_format(table, "table_wise", tower=number)
+    allowed = [rules.resolve(table, model.topology.ranks_per_tower, number) for table, number in placed]
+    if "table_wise" in rules.schemes or any(set(choice.schemes) & set(rules.schemes) for choice in allowed):
+        return
+    for (table, number), choice in zip(placed, allowed, strict=True):
+        if not any(table.name == key or fnmatchcase(table.name, key) for key in rules.tables):
+            raise InputError(
+                f"No table of the {len(placed)} can have the scheme asked for; the first of them is table "
+                f"{table.name!r} in tower {number}: {choice.why}. Use table_wise, or leave the schemes open."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _TowerPlanner:
+    """Plans one tower."""
+
+    number: int
+    tables: Sequence[Any]
+    model: CostModel
+    rules: ShardingRules
+    column_gain: float
+
+    def plan(self) -> tuple[list[TableSharding], list[RankLoad], TowerLoad]:
+        num_ranks = self.model.topology.ranks_per_tower
+        # By name: the order in which tables come must not matter.
+        ordered = sorted(self.tables, key=lambda table: table.name)
+        allowed = [self.rules.resolve(table, num_ranks, self.number) for table in ordered]
+        fixed = {t.name: a.placement for t, a in zip(ordered, allowed, strict=True) if a.placement is not None}
+        free = [(t, a) for t, a in zip(ordered, allowed, strict=True) if a.placement is None]
+        loads = [self.model.shards(table, fixed[table.name]) for table in ordered if table.name in fixed]
+        cost, memory = np.zeros(num_ranks), np.zeros(num_ranks)
+        for rank, load in (entry for shards in loads for entry in shards):
+            cost[rank] += load.seconds
+            memory[rank] += load.memory
+        capacity = self.model.hardware.memory_per_rank or np.inf
+        problem = Problem(
+            options=[self._options(table, choice) for table, choice in free],
+            cost=cost,
+            memory=memory,
+            capacity=capacity,
+            fixed=tuple(self.model.fixed_seconds(scheme) for scheme in SCHEMES),
+            used=frozenset(SCHEMES.index(placement.scheme) for placement in fixed.values()),
+            avoided=frozenset({SCHEMES.index("column_wise")} if self.column_gain else ()),
+            worthwhile=self.column_gain,
+        )
+        self._check_memory([table for table, _ in free], problem)
+        packed = pack(problem)
+        if packed is None:
+            raise self._no_room([table for table, _ in free], problem)
+        placements = dict(fixed)
+        for item, (table, _) in enumerate(free):
+            placements[table.name] = _placement(packed.packing, item)
+        reasons = Reasons(self.model, placements, {t.name: a for t, a in zip(ordered, allowed, strict=True)})
+        method = packed.method if free else "pinned by the user"
+        return self._report(placements, reasons, method)
+
+    def _options(self, table: Any, allowed: Allowed) -> list[Option]:
+        """The ways to cut a table, fewest parts first."""
+        num_ranks, rows, columns = self.model.topology.ranks_per_tower, table.num_embeddings, table.embedding_dim
+        options = []
+        for scheme in allowed.schemes:
+            kind = SCHEMES.index(scheme)
+            for count in _shard_counts(columns, num_ranks) if scheme == "column_wise" else (1,):
+                if scheme in ("table_wise", "column_wise"):
+                    widths = column_shards(columns, count) if count > 1 else [columns]
+                    by_width = {width: self.model.shard(table, scheme, rows, width) for width in set(widths)}
+                    parts = [by_width[width] for width in widths]
+                    costs, sizes = tuple(p.seconds for p in parts), tuple(float(p.memory) for p in parts)
+                    options.append(Option(costs, sizes, 0.0, None, kind))
+                    continue
+                heights = row_shards(rows, num_ranks) if scheme == "row_wise" else [rows] * num_ranks
+                by_height = {height: self.model.shard(table, scheme, height, columns) for height in set(heights)}
+                memory = np.array([by_height[height].memory for height in heights], dtype=np.float64)
+                options.append(Option((), (), by_height[heights[0]].seconds, memory, kind))
+        return options
+
+    def _check_memory(self, free: Sequence[Any], problem: Problem) -> None:
+        """Refuses tables that cannot fit however they are placed."""
+        where, ranks, room = f"tower {self.number}", problem.num_ranks, problem.capacity
+        if problem.memory.max() > room:
+            rank = int(problem.memory.argmax())
+            raise InputError(
+                f"The tables pinned to local rank {rank} of {where} need {human_bytes(problem.memory[rank])}, but "
+                f"memory_per_rank is {human_bytes(room)}. Pin some of them elsewhere."
+            )
+        least = 0.0
+        for table, options in zip(free, problem.options, strict=True):
+            smallest = min(options, key=lambda option: option.most_memory)
+            if smallest.most_memory > room:
+                raise InputError(
+                    f"Table {table.name!r} in {where} needs {human_bytes(smallest.most_memory)} on a rank even "
+                    f"{SCHEMES[smallest.kind]}, but memory_per_rank is {human_bytes(room)}. Use more ranks per "
+                    "tower or a smaller data type or optimizer state, or allow it other schemes."
+                )
+            least += min(_all_memory(option) for option in options)
+        if least + problem.memory.sum() > ranks * room:
+            needed = least + problem.memory.sum()
+            raise InputError(
+                f"The {len(self.tables)} tables of {where} need at least {human_bytes(needed)}, which is "
+                f"{human_bytes(needed - ranks * room)} more than its ranks_per_tower={ranks} ranks of memory_per_rank="
+                f"{human_bytes(room)} have. Use more ranks per tower, or move tables to other towers."
+            )
+
+    def _no_room(self, free: Sequence[Any], problem: Problem) -> InputError:
+        largest = max(range(len(free)), key=lambda i: min(option.most_memory for option in problem.options[i]))
+        least = sum(min(_all_memory(option) for option in options) for options in problem.options)
+        needed, room = least + problem.memory.sum(), problem.capacity
+        return InputError(
+            f"No placement was found for the {len(self.tables)} tables of tower {self.number}: they need at least "
+            f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} that {problem.num_ranks} ranks of "
+            f"memory_per_rank={human_bytes(room)} have, but the pieces do not fit beside each other; the largest is "
+            f"table {free[largest].name!r}. Let large tables be row_wise, or use more ranks per tower."
+        )
+
+    def _report(
+        self, placements: dict[str, TablePlacement], reasons: Reasons, method: str
+    ) -> tuple[list[TableSharding], list[RankLoad], TowerLoad]:
+        topology, hardware = self.model.topology, self.model.hardware
+        num_ranks = topology.ranks_per_tower
+        fixed = sum(self.model.fixed_seconds(scheme) for scheme in {p.scheme for p in placements.values()})
+        seconds, lookups, sent = np.full(num_ranks, fixed), np.zeros(num_ranks), np.zeros(num_ranks)
+        memory, tables = [0] * num_ranks, []
+        costs = {table.name: self.model.shards(table, placements[table.name]) for table in self.tables}
+        for table in sorted(self.tables, key=lambda table: table.name):
+            exchanged = placements[table.name].scheme in ("table_wise", "column_wise")
+            for rank, load in costs[table.name]:
+                seconds[rank] += load.seconds
+                lookups[rank] += load.lookups
+                memory[rank] += load.memory
+                sent[rank] += load.output_bytes + load.reduced_bytes
+                if exchanged and num_ranks > 1:  # the others send it their ids and gradients
+                    others = (load.id_bytes + load.output_bytes) / (num_ranks - 1)
+                    sent += others
+                    sent[rank] -= others
+                else:
+                    sent[rank] += load.id_bytes + load.output_bytes
+        for table in self.tables:
+            total = sum(load.seconds for _, load in costs[table.name])
+            tables.append(
+                TableSharding(
+                    name=table.name,
+                    tower=self.number,
+                    placement=placements[table.name],
+                    reason=reasons.of(table, total, seconds),
+                    seconds=total,
+                    memory=sum(load.memory for _, load in costs[table.name]),
+                )
+            )
+        ranks = [
+            RankLoad(
+                tower=self.number,
+                local=rank,
+                memory=memory[rank],
+                lookups=float(lookups[rank]),
+                bytes_sent=float(sent[rank]),
+                seconds=float(seconds[rank]),
+            )
+            for rank in range(num_ranks)
+        ]
+        width = sum(table.embedding_dim * len(table.feature_names) for table in self.tables)
+        samples = self.model.global_batch * (topology.num_towers - 1) / topology.num_towers
+        tower = TowerLoad(
+            tower=self.number,
+            num_tables=len(self.tables),
+            method=method,
+            imbalance=float(seconds.max() / seconds.mean()) if seconds.any() else 1.0,
+            peer_bytes=samples * width * hardware.exchange_bytes,
+        )
+        return tables, ranks, tower
+
+
+def _placement(packing: Packing, item: int) -> TablePlacement:
+    scheme: Scheme = SCHEMES[packing.option_of(item).kind]
+    spread = scheme in ("row_wise", "data_parallel")
+    return TablePlacement(
+        scheme=scheme, ranks=tuple(range(packing.problem.num_ranks)) if spread else packing.ranks[item]
+    )
+
+
+def _all_memory(option: Option) -> float:
+    spread = 0.0 if option.everywhere_memory is None else float(option.everywhere_memory.sum())
+    return spread + sum(option.part_memory)
+
+
+def _shard_counts(columns: int, num_ranks: int) -> list[int]:
+    """Numbers of column shards worth trying: all up to 8, then doubling, and the most there can be."""
+    most = min(num_ranks, columns // 4)
+    doubled = [2**power for power in range(4, 16) if 2**power < most]
+    return sorted({*range(2, min(most, 8) + 1), *doubled, most} - {0, 1})

@@ -1,0 +1,178 @@
+"""`TowerShardingPlanner`: from a model and its sharders to the ``ShardingPlan`` that DistributedModelParallel takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardingType,
+)
+
+from dmt.errors import InputError
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
+from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.rules import Rule, ShardingRules
+from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, table_shards
+from dmt.sptt.sharder import Exchange, IdRoute
+
+__all__ = ["TowerShardingPlanner", "parameter_sharding"]
+
+
+class TowerShardingPlanner:
+    """Plans where each table lives inside its tower (Neo, section 4.1; see `dmt.sharding.plan_tables.plan_tables`).
+
+    Needs no process group: every rank computes the same plan. Ranks in it are local to the tower (0..L-1), so one plan
+    serves every tower and replica; the sharders turn them into global ranks.
+
+    Args:
+        topology: the mesh sizes.
+        scheme: one of `SCHEMES` for every table that can have it, several of them, or ``"auto"``. A table that can have
+            none of them stays whole.
+        pinned: what is decided for single tables, by name or pattern: a scheme, several, or a `TablePlacement`.
+        workload: batch size, ids per sample and optimizer of the tables; without it, `plan` and `explain` take the
+            optimizer from the sharders' ``fused_params``.
+        hardware: memory and rates of a rank.
+        id_route: how ids travel; `plan` and `explain` take it from the sharders.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(
+        self,
+        topology: TowerTopology,
+        *,
+        scheme: Scheme | Sequence[Scheme] | Literal["auto"] = "auto",
+        pinned: Mapping[str, Rule] | None = None,
+        workload: StepWorkload | None = None,
+        hardware: Hardware | None = None,
+        id_route: IdRoute = "peer",
+        device_type: str = "cpu",
+    ) -> None:
+        self.topology = topology
+        schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
+        self.rules = ShardingRules(
+            schemes=cast("tuple[Scheme, ...]", schemes), tables=dict(pinned or {}), id_route=id_route
+        )
+        self.workload = workload
+        self.hardware = hardware or Hardware()
+        self.device_type = device_type
+
+    def plan(self, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
+        """Plans every module of ``model`` that one of the tower sharders handles.
+
+        Args:
+            model: the unsharded model.
+            sharders: `TowerCollectionSharder` or `SPTTEmbeddingBagCollectionSharder`.
+
+        Returns:
+            TorchRec's plan, for ``DistributedModelParallel(model, plan=plan, sharders=sharders)``.
+
+        Raises:
+            InputError: no module fits a sharder, a rule names no table, or tables do not fit (see `plan_tables`).
+        """
+        modules = self._modules(model, sharders)
+        placements = self._explain(modules, sharders).placements
+        return ShardingPlan(plan={path: self._sharding(tables, placements) for path, tables in modules.items()})
+
+    def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
+        """The plan behind `plan`, with costs, loads and reasons."""
+        return self._explain(self._modules(model, sharders), sharders)
+
+    def plan_tables(self, tables_by_tower: Sequence[Sequence[Any]]) -> TowerShardingPlan:
+        """`dmt.sharding.plan_tables.plan_tables` with this planner's settings."""
+        return self._plan(tables_by_tower, self.rules, self.workload)
+
+    def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
+        # Together: the modules of a model share the ranks.
+        towers = [
+            [table for tables in of_tower for table in tables] for of_tower in zip(*modules.values(), strict=True)
+        ]
+        rules, workload = self.rules, self.workload
+        for sharder in sharders:
+            settings = getattr(sharder, "fused_params", None) or {}
+            if getattr(sharder, "exchange", Exchange()).id_route == "global":
+                rules = replace(rules, id_route="global")
+            if obstacle := data_parallel_obstacle(settings):
+                rules = replace(rules, data_parallel_obstacle=obstacle)
+            workload = _same_optimizer(workload, settings)
+        return self._plan(towers, rules, workload)
+
+    def _plan(
+        self, tables_by_tower: Sequence[Sequence[Any]], rules: ShardingRules, workload: StepWorkload | None
+    ) -> TowerShardingPlan:
+        return plan_tables(tables_by_tower, self.topology, workload=workload, hardware=self.hardware, rules=rules)
+
+    @staticmethod
+    def _modules(model: nn.Module, sharders: Sequence[Any]) -> dict[str, list[list[Any]]]:
+        """The tables by mesh tower of every module that a sharder handles, by path; nothing inside of those."""
+        modules: dict[str, list[list[Any]]] = {}
+        for path, module in model.named_modules():
+            sharder = next((s for s in sharders if type(module) is s.module_type), None)
+            inside_planned = any(outer == "" or path == outer or path.startswith(f"{outer}.") for outer in modules)
+            if sharder is not None and not inside_planned:
+                modules[path] = [list(tables) for tables in sharder.tables_by_tower(module)]
+        if not modules:
+            kinds = sorted({s.module_type.__name__ for s in sharders})
+            raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
+        return modules
+
+    def _sharding(
+        self, tables_by_tower: Sequence[Sequence[Any]], placements: Mapping[str, TablePlacement]
+    ) -> EmbeddingModuleShardingPlan:
+        plan = EmbeddingModuleShardingPlan()
+        for table in (table for tables in tables_by_tower for table in tables):
+            plan[table.name] = parameter_sharding(table, placements[table.name], device_type=self.device_type)
+        return plan
+
+
+def _same_optimizer(workload: StepWorkload | None, settings: Mapping[str, Any]) -> StepWorkload | None:
+    """The workload with the optimizer of the sharder, which decides the memory of its state."""
+    if "optimizer" not in settings:
+        return workload
+    # An optimizer that the cost model does not know is counted as the one with the most state.
+    optimizer = cast("SparseOptimizer", optimizer_name(settings) or "adam")
+    if workload is None:
+        return StepWorkload(optimizer=optimizer)
+    if workload.optimizer != optimizer:
+        raise InputError(
+            f"TowerShardingPlanner: workload.optimizer={workload.optimizer!r}, but the sharder's fused_params have "
+            f"optimizer {settings['optimizer']}, whose state takes another memory. Make them agree."
+        )
+    return workload
+
+
+def parameter_sharding(table: Any, placement: TablePlacement, *, device_type: str = "cpu") -> ParameterSharding:
+    """TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower."""
+    if placement.scheme == "data_parallel":
+        return ParameterSharding(
+            sharding_type=ShardingType.DATA_PARALLEL.value,
+            compute_kernel=EmbeddingComputeKernel.DENSE.value,
+            ranks=list(placement.ranks),
+        )
+    shards = [
+        ShardMetadata(
+            shard_offsets=[shard.first_row, shard.first_column],
+            shard_sizes=[shard.rows, shard.columns],
+            placement=f"rank:{shard.rank}/cpu"
+            if device_type == "cpu"
+            else f"rank:{shard.rank}/{device_type}:{shard.rank}",
+        )
+        for shard in table_shards(table, placement)
+    ]
+    return ParameterSharding(
+        sharding_type=placement.scheme,
+        compute_kernel=EmbeddingComputeKernel.FUSED.value,
+        ranks=list(placement.ranks),
+        sharding_spec=EnumerableShardingSpec(shards),
+    )

@@ -1,0 +1,188 @@
+"""`ShardingRules`: what the user decided about single tables, checked and resolved before anything is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from dmt.errors import InputError, did_you_mean
+from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards, table_shards
+from dmt.sptt.sharder import IdRoute, route_obstacle
+
+__all__ = ["Allowed", "Rule", "ShardingRules"]
+
+Rule = Scheme | Sequence[Scheme] | TablePlacement
+
+
+class Allowed(NamedTuple):
+    """What the planner may do with one table."""
+
+    schemes: tuple[Scheme, ...]
+    """At least one."""
+    placement: TablePlacement | None
+    """Where the user put it."""
+    why: str
+    """For the reason of the choice; empty where nothing was asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingRules:
+    """The user's constraints.
+
+    A rule for a table's name beats rules for patterns; two patterns that say different things about one table are
+    refused. Rules for tables are strict, ``schemes`` is not: a table that none of them can hold stays whole.
+
+    Raises:
+        InputError: an unknown scheme, or none.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> table = TableSpec(name="t_ad", num_embeddings=100, embedding_dim=8, feature_names=("ad",))
+        >>> ShardingRules(tables={"t_*": "row_wise"}).resolve(table, num_ranks=4, tower=0)
+        Allowed(schemes=('row_wise',), placement=None, why="asked for ('t_*')")
+    """
+
+    schemes: Sequence[Scheme] = SCHEMES
+    """What tables without a rule of their own may use."""
+    tables: Mapping[str, Rule] = field(default_factory=dict)
+    """By table name or pattern (``"t_ad*"``): one scheme, several to choose from, or the whole placement."""
+
+    id_route: IdRoute = "peer"
+    """How ids travel; the global route does not carry every scheme (`dmt.sptt.sharder.route_obstacle`)."""
+    data_parallel_obstacle: str = ""
+    """Why no table can be data-parallel, if none can: its optimizer (`dmt.sharding.optimizers`)."""
+
+    def __post_init__(self) -> None:
+        _check_schemes("schemes", self.schemes)
+        for key, rule in self.tables.items():
+            if not isinstance(rule, TablePlacement):
+                _check_schemes(f"Rule for tables {key!r}", [rule] if isinstance(rule, str) else rule)
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raises `InputError` for a rule that matches no table."""
+        known = set(names)
+        for key in self.tables:
+            if key in known or any(fnmatchcase(name, key) for name in names):
+                continue
+            if any(mark in key for mark in "*?["):
+                raise InputError(f"The rule for tables {key!r} matches none of the {len(known)} tables. Fix it.")
+            raise InputError(
+                f"Table {key!r} is pinned but not in the model ({len(known)} tables).{did_you_mean(key, known)} Fix the "
+                "name or drop the rule."
+            )
+
+    def resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
+        """What may be done with ``table`` in a tower of ``num_ranks`` ranks.
+
+        Raises:
+            InputError: its rules contradict each other, or the table or the tower cannot take what they ask for.
+        """
+        where = f"Table {table.name!r} in tower {tower}"
+        key = self._key(table.name, where)
+        if key is None:
+            possible = tuple(s for s in SCHEMES if s in self.schemes and not self._obstacle(table, s, num_ranks))
+            if tuple(self.schemes) == SCHEMES:
+                return Allowed(possible, None, "")
+            asked = " or ".join(s for s in SCHEMES if s in self.schemes)
+            if possible:
+                return Allowed(possible, None, f"{_choice(possible)}asked for")
+            return Allowed(
+                ("table_wise",), None, f"{asked} asked for, but {self._obstacle(table, self.schemes[0], num_ranks)}"
+            )
+        rule = self.tables[key]
+        of_pattern = "" if key == table.name else f" ({key!r})"
+        if isinstance(rule, TablePlacement):
+            hindered = self._obstacle(table, rule.scheme, num_ranks)
+            if hindered:
+                raise InputError(f"{where} is pinned {rule.scheme}, but {hindered}. Pin it table_wise.")
+            _check_placement(table, rule, num_ranks, where)
+            return Allowed((rule.scheme,), rule, f"pinned by the user{of_pattern}")
+        asked_schemes = (rule,) if isinstance(rule, str) else tuple(rule)
+        possible = tuple(s for s in SCHEMES if s in asked_schemes and not self._obstacle(table, s, num_ranks))
+        if not possible:
+            first = asked_schemes[0]
+            raise InputError(
+                f"{where} cannot be {first}, as the rule for {key!r} asks: "
+                f"{self._obstacle(table, first, num_ranks)}. Change the rule, or let it choose from several schemes."
+            )
+        return Allowed(possible, None, f"{_choice(possible)}asked for{of_pattern}")
+
+    def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:
+        pooling = getattr(table, "pooling", "SUM")
+        of_optimizer = self.data_parallel_obstacle if scheme == "data_parallel" else ""
+        return obstacle(table, scheme, num_ranks) or of_optimizer or route_obstacle(self.id_route, scheme, pooling)
+
+    def _key(self, name: str, where: str) -> str | None:
+        if name in self.tables:
+            return name
+        keys = [key for key in self.tables if fnmatchcase(name, key)]
+        for key in keys[1:]:
+            if self.tables[key] != self.tables[keys[0]]:
+                raise InputError(
+                    f"{where} matches the rules {keys[0]!r} ({_words(self.tables[keys[0]])}) and {key!r} "
+                    f"({_words(self.tables[key])}), which differ. Give it a rule by name, or narrow the patterns."
+                )
+        return keys[0] if keys else None
+
+
+def obstacle(table: Any, scheme: Scheme, num_ranks: int) -> str:
+    """Why a table cannot have a scheme; empty if it can.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> table = TableSpec(name="t", num_embeddings=3, embedding_dim=8, feature_names=("f",))
+        >>> obstacle(table, "row_wise", 4)
+        'num_embeddings=3 is fewer than the 4 ranks of the tower'
+    """
+    if scheme == "table_wise":
+        return ""
+    if num_ranks == 1:
+        return "its tower has one rank"
+    if scheme == "data_parallel" and "FP16" in str(getattr(table, "data_type", "FP32")):
+        return "its weights are FP16, and gradients of data-parallel tables would be too"
+    try:
+        if scheme == "row_wise":
+            row_shards(table.num_embeddings, num_ranks)
+        elif scheme == "column_wise":
+            column_shards(table.embedding_dim, 2)
+    except InputError:
+        if scheme == "row_wise":
+            return f"num_embeddings={table.num_embeddings} is fewer than the {num_ranks} ranks of the tower"
+        return f"embedding_dim={table.embedding_dim} cannot be cut into two multiples of 4 columns"
+    return ""
+
+
+def _check_schemes(what: str, schemes: Sequence[str]) -> None:
+    if not schemes:
+        raise InputError(f"{what} allows no scheme; use one or more of {list(SCHEMES)}.")
+    unknown = [scheme for scheme in schemes if scheme not in SCHEMES]
+    if unknown:
+        raise InputError(
+            f"{what}: scheme {unknown[0]!r} is unknown; use one of {list(SCHEMES)}.{did_you_mean(unknown[0], SCHEMES)}"
+        )
+
+
+def _check_placement(table: Any, placement: TablePlacement, num_ranks: int, where: str) -> None:
+    outside = [rank for rank in placement.ranks if not 0 <= rank < num_ranks]
+    if outside:
+        raise InputError(
+            f"{where} is pinned to local rank {outside[0]}, but its tower has ranks 0..{num_ranks - 1}. Use one."
+        )
+    if placement.scheme in ("row_wise", "data_parallel") and len(placement.ranks) != num_ranks:
+        raise InputError(
+            f"{where} is pinned {placement.scheme} on {len(placement.ranks)} ranks; it takes all {num_ranks} ranks of "
+            f"the tower. Use ranks=tuple(range({num_ranks}))."
+        )
+    table_shards(table, placement)
+
+
+def _choice(schemes: Sequence[Scheme]) -> str:
+    return f"{' or '.join(schemes)} " if len(schemes) > 1 else ""
+
+
+def _words(rule: Rule) -> str:
+    if isinstance(rule, TablePlacement):
+        return f"{rule.scheme} on ranks {list(rule.ranks)}"
+    return rule if isinstance(rule, str) else " or ".join(rule)

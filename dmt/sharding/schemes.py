@@ -1,0 +1,171 @@
+"""Where one table of a tower lives: `TablePlacement`, the four schemes, and the shards they cut. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, get_args
+
+from dmt.errors import InputError
+
+__all__ = [
+    "SCHEMES",
+    "Scheme",
+    "TablePlacement",
+    "TableShard",
+    "column_shards",
+    "row_shards",
+    "table_shards",
+]
+
+Scheme = Literal["table_wise", "row_wise", "column_wise", "data_parallel"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+# FBGEMM's kernels read columns four at a time.
+_COLUMN_QUANTUM = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TablePlacement:
+    """Where one table lives inside its tower (Neo, section 4; DMT, section 3.1.3).
+
+    ================  ==========================================================================================
+    ``table_wise``    whole on one rank; exchange: all-to-all of pooled embeddings
+    ``column_wise``   some columns on each of ``ranks``; ids go to all of them; all-to-all of pooled embeddings
+    ``row_wise``      some rows on every rank of the tower; ids go to the row's rank; reduce-scatter of partial sums
+    ``data_parallel``     whole on every rank of the tower; no exchange of ids and embeddings, all-reduce of gradients
+    ================  ==========================================================================================
+    """
+
+    scheme: Scheme
+    """How the table is cut."""
+    ranks: tuple[int, ...]
+    """Local ranks 0..L-1 of the tower, one for each shard, in the order of the rows or columns."""
+    sizes: tuple[int, ...] = ()
+    """Rows (``row_wise``) or columns (``column_wise``) of each shard; empty: as even as possible."""
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise InputError(f"Sharding scheme {self.scheme!r} is unknown; use one of {list(SCHEMES)}.")
+        if not self.ranks or (self.scheme == "table_wise" and len(self.ranks) != 1):
+            raise InputError(
+                f"A {self.scheme} table cannot live on ranks {list(self.ranks)}; table_wise takes one rank."
+            )
+        if len(set(self.ranks)) < len(self.ranks):
+            # With shards of unequal width TorchRec reports a table of another shape, or fails.
+            raise InputError(
+                f"A {self.scheme} table has more than one shard on a rank, ranks={list(self.ranks)}; give each one."
+            )
+        if self.scheme in ("row_wise", "data_parallel") and self.ranks != tuple(range(len(self.ranks))):
+            raise InputError(
+                f"A {self.scheme} table lives on every rank of its tower, in order, but ranks={list(self.ranks)}."
+            )
+        if self.sizes and (self.scheme in ("table_wise", "data_parallel") or len(self.sizes) != len(self.ranks)):
+            raise InputError(
+                f"sizes={list(self.sizes)} of a {self.scheme} table on ranks {list(self.ranks)}: give one size for "
+                "each shard of a row_wise or column_wise table, none otherwise."
+            )
+
+
+class TableShard(NamedTuple):
+    """The part of a table that one rank holds."""
+
+    rank: int
+    """Local rank in the tower."""
+    first_row: int
+    """First row of the table that it holds."""
+    first_column: int
+    """First column."""
+    rows: int
+    """Number of rows."""
+    columns: int
+    """Number of columns."""
+
+
+def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
+    """The shards of a placed table, one for each entry of ``placement.ranks``.
+
+    Args:
+        table: ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`.
+        placement: its scheme and ranks.
+
+    Raises:
+        InputError: the table cannot be cut so; names it.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> table = TableSpec(name="t", num_embeddings=5, embedding_dim=8, feature_names=("f",))
+        >>> [shard[:] for shard in table_shards(table, TablePlacement(scheme="row_wise", ranks=(0, 1)))]
+        [(0, 0, 0, 3, 8), (1, 3, 0, 2, 8)]
+    """
+    rows, columns, ranks = table.num_embeddings, table.embedding_dim, placement.ranks
+    try:
+        if placement.scheme == "row_wise":
+            heights = _given("num_embeddings", rows, placement) or row_shards(rows, len(ranks))
+            return [
+                TableShard(rank, first, 0, height, columns)
+                for rank, first, height in zip(ranks, accumulate(heights, initial=0), heights, strict=False)
+            ]
+        if placement.scheme == "column_wise":
+            widths = _given("embedding_dim", columns, placement) or column_shards(columns, len(ranks))
+            return [
+                TableShard(rank, 0, first, rows, width)
+                for rank, first, width in zip(ranks, accumulate(widths, initial=0), widths, strict=False)
+            ]
+    except InputError as error:
+        raise InputError(f"Table {table.name!r}: {error}") from error
+    return [TableShard(rank, 0, 0, rows, columns) for rank in ranks]
+
+
+def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
+    """Rows of the row shards of a table: equal blocks, the last one shorter; no shard is empty.
+
+    Raises:
+        InputError: there are fewer rows than shards.
+
+    Example:
+        >>> row_shards(10, 4), row_shards(5, 4)
+        ([3, 3, 3, 1], [2, 1, 1, 1])
+    """
+    if num_embeddings < num_shards:
+        raise InputError(
+            f"num_embeddings={num_embeddings} cannot be cut into {num_shards} row shards: every rank needs a row. Use "
+            "another scheme."
+        )
+    block = -(-num_embeddings // num_shards)
+    last = num_embeddings - block * (num_shards - 1)
+    if last > 0:  # the blocks of TorchRec's own bucketizer
+        return [block] * (num_shards - 1) + [last]
+    even, more = divmod(num_embeddings, num_shards)
+    return [even + (shard < more) for shard in range(num_shards)]
+
+
+def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
+    """Widths of the column shards of a table: multiples of four, as even as that allows.
+
+    Raises:
+        InputError: the columns are no multiple of four, or too few.
+
+    Example:
+        >>> column_shards(24, 4)
+        [8, 8, 4, 4]
+    """
+    quanta, rest = divmod(embedding_dim, _COLUMN_QUANTUM)
+    if rest or quanta < num_shards:
+        raise InputError(
+            f"embedding_dim={embedding_dim} cannot be cut into {num_shards} column shards: each shard needs a multiple "
+            f"of {_COLUMN_QUANTUM} columns. Use at most {quanta} shards or another embedding_dim."
+        )
+    even, more = divmod(quanta, num_shards)
+    return [_COLUMN_QUANTUM * (even + (shard < more)) for shard in range(num_shards)]
+
+
+def _given(field: str, total: int, placement: TablePlacement) -> Sequence[int]:
+    sizes = placement.sizes
+    quantum = _COLUMN_QUANTUM if placement.scheme == "column_wise" else 1
+    if sizes and (sum(sizes) != total or any(size < 1 or size % quantum for size in sizes)):
+        raise InputError(
+            f"sizes={list(sizes)} of its {placement.scheme} shards must be positive multiples of {quantum} that add up "
+            f"to {field}={total}."
+        )
+    return sizes

@@ -1,0 +1,145 @@
+"""What must hold before tables are sharded: ranks agree, and every tower can carry out what the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.types import ParameterSharding
+
+from dmt._torchrec import fused_settings
+from dmt.collectives import ranks_that_differ
+from dmt.errors import InputError
+from dmt.sharding.optimizers import data_parallel_obstacle, moment_scale_of
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.precision import check_table_format
+from dmt.sptt.sharder import Exchange
+
+__all__ = ["check_agreement", "check_sharding"]
+
+# TorchRec's names of the four schemes.
+_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+
+
+def check_agreement(sharder: Any, module: nn.Module, sharding: Mapping[str, ParameterSharding]) -> None:
+    """Checks that ranks agree and that every tower can do what it is told; collective over the job.
+
+    Every rank looks at the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
+
+    Args:
+        sharder: one of the tower sharders; its mesh, exchange and ``fused_params`` are read.
+        module: what it shards.
+        sharding: of each table, with ranks and placements local to its tower (0..L-1).
+
+    Raises:
+        InputError: ranks differ in towers, tables, plan, exchange or moment scale; a table has no sharding, an
+            unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format or optimizer
+            that its scheme does not have; its optimizer has no moment to scale.
+    """
+    mesh: TowerMesh = sharder.mesh
+    exchange: Exchange = sharder.exchange
+    tables_by_tower: list[list[Any]] = sharder.tables_by_tower(module)
+    tables = [[_table_record(table) for table in of_tower] for of_tower in tables_by_tower]
+    if differing := ranks_that_differ(tables, mesh.global_group):
+        raise InputError(
+            f"Ranks {differing} have other towers or tables than rank 0. Every rank must build the same model and "
+            "load the same tower plan."
+        )
+    if differing := ranks_that_differ(exchange, mesh.global_group):
+        raise InputError(
+            f"Ranks {differing} have another id_route or peer_precision than rank 0 ({exchange}). Give every rank "
+            "the same."
+        )
+    if differing := ranks_that_differ(sharder.optimizer.moment_scale, mesh.global_group):
+        raise InputError(
+            f"Ranks {differing} have another moment_scale than rank 0 ({sharder.optimizer.moment_scale!r}). Give every "
+            "rank the same."
+        )
+    plan = [_sharding_record(sharding.get(table.name)) for of_tower in tables_by_tower for table in of_tower]
+    if differing := ranks_that_differ(plan, mesh.global_group):
+        raise InputError(
+            f"Ranks {differing} have another sharding plan than rank 0. Make the plan from the same arguments on every "
+            "rank."
+        )
+    parameters = sharder.shardable_parameters(module)
+    for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
+        check_sharding(table, sharding.get(table.name), tower=tower, num_ranks=mesh.topology.ranks_per_tower)
+        settings = fused_settings(parameters[table.name], sharder.fused_params)
+        if sharding[table.name].sharding_type != "data_parallel":
+            moment_scale_of(sharder.optimizer.moment_scale, settings, mesh.topology.num_replicas)
+        elif obstacle := data_parallel_obstacle(settings):
+            raise InputError(
+                f"Table {table.name!r} in tower {tower} is data-parallel, but {obstacle}. Use another optimizer or scheme."
+            )
+
+
+def _table_record(table: Any) -> tuple[Any, ...]:
+    kind = (str(table.pooling), str(table.data_type))
+    return (table.name, table.num_embeddings, table.embedding_dim, tuple(table.feature_names), *kind)
+
+
+def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | None:
+    if sharding is None:
+        return None
+    cuts = [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in _shards(sharding)]
+    return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
+
+
+def _shards(sharding: ParameterSharding) -> list[Any]:
+    return list(getattr(sharding.sharding_spec, "shards", None) or [])
+
+
+def check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: int, num_ranks: int) -> None:
+    """Raises `InputError` unless a table's sharding is one that a tower can carry out, naming table and tower.
+
+    Args:
+        table: its ``EmbeddingBagConfig``.
+        sharding: ranks and placements local to the tower.
+        tower: the mesh tower.
+        num_ranks: L.
+    """
+    where = f"Table {table.name!r} in tower {tower}"
+    if sharding is None:
+        raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
+    if sharding.sharding_type not in _SHARDING_TYPES:
+        raise InputError(
+            f"{where} is sharded {sharding.sharding_type!r}; inside a tower use one of {list(_SHARDING_TYPES)}."
+        )
+    check_table_format(table, sharding.sharding_type, tower=tower)
+    ranks, shards = list(sharding.ranks or []), _shards(sharding)
+    outside = [rank for rank in (*ranks, *(s.placement.rank() for s in shards)) if not 0 <= rank < num_ranks]
+    if outside:
+        raise InputError(
+            f"{where} has a shard on rank {outside[0]}; ranks of a plan are local to the tower, 0..{num_ranks - 1}."
+        )
+    if len(set(ranks)) < len(ranks):
+        # With shards of unequal width TorchRec reports a table of another shape, or fails.
+        raise InputError(f"{where} has more than one shard on a rank: {ranks}. Give each rank one, of more columns.")
+    if sharding.sharding_type in ("row_wise", "data_parallel") and ranks != list(range(num_ranks)):
+        raise InputError(
+            f"{where} is sharded {sharding.sharding_type!r} over ranks {ranks}; it takes every rank of the tower, "
+            f"{list(range(num_ranks))}."
+        )
+    if sharding.sharding_type == "data_parallel":
+        return
+    if ranks != [shard.placement.rank() for shard in shards]:
+        raise InputError(
+            f"{where} lists ranks {ranks} but places its shards on {[shard.placement.rank() for shard in shards]}; the "
+            "two must agree."
+        )
+    rows_are_cut = sharding.sharding_type == "row_wise"
+    covered, whole = 0, (table.num_embeddings, table.embedding_dim)
+    for shard in shards:
+        offset, size = ((covered, 0), (shard.shard_sizes[0], whole[1]))
+        if not rows_are_cut:
+            offset, size = ((0, covered), (whole[0], shard.shard_sizes[1]))
+        if (tuple(shard.shard_offsets), tuple(shard.shard_sizes)) != (offset, size) or min(size) < 1:
+            break
+        covered += size[0 if rows_are_cut else 1]
+    if covered != whole[0 if rows_are_cut else 1]:
+        cut = [(list(s.shard_offsets), list(s.shard_sizes)) for s in shards]
+        raise InputError(
+            f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards (offsets, sizes) {cut} do not "
+            f"cover it {'from top to bottom' if rows_are_cut else 'from left to right'}; none may be empty."
+        )

@@ -1,0 +1,246 @@
+"""`GlobalIdRoute`: ids straight to the ranks that hold the tables, in one exchange over the sharding group.
+
+DMT (arXiv 2403.00877) sections 3.1.1 and 3.1.3; `dmt.sptt.walkthrough` follows one batch through all steps. The peer route
+sends ids to the own peer in each tower first and lets TorchRec's exchange inside the tower carry them on; this route
+needs one hop, and pays with a copy for every column shard and a length for every row shard across the slow links:
+
+======  ==================================================================  ==============  =====================
+step    what                                                                group           who does it
+======  ==================================================================  ==============  =====================
+a       ids of each feature to the rank that holds the table or shard       sharding        `GlobalInputDist`
+c       peer permute, on ids: blocks of samples from rank into peer order   -               `GlobalInputDist`
+b       lookup                                                              -               FBGEMM
+d, e    partial embeddings to the tower's ranks                             tower           TorchRec's sharded EBC
+======  ==================================================================  ==============  =====================
+
+From step b on nothing differs from the peer route, so every result is bitwise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, bucketize_kjt_before_all2all
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt.collectives import gather_objects
+from dmt.errors import InputError
+from dmt.sharding.group_ebc import LookupTable, lookup_tables
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.sharder import route_obstacle
+
+__all__ = ["GlobalIdRoute", "GlobalInputDist", "PeerInputDist", "WantedIds"]
+
+
+class PeerInputDist(nn.Module):
+    """Sends each feature's ids to the peer whose tower owns the feature (SPTT step a, peer route; no gradient).
+
+    ========= ==================================================================
+    before    every peer: ids of all features for its own B samples
+    after     every peer: ids of its tower's F_t features for the samples of all
+              peers, in peer order (so the explicit peer permute of DMT section
+              3.1.1, step c, disappears: section 3.1.3, "virtual process group")
+    ========= ==================================================================
+
+    Args:
+        group: the peer group.
+        features_by_tower: for each tower (rank of the group) the features it owns.
+        input_features: keys of the batch, the order the ids arrive in; may hold more features than are used.
+        device: where the permutation lives.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        features_by_tower: Sequence[Sequence[str]],
+        input_features: Sequence[str],
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        position = {feature: i for i, feature in enumerate(input_features)}
+        self._order = [position[f] for features in features_by_tower for f in features]
+        self.register_buffer(
+            "_order_tensor", torch.tensor(self._order, dtype=torch.int32, device=device), persistent=False
+        )
+        # TorchRec's train pipeline looks for an attribute of this name and type to fuse the split exchanges.
+        self._dist = KJTAllToAll(group, [len(features) for features in features_by_tower])
+
+    def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Starts the exchange; the first ``wait`` has the sizes, the second the ids."""
+        with torch.profiler.record_function("## dmt:ids_to_towers ##"):
+            return self._dist(ids.permute(self._order, self._order_tensor))
+
+
+class WantedIds(NamedTuple):
+    """What a rank asks the others for: the ids of one feature, all of them or those of its row shard."""
+
+    feature: str
+    """The feature."""
+    row_starts: tuple[int, ...] = ()
+    """First row of each of the tower's row shards, then the number of rows; empty: all ids, whatever their row."""
+
+
+class GlobalInputDist(nn.Module):
+    """Sends ids straight to the ranks that hold the tables or shards (SPTT steps a and c, global route; no gradient).
+
+    ========= ==================================================================
+    before    every rank: ids of all features for its own B samples
+    after     every rank: the ids it wants, features in the order it wants them,
+              for the samples of all ranks of the group in *peer order*: sorted by
+              (local index, tower), so the samples that one rank of the tower
+              serves for its peers are contiguous
+    ========= ==================================================================
+
+    A feature goes to every rank that wants it, once for each time it is wanted (column shards). Ids of row-wise tables
+    go to the rank that holds their row, counted from its first row; a bag that is spread over ranks keeps its order on
+    each of them. The peer permute works on ids, before the lookup (DMT section 3.1.3, "step b and step c can be
+    swapped"), and is done by the permutation that unpacks the exchange anyway: ``stagger`` of TorchRec's all-to-all.
+
+    Args:
+        group: the sharding group; rank (tower, local) of it is tower * ranks_per_tower + local.
+        wanted: what every rank of the group wants, in the order its lookups read.
+        input_features: keys of the batch, the order the ids arrive in; may hold more features than are used.
+        num_towers: T.
+        device: where the bookkeeping tensors live.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wanted: Sequence[Sequence[WantedIds]],
+        input_features: Sequence[str],
+        *,
+        num_towers: int,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self._ranks_per_tower = len(wanted) // num_towers
+        position = {feature: i for i, feature in enumerate(input_features)}
+        everything = [(rank % self._ranks_per_tower, w) for rank, of_rank in enumerate(wanted) for w in of_rank]
+        cut = list(dict.fromkeys(w for _, w in everything if w.row_starts))
+        # Whole features first, then bucket after bucket the features that are cut by rows.
+        whole = list(dict.fromkeys(w.feature for _, w in everything if not w.row_starts)) if cut else input_features
+        place: dict[tuple[int, WantedIds], int] = {
+            (bucket, w): len(whole) + bucket * len(cut) + i
+            for bucket in range(self._ranks_per_tower)
+            for i, w in enumerate(cut)
+        }
+        place_whole = {feature: i for i, feature in enumerate(whole)}
+        order = [place[bucket, w] if w.row_starts else place_whole[w.feature] for bucket, w in everything]
+
+        def indices(name: str, values: list[int]) -> list[int]:
+            self.register_buffer(name, torch.tensor(values, dtype=torch.int32, device=device), persistent=False)
+            return values
+
+        self._order = indices("_order_tensor", order)
+        self._whole = indices("_whole_tensor", [position[f] for f in whole] if cut else [])
+        self._cut = indices("_cut_tensor", [position[w.feature] for w in cut])
+        self._row_starts = [torch.tensor(w.row_starts, device=device) for w in cut]
+        # Not read where row starts are given, but FBGEMM wants them.
+        self._blocks = torch.ones(len(cut), dtype=torch.int64, device=device)
+        # TorchRec's train pipeline looks for an attribute of this name and type to fuse the split exchanges.
+        self._dist = KJTAllToAll(group, [len(of_rank) for of_rank in wanted], stagger=num_towers)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Starts the exchange; the first ``wait`` has the sizes, the second the ids."""
+        with torch.profiler.record_function("## dmt:ids_to_owners ##"):
+            if self._cut:
+                buckets, _ = bucketize_kjt_before_all2all(
+                    ids.permute(self._cut, self._cut_tensor),
+                    num_buckets=self._ranks_per_tower,
+                    block_sizes=self._blocks,
+                    block_bucketize_row_pos=self._row_starts,
+                )
+                whole = [ids.permute(self._whole, self._whole_tensor)] if self._whole else []
+                ids = KeyedJaggedTensor.concat([*whole, buckets])
+            return self._dist(ids.permute(self._order, self._order_tensor))
+
+
+class GlobalIdRoute:
+    """The global id route into the sharded collections of this rank's tower.
+
+    The owners are asked: every rank of the sharding group says, once, which ids its lookups read in which order.
+    Collective over the sharding group; a table that cannot be served is refused on all its ranks.
+
+    Args:
+        mesh: the groups.
+        embeddings: the sharded collections of this rank's tower, one for each logical tower, in the same order on all
+            ranks of the tower.
+
+    Raises:
+        InputError: a table is data-parallel, or row-wise with mean pooling; names it and its tower.
+    """
+
+    def __init__(self, mesh: TowerMesh, embeddings: Iterable[ShardedEmbeddingBagCollection]) -> None:
+        self._mesh = mesh
+        self._embeddings = list(embeddings)
+        lookups = [lookup_tables(embedding) for embedding in self._embeddings]
+        self._num_features = [[sum(len(t.features) for t in tables) for tables in of_one] for of_one in lookups]
+        tables = [table for of_one in lookups for of_lookup in of_one for table in of_lookup]
+        fault = next((f"Table {t.name!r} in tower {mesh.tower} {why}" for t in tables if (why := _refusal(t))), None)
+        wanted = [WantedIds(feature, table.row_starts) for table in tables for feature in table.features]
+        # Faults travel with the wishes, so that no rank is left waiting for one that has raised.
+        answers = gather_objects((wanted, fault), mesh.sharding_group)
+        for _, found in answers:
+            if found is not None:
+                raise InputError(found)
+        self._wanted: list[list[WantedIds]] = [wishes for wishes, _ in answers]
+
+    def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> GlobalInputDist:
+        """The id exchange for batches with these keys.
+
+        Args:
+            input_features: keys of the batch, in its order; may hold more features than are used.
+            device: where the bookkeeping tensors live.
+        """
+        return GlobalInputDist(
+            self._mesh.sharding_group,
+            self._wanted,
+            input_features,
+            num_towers=self._mesh.topology.num_towers,
+            device=device,
+        )
+
+    @property
+    def peers(self) -> slice:
+        """Where this rank's peers, in tower order, stand among the ranks of the sharding group."""
+        return slice(self._mesh.local, None, self._mesh.topology.ranks_per_tower)
+
+    def look_up(self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> list[Any]:
+        """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
+
+        Args:
+            ids: what `exchange` delivered to this rank.
+            batch_sizes: B of every rank of the sharding group.
+
+        Returns:
+            For each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], peers in tower order.
+        """
+        num_ranks = self._mesh.topology.ranks_per_tower
+        assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"
+        # Peer order: every rank of the tower serves one block, the samples of all its peers.
+        served = [sum(batch_sizes[local::num_ranks]) for local in range(num_ranks)]
+        parts = iter(ids.split([count for of_one in self._num_features for count in of_one]))
+        pending = []
+        for embedding, counts in zip(self._embeddings, self._num_features, strict=True):
+            context = embedding.create_context()
+            context.sharding_contexts = [EmbeddingShardingContext(batch_size_per_rank=list(served)) for _ in counts]
+            pending.append(embedding.compute_and_output_dist(context, KJTList([next(parts) for _ in counts])))
+        return pending
+
+
+def _refusal(table: LookupTable) -> str | None:
+    """Why the global route cannot serve a table, and what to do about it."""
+    obstacle = route_obstacle("global", table.scheme, "MEAN" if table.is_mean else "SUM")
+    if not obstacle:
+        return None
+    pooling = " with mean pooling" if table.is_mean else ""
+    return f"is {table.scheme}{pooling}, but {obstacle}. Use id_route='peer', or another scheme for this table."

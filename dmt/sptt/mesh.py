@@ -1,0 +1,81 @@
+"""`TowerMesh`: the process groups of a `TowerTopology`, made once by every rank in one order."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from dmt.errors import InputError
+from dmt.plan.topology import TowerTopology
+
+__all__ = ["TowerMesh"]
+
+
+class TowerMesh:
+    """Process groups of this rank, as explicit objects that everything else takes as arguments.
+
+    Creating groups is collective: every rank of the job must construct the same mesh at the same point, after
+    ``torch.distributed.init_process_group``.
+
+    Args:
+        topology: sizes and placement; R * T * L must equal the world size.
+
+    Attributes:
+        topology: the topology given.
+        replica, tower, local: this rank's coordinates.
+        tower_group: L ranks of this tower in this replica (fast links).
+        peer_group: T ranks with this local index in this replica (slow links).
+        sharding_group: T * L ranks over which one copy of the tables is split.
+        replica_group: R ranks that hold this rank's shard.
+        tower_module_group: R * L ranks that hold a copy of this tower's dense module.
+        global_group: all ranks.
+
+    Raises:
+        InputError: no default process group, or another world size than R * T * L.
+    """
+
+    def __init__(self, topology: TowerTopology) -> None:
+        if not dist.is_initialized():
+            raise InputError(
+                "TowerMesh needs torch.distributed; call torch.distributed.init_process_group(...) first, "
+                "or start the script with torchrun."
+            )
+        topology.check_world_size(dist.get_world_size())
+        self.topology = topology
+        self.rank = dist.get_rank()
+        self.replica, self.tower, self.local = topology.coordinates(self.rank)
+        self.tower_group = self.new_group(topology.tower_groups())
+        self.peer_group = self.new_group(topology.peer_groups())
+        self.sharding_group = self.new_group(topology.sharding_groups())
+        self.replica_group = self.new_group(topology.replica_groups())
+        self.tower_module_group = self.new_group(topology.tower_module_groups())
+        world = dist.group.WORLD
+        assert world is not None, "the default group exists once torch.distributed is initialized"
+        self.global_group = world
+        self._tags = 0
+
+    def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
+        """This rank's group of several that cover all ranks; collective."""
+        # new_group is collective over the whole job: every rank creates every group, its own or not.
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                mine = group
+        assert mine is not None, f"rank {self.rank} is in none of the groups {groups}"
+        return mine
+
+    def new_tag(self) -> int:
+        """A number for the messages of one module, the same on every rank if all make their modules in one order."""
+        self._tags += 1
+        return self._tags
+
+    def tower_ranks(self) -> list[int]:
+        """Global ranks of this rank's tower group, by local index."""
+        return dist.get_process_group_ranks(self.tower_group)
+
+    def replica_ranks(self) -> list[int]:
+        """Global ranks of this rank's replica group, by replica."""
+        return dist.get_process_group_ranks(self.replica_group)
+
+    def __repr__(self) -> str:
+        return f"TowerMesh(rank={self.rank}, replica={self.replica}, tower={self.tower}, local={self.local})"

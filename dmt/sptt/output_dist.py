@@ -1,0 +1,210 @@
+"""`PeerExchange`: returns each peer's rows of a tower's output to it (SPTT step f), in any number format.
+
+TorchRec's pooled all-to-all does the same over NCCL, where this one takes as long. Over gloo its ``all_to_all`` asks
+for a peer's rows only after its own are sent, so that the two directions of a link take turns, and exchanges that are
+under way at once all end together; here every rank first asks, then sends, and the one begun first ends first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.types import Awaitable, NoWait
+
+from dmt.collectives import PendingExchange, start_exchange
+from dmt.errors import InputError
+from dmt.sptt.precision import ExchangePrecision
+
+__all__ = ["PeerExchange"]
+
+
+class PeerExchange(nn.Module):
+    """Exchanges rows of outputs for columns of all towers; differentiable.
+
+    ========= ==================================================================================================
+    before    every peer: [sum over peers of B, O_t], its tower's columns for the samples of all peers
+    after     every peer: [B, sum over towers of O_t], all columns for its own samples,
+              towers in peer order
+    backward  the transposed exchange, divided by the group size T (TorchRec's gradient division): with the
+              mean over the tower group that follows, gradients are means over the ranks of the job
+    ========= ==================================================================================================
+
+    Args:
+        group: the peer group.
+        output_sizes: O_t for each tower (rank of the group).
+        dtype: of every tower's outputs.
+        device: of the outputs.
+        precision: the formats; None sends as is. Rows are padded where a format needs whole groups of numbers.
+        tag: tells exchanges over one group apart that ranks may wait for in different orders; the same on all ranks.
+
+    Raises:
+        InputError: the device cannot do a format.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        output_sizes: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        precision: ExchangePrecision | None = None,
+        tag: int = 0,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.tag = tag
+        self.output_sizes = list(output_sizes)
+        self.dtype = dtype
+        self._precision = precision or ExchangePrecision()
+        codecs = self._precision.codecs(device or torch.device("cpu"), dtype)
+        self.forward_codec = None if codecs is None else codecs.forward
+        self.backward_codec = None if codecs is None else codecs.backward
+        self._begun: list[tuple[weakref.ref[_AllToAllRequest], PendingExchange]] = []
+
+    def forward(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
+        """Starts the exchange.
+
+        Args:
+            outputs: [sum(batch_sizes), O_t]; must not change until the exchange has ended.
+            batch_sizes: B of every peer, in group order; they may differ.
+
+        Raises:
+            InputError: the outputs have another dtype than agreed on.
+        """
+        rank = self.group.rank()
+        if outputs.dtype != self.dtype:
+            raise InputError(
+                f"The exchange between towers was made for {self.dtype}, but tower {rank} hands it {outputs.dtype}; "
+                "convert its outputs."
+            )
+        if self.group.size() == 1:
+            return NoWait(outputs)
+        padded = self._precision.padded_batch_sizes(batch_sizes, output_sizes=self.output_sizes)
+        if padded != list(batch_sizes):
+            blocks = zip(outputs.split(list(batch_sizes)), padded, strict=True)
+            outputs = torch.cat([nn.functional.pad(block, (0, 0, 0, rows - len(block))) for block, rows in blocks])
+        self._end_abandoned()
+        transfer = _AllToAllRequest(self, padded)
+        # Wants a gradient even if a frozen tower does not, for its peers wait for this rank in the backward pass.
+        anchor = torch.empty(0, device=outputs.device, requires_grad=torch.is_grad_enabled())
+        with torch.profiler.record_function("## dmt:outputs_to_peers ##"):
+            started = _AllToAllStart.apply(outputs, anchor, transfer)
+        return _AllToAllAwaitable(started, transfer, batch_sizes[rank])
+
+    def keep(self, transfer: _AllToAllRequest, pending: PendingExchange) -> None:
+        """Called by a transfer that has begun to send.
+
+        Messages that nobody holds any more would be lost on their way, and the ranks' next exchanges with them.
+        """
+        self._begun = [(owner, begun) for owner, begun in self._begun if not begun.is_done]
+        self._begun.append((weakref.ref(transfer), pending))
+
+    def _end_abandoned(self) -> None:
+        """Waits for what no one will wait for: a result was dropped, or something raised before it was used."""
+        for owner, begun in self._begun:
+            if owner() is None:
+                begun.wait()
+
+
+class _AllToAllRequest:
+    """One exchange, forward and then backward: what is under way, and where it arrives."""
+
+    def __init__(self, exchange: PeerExchange, batch_sizes: Sequence[int]) -> None:
+        self.exchange = exchange
+        self.batch_sizes = list(batch_sizes)
+        self.rank = exchange.group.rank()
+        self._pending: PendingExchange | None = None
+        self._arriving: list[Tensor] = []
+        self._shapes: Sequence[tuple[int, int]] = []
+        self._context: Any = None
+
+    def start_forward(self, outputs: Tensor) -> None:
+        """Sends [sum(batch_sizes), O_t], each peer its rows."""
+        rows, blocks = self.batch_sizes[self.rank], outputs.contiguous().split(self.batch_sizes)
+        self._start(blocks, [(rows, size) for size in self.exchange.output_sizes], self.exchange.forward_codec)
+
+    def end_forward(self) -> Tensor:
+        """[B, sum of O_t]."""
+        return torch.cat(self._end(self.exchange.forward_codec), dim=1)
+
+    def start_backward(self, gradients: Tensor) -> None:
+        """Sends [B, sum of O_t], each peer its columns."""
+        columns = self.exchange.output_sizes[self.rank]
+        blocks = [block.contiguous() for block in gradients.split(self.exchange.output_sizes, dim=1)]
+        self._start(blocks, [(rows, columns) for rows in self.batch_sizes], self.exchange.backward_codec)
+
+    def end_backward(self) -> Tensor:
+        """[sum(batch_sizes), O_t]."""
+        gradients = torch.cat(self._end(self.exchange.backward_codec))
+        return gradients.div_(len(self.batch_sizes)) if get_gradient_division() else gradients
+
+    def _start(self, blocks: Sequence[Tensor], shapes: Sequence[tuple[int, int]], codec: Any) -> None:
+        """Sends a block to each peer; blocks of these shapes will arrive."""
+        if codec is None:
+            sent = list(blocks)
+            self._arriving = [blocks[0].new_empty(shape) for shape in shapes]
+        else:
+            # Decoding wants the context that encoding filled in.
+            self._context = context = codec.create_context()
+            sent = [codec.encode(block.reshape(-1), context) for block in blocks]
+            sizes = [codec.calc_quantized_size(rows * columns, context) for rows, columns in shapes]
+            self._arriving = [sent[0].new_empty(size) for size in sizes]
+        self._shapes = shapes
+        self._arriving[self.rank] = sent[self.rank]
+        self._pending = start_exchange(sent, self._arriving, self.exchange.group, tag=self.exchange.tag)
+        self.exchange.keep(self, self._pending)
+
+    def _end(self, codec: Any) -> list[Tensor]:
+        assert self._pending is not None, "an exchange is waited for once"
+        self._pending.wait()
+        arrived, self._pending, self._arriving = self._arriving, None, []
+        if codec is None:
+            return arrived
+        return [
+            codec.decode(block, self._context).view(shape) for block, shape in zip(arrived, self._shapes, strict=True)
+        ]
+
+
+class _AllToAllStart(Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, anchor: Tensor, transfer: _AllToAllRequest) -> Tensor:
+        ctx.transfer = transfer
+        transfer.start_forward(outputs)
+        return torch.empty_like(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Tensor) -> Any:
+        return ctx.transfer.end_backward(), None, None
+
+
+class _AllToAllWait(Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, transfer: _AllToAllRequest) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.end_forward()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.transfer.start_backward(gradients[0])
+        # Autograd goes on with other work before it comes to the end of the exchange, which was begun earlier.
+        return gradients[0].new_empty(0), None
+
+
+class _AllToAllAwaitable(Awaitable[Tensor]):
+    def __init__(self, started: Tensor, transfer: _AllToAllRequest, rows: int) -> None:
+        super().__init__()
+        self._started = started
+        self._transfer = transfer
+        self._rows = rows
+
+    def _wait_impl(self) -> Tensor:
+        columns: Tensor = _AllToAllWait.apply(self._started, self._transfer)
+        return columns if len(columns) == self._rows else columns[: self._rows]

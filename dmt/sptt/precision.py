@@ -1,0 +1,257 @@
+"""`ExchangePrecision`: the number format in which tower outputs and their gradients cross between towers.
+
+Quantised collectives for recommendation training: Yang et al., DLP-KDD 2020. The formats and their kernels are
+FBGEMM's, reached through TorchRec. Only the peer all-to-all (slow links) is meant; exchanges inside a tower have
+TorchRec's own ``qcomm_codecs_registry``. TorchRec and FBGEMM are imported when codecs are built.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from dmt.errors import InputError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torchrec.distributed.types import QuantizedCommCodecs
+
+__all__ = ["FORMATS", "ExchangeFormat", "ExchangePrecision", "SyncPrecision", "check_table_format"]
+
+ExchangeFormat = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+SyncPrecision = Literal["fp32", "bf16"]
+"""Of what replicas average (`dmt.ReplicaSync`)."""
+FORMATS: tuple[ExchangeFormat, ...] = get_args(ExchangeFormat)
+# Numbers that share one scale; FBGEMM's default for INT8. Each group carries 8 bytes of scale and offset.
+_GROUP = 32
+_GROUPED = ("fp8", "int8")
+# A mean loss has gradients of 1e-6 and less: FP16 loses digits below 6e-5, FBGEMM's INT8 adds 1e-8 to the range of a
+# group before it divides. FP8 was not measured; a power of two does it no harm.
+_SCALED = ("fp16", "fp8", "int8")
+_DEFAULT_SCALE = 4096.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangePrecision:
+    """How tower outputs (forward) and their gradients (backward) are sent between towers.
+
+    ========  ================  ===============================================================================
+    format    bytes per number  largest relative error of one number, unless said otherwise
+    ========  ================  ===============================================================================
+    ``fp32``  as computed       none: numbers travel in the dtype of the towers' outputs
+    ``fp16``  2                 2^-11; magnitudes above 65504 arrive as 65504
+    ``bf16``  2                 2^-8; the range of FP32
+    ``int8``  1.25              absolute: 1/510 of the range of its group of 32 numbers, plus rounding of FP32
+    ``fp8``   1.25              2^-4 forward (1-4-3), 2^-3 backward (1-5-2); CUDA only
+    ========  ================  ===============================================================================
+
+    A number that is not finite and has to be converted arrives as NaN (with ``int8`` and ``fp8`` its whole group of 32
+    does), never as an ordinary number: FBGEMM's own codecs turn infinity into 65504 (FP16) and may turn NaN into a
+    finite number (INT8). The result has the dtype of the towers' outputs whatever the format, also under autocast; a
+    format that is that dtype converts and scales nothing.
+
+    Raises:
+        InputError: an unknown format, or a ``loss_scale`` that cannot be undone exactly or has nothing to scale.
+
+    Example:
+        >>> precision = ExchangePrecision(forward="fp16", backward="bf16")
+        >>> precision.backward_scale
+        1.0
+        >>> ExchangePrecision(forward="int8").padded_batch_sizes([5, 64], output_sizes=[16, 8])
+        [8, 64]
+        >>> ExchangePrecision(forward="f16")
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: ExchangePrecision: forward='f16' is unknown; use one of ['fp32', 'fp16', 'bf16', 'fp8', \
+'int8']. Did you mean 'fp16'?
+    """
+
+    forward: ExchangeFormat = "fp32"
+    """Of the tower outputs."""
+    backward: ExchangeFormat = "fp32"
+    """Of their gradients. ``"bf16"`` is the safe choice: it needs no scale."""
+    loss_scale: float | None = None
+    """Gradients are multiplied by this power of two before they are encoded and divided by it, in FP32, after; None
+    means 4096 for FP16, FP8 and INT8, 1 otherwise. FP16 then keeps all its digits from 1.5e-8 to 16; larger gradients
+    arrive as 16. (TorchRec's ``backward_loss_scale`` is undone in FP16 and so does not help small gradients.)"""
+
+    def __post_init__(self) -> None:
+        for direction in ("forward", "backward"):
+            value = getattr(self, direction)
+            if value not in FORMATS:
+                raise InputError(
+                    f"ExchangePrecision: {direction}={value!r} is unknown; use one of {list(FORMATS)}."
+                    f"{did_you_mean(str(value), FORMATS)}"
+                )
+        if self.loss_scale is None:
+            return
+        if self.backward not in _SCALED:
+            raise InputError(
+                f"ExchangePrecision: loss_scale={self.loss_scale!r} is set but backward={self.backward!r}, which needs "
+                f"no scale; drop loss_scale, or choose backward from {list(_SCALED)}."
+            )
+        exact = math.isfinite(self.loss_scale) and self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5
+        if not exact or not 2.0**-24 <= self.loss_scale <= 2.0**24:
+            raise InputError(
+                f"ExchangePrecision: loss_scale={self.loss_scale!r} cannot be undone exactly; give a power of two from "
+                f"2**-24 to 2**24, or None for {_DEFAULT_SCALE:g}."
+            )
+
+    @property
+    def backward_scale(self) -> float:
+        """What gradients are multiplied by on the way."""
+        if self.loss_scale is not None:
+            return self.loss_scale
+        return _DEFAULT_SCALE if self.backward in _SCALED else 1.0
+
+    def padded_batch_sizes(self, batch_sizes: Sequence[int], *, output_sizes: Sequence[int]) -> list[int]:
+        """Rows to send to each peer so that every peer's block is whole groups of 32 numbers.
+
+        ``int8`` and ``fp8`` need B * O_t divisible by 32 for every peer and tower (FBGEMM asserts it in the middle of
+        the exchange); other formats need nothing. At most 31 rows are added, none where B is a multiple of 32.
+
+        Args:
+            batch_sizes: B of every peer.
+            output_sizes: O_t of every tower.
+        """
+        if self.forward not in _GROUPED and self.backward not in _GROUPED:
+            return list(batch_sizes)
+        multiple = _GROUP // math.gcd(_GROUP, *output_sizes)
+        return [-(-size // multiple) * multiple for size in batch_sizes]
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuses what the device cannot do.
+
+        Raises:
+            InputError: ``fp8`` without CUDA: FBGEMM has no other kernel for it.
+        """
+        for direction in ("forward", "backward"):
+            if getattr(self, direction) == "fp8" and device.type != "cuda":
+                raise InputError(
+                    f"ExchangePrecision: {direction}='fp8' does not run on device {str(device)!r}; FBGEMM has it for "
+                    "CUDA only. Use 'bf16', or 'int8' for as few bytes."
+                )
+
+    def codecs(self, device: torch.device, dtype: torch.dtype | None = None) -> QuantizedCommCodecs | None:
+        """TorchRec's codecs for the peer all-to-all, or None when both directions send numbers as they are.
+
+        Args:
+            device: where the outputs live.
+            dtype: of the outputs, and so of the result and the gradients; FP32 by default.
+
+        Raises:
+            InputError: the device cannot do a format.
+        """
+        import torch
+
+        self.check_device(device)
+        dtype = dtype or torch.float32
+        if all(_is_plain(name, dtype) for name in (self.forward, self.backward)):
+            return None
+        # Not get_qcomm_codecs_registry: on a CPU it turns BF16 into FP16.
+        from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
+        from torchrec.distributed.types import NoOpQuantizedCommCodec, QuantizedCommCodecs
+
+        row = _GROUP if "fp8" in (self.forward, self.backward) else None
+        made = get_qcomm_codecs(
+            QCommsConfig(
+                forward_precision=CommType(self.forward),
+                backward_precision=CommType(self.backward),
+                fp8_quantize_dim=row,
+                fp8_quantize_dim_bwd=row,
+            )
+        )
+        as_is: Any = NoOpQuantizedCommCodec()
+        as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
+        codecs = QuantizedCommCodecs(forward=as_is, backward=as_is)
+        if not _is_plain(self.forward, dtype):
+            codecs.forward = _ExactFrame(made.forward, 1.0, dtype, by_group=self.forward in _GROUPED)
+        if not _is_plain(self.backward, dtype):
+            codecs.backward = _ExactFrame(made.backward, self.backward_scale, dtype, by_group=self.backward in _GROUPED)
+        return codecs
+
+
+def check_table_format(table: Any, scheme: str, *, tower: int) -> None:
+    """Refuses formats of table weights that would train wrongly without a word.
+
+    Args:
+        table: TorchRec ``EmbeddingBagConfig``, or anything with a ``name``; without ``data_type`` it is FP32.
+        scheme: ours or TorchRec's name of the table's sharding scheme.
+        tower: where the table lives, for the message.
+
+    Raises:
+        InputError: a format other than FP32 and FP16 (TorchRec builds all others as FP16), or a data-parallel FP16 table:
+            its gradient is FP16 too, so a gradient of 1e-7 errs by a sixth and one of 1e-8 is lost.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> check_table_format(SimpleNamespace(name="t0", data_type="FP16"), "row_wise", tower=0)
+        >>> check_table_format(SimpleNamespace(name="t0", data_type="INT8"), "row_wise", tower=0)
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: Table 't0' in tower 0 has data_type='INT8'; tables train in FP32 or FP16. \
+Use one of them.
+    """
+    kind = getattr(table, "data_type", "FP32")
+    kind = str(getattr(kind, "value", kind))
+    if kind not in ("FP32", "FP16"):
+        raise InputError(
+            f"Table {table.name!r} in tower {tower} has data_type={kind!r}; tables train in FP32 or FP16. Use one of "
+            "them."
+        )
+    if kind == "FP16" and scheme in ("data_parallel", "data_parallel"):
+        raise InputError(
+            f"Table {table.name!r} in tower {tower} has data_type='FP16' and is data-parallel; its gradients would be FP16 "
+            "too, and those below 6e-8 be lost. Use FP32, or another scheme."
+        )
+
+
+class _ExactFrame:
+    """What FBGEMM's codec leaves open: dtypes other than FP32, an exact scale, and numbers that are not finite.
+
+    Args:
+        codec: FBGEMM's.
+        scale: numbers are multiplied by it on the way, a power of two.
+        dtype: of what is decoded.
+        by_group: whether numbers share a scale in groups, so that one that is not finite spoils its group.
+    """
+
+    def __init__(self, codec: Any, scale: float, dtype: torch.dtype, *, by_group: bool) -> None:
+        self._codec = codec
+        self._scale = scale
+        self._dtype = dtype
+        self._by_group = by_group
+
+    def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
+        """FP32, scaled, encoded."""
+        numbers = input_tensor.float() * self._scale
+        poison = numbers * 0  # NaN where a number is not finite; no look at values, so a GPU does not wait
+        if self._by_group:
+            groups = poison.view(-1, _GROUP)
+            poison = groups.sum(dim=1, keepdim=True).expand_as(groups).reshape(-1)
+        return self._codec.encode(numbers + poison, ctx)
+
+    def decode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
+        """Decoded, unscaled in FP32, in the dtype of the outputs."""
+        return (self._codec.decode(input_tensor, ctx).float() / self._scale).to(self._dtype)
+
+    @property
+    def quantized_dtype(self) -> torch.dtype:
+        return self._codec.quantized_dtype
+
+    def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
+        return self._codec.calc_quantized_size(input_len, ctx)
+
+    def create_context(self) -> Any:
+        return self._codec.create_context()
+
+    def padded_size(self, input_tensor: Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: Any) -> Any:
+        return self._codec.padded_size(input_tensor, dim_per_rank, my_rank, qcomm_ctx)
+
+
+def _is_plain(name: ExchangeFormat, dtype: torch.dtype) -> bool:
+    """Whether the format sends numbers of this dtype as they are."""
+    return name == "fp32" or name == {"torch.float16": "fp16", "torch.bfloat16": "bf16"}.get(str(dtype))

@@ -1,0 +1,50 @@
+"""``torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml [section.key=value ...]``: trains one model."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import click
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from dmt.errors import InputError
+from dmt.training.config import load_config
+from dmt.training.console import quiet_libraries
+
+EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
+# Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
+_LET_RANK_0_SPEAK_S = 10
+
+
+@click.command(epilog=f"Example: {EXAMPLE}")
+@click.argument("config")
+@click.argument("overrides", nargs=-1)
+def main(config: str, overrides: tuple[str, ...]) -> None:
+    """Trains the model that CONFIG (a TOML file or a shipped config) describes.
+
+    OVERRIDES replace single values, as section.key=value.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    quiet_libraries(rank=rank)
+    try:
+        settings = load_config(config, overrides)
+        from dmt.training.train import train
+
+        result = train(settings)
+    except InputError as error:
+        if rank != 0:
+            time.sleep(_LET_RANK_0_SPEAK_S)
+        print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+        # torchrun ends with a long report of its own; this puts the reason at its end too.
+        get_error_handler().record_exception(error)
+        sys.exit(2)
+    if rank == 0:
+        from dmt.training.summary import print_summary
+
+        print_summary({settings.model.arch: result})
+
+
+if __name__ == "__main__":
+    main()

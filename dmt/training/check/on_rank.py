@@ -1,0 +1,446 @@
+"""What every rank of a check does: `check_on_rank`. Models are made one after the other, each from the same start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from dmt.errors import InputError, ReplicaMismatchError
+from dmt.replicas.sync import ReplicaSync
+from dmt.sptt.mesh import TowerMesh
+from dmt.testing.bounds import (
+    allowed_gradient,
+    allowed_logits,
+    allowed_outputs,
+    allowed_weights,
+)
+from dmt.testing.plain import is_table, is_tower_module
+from dmt.testing.ranks import Say
+from dmt.testing.state import LocalPart, TableKinds, copy_parts, digest, load_start, local_parts, table_kinds
+from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
+from dmt.training.check.findings import Finding
+from dmt.training.check.oracle import (
+    Expected,
+    Forward,
+    compute_expected,
+    plain_task,
+    table_of,
+)
+from dmt.training.check.shares import FoundGradient, backward_rounding, forward_rounding, scale_error
+from dmt.training.check.shrink import CheckedRun, with_values
+from dmt.training.check.watch import Watch, sparse_part
+from dmt.training.checkpoints import Checkpointer, load_plain, restore
+from dmt.training.config import TrainingConfig
+from dmt.training.job import ClickTask, build_model, build_optimizer, in_micro_batches, replica_sync, shard_model
+
+__all__ = ["RankReport", "Trained", "check_on_rank"]
+
+CPU = torch.device("cpu")
+# Tables are updated in the backward pass: their gradient is read off one step of SGD. At this rate the step is as large
+# as the weights or larger, so that its rounding tells nothing else.
+_PROBE_RATE = 2.0**10
+# Rounding by a format over what was found. Forward it is about 1, over 100 where only sums were rounded. Backward it
+# grows with the square root of the samples that are summed up, to about 200 for a thousand per rank; an unused format
+# leaves equal bits there.
+_FORWARD_USED, _BACKWARD_USED = 10.0, 1000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What a rank sends back."""
+
+    findings: tuple[Finding, ...]
+    skipped: Mapping[str, str]
+    """Why a check was left out, by its name."""
+    shards: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
+    """(name, offsets, sizes, digest after training) of every shard that the rank holds."""
+    whole: Mapping[str, str]
+    """Digest of everything that the rank holds whole, by name, after training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model after training, and what it put out on the way."""
+
+    model: DistributedModelParallel
+    parts: list[LocalPart]
+    """Weights of this rank after training, copied."""
+    losses: list[float]
+    """By step; empty where a pipeline trained."""
+    logits: list[Tensor]
+    """By step."""
+    replicas: ReplicaSync | None
+    """What keeps it equal to its replicas."""
+
+
+def check_on_rank(rank: int, say: Say, run: CheckedRun) -> RankReport:
+    """Runs every check on this rank; collective.
+
+    Args:
+        rank: this rank.
+        say: tells the parent what this rank is at.
+        run: what is checked.
+
+    Raises:
+        InputError: the run cannot be built as its config says.
+    """
+    checks = _Checks(rank, run, TowerMesh(run.topology))
+    say("forward pass and gradients")
+    checks.forward_and_gradients()
+    say("training")
+    trained = checks.training()
+    say("train pipeline")
+    checks.pipeline(trained)
+    say("id routes")
+    checks.routes(trained)
+    say("checkpoint")
+    checks.checkpoint(trained)
+    return RankReport(
+        findings=tuple(checks.findings),
+        skipped=checks.skipped,
+        shards=tuple(
+            (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape), digest(part.tensor))
+            for part in trained.parts
+            if part.is_shard
+        ),
+        whole={part.name: digest(part.tensor) for part in trained.parts if not part.is_shard},
+    )
+
+
+class _Checks:
+    def __init__(self, rank: int, run: CheckedRun, mesh: TowerMesh) -> None:
+        self.rank, self.run, self.mesh = rank, run, mesh
+        self.findings: list[Finding] = []
+        self.skipped: dict[str, str] = {}
+        self.precision = run.config.sharding.precision
+        fp32 = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
+        self._exact = with_values(fp32, "replicas", precision="fp32")
+        self._expected: Expected | None = None
+
+    @property
+    def expected(self) -> Expected:
+        assert self._expected is not None, "computed with the first model"
+        return self._expected
+
+    # The checks, in order.
+
+    def forward_and_gradients(self) -> None:
+        """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
+        model = self._shard(_probe(self.run.config))
+        self._expected = self._meet_expected(table_kinds(model))
+        self._begin(model, self.run.config)
+        watch = Watch(model)
+        for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
+            loss = watch.run(draw_batch(self.run, self.rank, index))
+            self._compare_forward(watch, self.expected.forward[index], name)
+        loss.backward()
+        found = self._gradients(model)
+        self._compare_gradients(found)
+        self._compare_backward_format(found)
+
+    def training(self) -> Trained:
+        """A few steps against the plain module, with FP32 between towers; returns the run in its own formats."""
+        trained = self._train(self._exact)
+        expected, steps = self.expected, self.run.limits.steps
+        for step, loss in enumerate(trained.losses):
+            mean = expected.losses[step][self.rank]
+            # A step of Adam may differ in single weights, see `bounds`; a mean loss feels little of that.
+            self._found("losses", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
+        still = self._unmoved()
+        self.skipped |= still
+        for part in trained.parts:
+            check = "table weights" if is_table(part.name) else "dense weights"
+            if check in still:
+                continue
+            start, wanted = part.of(expected.start), part.of(expected.weights)
+            allowed = allowed_weights(
+                start,
+                wanted,
+                is_table=is_table(part.name),
+                optimizer=self.run.config.optimizer,
+                steps=steps,
+                is_half=part.tensor.dtype == torch.float16,
+            )
+            distance = float((part.tensor.float() - wanted).norm())
+            self._found(check, table_of(part.name), distance, allowed, f"after {steps} steps")
+        stands = all(torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts)
+        stood = all(torch.equal(part.of(expected.weights), part.of(expected.start)) for part in trained.parts)
+        if stands and not stood:
+            self._found("table weights", "every weight", float("nan"), 0.0, "training moved nothing")
+        own = trained if self._exact == self.run.config else self._train(self.run.config)
+        self._compare_replicas(own)
+        return own
+
+    def pipeline(self, plain: Trained) -> None:
+        """TorchRec's train pipeline, which exchanges ids a batch ahead, against the plain loop."""
+        model = self._shard(self.run.config)
+        replicas = self._begin(model, self.run.config)
+        in_micro_batches(self.run.config.train, model)
+        pipeline: Any = TrainPipelineSparseDist(
+            model, build_optimizer(self.run.config.optimizer, model), CPU, execute_all_batches=True
+        )
+        batches = self._batches()
+        logits = []
+        for _ in range(self.run.limits.steps):
+            logits.append(pipeline.progress(batches)[0])
+            if replicas is not None:
+                replicas.step()
+        if replicas is not None:
+            replicas.sync()
+        self._compare_bits("pipeline", plain, logits, local_parts(model))
+
+    def routes(self, plain: Trained) -> None:
+        """The other id route."""
+        if self.run.config.dataflow == "flat":
+            self.skipped["id routes"] = "the flat dataflow has one route"
+            return
+        other = "peer" if self.run.config.sharding.id_route == "global" else "global"
+        try:
+            trained = self._train(with_values(self.run.config, "sharding", id_route=other))
+        except InputError as error:
+            # Every rank raises: what a route cannot carry is agreed on before anything is sent.
+            self.skipped["id routes"] = f"id_route={other!r} cannot: {str(error).partition(', but')[0]}"
+            return
+        self._compare_bits("id routes", plain, trained.logits, trained.parts)
+
+    def checkpoint(self, trained: Trained) -> None:
+        """The trained weights, saved, read into the plain module, and loaded under another placement."""
+        folder = Path(self.run.folder) / "checkpoint"
+        # Weights only: the plain module and the other placement take no step with them.
+        if not Checkpointer(folder, self.mesh).save(trained.model, None, step=len(trained.logits), progress={}):
+            raise InputError(f"No checkpoint could be saved to {folder}. The warning before says why.")
+        task = plain_task(self.run)
+        load_plain(task, folder)
+        saved = {name: value.detach() for name, value in task.state_dict().items()}
+        for part in trained.parts:
+            self._found("checkpoint", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
+        model = self._shard(self.run.other, placement=self.run.other_placement)
+        restore(folder, model, None, mesh=self.mesh)
+        for part in local_parts(model):
+            self._found("reload", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
+        replica_sync(self.run.other.replicas, model, self.mesh)
+        ours, plain = Watch(model), Watch(task)
+        seen = [watch.run_and_see(draw_batch(self.run, self.rank, SINGLE_IDS)) for watch in (ours, plain)]
+        if self.run.config.model.has_towers:
+            self._compare_outputs("reload", seen[0].outputs, seen[1].outputs)
+        else:
+            self._compare_tables("reload", seen[0].embeddings, seen[1].embeddings, is_exact=True)
+
+    # What they are made of.
+
+    def _unmoved(self) -> dict[str, str]:
+        """The weights that the plain module's training leaves as they were, and why: rates too small for FP32."""
+        still = {}
+        for check, of_tables, rates in (
+            ("table weights", True, "optimizer.sparse_lr"),
+            ("dense weights", False, "optimizer.dense_lr and tower_lr"),
+        ):
+            names = [name for name in self.expected.weights if is_table(name) is of_tables]
+            if all(torch.equal(self.expected.weights[name], self.expected.start[name]) for name in names):
+                still[check] = f"training moved nothing, in the plain module too; raise {rates}"
+        return still
+
+    def _shard(self, config: TrainingConfig, placement: Sequence[int] | None = None) -> DistributedModelParallel:
+        run = self.run
+        placement = run.placement if config is not run.other else placement
+        return shard_model(config, run.tables, run.num_dense, mesh=self.mesh, placement=placement)
+
+    def _begin(self, model: DistributedModelParallel, config: TrainingConfig) -> ReplicaSync | None:
+        """Gives a model the first weights; returns what keeps it equal to its replicas, if it has some."""
+        load_start(model, self.expected.start)
+        return replica_sync(config.replicas, model, self.mesh)
+
+    def _meet_expected(self, kinds: TableKinds) -> Expected:
+        """Rank 0 runs the plain module, and the others read what it came to."""
+        path = Path(self.run.folder) / "expected.pt"
+        if self.rank == 0:
+            torch.save(compute_expected(self.run, kinds), path)
+        dist.barrier()
+        # Written a moment ago by this program.
+        expected: Expected = torch.load(path, weights_only=False, mmap=True)
+        return expected
+
+    def _batches(self) -> Iterator[Any]:
+        return (draw_batch(self.run, self.rank, step) for step in range(self.run.limits.steps))
+
+    def _train(self, config: TrainingConfig) -> Trained:
+        model = self._shard(config)
+        replicas = self._begin(model, config)
+        # Only in training: what is watched elsewhere is the whole batch.
+        in_micro_batches(config.train, model)
+        optimizer = build_optimizer(config.optimizer, model)
+        losses, logits = [], []
+        for batch in self._batches():
+            optimizer.zero_grad()
+            loss, (of_batch, _, _) = model(batch)
+            loss.backward()
+            optimizer.step()
+            if replicas is not None:
+                replicas.step()
+            losses.append(float(loss.detach()))
+            logits.append(of_batch)
+        if replicas is not None:
+            replicas.sync()
+        parts = copy_parts(model)
+        with torch.no_grad():
+            losses.append(float(model(draw_batch(self.run, self.rank, self.run.limits.steps))[0]))
+        return Trained(model=model, parts=parts, losses=losses, logits=logits, replicas=replicas)
+
+    def _compare_forward(self, watch: Watch, expected: Forward, check: str) -> None:
+        has_towers = self.run.config.model.has_towers
+        # A tower sees the samples of all its peers, tower by tower.
+        seen = dist.get_process_group_ranks(self.mesh.peer_group) if has_towers else [self.rank]
+        wanted = {
+            feature: torch.cat([expected.embeddings[rank][feature] for rank in seen])
+            for feature in watch.seen.embeddings
+        }
+        # With one id per bag an embedding is a row; a sum of three may be added up in another order.
+        self._compare_tables(check, watch.seen.embeddings, wanted, is_exact=check == "embeddings")
+        self._compare_forward_format(watch, wanted, expected.outputs[self.rank])
+        outputs, logits = expected.outputs[self.rank], expected.logits[self.rank]
+        if has_towers:
+            self._compare_outputs("tower outputs", watch.seen.outputs, outputs)
+        allowed = allowed_logits(logits, expected.rounding)
+        batch = "one id per bag" if check == "embeddings" else "bags of 0 to 3 ids"
+        self._found("logits", "the logits", _distance(watch.seen.logits, logits), allowed, batch)
+
+    def _compare_tables(
+        self, check: str, ours: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, is_exact: bool
+    ) -> None:
+        """Embeddings by feature: what goes into tower modules, or in a flat model what crossed between ranks."""
+        forward = "fp32" if self.run.config.model.has_towers else self.precision.forward
+        # Numbers of several tables can share a scale.
+        of_all = max(float(value.abs().max()) for value in wanted.values()) if forward in ("int8", "fp8") else 0.0
+        for feature, value in ours.items():
+            largest = max(of_all, float(wanted[feature].abs().max()))
+            allowed = allowed_outputs(largest, forward, is_exact=is_exact)
+            self._found(check, f"table of {feature}", _distance(value, wanted[feature]), allowed)
+
+    def _compare_outputs(self, check: str, ours: Tensor, wanted: Tensor) -> None:
+        """Outputs of the sparse part, tower by tower."""
+        widths = self._tower_widths()
+        allowed = allowed_outputs(float(wanted.abs().max()), self.precision.forward, is_exact=False)
+        for tower, (mine, its) in enumerate(zip(ours.split(widths, 1), wanted.split(widths, 1), strict=True)):
+            self._found(check, f"output of tower {tower}", _distance(mine, its), allowed)
+
+    def _tower_widths(self) -> list[int]:
+        model = build_model(self.run.config, self.run.tables, self.run.num_dense, device="meta")
+        return [tower.interaction.out_features for tower in sparse_part(ClickTask(model)).towers]
+
+    def _compare_forward_format(self, watch: Watch, embeddings: Mapping[str, Tensor], outputs: Tensor) -> None:
+        """That what crossed between ranks was rounded at all."""
+        ours, wanted, name = watch.seen.outputs, outputs, self.precision.forward
+        if not self._crosses or name == "fp32":
+            return
+        if not self.run.config.model.has_towers:
+            ours = torch.cat([watch.seen.embeddings[feature] for feature in embeddings], 1)
+            wanted = torch.cat([*embeddings.values()], 1)
+        ratio = forward_rounding(ours, wanted, name)
+        if ratio is not None:
+            self._found("formats", f"the exchange did not use its format ({name} forward)", ratio, _FORWARD_USED)
+
+    def _compare_backward_format(self, found: Sequence[FoundGradient]) -> None:
+        """The same for the way back, against a run with the same forward pass and FP32 on the way back."""
+        name = self.precision.backward
+        if not self._crosses or name == "fp32":
+            return
+        config = with_values(_probe(self.run.config), "sharding", backward_precision="fp32")
+        model = self._shard(config)
+        self._begin(model, config)
+        model(draw_batch(self.run, self.rank, UNEVEN_BAGS))[0].backward()
+        ours, plain = (
+            [g for g in some if _kind(g.name) != "dense gradients"] for some in (found, self._gradients(model))
+        )
+        for ratio in backward_rounding(ours, plain, name):
+            self._found("formats", f"the exchange did not use its format ({name} backward)", ratio, _BACKWARD_USED)
+
+    @property
+    def _crosses(self) -> bool:
+        """Whether there is an exchange that has a format; says why not."""
+        why = ""
+        if self.precision.forward == self.precision.backward == "fp32":
+            why = "fp32 rounds nothing"
+        elif self.run.config.dataflow != "flat" and self.run.topology.num_towers == 1:
+            why = "a single tower sends nothing to others"
+        self.skipped["formats"] = why or "the formats change none of these numbers"
+        return not why
+
+    def _gradients(self, model: DistributedModelParallel) -> list[FoundGradient]:
+        expected = self.expected.gradients[self.mesh.replica]
+        found = []
+        for part in local_parts(model):
+            if is_table(part.name):
+                start = part.of(self.expected.start)
+                after = part.tensor.float()
+                # The step was rounded with the weights that it led to.
+                unit = 2.0**-11 if part.tensor.dtype == torch.float16 else 2.0**-24
+                rounding = 2 * unit * float(after.abs().max()) / _PROBE_RATE
+                found.append(FoundGradient(part.name, (start - after) / _PROBE_RATE, part.of(expected), rounding))
+        for name, parameter in model.named_parameters():
+            if not is_table(name) and parameter.grad is not None:
+                found.append(FoundGradient(name, parameter.grad, expected[name], 0.0))
+        return found
+
+    def _compare_gradients(self, found: Sequence[FoundGradient]) -> None:
+        kinds = {"dense gradients": 0.0, "tower gradients": 0.0, "table gradients": 0.0}
+        for name, gradient in self.expected.gradients[self.mesh.replica].items():
+            kinds[_kind(name)] = max(kinds[_kind(name)], float(gradient.abs().max()))
+        for name, ours, wanted, rounding in found:
+            kind = _kind(name)
+            allowed = rounding + allowed_gradient(
+                float(wanted.abs().max()), kinds[kind], self.expected.rounding[name], self.precision
+            )
+            self._found(kind, table_of(name), _distance(ours, wanted), allowed)
+        for kind in kinds:
+            error = scale_error([gradient for gradient in found if _kind(gradient.name) == kind], self.precision)
+            if error is not None:
+                self._found("gradient scales", kind, *error)
+
+    def _compare_replicas(self, trained: Trained) -> None:
+        """States of the optimizer too, which no other check sees at the end of training."""
+        if trained.replicas is None:
+            return
+        try:
+            trained.replicas.check()
+        except ReplicaMismatchError as error:
+            self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
+
+    def _compare_bits(self, check: str, plain: Trained, logits: Sequence[Tensor], parts: Sequence[LocalPart]) -> None:
+        for step, (ours, wanted) in enumerate(zip(logits, plain.logits, strict=True)):
+            self._found(check, "the logits", _distance(ours, wanted), 0.0, f"step {step}")
+        for part, other in zip(parts, plain.parts, strict=True):
+            assert part.name == other.name, f"{part.name} stands where {other.name} was"
+            self._found(check, table_of(part.name), _distance(part.tensor, other.tensor), 0.0, "after training")
+
+    def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
+        place = f"rank {self.rank}" + (f", {place}" if place else "")
+        self.findings.append(Finding(check=check, item=item, difference=difference, allowed=allowed, place=place))
+
+
+def _probe(config: TrainingConfig) -> TrainingConfig:
+    # SGD has no moments to scale.
+    config = with_values(config, "replicas", moment_scale="num_replicas")
+    return with_values(config, "optimizer", sparse="sgd", sparse_lr=_PROBE_RATE, warmup_steps=0)
+
+
+def _kind(name: str) -> str:
+    if is_table(name):
+        return "table gradients"
+    return "tower gradients" if is_tower_module(name) else "dense gradients"
+
+
+def _distance(ours: Tensor, wanted: Tensor) -> float:
+    """Largest difference; NaN where the shapes differ."""
+    if ours.shape != wanted.shape:
+        return float("nan")
+    if ours.numel() == 0:
+        return 0.0
+    return float((ours.detach().float() - wanted.detach().float()).abs().max())

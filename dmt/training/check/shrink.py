@@ -1,0 +1,348 @@
+"""From a config made for a cluster to one that a few processes of this machine can run: `shrink`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError
+from dmt.formatting import shorten
+from dmt.partitioner.report.style import counted
+from dmt.plan.tables import TableSpec
+from dmt.plan.topology import TowerTopology
+from dmt.plan.towers import TowerPlan
+from dmt.sharding.costs import StepWorkload
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.rules import Rule, ShardingRules
+from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
+from dmt.training.config import ReplicasConfig, TrainingConfig
+from dmt.training.job import tower_plan, tower_sharding
+
+__all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
+
+# Warm-up is cut to so many steps: then the few steps that are run have the rising rates and the full ones.
+_WARMUP_STEPS = 2
+# Two show what replicas do, with batches of their own.
+_REPLICAS = 2
+# Replicas are averaged so often at least: then the few steps see averaged weights and states.
+_SYNC_EVERY = {"now": 2, "delayed": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckLimits:
+    """How large a check may be."""
+
+    max_rows: int = 1000
+    """Most rows of a table, at least 8: fewer would leave row-wise shards of most ranks nothing but frequent ids."""
+    max_ranks: int = 8
+    """Most ranks, 4 to 64: two towers of two show both exchanges; more processes outgrow one machine."""
+    batch_size: int = 16
+    """B, rows per rank and step."""
+    steps: int = 4
+    """Training steps, at least 2: the second is the first whose weights were trained."""
+    timeout_s: float = 120.0
+    """Longest time without any news from a rank, at least 1."""
+
+    def __post_init__(self) -> None:
+        for option, value, least, most in (
+            ("--rows", self.max_rows, 8, math.inf),
+            ("--max-ranks", self.max_ranks, 4, 64),
+            ("--batch-size", self.batch_size, 1, math.inf),
+            ("--steps", self.steps, 2, math.inf),
+            ("--timeout", self.timeout_s, 1, math.inf),
+        ):
+            if not least <= value <= most:
+                limit = f"at least {least}" if math.isinf(most) else f"from {least} to {most:g}"
+                raise InputError(
+                    f"{option}={value:g} is out of range: a check needs {limit} (docs/check.md says why). Give {limit}."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """What is run on every rank; plain data."""
+
+    config: TrainingConfig
+    """The run, shrunk."""
+    other: TrainingConfig
+    """The same under another placement, to load its checkpoint into."""
+    tables: tuple[TableSpec, ...]
+    """Whole tables, shrunk; their order is that of the features."""
+    splits: Mapping[str, tuple[int, ...]]
+    """Columns of each shard of the tables that the tower plan cuts, by feature."""
+    num_dense: int
+    """Dense columns."""
+    placement: tuple[int, ...] | None
+    """Mesh tower of each tower of a multi-tower model where several share one; else None."""
+    other_placement: tuple[int, ...] | None
+    """The same in the other placement."""
+    limits: CheckLimits
+    """As given."""
+    folder: str
+    """For plans, expected values and checkpoints; all ranks see it."""
+    reduced: tuple[str, ...]
+    """What is smaller than in the config, a line each."""
+    schemes: tuple[str, ...]
+    """The schemes that are run, by number of tables; then the tables that cannot have the one asked for, and why."""
+
+    @property
+    def topology(self) -> TowerTopology:
+        """The mesh that is run."""
+        return self.config.topology.build()
+
+
+def shrink(
+    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, *, limits: CheckLimits, folder: Path
+) -> CheckedRun:
+    """Makes the run small and keeps what it is made of: every table its scheme, every tower its module.
+
+    The sharding plan is made for the full size, under the config's memory limit, and its schemes are pinned; where
+    towers keep their number of ranks, so are the ranks of every shard.
+
+    Args:
+        config: the run.
+        tables: of its data, whole.
+        num_dense: dense columns of its data.
+        limits: how small.
+        folder: where the plans are written.
+
+    Raises:
+        InputError: the towers or the sharding plan do not fit the tables or the memory.
+    """
+    full = config.topology.build()
+    topology = fewer_ranks(full, limits.max_ranks)
+    most = max(limits.max_rows, topology.ranks_per_tower)
+    small = [replace(table, num_embeddings=min(table.num_embeddings, most)) for table in tables]
+    asked = config
+    config = with_values(config, "optimizer", warmup_steps=min(config.optimizer.warmup_steps, _WARMUP_STEPS))
+    config = with_values(
+        config,
+        "topology",
+        num_towers=topology.num_towers,
+        ranks_per_tower=topology.ranks_per_tower,
+        num_replicas=topology.num_replicas,
+    )
+    config = with_values(config, "replicas", **_of_replicas(config.replicas, topology.num_replicas))
+    # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from the weights.
+    config = with_values(config, "train", dense_reduce_precision="fp32")
+    said = [*_said_of_ranks(full, topology), *_said_of_replicas(asked, config)]
+    reduced = [*said, *_said_of_sizes(asked, tables, most, config)]
+    shared: dict[str, Any] = {
+        "tables": tuple(small),
+        "num_dense": num_dense,
+        "limits": limits,
+        "folder": str(folder),
+        "reduced": tuple(reduced),
+    }
+    if config.dataflow == "flat":
+        other = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
+        return CheckedRun(
+            config=config,
+            other=with_values(config, "sharding", scheme=other),
+            schemes=(f"schemes: {len(tables)} {_flat_scheme(config)}",),
+            splits={},
+            placement=None,
+            other_placement=None,
+            **shared,
+        )
+    towers = _Towers(tower_plan(asked, tables), config.model.has_towers, topology)
+    whole = tower_sharding(asked, tables)
+    pinned = _pins(whole.placements, towers.plan.split_tables(tables), small, full, topology)
+    others: dict[str, Rule] = {name: _other_schemes(rule, topology) for name, rule in pinned.items()}
+    workload = StepWorkload(batch_size=limits.batch_size, optimizer=config.optimizer.sparse)
+    runs, schemes = {}, dict[str, tuple[str, ...]]()
+    for name, rules, is_swapped in (("run", pinned, False), ("other", others, True)):
+        plan, by_tower = towers.arranged(small, is_swapped=is_swapped)
+        plan.save(folder / f"{name}.towers.json")
+        made = plan_tables(by_tower, topology, workload=workload, rules=ShardingRules(tables=rules))
+        made.save(folder / f"{name}.sharding.json")
+        schemes.setdefault(name, _said_of_schemes(made, whole))
+        runs[name] = with_values(
+            with_values(config, "towers", plan=str(folder / f"{name}.towers.json")),
+            "sharding",
+            plan=str(folder / f"{name}.sharding.json"),
+            scheme="auto",
+            tables={},
+            memory_gib=None,
+        )
+    return CheckedRun(
+        config=runs["run"],
+        other=runs["other"],
+        schemes=schemes["run"],
+        splits=dict(towers.plan.column_splits),
+        placement=towers.placement(is_swapped=False),
+        other_placement=towers.placement(is_swapped=True),
+        **shared,
+    )
+
+
+def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
+    """The topology with at most so many ranks: two replicas, then fewer ranks per tower, then fewer towers on the mesh.
+
+    Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
+    least 4 (8 with replicas) there are two towers where there were two or more.
+
+    Example:
+        >>> small = fewer_ranks(TowerTopology(num_towers=2, ranks_per_tower=8), 8)
+        >>> small.num_towers, small.ranks_per_tower
+        (2, 4)
+        >>> small = fewer_ranks(TowerTopology(num_towers=16, ranks_per_tower=8), 8)
+        >>> small.num_towers, small.ranks_per_tower
+        (4, 2)
+        >>> small = fewer_ranks(TowerTopology(num_towers=16, ranks_per_tower=8, num_replicas=8), 8)
+        >>> small.num_replicas, small.num_towers, small.ranks_per_tower
+        (2, 2, 2)
+    """
+    towers, ranks, replicas = topology.num_towers, topology.ranks_per_tower, min(topology.num_replicas, _REPLICAS)
+    max_ranks //= replicas
+    ranks = min(ranks, max(min(ranks, 2), max_ranks // towers))
+    towers = max(1, min(towers, max_ranks // ranks))
+    return replace(topology, num_towers=towers, ranks_per_tower=ranks, num_replicas=replicas)
+
+
+def with_values(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
+    """The config with other values in one section; nothing is checked."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+class _Towers:
+    """The towers of the run on the mesh that is left for them.
+
+    Args:
+        plan: of the run, whole.
+        has_modules: whether the model is made of towers. Then they stay and several share a mesh tower; the towers of a
+            flat model are joined.
+        topology: the mesh.
+    """
+
+    def __init__(self, plan: TowerPlan, has_modules: bool, topology: TowerTopology) -> None:
+        # Without the tables it was made for, which were larger.
+        self.plan = replace(plan, tables=())
+        self._has_modules = has_modules
+        self._num_mesh = topology.num_towers
+        self._mesh_of = [i * topology.num_towers // plan.num_towers for i in range(plan.num_towers)]
+
+    def placement(self, *, is_swapped: bool) -> tuple[int, ...] | None:
+        """The mesh tower of each tower; None for the plain order."""
+        mesh = self._mesh(is_swapped)
+        return tuple(mesh) if self._has_modules and mesh != list(range(self._num_mesh)) else None
+
+    def arranged(self, tables: Sequence[TableSpec], *, is_swapped: bool) -> tuple[TowerPlan, list[list[TableSpec]]]:
+        """The plan to write down, and the tables of each mesh tower."""
+        mesh = self._mesh(is_swapped)
+        by_tower: list[list[TableSpec]] = [[] for _ in range(self._num_mesh)]
+        features: list[list[str]] = [[] for _ in range(self._num_mesh)]
+        of_towers = self.plan.tables_by_tower(self.plan.split_tables(tables))
+        for tower, of_tower, number in zip(self.plan.towers, of_towers, mesh, strict=True):
+            by_tower[number] += of_tower
+            features[number] += tower.features
+        if self._has_modules:
+            return self.plan, by_tower
+        return TowerPlan.from_lists(features, column_splits=self.plan.column_splits), by_tower
+
+    def _mesh(self, is_swapped: bool) -> list[int]:
+        return [self._num_mesh - 1 - number for number in self._mesh_of] if is_swapped else self._mesh_of
+
+
+def _pins(
+    placements: Mapping[str, TablePlacement],
+    whole: Sequence[TableSpec],
+    small: Sequence[TableSpec],
+    full: TowerTopology,
+    topology: TowerTopology,
+) -> dict[str, Rule]:
+    """The scheme of every table of the full-size plan, and its ranks where towers keep theirs."""
+    if full.ranks_per_tower != topology.ranks_per_tower:
+        return {name: placement.scheme for name, placement in placements.items()}
+    rows = {table.name: table.num_embeddings for table in whole}
+    most = max(table.num_embeddings for table in small)
+    return {
+        name: _with_fewer_rows(placement, rows[name], min(rows[name], most)) for name, placement in placements.items()
+    }
+
+
+def _with_fewer_rows(placement: TablePlacement, rows: int, fewer: int) -> TablePlacement:
+    """The placement for a table of fewer rows; row shards of given sizes keep their proportions, about."""
+    if placement.scheme != "row_wise" or not placement.sizes or rows == fewer:
+        return placement
+    spare = fewer - len(placement.sizes)  # every shard has a row
+    sizes = [1 + spare * size // rows for size in placement.sizes]
+    sizes[sizes.index(max(sizes))] += fewer - sum(sizes)
+    return replace(placement, sizes=tuple(sizes))
+
+
+def _other_schemes(rule: Rule, topology: TowerTopology) -> tuple[Scheme, ...]:
+    if topology.ranks_per_tower == 1:
+        return ("table_wise",)
+    used = rule.scheme if isinstance(rule, TablePlacement) else rule
+    # Not data-parallel, which FP16 tables cannot be and the global id route cannot carry.
+    return tuple(scheme for scheme in SCHEMES if scheme not in (used, "data_parallel"))
+
+
+def _flat_scheme(config: TrainingConfig) -> str:
+    scheme = config.sharding.scheme
+    return "table_wise or column_wise, as TorchRec's planner chooses" if scheme == "auto" else scheme
+
+
+def _said_of_schemes(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple[str, ...]:
+    """Of the plan that is run, and the reasons of the one of full size."""
+    said = ["schemes: " + ", ".join(f"{count} {scheme}" for scheme, count in made.tables_by_scheme.items())]
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in whole.reasons.items():
+        if "asked for, but" in reason:
+            # From the scheme on, without its rank: many tables share what is left.
+            scheme, why = whole.placements[name].scheme, reason.partition(": ")[2]
+            by_reason.setdefault(f"{scheme}: {why}", []).append(name)
+    for reason, names in by_reason.items():
+        said.append(f"{shorten(names, ', ')}: {reason}")
+    return tuple(said)
+
+
+def _said_of_ranks(full: TowerTopology, topology: TowerTopology) -> list[str]:
+    said = []
+    if full.ranks_per_tower != topology.ranks_per_tower:
+        said.append(f"checked with {topology.ranks_per_tower} of {full.ranks_per_tower} ranks per tower")
+    if full.num_towers != topology.num_towers:
+        said.append(f"the {full.num_towers} towers share {counted(topology.num_towers, 'mesh tower')}")
+    return said
+
+
+def _of_replicas(own: ReplicasConfig, num_replicas: int) -> dict[str, Any]:
+    """What must be less with so few replicas and steps."""
+    scale = own.moment_scale
+    return {
+        "sync_every": min(own.sync_every, _SYNC_EVERY[own.optimizer_state]),
+        "moment_scale": scale if isinstance(scale, str) else min(scale, float(num_replicas)),
+    }
+
+
+def _said_of_replicas(asked: TrainingConfig, config: TrainingConfig) -> list[str]:
+    if config.topology.num_replicas == 1:
+        return []
+    said = []
+    if asked.topology.num_replicas != config.topology.num_replicas:
+        said.append(f"checked with {config.topology.num_replicas} of {asked.topology.num_replicas} replicas")
+    for key in ("sync_every", "moment_scale"):
+        before, after = getattr(asked.replicas, key), getattr(config.replicas, key)
+        if before != after:
+            said.append(f"replicas.{key} is {after} instead of {before}")
+    return said
+
+
+def _said_of_sizes(asked: TrainingConfig, tables: Sequence[TableSpec], most: int, config: TrainingConfig) -> list[str]:
+    said = []
+    cut = [table for table in tables if table.num_embeddings > most]
+    if cut:
+        largest = max(table.num_embeddings for table in cut)
+        said.append(f"{len(cut)} of {len(tables)} tables have {most:,} rows instead of up to {largest:,}")
+    if asked.train.dense_reduce_precision != config.train.dense_reduce_precision:
+        said.append(f"dense gradients are sent in fp32 instead of {asked.train.dense_reduce_precision}")
+    if asked.optimizer.warmup_steps != config.optimizer.warmup_steps:
+        said.append(
+            f"learning rates rise over {config.optimizer.warmup_steps} steps instead of {asked.optimizer.warmup_steps}"
+        )
+    return said

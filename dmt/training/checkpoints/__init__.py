@@ -1,0 +1,19 @@
+"""Checkpoints that survive kills and full disks, and load into any layout: `Checkpointer`, `restore`, `load_plain`."""
+
+from dmt.training.checkpoints.files import Manifest, checkpoints, is_outdated, newest, read_manifest, verify
+from dmt.training.checkpoints.load import Restored, load_plain, restore, whole_checkpoint
+from dmt.training.checkpoints.saver import Checkpointer
+
+__all__ = [
+    "Checkpointer",
+    "Manifest",
+    "Restored",
+    "checkpoints",
+    "is_outdated",
+    "load_plain",
+    "newest",
+    "read_manifest",
+    "restore",
+    "verify",
+    "whole_checkpoint",
+]

@@ -1,0 +1,363 @@
+"""Checkpoints of a run side by side in one folder: named by step, put in place by rename, the last few kept.
+
+================================  =========================================================================
+``step-00001234``                 a whole checkpoint
+``.step-00001234.partial``        being written, or left by a save that was killed
+``.step-00001234.old``            whole; stands aside while another one of its step takes its place
+``.step-00001234.deleted``        being deleted
+``.shared-abcdefgh``              an empty file, laid to see whether all ranks see it, see `check_shared`
+================================  =========================================================================
+
+Whatever moment a process is killed at, every checkpoint that was whole is found whole again, under its own name or
+as ``.old``; only what is deliberately deleted goes. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError
+from dmt.files import fsync_path, read_record
+from dmt.formatting import shorten
+
+__all__ = [
+    "CheckpointStore",
+    "FileRecord",
+    "MANIFEST_NAME",
+    "Manifest",
+    "PROBE",
+    "check_plain",
+    "checkpoints",
+    "damaged_files",
+    "is_outdated",
+    "newest",
+    "read_manifest",
+    "record_of",
+    "verify",
+    "write_manifest",
+]
+
+logger = logging.getLogger(__name__)
+
+PROBE = ".shared-"
+"""How the name of a file begins that is laid to see whether all ranks see it."""
+_NAME = re.compile(r"step-(\d{8,})")
+_ASIDE = re.compile(r"\.(step-\d{8,})\.old")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, newest first; a folder that is a checkpoint itself is the only one.
+
+    Nothing is read: they may be damaged.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (20, 100, 3):
+        ...         Path(folder, f"step-{step:08d}").mkdir()
+        ...     [path.name for path in checkpoints(Path(folder))]
+        ['step-00000100', 'step-00000020', 'step-00000003']
+    """
+    if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
+        return [folder] if folder.is_dir() else []
+    # A link to another checkpoint would be taken for one of its own step, and could not be deleted.
+    own = (path for path in folder.iterdir() if not path.is_symlink()) if folder.is_dir() else ()
+    found = {path.name: path for path in own if _NAME.fullmatch(path.name)}
+    for path in list(folder.glob(".step-*.old")):
+        if match := _ASIDE.fullmatch(path.name):
+            found.setdefault(match[1], path)
+    return [found[name] for name in sorted(found, key=_step, reverse=True)]
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether a folder of checkpoints is one checkpoint of an older version, which cannot be read.
+
+    Those versions wrote their only checkpoint straight into the folder, without a manifest.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Path(folder, ".metadata").touch()
+        ...     is_outdated(Path(folder))
+        True
+    """
+    return (folder / ".metadata").is_file() and not checkpoints(folder)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in a folder, or the folder itself where it is one; every file of it is read.
+
+    Damaged ones that are newer are passed over with a warning that says what is wrong with them.
+
+    Returns:
+        None where there is no checkpoint at all.
+
+    Raises:
+        InputError: there are some, but none is whole.
+    """
+    wrong = []
+    for path in checkpoints(folder):
+        try:
+            verify(path)
+        except InputError as error:
+            logger.warning("A checkpoint is passed over: %s", error)
+            wrong.append(str(error))
+        else:
+            return path
+    if wrong:
+        raise InputError(f"{folder} holds no whole checkpoint: {wrong[0]}")
+    return None
+
+
+class CheckpointStore:
+    """Writes checkpoints into one folder; to be used by one process at a time.
+
+    Args:
+        folder: where checkpoints are; made if absent.
+        keep: how many to keep, at least 1.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        if keep < 1:
+            raise InputError(f"keep={keep}: at least the checkpoint just written must stay. Give 1 or more.")
+        self.folder = folder
+        self._keep = keep
+
+    def prepare(self) -> None:
+        """Makes the folder, puts back what stood aside when a process was killed, and deletes what was half done.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in list(self.folder.glob(".step-*.old")):
+                if match := _ASIDE.fullmatch(path.name):
+                    if (self.folder / match[1]).exists():
+                        _discard(path)
+                    else:
+                        os.rename(path, self.folder / match[1])
+            for path in list(self.folder.glob(f"{PROBE}*")):
+                path.unlink()
+            for ending in ("partial", "deleted"):
+                for path in list(self.folder.glob(f".step-*.{ending}")):
+                    shutil.rmtree(path)
+            fsync_path(self.folder)
+        except OSError as error:
+            raise InputError(f"Checkpoint folder {self.folder} cannot be written: {error.strerror}.") from error
+
+    def scratch(self, step: int) -> Path:
+        """A new empty folder to write the checkpoint of a step into.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        path = self.folder / f".{_name(step)}.partial"
+        self.drop(path)
+        path.mkdir(parents=True)
+        return path
+
+    def drop(self, scratch: Path) -> None:
+        """Deletes a scratch folder, if it is there."""
+        if scratch.exists():
+            shutil.rmtree(scratch)
+
+    def commit(self, scratch: Path, step: int) -> Path:
+        """Puts a written checkpoint in its place, where an older one of the same step makes way.
+
+        Raises:
+            OSError: it cannot be put there; what was there before stays.
+        """
+        target = self.folder / _name(step)
+        aside = self.folder / f".{_name(step)}.old"
+        fsync_path(scratch)
+        if target.exists():
+            if aside.exists():
+                _discard(aside)
+            os.rename(target, aside)
+        try:
+            os.rename(scratch, target)
+        except OSError:
+            if aside.exists():
+                os.rename(aside, target)
+            raise
+        fsync_path(self.folder)
+        return target
+
+    def prune(self, step: int) -> None:
+        """Deletes all but the last few checkpoints; to be called after the one of ``step`` was put in its place.
+
+        Those of later steps go first: training went back behind them, so they are of a course that was given up.
+
+        Raises:
+            OSError: something cannot be deleted.
+        """
+        for path in self.folder.glob(".step-*.old"):
+            _discard(path)
+        of_run = [path for path in checkpoints(self.folder) if _step(path.name) <= step]
+        given_up = [path for path in checkpoints(self.folder) if _step(path.name) > step]
+        for path in (*given_up, *of_run[self._keep :]):
+            _discard(path)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step(name: str) -> int:
+    match = _NAME.search(name)
+    assert match is not None, f"{name} is no name of a checkpoint"
+    return int(match[1])
+
+
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint so that a kill on the way leaves nothing that looks like one."""
+    doomed = path.with_name(f".{path.name.removeprefix('.').removesuffix('.old')}.deleted")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+MANIFEST_NAME = "checkpoint.json"
+_FORMAT = 1
+_REMEDY = "Use another checkpoint."
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What a file of a checkpoint must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The ``checkpoint.json`` of a checkpoint; plain data."""
+
+    step: int
+    """Training steps behind the checkpoint."""
+    progress: Mapping[str, Any]
+    """What the caller needs to go on: epoch, row, samples; anything JSON takes."""
+    versions: Mapping[str, str]
+    """Of the packages that wrote it."""
+    files: Mapping[str, FileRecord]
+    """Every file beside the manifest, by name."""
+    column_shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Widths of the column shards, by the name of a state that has one value for each row of each shard."""
+    moment_scales: Mapping[str, float] = field(default_factory=dict)
+    """Factor c of AdaGrad's moments where it was not 1, by table (2D sparse parallelism, Algorithm 1, line 6)."""
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest through to the disk, with a digest of itself.
+
+    Raises:
+        OSError: it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_manifest(Path(folder), Manifest(step=7, progress={"epoch": 1}, versions={}, files={}))
+        ...     verify(Path(folder)).progress
+        {'epoch': 1}
+    """
+    record = {"format": _FORMAT, **asdict(manifest)}
+    with (folder / MANIFEST_NAME).open("w") as stream:
+        json.dump({**record, "digest": _digest(record)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a checkpoint's manifest and checks it against its own digest.
+
+    Raises:
+        InputError: it is absent, cut off, altered, or of another format.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.exists():
+        raise InputError(f"{folder} is no whole checkpoint: {MANIFEST_NAME} is absent. {_REMEDY}")
+    record = read_record(path, what="Checkpoint", version=_FORMAT, remedy=_REMEDY)
+    if record.pop("digest", None) != _digest(record):
+        raise InputError(f"{folder} is damaged: {MANIFEST_NAME} was altered. {_REMEDY}")
+    del record["format"]
+    try:
+        files = {str(name): FileRecord(**entry) for name, entry in record.pop("files").items()}
+        cuts = {str(name): tuple(widths) for name, widths in record.pop("column_shards").items()}
+        manifest = Manifest(**record, files=files, column_shards=cuts)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"{folder} is damaged: {MANIFEST_NAME} is no manifest ({error}). {_REMEDY}") from error
+    for name in files:
+        if Path(name).name != name:
+            raise InputError(f"{folder} is damaged: {MANIFEST_NAME} lists {name!r}, which is not in it. {_REMEDY}")
+    return manifest
+
+
+def record_of(path: Path) -> FileRecord:
+    """Size and SHA-256 of a file, read once from its beginning to its end."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileRecord(bytes=stream.tell(), sha256=digest)
+
+
+def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """What is wrong with the named files of a checkpoint, one text for each; sizes are compared before contents."""
+    wrong = []
+    for name in names:
+        wanted, path = manifest.files[name], folder / name
+        try:
+            size = path.stat().st_size
+            if size != wanted.bytes:
+                wrong.append(f"{name} has {size} bytes instead of {wanted.bytes}")
+            elif record_of(path) != wanted:
+                wrong.append(f"{name} was altered")
+        except FileNotFoundError:
+            wrong.append(f"{name} is absent")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read ({error.strerror})")
+    return wrong
+
+
+def verify(folder: Path) -> Manifest:
+    """Reads every file of a checkpoint and compares it with the manifest.
+
+    Raises:
+        InputError: the manifest or a file is absent, cut off or altered; names it.
+    """
+    manifest = read_manifest(folder)
+    if wrong := damaged_files(folder, manifest, sorted(manifest.files)):
+        raise InputError(f"{folder} is damaged: {shorten(wrong)}. {_REMEDY}")
+    return manifest
+
+
+def check_plain(progress: Mapping[str, Any]) -> None:
+    """Raises `InputError` unless JSON takes it.
+
+    Example:
+        >>> check_plain({"epoch": 1, "seen": {3}})
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: progress={'epoch': 1, 'seen': {3}} is not plain data: Object of type set is not JSON ...
+    """
+    try:
+        json.dumps(progress)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"progress={progress} is not plain data: {error}. Give numbers, texts, lists and dicts."
+        ) from error
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    # Through JSON and back: tuples become lists, as they are when the manifest is read.
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,233 @@
+"""The ``dmt`` command. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dmt import __version__
+from dmt.errors import InputError
+from dmt.training.console import quiet_libraries
+
+__all__ = ["main"]
+
+# Packages of the full installation; without them plans, partitions of saved affinities and complexity still work.
+_FULL = ("torchrec", "fbgemm_gpu", "pydantic", "pyarrow", "pandas", "tensorboard", "tomli_w", "jinja2", "torchmetrics")
+
+
+class _Commands(click.Group):
+    """Turns what the user can fix into one line and exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        quiet_libraries(rank=0)
+        try:
+            return super().invoke(ctx)
+        except InputError as error:
+            click.echo(f"error: {error}", err=True)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in _FULL:
+                raise
+            click.echo(f"error: {error.name} is not installed. `dmt doctor` tells how to fix it.", err=True)
+        return ctx.exit(2)
+
+
+@click.group(cls=_Commands)
+@click.version_option(__version__, prog_name="dmt")
+def main() -> None:
+    """Disaggregated Multi-Tower training of recommendation models."""
+
+
+@main.command(epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
+@click.option("--data", metavar="PATH", help="A Criteo TSV, or a Parquet or CSV file with label, c_* and d_* columns.")
+@click.option("--out", default="demo_output", show_default=True, help="Folder for towers.json, pictures, the report.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
+@click.argument("overrides", nargs=-1)
+def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...]) -> None:
+    """Trains a flat model, learns its towers, trains the multi-tower model, compares them.
+
+    Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.
+    """
+    from dmt.training.commands.demo import demo as run_demo
+
+    results = run_demo(data, out, overrides, command=_command())
+    if as_json:
+        from dmt.training.records import to_json
+
+        click.echo(to_json(results))
+        return
+    from dmt.training.summary import print_summary
+
+    print_summary(results)
+
+
+@main.command(epilog="Example: dmt doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Says which versions are installed, what is missing, and the command that fixes it."""
+    from dmt.training.commands.doctor import diagnose
+
+    findings = diagnose()
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+    else:
+        _table(
+            ["", "found", "tested with", ""],
+            [[f.what, f.found, f.expected, "ok" if f.ok else "FIX"] for f in findings],
+        )
+        for finding in findings:
+            if finding.fix:
+                click.echo(f"{finding.what}: {finding.fix}")
+    if any(not finding.ok for finding in findings):
+        sys.exit(1)
+
+
+@main.command(
+    epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --out towers.json --report report; "
+    "or without torchrec: dmt partition --affinity affinity.npz --towers 8"
+)
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a training run.")
+@click.option("--affinity", type=click.Path(path_type=Path), help="A saved affinity matrix (.npz) instead.")
+@click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
+@click.option("--towers", type=int, required=True, help="Number of towers.")
+@click.option("--strategy", default="coherent", show_default=True, help="coherent, diverse or both.")
+@click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
+@click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, together, apart, limits.")
+@click.option("--max-work-ratio", type=float, help="Most lookup work of a tower, over the mean.")
+@click.option("--max-bytes-ratio", type=float, help="Most table bytes of a tower, over the mean.")
+@click.option("--max-tower-bytes", type=float, help="Most table bytes of a tower, such as 4e10.")
+@click.option(
+    "--split-columns", default="no", show_default=True, help="no, largest or even: cut tables for more towers."
+)
+@click.option("--refine/--no-refine", default=True, help="Improve on the distances themselves; the paper does not.")
+@click.option("--dims", default=2, show_default=True, help="Dimensions in which features are grouped.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the partitioner.")
+@click.option("--out", default="towers.json", show_default=True, type=click.Path(path_type=Path))
+@click.option("--report", type=click.Path(path_type=Path), help="Also write a page with pictures into this folder.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Also draw the affinity matrix here.")
+@click.option("--save-affinity", type=click.Path(path_type=Path), help="Also keep the collected affinity (.npz).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def partition(**options: Any) -> None:
+    """Learns which features belong together and writes the tower plan."""
+    from dmt.training.commands.partition import print_partition, run_partition
+
+    found = run_partition(options, _command())
+    if options["as_json"]:
+        click.echo(options["out"].read_text().rstrip())
+    else:
+        print_partition(found, options["out"], options["report"])
+
+
+@main.command(
+    epilog="Example: dmt plan demo sharding.memory_gib=16; or without a config: dmt plan --towers towers.json "
+    "--ranks-per-tower 8 --batch-size 4096 --pin 't_ad*=row_wise' --out plan.json"
+)
+@click.argument("config", required=False)
+@click.argument("overrides", nargs=-1)
+@click.option("--tables", type=click.Path(path_type=Path), help="Tables as JSON, where there is no CONFIG.")
+@click.option("--towers", type=click.Path(path_type=Path), help="Tower plan; its recorded tables do without --tables.")
+@click.option("--num-towers", type=int, help="T; by default that of --towers, else 1.")
+@click.option("--ranks-per-tower", type=int, help="L, 8 by default.")
+@click.option("--replicas", "--num-replicas", "num_replicas", type=int, help="M, 1 by default, or the CONFIG's.")
+@click.option("--sync-gb-per-s", type=float, help="Rate at which a rank sends to its replicas, GB/s.")
+@click.option("--sync-every", type=int, help="N, steps from one sync of replicas to the next, 1 by default.")
+@click.option("--batch-size", type=int, help="B, samples per rank, 1024 by default.")
+@click.option("--pooling", multiple=True, metavar="FEATURE=NUMBER", help="Mean ids per sample, where it is not 1.")
+@click.option("--memory-gib", type=float, help="Memory of a rank for tables, in GiB; no limit without it.")
+@click.option("--optimizer", help="Of the tables: rowwise_adagrad, adagrad, adam or sgd.")
+@click.option("--memory-gb-per-s", type=float, help="Rate of lookups and updates, GB/s.")
+@click.option("--intra-tower-gb-per-s", type=float, help="Rate of a rank's link inside its tower, GB/s.")
+@click.option("--collective-latency-us", type=float, help="Fixed cost of a collective, microseconds.")
+@click.option("--scheme", multiple=True, help="Allow only this scheme (repeatable), where a table can have it.")
+@click.option("--pin", multiple=True, metavar="TABLES=SCHEME", help="Scheme of tables by name or pattern (repeatable).")
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the plan as JSON.")
+@click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(config: str | None, overrides: tuple[str, ...], *, everything: bool, as_json: bool, **options: Any) -> None:
+    """Places the tables of each tower on its ranks, and says why.
+
+    CONFIG is a training config or the name of a shipped one, planned as the trainer will; OVERRIDES are
+    section.key=value. Without a CONFIG, options say what is planned.
+    """
+    from dmt.training.commands.plan import print_sharding, run_plan
+
+    found = run_plan(config, overrides, options)
+    if as_json:
+        click.echo(json.dumps(found.to_record(), indent=1))
+    else:
+        print_sharding(found, everything=everything, out=options["out"])
+
+
+@main.command(epilog="Example: dmt check cluster.toml sharding.id_route=global --rows 500")
+@click.argument("config")
+@click.argument("overrides", nargs=-1)
+@click.option("--rows", "max_rows", default=1000, show_default=True, help="Most per table, at least 8.")
+@click.option("--max-ranks", default=8, show_default=True, help="Processes, at most; 4 to 64.")
+@click.option("--batch-size", default=16, show_default=True, help="Rows per rank and step.")
+@click.option("--steps", default=4, show_default=True, help="Training steps, at least 2.")
+@click.option(
+    "--timeout", "timeout_s", default=120.0, show_default=True, help="Longest silence of the ranks, in seconds."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: Any) -> None:
+    """Checks a run on processes of this machine, before a cluster is spent on it.
+
+    CONFIG's model, towers, sharding plan, precision and id route, made small, against the same model in one process:
+    forward pass, gradients, a few steps, a checkpoint under another placement. Data files are opened for their columns,
+    but no row of them is read. OVERRIDES are section.key=value. Exit code 1: something does not agree.
+    """
+    from dmt.testing.ranks import RanksFailedError
+    from dmt.training.commands.check import print_report, run_check
+
+    try:
+        report = run_check(config, overrides, **limits)
+    except RanksFailedError as error:
+        click.echo(f"FAILED: {error}", err=True)
+        sys.exit(1)
+    print_report(report, as_json=as_json)
+    if not report.agrees:
+        sys.exit(1)
+
+
+@main.command(epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
+@click.option("--arch", required=True, help="dlrm or dcn.")
+@click.option("--towers", type=int, help="Number of towers; the flat model without it.")
+@click.option("--tower-dim", type=int, help="D; by default 64 for dlrm, 128 for dcn.")
+@click.option("--c", default=1, show_default=True, help="Outputs per feature (dlrm).")
+@click.option("--p", default=0, show_default=True, help="Outputs per tower (dlrm).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def complexity(*, arch: str, towers: int | None, tower_dim: int | None, c: int, p: int, as_json: bool) -> None:
+    """Counts MFLOPs per sample, parameters and compression ratio of a model of the paper's size (Criteo-1TB)."""
+    from dmt.models.complexity import paper_complexity
+
+    counted = paper_complexity(arch, towers, tower_dim=tower_dim, c=c, p=p)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(counted)))
+        return
+    _table(
+        ["", f"{arch}, {towers} towers" if towers else arch],
+        [
+            ["MFLOPs/sample", f"{counted.mflops_per_sample:.2f}"],
+            ["parameters", f"{counted.parameters:,} ({counted.parameters / 1e9:.2f} G)"],
+            ["compression ratio", f"{counted.compression_ratio:.2f}"],
+        ],
+    )
+
+
+def _command() -> str:
+    return shlex.join(["dmt", *sys.argv[1:]])
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,110 @@
+"""The body of ``dmt check``: what is run and printed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dmt.testing.ranks import prepare_ranks
+from dmt.training.check.findings import CheckReport
+from dmt.training.console import table_console
+
+__all__ = ["print_report", "run_check"]
+
+_COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
+
+
+def run_check(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    max_rows: int,
+    max_ranks: int,
+    batch_size: int,
+    steps: int,
+    timeout_s: float,
+) -> CheckReport:
+    """Does what ``dmt check`` was asked for.
+
+    Args:
+        config: file or name of a shipped config.
+        overrides: ``section.key=value``.
+        max_rows: most rows of a table.
+        max_ranks: most ranks.
+        batch_size: rows per rank and step.
+        steps: training steps.
+        timeout_s: longest time without news from the ranks.
+
+    Raises:
+        InputError: the config cannot be read, or the run cannot be built as it says.
+        RanksFailedError: a rank failed, died or hangs.
+    """
+    began = time.perf_counter()
+    from dmt.training.config import load_config
+
+    settings = load_config(config, overrides)
+    # The ranks' packages take as long to load as this process's: both at once.
+    prepare_ranks()
+    from dmt.training.check.check import check_run
+    from dmt.training.check.shrink import CheckLimits
+
+    limits = CheckLimits(
+        max_rows=max_rows, max_ranks=max_ranks, batch_size=batch_size, steps=steps, timeout_s=timeout_s
+    )
+    # What one process says of the whole run, such as a far too large batch, is no news here.
+    logging.getLogger("dmt").setLevel(logging.WARNING)
+    with Console(stderr=True).status("Checking ..."):
+        return replace(check_run(settings, limits), seconds=time.perf_counter() - began)
+
+
+def print_report(report: CheckReport, *, as_json: bool) -> None:
+    """Prints the report."""
+    if as_json:
+        # Not a number is no JSON: a difference that is not finite is null.
+        print(json.dumps(_finite(report.to_record()), indent=1))
+        return
+    console = table_console(markup=True)
+    for line in (*report.schemes, *report.reduced):
+        console.print(f"- {escape(line)}")
+    table = Table("", "against the plain module, or as said", "difference", "allowed", "")
+    for column in table.columns:
+        column.overflow = "fold"
+    for column in table.columns[2:4]:
+        column.justify = "right"
+    for row in report.rows:
+        where = f"\n[red]{escape(row.where)}[/]" if row.verdict == "FAILED" else ""
+        where = f"\n[dim]{escape(row.where)}[/]" if row.verdict == "skipped" else where
+        table.add_row(
+            row.check,
+            escape(row.what) + where,
+            _number(row.difference),
+            "bitwise" if row.allowed == 0 else _number(row.allowed),
+            f"[{_COLOURS[row.verdict]}]{row.verdict}[/]",
+        )
+    console.print(table)
+    for note in report.notes:
+        console.print(f"[yellow]Note:[/] {escape(note)}")
+    failed = [row.check for row in report.rows if row.verdict == "FAILED"]
+    verdict = f"[bold red]Does not agree: {', '.join(failed)}.[/]" if failed else "[green]Everything agrees.[/]"
+    console.print(f"{verdict} {report.ranks} ranks, {report.seconds:.0f} s.")
+
+
+def _number(number: float | None) -> str:
+    if number is None:
+        return ""
+    return f"{number:.1e}" if number else "0"
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value

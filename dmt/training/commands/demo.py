@@ -1,0 +1,224 @@
+"""``dmt demo``: the whole job on one machine, from clicks to a comparison of the flat and the multi-tower model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from dmt.errors import InputError
+from dmt.partitioner import TowerPartitioner, write_partition_report
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_toml
+from dmt.training.data.config import DataConfig
+from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
+from dmt.training.data.textfile import text_blocks
+from dmt.training.partition import affinity_of_run
+from dmt.training.planned import traffic_warning
+from dmt.training.records import read_result
+from dmt.training.report import plot_curves, write_report
+from dmt.training.train import auc_warning, check_output_dir, check_rows, preflight, rows_at_most
+
+__all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
+
+_STEPS = 1000  # about so many steps tell the models apart and end within minutes
+_TABLE_ROWS = 20_000
+# Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
+_OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
+
+
+def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:
+    """Trains the flat model, partitions its features, trains the multi-tower model, and compares them.
+
+    Args:
+        data: a file of clicks (see `demo_settings`), None for the built-in generator.
+        output_dir: where everything goes.
+        overrides: ``section.key=value`` for both runs; what only the tower dataflow has is for the second one.
+        command: what the user typed, for the report.
+
+    Returns:
+        The results of both runs, by model.
+
+    Raises:
+        InputError: anything the user can fix; raised before training wherever it can be known by then.
+    """
+    console = Console(stderr=True, highlight=False)
+    out = Path(output_dir)
+    taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
+    if taken:
+        raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
+    # Each demo is a run of its own, also in a folder that has seen one.
+    settings = ["train.resume=never", *([] if data is None else demo_settings(Path(data)))]
+    console.print("[bold]1/4[/] checking data and sizes")
+    config = load_config("demo", [*settings, *overrides, _setting("train.output_dir", out)])
+    arch, ranks = config.model.arch, config.topology.build().world_size
+    if not config.model.has_towers:
+        raise InputError(
+            f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
+        )
+    checked = preflight(config, ranks).validate()
+    check_output_dir(out)
+    if data is not None:
+        settings += step_settings(checked.train_rows, ranks)
+    shared = [*settings, *overrides]
+    flat_arch = arch.removeprefix("dmt-")
+
+    check_rows(load_config("demo", shared), ranks, rows_at_most(config, checked))
+    console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
+    flat = load_config(
+        "demo", [*flat_settings(shared), f"model.arch={flat_arch}", _setting("train.output_dir", out / flat_arch)]
+    )
+    runs = {flat_arch: _train(flat)}
+
+    console.print("[bold]3/4[/] learning which features belong together")
+    affinity, tables = affinity_of_run(Path(flat.train.output_dir))
+    affinity.save(out / "affinity.npz")
+    partitioner = TowerPartitioner(num_towers=config.topology.num_towers, seed=config.train.seed)
+    partition = partitioner.partition(affinity, tables=tables)
+    plan = replace(partition.plan, command=command)
+    plan.save(out / "towers.json")
+    towers_page = write_partition_report(replace(partition, plan=plan), out / "towers")
+
+    console.print(f"[bold]4/4[/] training the multi-tower model, {arch}, with these towers")
+    towers = load_config(
+        "demo", [*shared, _setting("towers.plan", out / "towers.json"), _setting("train.output_dir", out / arch)]
+    )
+    runs[arch] = _train(towers)
+
+    page = write_report(
+        out / "report.html",
+        runs=runs,
+        plan=plan,
+        sharding=TowerShardingPlan.load(out / arch / "sharding.json"),
+        affinity_picture=towers_page.with_name("affinity.png"),
+        curves_picture=plot_curves({name: out / name for name in runs}, out / "curves.png"),
+        data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
+        notes=[
+            *partition.notes,
+            *(f"{name}: {text}" for name, run in runs.items() for text in _warnings(run)),
+        ],
+    )
+    for tower in plan.towers:
+        console.print(f"{tower.name}: {' '.join(tower.features)}")
+    console.print(f"Report: {page}   towers: {out / 'towers.json'}, {towers_page}   curves: tensorboard --logdir {out}")
+    return runs
+
+
+def _warnings(run: Mapping[str, Any]) -> Iterator[str]:
+    """What should give a reader of the run's numbers pause."""
+    texts = [auc_warning(run["eval_auc"])]
+    if "sharding" in run:
+        texts.append(traffic_warning(run["sharding"]["planned_bytes_per_sample"], run["bytes_per_sample"]))
+    yield from filter(None, texts)
+
+
+def demo_settings(data: Path) -> list[str]:
+    """The overrides that point the demo's config at a file of clicks.
+
+    Criteo's format (text that is not ``.csv`` and begins with a label) is read as such; its evaluation rows come from
+    the file whose name has "test" for "train", where there is one. Parquet and CSV files need the columns
+    ``label``, ``c_*`` (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
+
+    Raises:
+        InputError: the file does not exist or its kind is unknown.
+    """
+    file = expand_path("--data", str(data), columns=False)[0]
+    criteo = _is_criteo(file)
+    kind = "criteo_tsv" if criteo else "columns"
+    settings = [f'data.kind="{kind}"', _setting("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
+    if criteo:
+        partner = data.with_name(data.name.replace("train", "test"))
+        if partner != data and partner.exists():
+            settings.append(_setting("data.eval_path", partner))
+        return settings
+    expand_path("--data", str(data), columns=True)
+    settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
+    if "split" in (
+        parquet_file(file).schema_arrow.names
+        if is_parquet(file)
+        else csv_header(file, separator_of(file, DataConfig()))
+    ):
+        settings.append('data.split_column="split"')
+    return settings
+
+
+def _is_criteo(file: str) -> bool:
+    """Whether a file is in Criteo's format: its name says nothing else, and it begins with a label, not a header."""
+    if file.endswith((".parquet", ".pq", ".csv", ".csv.gz")):
+        return False
+    block = next((block for _, block in text_blocks(file, block_bytes=1 << 16)), b"")
+    return b"\t" not in block or block.partition(b"\t")[0].strip() in (b"0", b"1", b"")
+
+
+def step_settings(rows: int, ranks: int) -> list[str]:
+    """Batch size and epochs that make about a thousand steps of this many rows.
+
+    Small sets get one pass: a click model knows their rows by heart in the second.
+
+    Example:
+        >>> step_settings(rows=262_144, ranks=4)
+        ['train.batch_size=128', 'train.epochs=2', 'train.eval_every=204']
+        >>> step_settings(rows=6_381, ranks=4)
+        ['train.batch_size=16', 'train.epochs=1', 'train.eval_every=19']
+    """
+    epochs = 2 if rows >= 50_000 else 1
+    wanted = max(1, rows * epochs // (_STEPS * ranks))
+    size = min(512, max(16, 2 ** (wanted.bit_length() - 1)))
+    eval_every = max(10, rows * epochs // (size * ranks) // 5)
+    return [f"train.batch_size={size}", f"train.epochs={epochs}", f"train.eval_every={eval_every}"]
+
+
+def flat_settings(settings: Sequence[str]) -> list[str]:
+    """The settings without those that the flat dataflow refuses, because they are about tables inside towers.
+
+    Example:
+        >>> flat_settings(["train.epochs=1", "sharding.scheme=row_wise", 'sharding.tables={"t_*" = "data_parallel"}'])
+        ['train.epochs=1']
+        >>> flat_settings(["sharding.scheme=table_wise", "train.micro_batches=4", "sharding.table_precision=fp16"])
+        ['sharding.scheme=table_wise', 'sharding.table_precision=fp16']
+    """
+
+    def about_towers(setting: str) -> bool:
+        key, _, value = (part.strip() for part in setting.partition("="))
+        if key == "sharding.scheme":
+            return value.strip("\"'") in ("row_wise", "data_parallel")
+        return any(f"{key}.".startswith(f"{name}.") for name in _OF_TOWERS)
+
+    return [setting for setting in settings if not about_towers(setting)]
+
+
+def _setting(key: str, path: Path) -> str:
+    # A JSON string is a TOML string: paths may hold quotes and backslashes.
+    return f"{key}={json.dumps(str(path))}"
+
+
+def _train(config: TrainingConfig) -> dict[str, Any]:
+    """Runs torchrun on a config; its table goes to ``train.log``, its progress bar and warnings to the terminal."""
+    folder = Path(config.train.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(to_toml(config))
+    ranks = config.topology.build().world_size
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, "-m", "dmt.training", str(folder / "run.toml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with (folder / "train.log").open("w") as log, subprocess.Popen(command, stdout=log, env=environment) as run:
+        # Whoever stops this process stops the ranks too: by default they would go on without it.
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            code = run.wait()
+        except BaseException:
+            run.terminate()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+    if code:
+        raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")
+    return read_result(folder)

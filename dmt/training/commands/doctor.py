@@ -1,0 +1,128 @@
+"""``dmt doctor``: what is installed, what is missing or does not fit, and the exact command that fixes it.
+
+The versions of torch, torchrec and fbgemm move together, and torchrec requires the CUDA build of fbgemm under another
+package name than the CPU build; no resolver sees that. This module needs none of them to run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["TESTED", "Finding", "diagnose"]
+
+TESTED: Mapping[str, str] = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm": "1.8.0"}
+"""The one triangle this release was tested with."""
+
+_FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
+_TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
+_TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tensorboard", "tomli-w", "jinja2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    what: str
+    """Package or check."""
+    found: str
+    """Version found, "absent", or what went wrong."""
+    expected: str
+    """Version this release was tested with."""
+    fix: str = ""
+    """The command that fixes it; empty when there is nothing to fix."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is nothing to fix."""
+        return not self.fix
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed package without its local part (``+cpu``), or None."""
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def diagnose(
+    version: Callable[[str], str | None] = installed_version,
+    load_error: Callable[[str], str] | None = None,
+    has_gpu: bool | None = None,
+) -> list[Finding]:
+    """Looks at the installation.
+
+    Args:
+        version: version of a package, None when absent.
+        load_error: last line of the error of importing a module in a fresh process, empty when it loads.
+        has_gpu: whether an NVIDIA driver is there; by default looked up.
+
+    Example:
+        >>> lines = diagnose(lambda package: None, lambda module: "", has_gpu=False)
+        >>> next(line.fix for line in lines if line.what == "torch")
+        'pip install torch==2.13.0'
+    """
+    gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
+    findings = [_python(), _pinned("torch", version("torch"), f"pip install torch=={TESTED['torch']}")]
+    findings.append(_fbgemm(version, gpu))
+    fix = f"pip install --no-deps torchrec=={TESTED['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
+    findings.append(_pinned("torchrec", version("torchrec"), fix))
+    for package in (*(need.partition("==")[0] for need in _TORCHREC_NEEDS), *_TRAINER_NEEDS):
+        if version(package) is None:
+            wanted = next((need for need in _TORCHREC_NEEDS if need.startswith(package)), package)
+            findings.append(Finding(what=package, found="absent", expected="any", fix=f"pip install {wanted}"))
+    if all(finding.ok for finding in findings):
+        findings.append(_loads(load_error or _load_error, version, gpu))
+    return findings
+
+
+def _python() -> Finding:
+    found = platform.python_version()
+    good = found.startswith("3.11.")
+    fix = "" if good else "use Python 3.11, e.g. `make install PYTHON=python3.11`"
+    return Finding(what="python", found=found, expected="3.11", fix=fix)
+
+
+def _pinned(what: str, found: str | None, fix: str) -> Finding:
+    good = found == TESTED[what]
+    return Finding(what=what, found=found or "absent", expected=TESTED[what], fix="" if good else fix)
+
+
+def _fbgemm(version: Callable[[str], str | None], gpu: bool) -> Finding:
+    found = {package: version(package) for package in _FBGEMM if version(package) is not None}
+    build = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu"
+    install = f"pip install {build}=={TESTED['fbgemm']}"
+    shown = ", ".join(f"{package} {number}" for package, number in found.items()) or "absent"
+    fix = ""
+    if len(found) > 1:
+        # Both unpack into the same folder; whichever came last has overwritten half of the other.
+        fix = f"pip uninstall -y {' '.join(_FBGEMM)} && {install}"
+    elif list(found.values()) != [TESTED["fbgemm"]]:
+        fix = install
+    return Finding(what="fbgemm", found=shown, expected=TESTED["fbgemm"], fix=fix)
+
+
+def _loads(load_error: Callable[[str], str], version: Callable[[str], str | None], gpu: bool) -> Finding:
+    for module in ("torch", "fbgemm_gpu", "torchrec"):
+        error = load_error(module)
+        if error:
+            build = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu"
+            fix = f"pip install --force-reinstall --no-deps torch=={TESTED['torch']} {build}=={TESTED['fbgemm']}"
+            if not gpu and version("fbgemm-gpu") is not None:
+                # The CUDA build needs the driver's libraries even to be imported.
+                fix = f"pip uninstall -y fbgemm-gpu && {fix}"
+            return Finding(what=f"import {module}", found=error, expected="loads", fix=fix)
+    return Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads")
+
+
+def _load_error(module: str) -> str:
+    probe = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import {module}"], capture_output=True, text=True, check=False
+    )
+    return "" if probe.returncode == 0 else (probe.stderr.strip().splitlines() or ["no message"])[-1]

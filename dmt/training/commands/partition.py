@@ -1,0 +1,237 @@
+"""The body of ``dmt partition``: what is read, written and printed. A saved affinity needs no TorchRec."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dmt.errors import InputError
+from dmt.files import check_writable
+from dmt.formatting import human_bytes
+from dmt.partitioner import (
+    FeatureAffinity,
+    Partition,
+    PartitionRules,
+    TowerPartitioner,
+    plot_affinity,
+    write_partition_report,
+)
+from dmt.partitioner.partitioner import Progress
+from dmt.partitioner.report.style import new_figure
+from dmt.partitioner.verdict import judge_balance, judge_meaning
+from dmt.plan.tables import TableSpec, feature_names
+
+__all__ = ["print_partition", "run_partition"]
+
+_SHOWN_FEATURES = 8
+_FILES = ("affinity", "rules", "out", "report", "picture", "save_affinity")
+_LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
+
+
+def run_partition(options: Mapping[str, Any], command: str) -> Partition:
+    """Does what ``dmt partition`` was asked for; says on stderr what it is at and what it wrote besides the plan.
+
+    Args:
+        options: the command's options by name, with ``-`` as ``_``.
+        command: what the user typed; recorded in the plan.
+
+    Returns:
+        The partition, whose plan has been written.
+
+    Raises:
+        InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
+    """
+    if (options["checkpoint"] is None) == (options["affinity"] is None):
+        raise InputError("Give either --checkpoint RUN_DIR or --affinity FILE.npz.")
+    if options["affinity"] is not None and options["data"] is not None:
+        raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
+    _check_outputs(options)
+    rules = _rules(options)
+    # Made first: what is wrong with it shows before a model is loaded and run.
+    partitioner = TowerPartitioner(
+        num_towers=options["towers"],
+        strategy=options["strategy"],
+        balance_ratio=_balance_ratio(options["balance_ratio"]),
+        dims=options["dims"],
+        seed=options["seed"],
+        rules=rules,
+        split_columns=options["split_columns"],
+        refine=options["refine"],
+    )
+    affinity = _affinity(options, rules)
+    if options["save_affinity"]:
+        affinity.save(options["save_affinity"])
+        _say(f"Affinity written to {options['save_affinity']}.")
+    with _progress() as progress:
+        found = _named(partitioner.partition(affinity, progress=progress), command)
+    out: Path = options["out"]
+    found.plan.save(out)
+    for other in found.alternatives:
+        other.plan.save(_beside(out, other.plan.strategy))
+    try:
+        _draw(found, options)
+    except InputError as error:
+        raise InputError(f"{error} The plan itself was written to {out}.") from error
+    if options.get("as_json"):
+        # stdout is the plan; what print_partition tells goes beside it.
+        for line in _places(found, out, options["report"]):
+            _say(line)
+    return found
+
+
+def _draw(found: Partition, options: Mapping[str, Any]) -> None:
+    if options["picture"]:
+        plot_affinity(found.affinity, found.plan, options["picture"])
+        _say(f"Picture written to {options['picture']}.")
+    if options["report"]:
+        write_partition_report(found, options["report"])
+
+
+def print_partition(found: Partition, out: Path, report: Path | None) -> None:
+    """Prints the towers, what they are worth, and where they were written."""
+    # Names are any text: brackets in them are no markup and colons no emoji.
+    console = Console(highlight=False, markup=False, emoji=False)
+    weighed = found.loads[0].work is not None
+    table = Table("tower", "features", *(("elements/sample", "tables") if weighed else ()), "")
+    for column in table.columns[1:-1]:
+        column.justify = "right"
+    for tower, load in zip(found.plan.towers, found.loads, strict=True):
+        names = " ".join(tower.features[:_SHOWN_FEATURES])
+        more = len(tower.features) - _SHOWN_FEATURES
+        weights = (f"{load.work:,.0f}", human_bytes(load.num_bytes or 0)) if weighed else ()
+        table.add_row(
+            tower.name, f"{load.num_features:,}", *weights, names + (f" and {more:,} more" if more > 0 else "")
+        )
+    console.print(table)
+    for note in found.notes:
+        console.print(Text.assemble(("Note:", "yellow"), f" {note}"))
+    for partition in found.every:
+        label = f"{partition.plan.strategy}: " if found.alternatives else ""
+        console.print(f"{label}{judge_meaning(partition).sentence}")
+    console.print(judge_balance(found).sentence)
+    for line in _places(found, out, report):
+        console.print(line, soft_wrap=True)
+
+
+def _places(found: Partition, out: Path, report: Path | None) -> Iterator[str]:
+    """Where plans and report were written."""
+    yield f"Written to {out}."
+    for other in found.alternatives:
+        beside = _beside(out, other.plan.strategy)
+        yield f"Also tried: {other.plan.strategy}, in {beside}. Only training tells which is better."
+    if report is not None:
+        yield f"Report: {report / 'report.html'}"
+
+
+def _check_outputs(options: Mapping[str, Any]) -> None:
+    """Raises `InputError` for an output that cannot be written: a large partition takes minutes."""
+    taken: dict[Path, str] = {}
+    for name in _FILES:
+        path: Path | None = options[name]
+        if path is not None:
+            option = f"--{name.replace('_', '-')}"
+            first = taken.setdefault(path.resolve(), option)
+            if first != option:
+                raise InputError(
+                    f"{first} and {option} are the same file, {str(path)!r}. Name another for one of them."
+                )
+    if options["picture"] is not None:
+        # Made and dropped: it refuses a suffix that is no picture format.
+        new_figure(options["picture"], size=(1.0, 1.0), caller="--picture", layout=None)
+    for name in ("out", "report", "picture", "save_affinity"):
+        path = options[name]
+        if path is None:
+            continue
+        option = f"--{name.replace('_', '-')} {str(path)!r}"
+        try:
+            check_writable(path if name == "report" else path.parent)
+        except OSError as error:
+            raise InputError(f"{option} cannot be written: {error.strerror}.") from error
+        if name != "report" and path.is_dir():
+            raise InputError(f"{option} cannot be written: it is a folder. Name a file in it.")
+
+
+def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffinity:
+    if options["affinity"] is not None:
+        return FeatureAffinity.load(options["affinity"])
+    from dmt.training.partition import affinity_of_run
+
+    def check(tables: Sequence[TableSpec]) -> None:
+        rules.for_features(feature_names(tables))
+        _say(f"Collecting the affinity of {options['checkpoint']}")
+
+    affinity, _ = affinity_of_run(options["checkpoint"], data_path=options["data"], check=check)
+    return affinity
+
+
+def _rules(options: Mapping[str, Any]) -> PartitionRules:
+    rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
+    given = {name: options[name] for name in _LIMITS if options[name] is not None}
+    return replace(rules, **given)
+
+
+def _balance_ratio(text: str) -> float | None:
+    if text == "free":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise InputError(
+            f"--balance-ratio {text!r} must be a number of at least 1, or 'free' for towers of any size."
+        ) from error
+
+
+def _named(found: Partition, command: str) -> Partition:
+    others = tuple(replace(other, plan=replace(other.plan, command=command)) for other in found.alternatives)
+    return replace(found, plan=replace(found.plan, command=command), alternatives=others)
+
+
+def _beside(out: Path, strategy: str) -> Path:
+    return out.with_name(f"{out.stem}.{strategy}{out.suffix}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class _Stages:
+    """A line on stderr when another stage begins, with the share of the work done and the time since the beginning."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._stage = ""
+
+    def report(self, stage: str, share: float) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            _say(f"partition: {100 * share:.0f} % after {time.monotonic() - self._begin:.0f} s, {stage}")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar on a terminal; in a log file a line for each stage that begins."""
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Stages().report
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("partitioning", total=1.0)
+        yield lambda stage, share: bar.update(task, description=stage, completed=share)

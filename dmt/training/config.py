@@ -1,0 +1,450 @@
+"""`TrainingConfig`: everything a run is told, from a TOML file and ``key=value`` overrides, typed and checked."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dmt.errors import InputError, did_you_mean
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.optimizers import MomentScale, check_moment_scale
+from dmt.sharding.schemes import Scheme
+from dmt.sptt.precision import ExchangeFormat, ExchangePrecision, SyncPrecision
+from dmt.training.data.config import DataConfig
+
+__all__ = [
+    "SHARDING_OF_TOWERS",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ReplicasConfig",
+    "ShardingConfig",
+    "TopologyConfig",
+    "TowersConfig",
+    "TrainConfig",
+    "TrainingConfig",
+    "load_config",
+    "shipped_configs",
+    "to_toml",
+]
+
+
+SHARDING_OF_TOWERS = (
+    "tables",
+    "plan",
+    "memory_gib",
+    "pooling_factors",
+    "memory_gb_per_s",
+    "intra_tower_gb_per_s",
+    "collective_latency_us",
+    "id_route",
+)
+"""Keys of the section sharding that only the tower dataflow has."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(_Section):
+    """Which model, and its sizes (DESIGN section 7; DMT paper section 4)."""
+
+    arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"] = "dmt-dlrm"
+    """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``)."""
+    embedding_dim: int = Field(default=128, ge=4)
+    """N, columns of every table; a multiple of 4."""
+    dense_arch: tuple[int, ...] = (512, 256)
+    """Hidden layers of the bottom MLP; the last layer follows from N or tower_dim."""
+    over_arch: tuple[int, ...] | None = None
+    """Layers of the over arch, ending in 1; by default the paper's for the arch."""
+    tower_dim: int = Field(default=64, ge=1)
+    """D, dimension of what a tower puts out (multi-tower models)."""
+    c: int = Field(default=1, ge=0)
+    """Outputs of dimension D per feature (``dmt-dlrm``)."""
+    p: int = Field(default=0, ge=0)
+    """Outputs of dimension D per tower (``dmt-dlrm``)."""
+    cross_layers: int = Field(default=3, ge=1)
+    """Cross layers of the interaction (``dcn``, ``dmt-dcn``)."""
+    cross_rank: int = Field(default=512, ge=1)
+    """Rank of a cross layer (``dcn``, ``dmt-dcn``)."""
+
+    @property
+    def has_towers(self) -> bool:
+        """Whether the model is made of towers."""
+        return self.arch.startswith("dmt-")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.embedding_dim % 4:
+            raise InputError(f"embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels).")
+        if self.over_arch is not None and self.over_arch[-1:] != (1,):
+            raise InputError(f"over_arch={list(self.over_arch)} must end in 1, the logit.")
+        return self
+
+
+class TopologyConfig(_Section):
+    """The mesh: R replicas x T towers x L ranks. Their product must be the world size."""
+
+    num_towers: int = Field(default=1, ge=1)
+    """T; a tower is usually one host."""
+    ranks_per_tower: int = Field(default=1, ge=1)
+    """L."""
+    num_replicas: int = Field(default=1, ge=1)
+    """R, copies of all tables, each trained on its share of the samples and averaged; see ``[replicas]``."""
+    replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
+    """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
+    neighbours, on one host if it has R x L ranks."""
+
+    def build(self) -> TowerTopology:
+        """The topology of these sizes."""
+        return TowerTopology(**self.model_dump())
+
+
+class TowersConfig(_Section):
+    """Which features form which tower."""
+
+    plan: str = "strided"
+    """Path of a ``towers.json`` that ``dmt partition`` wrote, or ``strided``: feature i in tower i mod T."""
+
+
+class ShardingConfig(_Section):
+    """How embedding tables are spread and moved.
+
+    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``forward_precision``,
+    ``backward_precision`` and ``table_precision``, which the flat one has too.
+    """
+
+    dataflow: Literal["auto", "flat", "sptt"] = "auto"
+    """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
+    multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
+    scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel"] = "auto"
+    """Of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each table
+    (``dmt plan`` shows why). The flat dataflow spreads over all ranks and has ``table_wise`` and ``column_wise``. A
+    column-wise table under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
+    tables: dict[str, Scheme] = Field(default_factory=dict)
+    """The scheme of single tables, by name or pattern: ``"t_ad*" = "row_wise"``."""
+    plan: str | None = None
+    """A sharding plan that ``dmt plan --out`` wrote, to be carried out as it is."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
+    pooling_factors: dict[str, float] = Field(default_factory=dict)
+    """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
+    memory_gb_per_s: float = Field(default=1000.0, gt=0)
+    """Rate at which a rank reads rows, in 10^9 bytes per second; its ratio to the next one decides plans."""
+    intra_tower_gb_per_s: float = Field(default=150.0, gt=0)
+    """Rate at which a rank sends inside its tower, in 10^9 bytes per second."""
+    collective_latency_us: float = Field(default=20.0, ge=0)
+    """Fixed microseconds of a collective; with small tables it decides."""
+    id_route: Literal["peer", "global"] = "peer"
+    """How ids get to the tables: by way of the own peer in each tower, or in one exchange over all ranks."""
+    forward_precision: ExchangeFormat = "fp32"
+    """Number format of embeddings or tower outputs on their way between towers (flat: between all ranks)."""
+    backward_precision: ExchangeFormat = "fp32"
+    """Number format of their gradients; ``bf16`` is the safe one of the small ones."""
+    table_precision: Literal["fp32", "fp16"] = "fp32"
+    """Number format of the table weights; optimizer state stays FP32. Data-parallel tables must be ``fp32``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ShardingConfig:
+        if self.plan is not None and (self.tables or self.scheme != "auto"):
+            raise InputError(
+                f"sharding.plan={self.plan!r} says where tables go; leave out sharding.scheme and sharding.tables."
+            )
+        return self
+
+    @property
+    def precision(self) -> ExchangePrecision:
+        """The formats of the exchange between towers."""
+        return ExchangePrecision(forward=self.forward_precision, backward=self.backward_precision)
+
+
+class ReplicasConfig(_Section):
+    """How replicas of the tables are kept equal (2D sparse parallelism); with one replica nothing of it matters."""
+
+    sync_every: int = Field(default=1, ge=1)
+    """N, steps from one averaging of weights and optimizer states to the next."""
+    optimizer_state: Literal["now", "delayed"] = "now"
+    """``delayed``: states are averaged while the next N steps train, and taken over one averaging later."""
+    asynchronous: bool = False
+    """Let the averaging run until tables are read next. The results have the same bits."""
+    precision: SyncPrecision = "fp32"
+    """Number format sent; ``bf16`` sends changes since the last averaging, and keeps one more copy of the tables."""
+    moment_scale: MomentScale = "num_replicas"
+    """c: AdaGrad's moments are divided by it, in (0, R]. The noisier the gradients, the nearer to R. Data-parallel tables
+    need none: their gradients are averaged over the replicas."""
+
+    @field_validator("moment_scale", mode="before")
+    @classmethod
+    def _check_moment_scale(cls, value: object) -> object:
+        if isinstance(value, bool | str) and value != "num_replicas":
+            raise InputError(f"{value!r} is neither a number nor 'num_replicas'")
+        return value
+
+
+class OptimizerConfig(_Section):
+    """One place for tables, tower modules and the dense parts."""
+
+    sparse: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
+    """Of the tables; fused into their backward pass by FBGEMM."""
+    sparse_lr: float = Field(default=0.05, gt=0)
+    """Learning rate of the tables."""
+    sparse_eps: float = Field(default=1e-8, gt=0)
+    """Epsilon of the tables' optimizer."""
+    dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
+    """Of tower modules and all other dense parts."""
+    dense_lr: float = Field(default=1e-3, gt=0)
+    """Learning rate of the dense parts."""
+    tower_lr: float | None = Field(default=None, gt=0)
+    """Learning rate of tower modules; by default ``dense_lr``. A flat model has none."""
+    warmup_steps: int = Field(default=100, ge=0)
+    """Steps over which all learning rates rise linearly to their value."""
+
+
+class TrainConfig(_Section):
+    """The loop."""
+
+    batch_size: int = Field(default=1024, ge=1)
+    """B, rows per rank and step."""
+    eval_batch_size: int = Field(default=4096, ge=1)
+    """Rows per rank and step in evaluation."""
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the training rows."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many steps in all."""
+    eval_every: int | None = Field(default=None, ge=1)
+    """Evaluate every so many steps, besides at the end."""
+    log_every: int = Field(default=50, ge=1)
+    """Write the training loss every so many steps."""
+    prefetch_ids: bool = True
+    """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``); false: one
+    batch after another. The results have the same bits."""
+    micro_batches: int = Field(default=1, ge=1)
+    """K, parts of a batch: while the dense part of the model computes one, the tower outputs or gradients of others are
+    on their way between hosts. What is trained stays the same but for rounding. Tower dataflow only."""
+    dense_reduce: Literal["ring", "hierarchical"] = "ring"
+    """How gradients of the dense part are averaged over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each
+    host first, then once between hosts, which sends less there. Towers are hosts here."""
+    dense_reduce_precision: SyncPrecision = "fp32"
+    """Number format of these gradients between hosts; ``bf16`` needs ``dense_reduce = "hierarchical"``."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the weights."""
+    affinity_rows: int = Field(default=0, ge=0)
+    """After training a flat model, collect feature affinities on about so many training rows, over all ranks, and write
+    ``affinity.npz`` into ``output_dir``, for ``dmt partition --affinity``; 0: do not."""
+    output_dir: str = "runs/latest"
+    """Where the run's config, metrics, TensorBoard files and checkpoints go."""
+    save_every: int = Field(default=10_000, ge=1)
+    """Save a checkpoint every so many steps (with replicas: at the next averaging), besides at the end."""
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """How many of the latest checkpoints are kept."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in memory of this rank's tables."""
+    resume: str = "auto"
+    """``auto``: go on from the newest checkpoint in ``output_dir``, if there is one; ``never``: begin anew and remove
+    the checkpoints there; else the folder of a checkpoint to begin with, such as that of yesterday's run (once
+    ``output_dir`` has its own, it goes on from those)."""
+
+
+class TrainingConfig(_Section):
+    """A whole run.
+
+    Example:
+        >>> config = TrainingConfig(topology={"num_towers": 2, "ranks_per_tower": 2})
+        >>> config.topology.build().world_size, config.dataflow
+        (4, 'sptt')
+    """
+
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    data: DataConfig = DataConfig()
+    """The data."""
+    topology: TopologyConfig = TopologyConfig()
+    """The mesh."""
+    towers: TowersConfig = TowersConfig()
+    """The tower plan."""
+    sharding: ShardingConfig = ShardingConfig()
+    """How tables are spread."""
+    replicas: ReplicasConfig = ReplicasConfig()
+    """How replicas are kept equal."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizers."""
+    train: TrainConfig = TrainConfig()
+    """The loop."""
+
+    @property
+    def dataflow(self) -> Literal["flat", "sptt"]:
+        """The embedding exchange that is used, ``auto`` resolved."""
+        if self.sharding.dataflow == "auto":
+            return "sptt" if self.model.has_towers else "flat"
+        return self.sharding.dataflow
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if self.model.has_towers and self.sharding.dataflow == "flat":
+            raise InputError(
+                f"sharding.dataflow='flat' cannot carry towers, but model.arch={self.model.arch!r}. "
+                "Use 'sptt' or 'auto', or a flat arch."
+            )
+        if self.dataflow == "flat":
+            self._check_flat()
+        self._check_micro_batches()
+        self._check_dense_reduce()
+        self._check_replicas()
+        return self
+
+    def _check_micro_batches(self) -> None:
+        number = self.train.micro_batches
+        if number > 1 and self.dataflow == "flat":
+            raise InputError(
+                f"train.micro_batches={number} needs the tower dataflow, but this run has sharding.dataflow='flat', "
+                "which would look up and send each micro-batch by itself. Set it to 'sptt', or leave micro_batches out."
+            )
+        if number > 1 and self.sharding.id_route == "global":
+            raise InputError(
+                f"train.micro_batches={number} needs sharding.id_route='peer', but this run has 'global', which brings "
+                "ids to the ranks in another order. Leave out one of them."
+            )
+
+    def _check_dense_reduce(self) -> None:
+        train = self.train
+        if train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32":
+            raise InputError(
+                f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs "
+                "train.dense_reduce='hierarchical', but this run has 'ring', DDP's own all-reduce, which sends fp32. "
+                "Set it to 'hierarchical', or leave dense_reduce_precision out."
+            )
+        if train.dense_reduce == "hierarchical" and len(self.topology.build().host_groups()) == 1:
+            raise InputError(
+                "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but towers are "
+                f"hosts here, and topology.num_towers={self.topology.num_towers} makes this a single one. Set "
+                "num_towers to the number of hosts (also with the flat dataflow), or leave dense_reduce out."
+            )
+
+    def _check_replicas(self) -> None:
+        check_moment_scale(self.replicas.moment_scale, self.topology.num_replicas)
+        every, interval = self.train.eval_every, self.replicas.sync_every
+        if self.topology.num_replicas > 1 and every and every % interval:
+            raise InputError(
+                f"train.eval_every={every} is not a multiple of replicas.sync_every={interval}: between averagings "
+                "each replica has tables of its own, and there is no one model to evaluate. Make it a multiple."
+            )
+
+    def _check_flat(self) -> None:
+        """Refuses what only the tower dataflow has; TorchRec would run without it and not say so."""
+        sharding, default = self.sharding, ShardingConfig()
+        for key in SHARDING_OF_TOWERS:
+            if getattr(sharding, key) != getattr(default, key):
+                raise InputError(
+                    f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
+                    "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out."
+                )
+        if sharding.scheme in ("row_wise", "data_parallel"):
+            raise InputError(
+                f"sharding.scheme={sharding.scheme!r} needs the tower dataflow, but this run has "
+                "sharding.dataflow='flat', which has 'table_wise' and 'column_wise'."
+            )
+        for key in ("forward_precision", "backward_precision"):
+            if getattr(sharding, key) in ("int8", "fp8"):
+                raise InputError(
+                    f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
+                    "sharding.dataflow='flat', where TorchRec's exchange does not pad to whole groups of numbers. Use "
+                    "'fp16' or 'bf16'."
+                )
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:
+    """Reads a TOML file, applies ``section.key=value`` overrides, and checks everything.
+
+    Args:
+        path: the file, or the bare name of a shipped config such as ``"demo"``.
+        overrides: e.g. ``["train.batch_size=512", "model.arch=dlrm"]``; values are TOML, bare words are strings.
+
+    Raises:
+        InputError: the file is absent or not TOML, a key is unknown (the nearest valid one is suggested), or a value
+            has the wrong type or range.
+    """
+    values = _read(path)
+    for override in overrides:
+        _apply(values, override)
+    _check_keys(values, TrainingConfig, ())
+    try:
+        return TrainingConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        got = f" (got {first['input']!r})" if first["type"] != "value_error" else ""
+        raise InputError(f"Config {path}: {key + ': ' if key else ''}{reason}{got}") from error
+
+
+def to_toml(config: BaseModel) -> str:
+    """The resolved config as TOML that `load_config` reads again; unset optional values are left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=False, by_alias=False))
+
+
+def shipped_configs() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(path.stem for path in (Path(__file__).parent / "configs").glob("*.toml"))
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    file = Path(path)
+    if not file.exists() and file.suffix == "" and str(path) in shipped_configs():
+        file = Path(__file__).parent / "configs" / f"{path}.toml"
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except OSError as error:
+        raise InputError(
+            f"Config {path}: cannot be read ({error.strerror}). Give a TOML file or one of {shipped_configs()}."
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"Config {path}: not TOML: {error}") from error
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise InputError(f"Override {override!r} is not of the form section.key=value, e.g. train.batch_size=512.")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word: model.arch=dlrm
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise InputError(f"Override {override!r}: {section!r} is a value, not a section.")
+    values[last] = value
+
+
+def _check_keys(values: dict[str, Any], section: type[BaseModel], path: tuple[str, ...]) -> None:
+    for key, value in values.items():
+        if key not in section.model_fields:
+            where = ".".join((*path, key))
+            known = list(section.model_fields)
+            elsewhere = [f"{'.'.join(full)}" for full in _all_keys(TrainingConfig, ()) if full[-1] == key]
+            hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, known)
+            raise InputError(f"Config key {where!r} is unknown.{hint} Valid here: {', '.join(known)}.")
+        inner = _section_of(section, key)
+        if inner is not None and isinstance(value, dict):
+            _check_keys(value, inner, (*path, key))
+
+
+def _section_of(section: type[BaseModel], key: str) -> type[BaseModel] | None:
+    annotation = section.model_fields[key].annotation
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _all_keys(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for key in section.model_fields:
+        inner = _section_of(section, key)
+        if inner is None:
+            yield (*path, key)
+        else:
+            yield from _all_keys(inner, (*path, key))

@@ -1,0 +1,152 @@
+"""`ClickBatch`: what a model is trained on; the only file here that imports TorchRec.
+
+Legend: B rows, D dense features, F categorical features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from dmt.errors import InputError, did_you_mean
+from dmt.plan.column_shards import split_ids
+from dmt.training.data.encode import out_of_range
+from dmt.training.data.rows import Rows
+
+__all__ = ["ClickBatch", "check_ids", "make_batch"]
+
+
+@dataclass
+class ClickBatch(Pipelineable):
+    """A rank's batch. TorchRec's train pipelines move it between devices and streams.
+
+    Example:
+        >>> ids = KeyedJaggedTensor(keys=["C1"], values=torch.tensor([3, 4]), lengths=torch.tensor([1, 1]))
+        >>> batch = ClickBatch(torch.zeros(2, 13), ids, torch.tensor([0.0, 1.0]), torch.ones(2))
+        >>> batch.to(torch.device("cpu")).sparse_features.keys()
+        ['C1']
+    """
+
+    dense_features: Tensor
+    """float32 [B, D]."""
+    sparse_features: KeyedJaggedTensor
+    """F keys; ids int64, lengths int64."""
+    labels: Tensor
+    """0 or 1, float32 [B]."""
+    weights: Tensor
+    """1, or 0 for a row that only fills up the batch and must not count; float32 [B]."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
+        """The batch on another device."""
+        return ClickBatch(
+            self.dense_features.to(device=device, non_blocking=non_blocking),
+            self.sparse_features.to(device=device, non_blocking=non_blocking),
+            self.labels.to(device=device, non_blocking=non_blocking),
+            self.weights.to(device=device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the allocator that a stream uses the batch's memory."""
+        self.dense_features.record_stream(stream)
+        self.sparse_features.record_stream(stream)
+        self.labels.record_stream(stream)
+        self.weights.record_stream(stream)
+
+    def pin_memory(self) -> ClickBatch:
+        """The batch in page-locked memory, from which copies to a GPU can be non-blocking."""
+        return ClickBatch(
+            self.dense_features.pin_memory(),
+            self.sparse_features.pin_memory(),
+            self.labels.pin_memory(),
+            self.weights.pin_memory(),
+        )
+
+    def split_columns(self, splits: Mapping[str, Sequence[int]]) -> ClickBatch:
+        """The batch for a model whose tables are cut: ids repeated for each column shard, see `dmt.plan.column_shards.split_ids`.
+
+        Done here, in the batch, and not in the model: a train pipeline starts the id exchange of the next batch early
+        only where the model hands its ids on as they are.
+        """
+        return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
+
+
+def make_batch(rows: Rows, feature_names: Sequence[str], batch_size: int) -> ClickBatch:
+    """Makes a batch of rows, filled up to ``batch_size`` with rows of weight 0.
+
+    A filling row has label 0, dense features 0, id 0 in features with one id per row and an empty bag in the others.
+
+    Args:
+        rows: at most ``batch_size`` rows.
+        feature_names: the names of ``rows.bags``.
+        batch_size: B.
+
+    Example:
+        >>> from dmt.training.data.rows import Bags
+        >>> rows = Rows(np.ones(1, np.float32), np.ones((1, 2), np.float32), (Bags(np.array([7])),))
+        >>> batch = make_batch(rows, ["C1"], batch_size=2)
+        >>> batch.weights.tolist(), batch.sparse_features.values().tolist()
+        ([1.0, 0.0], [7, 0])
+    """
+    fill = batch_size - rows.num_rows
+    assert fill >= 0, f"{rows.num_rows} rows in a batch of {batch_size}"
+    values, lengths = [], []
+    for bags in rows.bags:
+        single = bags.offsets is None
+        values.extend([bags.values, np.zeros(fill if single else 0, dtype=np.int64)])
+        lengths.extend([bags.lengths, np.full(fill, int(single), dtype=np.int64)])
+    sparse = KeyedJaggedTensor(
+        keys=list(feature_names),
+        values=torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate(lengths)),
+        stride=batch_size,
+    )
+    # np.pad copies, so that the batch does not keep a whole block of rows alive.
+    return ClickBatch(
+        dense_features=torch.from_numpy(np.pad(rows.dense, ((0, fill), (0, 0)))),
+        sparse_features=sparse,
+        labels=torch.from_numpy(np.pad(rows.labels, (0, fill))),
+        weights=torch.from_numpy(np.pad(np.ones(rows.num_rows, dtype=np.float32), (0, fill))),
+    )
+
+
+def check_ids(sparse_features: KeyedJaggedTensor, tables: Iterable[Any]) -> None:
+    """Checks that every id of a batch has a row in its table. Reads the values: not for every step on a GPU.
+
+    Args:
+        sparse_features: F keys.
+        tables: TorchRec ``EmbeddingBagConfig`` or `dmt.TableSpec`.
+
+    Raises:
+        InputError: a feature of a table is not in the batch, or an id is negative or beyond its table.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> ids = KeyedJaggedTensor(keys=["C3"], values=torch.tensor([5, 120]), lengths=torch.tensor([1, 1]))
+        >>> tables = [TableSpec(name="t_C3", num_embeddings=100, embedding_dim=8, feature_names=("C3",))]
+        >>> try: check_ids(ids, tables)
+        ... except InputError as error: print(str(error)[:62])
+        Feature 'C3': id 120 is outside the table t_C3 of 100 rows (ro
+    """
+    keys = list(sparse_features.keys())
+    for table in tables:
+        for feature in table.feature_names:
+            if feature not in keys:
+                raise InputError(
+                    f"Feature {feature!r} of table {table.name} is not in the batch ({len(keys)} features)."
+                    f"{did_you_mean(feature, keys)}"
+                )
+            bags = sparse_features[feature]
+            values = bags.values()
+            wrong = (values < 0) | (values >= table.num_embeddings)
+            if bool(wrong.any()):
+                first = int(wrong.nonzero()[0])
+                row = int(torch.searchsorted(bags.lengths().cumsum(0), torch.tensor(first), right=True))
+                place = f"row {row} of the batch, counted from 0"
+                raise out_of_range(feature, int(values[first]), table.num_embeddings, table=table.name, place=place)

@@ -1,0 +1,404 @@
+"""`open_source`: one interface to all data. The stream of rows is the same on all ranks; each decodes only its own.
+
+Legend: W ranks, B rows of a rank's batch, a global batch has W * B rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.errors import InputError, did_you_mean
+from dmt.plan.tables import TableSpec
+from dmt.training.data.config import DataConfig
+from dmt.training.data.encode import Encoder
+from dmt.training.data.columns import ColumnReader
+from dmt.training.data.criteo import criteo_blocks
+from dmt.training.data.rows import BadRows, Bags, Block, Rows, every_row, limit, own_rows, shuffled, spread_split
+from dmt.training.data.schema import expand_path, resolve_columns
+from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks
+
+if TYPE_CHECKING:
+    from dmt.training.data.batch import ClickBatch
+
+__all__ = ["ClickData", "Split", "ValidationReport", "open_source", "table_name"]
+
+logger = logging.getLogger(__name__)
+
+Split = Literal["train", "eval"]
+_END_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class ValidationReport:
+    """What a check before training looked at.
+
+    Example:
+        >>> ValidationReport(train_rows=1000, eval_rows=100, bad_rows=0).bad_rows
+        0
+    """
+
+    train_rows: int
+    """Rows of ``train_path`` checked (of both splits where they share files)."""
+    eval_rows: int
+    """Rows of ``eval_path`` checked."""
+    bad_rows: int
+    """Malformed rows that were left out on the way (only with ``skip_bad_lines``)."""
+
+
+def open_source(
+    config: DataConfig,
+    *,
+    embedding_dim: int | None = None,
+    data_type: Literal["FP32", "FP16"] = "FP32",
+    column_splits: Mapping[str, Sequence[int]] | None = None,
+) -> ClickData:
+    """Opens the data of a run: finds the files, the columns and the tables. Reads no row yet.
+
+    Args:
+        config: what the data are.
+        embedding_dim: columns of every table, for `ClickData.tables`; leave it out if that is not asked for.
+        data_type: number format of their weights.
+        column_splits: features whose tables the model cuts into column shards (`TowerPlan.column_splits`): batches
+            have their ids once for each shard. `ClickData.tables` and ``feature_names`` stay those of the data.
+
+    Raises:
+        InputError: no file matches, a column is absent or unfit, ``num_embeddings_per_feature`` names no feature, or
+            ``column_splits`` names none.
+
+    Example:
+        >>> from dmt.training.data.config import SyntheticConfig
+        >>> data = open_source(DataConfig(synthetic=SyntheticConfig(num_features=2, num_groups=1)), embedding_dim=16)
+        >>> [(table.name, table.num_embeddings) for table in data.tables]
+        [('t_C1', 1000), ('t_C2', 1000)]
+    """
+    return ClickData(config, embedding_dim=embedding_dim, data_type=data_type, column_splits=column_splits)
+
+
+class ClickData:
+    """Rows of clicks as batches for W ranks.
+
+    Args:
+        config: what the data are.
+        embedding_dim: columns of every table.
+        data_type: number format of their weights.
+        column_splits: see `open_source`.
+
+    Raises:
+        InputError: see `open_source`.
+
+    Example:
+        >>> from dmt.training.data.config import SyntheticConfig
+        >>> data = ClickData(DataConfig(synthetic=SyntheticConfig(num_rows=100, num_eval_rows=10)))
+        >>> [len(batch.labels) for batch in data.batches("train", rank=0, world_size=2, batch_size=16)]
+        [16, 16, 16]
+        >>> [int(batch.weights.sum()) for batch in data.batches("eval", rank=1, world_size=2, batch_size=6)]
+        [4]
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        *,
+        embedding_dim: int | None = None,
+        data_type: Literal["FP32", "FP16"] = "FP32",
+        column_splits: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.config = config
+        self._embedding_dim = embedding_dim
+        self._data_type = data_type
+        self._splits = column_splits or {}
+        self._bad: dict[str, BadRows] = {}  # by split: of the latest pass
+        self._warned: set[str] = set()
+        self._splits_seen: set[str] = set()
+        self._num_rows: dict[Split, int] = {}
+        self._clicks: SyntheticClicks | None = None
+        self._files: dict[Split, list[str]] = {"train": [], "eval": []}
+        if config.kind == "synthetic":
+            self._clicks = SyntheticClicks(config.synthetic)
+            self.dense_names = self._clicks.dense_names
+            self.num_embeddings = dict.fromkeys(self._clicks.feature_names, config.synthetic.rows_per_table)
+            multi_hot: frozenset[str] = frozenset(
+                self._clicks.feature_names[config.synthetic.num_features - config.synthetic.num_multi_hot :]
+            )
+            self._num_rows = {
+                "train": min(config.synthetic.num_rows, config.max_train_rows or config.synthetic.num_rows),
+                "eval": min(config.synthetic.num_eval_rows, config.max_eval_rows or config.synthetic.num_eval_rows),
+            }
+        else:
+            columns = config.kind == "columns"
+            self._files["train"] = expand_path("train_path", config.train_path or "", columns=columns)
+            if config.eval_path:
+                self._files["eval"] = expand_path("eval_path", config.eval_path, columns=columns)
+            found = resolve_columns(config, self._files["train"][0])
+            self.dense_names, multi_hot = found.dense, found.multi_hot
+            self.num_embeddings = _table_rows(config, found.categorical)
+        for feature in self._splits:
+            if feature not in self.num_embeddings:
+                raise InputError(
+                    f"column_splits of the tower plan cuts the table of feature {feature!r}, which is not a "
+                    f"categorical feature of the data ({len(self.num_embeddings)} features)."
+                    f"{did_you_mean(feature, self.num_embeddings)} Make a new tower plan for these data."
+                )
+        self._encoder = Encoder(
+            dense=self.dense_names,
+            num_embeddings=self.num_embeddings,
+            multi_hot=multi_hot,
+            list_separator=config.list_separator,
+            id_mode=config.id_mode,
+            signed_log1p=config.dense_transform == "signed_log1p",
+        )
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The categorical features, in the order of a batch's keys (which name the shards of those that are cut)."""
+        return tuple(self.num_embeddings)
+
+    @property
+    def tables(self) -> list[TableSpec]:
+        """One table ``t_<feature>`` for each categorical feature.
+
+        Raises:
+            InputError: ``embedding_dim`` was not given.
+        """
+        if self._embedding_dim is None:
+            raise InputError("ClickData.tables needs embedding_dim; give it to open_source.")
+        return [
+            TableSpec(
+                name=table_name(name),
+                num_embeddings=rows,
+                embedding_dim=self._embedding_dim,
+                feature_names=(name,),
+                data_type=self._data_type,
+            )
+            for name, rows in self.num_embeddings.items()
+        ]
+
+    @property
+    def planted_groups(self) -> list[list[str]] | None:
+        """The feature groups of synthetic data; None for files."""
+        return self._clicks.planted_groups if self._clicks else None
+
+    @property
+    def bayes_auc(self) -> float | None:
+        """About the best possible AUC of synthetic data (a moment's work); None for files."""
+        return self._clicks.bayes_auc() if self._clicks else None
+
+    @property
+    def bad_lines(self) -> dict[str, int]:
+        """Malformed rows left out of each file, in its latest reading (complete once a pass is)."""
+        files = {file for bad in self._bad.values() for file in bad.counts}
+        return {file: max(bad.counts.get(file, 0) for bad in self._bad.values()) for file in sorted(files)}
+
+    def training_files(self) -> list[tuple[str, int, int]]:
+        """Name, without folders, bytes and `fingerprint` of every training file, in the order they are read."""
+        files = [Path(file) for file in self._files["train"]]
+        return [(file.name, file.stat().st_size, fingerprint(file)) for file in files]
+
+    def num_rows(self, split: Split) -> int | None:
+        """Rows of a split, when known: synthetic data at once, files after a complete pass; otherwise None."""
+        return self._num_rows.get(split)
+
+    def batches(
+        self, split: Split, *, rank: int, world_size: int, batch_size: int, epoch: int = 0, start_row: int = 0
+    ) -> Iterator[ClickBatch]:
+        """A rank's batches of one pass, or of the rest of one.
+
+        The rows are cut into global batches of ``world_size * batch_size`` rows; rank r has rows r * batch_size to
+        (r + 1) * batch_size of each. Every rank gets the same number of batches of the same size: training drops the
+        ragged last global batch, evaluation fills it up with rows of weight 0, so that it sees each row exactly once.
+
+        A run that stopped goes on with ``start_row``, also with other W and B: global batches are cut anew from there.
+        With the same W and B, ``start_row=k * W * B`` gives what the whole pass gives from its batch k on, bit for bit.
+        Files are still read from their start, but no row before ``start_row`` is decoded.
+
+        Args:
+            split: which rows.
+            rank: r, 0 to W - 1.
+            world_size: W.
+            batch_size: B.
+            epoch: training rows are shuffled differently in each (see ``DataConfig.shuffle_rows``).
+            start_row: training rows left out at the start of this epoch's shuffled stream. With less than a global
+                batch after them there is no batch: that epoch is over.
+
+        Raises:
+            InputError: an argument is out of range; no row, or, from row 0, too few to train on; a malformed row or an
+                id out of range (see `validate`, which finds them before training).
+
+        Example:
+            >>> from dmt.training.data.config import SyntheticConfig
+            >>> data = ClickData(DataConfig(synthetic=SyntheticConfig(num_rows=100)))
+            >>> whole = data.batches("train", rank=0, world_size=2, batch_size=16)
+            >>> rest = data.batches("train", rank=0, world_size=2, batch_size=16, start_row=64)
+            >>> [batch.labels.equal(list(whole)[2].labels) for batch in rest]
+            [True]
+        """
+        if split not in ("train", "eval"):
+            raise InputError(f"split={split!r} is unknown; use 'train' or 'eval'.")
+        if batch_size < 1 or not 0 <= rank < world_size:
+            raise InputError(
+                f"rank={rank}, world_size={world_size}, batch_size={batch_size}: need 0 <= rank < "
+                "world_size and batch_size of at least 1."
+            )
+        if start_row < 0 or (start_row and split == "eval"):
+            raise InputError(
+                f"start_row={start_row} with split={split!r}: training starts at a row of at least 0, evaluation "
+                "always at the first. Fix it or leave it out."
+            )
+        return self._batches(split, rank, world_size, batch_size, epoch, start_row)
+
+    def validate(self, *, rank: int = 0) -> ValidationReport:
+        """Reads and decodes the first ``validate_rows`` rows of the files, as training would, and keeps nothing.
+
+        One rank can call it, or all. Only rank 0 logs. Synthetic data need no check.
+
+        Raises:
+            InputError: a malformed row (file and line or row number), an id outside its table, an infinite dense
+                value, or a split without rows.
+        """
+        most = self.config.validate_rows
+        checked = {"train": 0, "eval": 0}
+        if most == 0 or self._clicks:
+            return ValidationReport(0, 0, 0)
+        # Splits that share files are checked together: the first rows of the files, whichever split they are in.
+        splits: tuple[Split, ...] = ("train", "eval")
+        for split in splits:
+            if not self._files[split]:
+                continue
+            blocks = self._read(split, value=None, quiet=rank != 0)
+            for block in limit(blocks, None if most < 0 else most):
+                block.rows(every_row(block))
+                checked[split] += block.num_rows
+        report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
+        for split in splits:
+            self._some_rows(split, sum(block.num_rows for block in limit(self._blocks(split, quiet=True), 1)))
+        if rank == 0:
+            logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
+        return report
+
+    def _batches(
+        self, split: Split, rank: int, world_size: int, batch_size: int, epoch: int, start_row: int
+    ) -> Iterator[ClickBatch]:
+        from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
+
+        blocks = self._blocks(split, quiet=rank != 0)
+        chunks: Iterable[tuple[list[Block], NDArray[np.int64]]] = ((([block], every_row(block))) for block in blocks)
+        if split == "train" and self.config.shuffle_rows and self._clicks is None:
+            chunks = shuffled(blocks, self.config.shuffle_rows, seed=(self.config.shuffle_seed, epoch))
+        global_batch = world_size * batch_size
+        seen = emitted = 0
+        waiting: list[Rows] = []
+        for chunk, order in chunks:
+            rest, start = order[max(start_row - seen, 0) :], max(seen - start_row, 0)
+            waiting.extend(own_rows(chunk, rest, start=start, rank=rank, world_size=world_size, batch_size=batch_size))
+            seen += len(order)
+            ready = max(seen - start_row, 0) // global_batch - emitted
+            if ready:
+                # Own rows of a global batch that is not complete wait: it may turn out to be the ragged last one.
+                rows = Rows.concat(waiting)
+                for i in range(ready):
+                    part = rows.slice(i * batch_size, (i + 1) * batch_size)
+                    yield make_batch(part, self.feature_names, batch_size).split_columns(self._splits)
+                waiting = [rows.slice(ready * batch_size, rows.num_rows)]
+                emitted += ready
+        self._some_rows(split, seen)
+        self._num_rows[split] = seen
+        ragged = max(seen - start_row, 0) - emitted * global_batch
+        if split == "eval" and ragged:
+            last = Rows.concat(waiting or [self._no_rows()])
+            yield make_batch(last, self.feature_names, batch_size).split_columns(self._splits)
+        if split == "train":
+            if not emitted and not start_row:
+                raise InputError(
+                    f"The training data has {seen} rows, fewer than one global batch of world_size * batch_size = "
+                    f"{world_size} * {batch_size} = {global_batch}. Use a smaller batch_size."
+                )
+            if ragged and rank == 0:
+                logger.info("Left out the last %d of %d training rows: less than a global batch.", ragged, seen)
+
+    def _blocks(self, split: Split, *, quiet: bool) -> Iterator[Block]:
+        """The rows of a split, in the order of the files; the same on every rank."""
+        most = self.config.max_train_rows if split == "train" else self.config.max_eval_rows
+        return limit(self._synthetic(split) if self._clicks else self._rows_of_files(split, quiet=quiet), most)
+
+    def _synthetic(self, split: Split) -> Iterator[Block]:
+        assert self._clicks is not None, "files have no generator"
+        total = self._clicks.num_rows(split)
+        for index in range(-(-total // BLOCK_ROWS)):
+            rows = min(BLOCK_ROWS, total - index * BLOCK_ROWS)
+            yield SyntheticBlock(self._clicks, split, index, rows, self._encoder.signed_log1p)
+
+    def _rows_of_files(self, split: Split, *, quiet: bool) -> Iterator[Block]:
+        config = self.config
+        value = (config.train_split if split == "train" else config.eval_split) if config.split_column else None
+        blocks = self._read(split, value=value, quiet=quiet)
+        if config.eval_path or config.split_column:
+            return blocks
+        return spread_split(blocks, config.eval_fraction, chosen=split == "eval")
+
+    def _read(self, split: Split, *, value: str | None, quiet: bool) -> Iterator[Block]:
+        """The files of a split; only rows with this value in the split column (None: all)."""
+        files = self._files[split] or self._files["train"]
+        # Counts of their own for each pass: a training and an evaluation pass may be under way at once.
+        bad = self._bad[split] = BadRows(skip=self.config.skip_bad_lines, warned=self._warned)
+        if self.config.kind == "criteo_tsv":
+            return criteo_blocks(files, self._encoder, bad, quiet=quiet)
+        reader = ColumnReader(config=self.config, encoder=self._encoder, bad=bad, splits_seen=self._splits_seen)
+        return reader.blocks(files, split=value, quiet=quiet)
+
+    def _no_rows(self) -> Rows:
+        bags = (
+            Bags(np.zeros(0, np.int64), np.zeros(1, np.int64) if name in self._encoder.multi_hot else None)
+            for name in self.feature_names
+        )
+        return Rows(np.zeros(0, np.float32), np.zeros((0, len(self.dense_names)), np.float32), tuple(bags))
+
+    def _some_rows(self, split: Split, rows: int) -> None:
+        if rows:
+            return
+        files = self._files[split] or self._files["train"]
+        shown = files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
+        why = "Give more data."
+        if self.config.split_column:
+            value = self.config.train_split if split == "train" else self.config.eval_split
+            met = ", ".join(repr(v) for v in sorted(self._splits_seen)) or "none"
+            why = f"None has {self.config.split_column} == {value!r} (values met: {met}). Set {split}_split."
+        elif not self.config.eval_path:
+            why = f"Give more data, or change eval_fraction={self.config.eval_fraction}."
+        raise InputError(f"The {split} split has no rows in {shown}. {why}")
+
+
+def fingerprint(file: Path) -> int:
+    """CRC-32 of the first and the last 64 KiB of a file: another day's rows under the same name are told apart."""
+    with file.open("rb") as stream:
+        first = stream.read(_END_BYTES)
+        stream.seek(max(0, file.stat().st_size - _END_BYTES))
+        return zlib.crc32(stream.read(_END_BYTES), zlib.crc32(first))
+
+
+def table_name(feature: str) -> str:
+    """The table of a feature; dots, which PyTorch does not allow in a module's name, are percent-encoded.
+
+    Example:
+        >>> table_name("user.country")
+        't_user%2Ecountry'
+    """
+    return "t_" + feature.replace("%", "%25").replace(".", "%2E")
+
+
+def _table_rows(config: DataConfig, categorical: Iterable[str]) -> dict[str, int]:
+    names = list(categorical)
+    for name in config.num_embeddings_per_feature:
+        if name not in names:
+            raise InputError(
+                f"num_embeddings_per_feature: {name!r} is not a categorical feature.{did_you_mean(name, names)} "
+                f"Features: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}."
+            )
+    return {name: config.num_embeddings_per_feature.get(name, config.num_embeddings) for name in names}

@@ -1,0 +1,354 @@
+"""`Rows`: decoded rows as numpy arrays, between a reader and a batch. Also the faults of single rows.
+
+Legend: n rows, D dense features, F categorical features.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+
+__all__ = [
+    "BadRows",
+    "Bags",
+    "Block",
+    "Place",
+    "Rows",
+    "SomeRows",
+    "every_row",
+    "limit",
+    "own_rows",
+    "shuffled",
+    "spread_split",
+]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The ids of one feature in n rows.
+
+    Example:
+        >>> bags = Bags(np.array([7, 8, 9]), np.array([0, 2, 2, 3]))
+        >>> bags.take(np.array([2, 0])).values.tolist(), bags.take(np.array([1, 0])).offsets.tolist()
+        ([9, 7, 8], [0, 0, 2])
+    """
+
+    values: NDArray[np.int64]
+    """Ids, row after row; int64, rows of the feature's table."""
+    offsets: NDArray[np.int64] | None = None
+    """Row i has ``values[offsets[i]:offsets[i + 1]]`` (n + 1 entries); None: exactly one id in each row."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids per row [n]."""
+        return np.ones(len(self.values), dtype=np.int64) if self.offsets is None else np.diff(self.offsets)
+
+    def take(self, order: NDArray[np.int64]) -> Bags:
+        """The rows in the given order."""
+        if self.offsets is None:
+            return Bags(self.values[order])
+        lengths = np.diff(self.offsets)[order]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        # Position of every kept id: where its bag starts in the source, plus its place within the bag.
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+        return Bags(self.values[np.repeat(self.offsets[order], lengths) + within], offsets)
+
+    def slice(self, start: int, stop: int) -> Bags:
+        """Rows start to stop."""
+        if self.offsets is None:
+            return Bags(self.values[start:stop])
+        offsets = self.offsets[start : stop + 1]
+        return Bags(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+    @staticmethod
+    def concat(parts: Sequence[Bags]) -> Bags:
+        """The rows of all parts, one after another."""
+        values = np.concatenate([part.values for part in parts])
+        if parts[0].offsets is None:
+            return Bags(values)
+        return Bags(values, np.concatenate([[0], np.cumsum(np.concatenate([part.lengths for part in parts]))]))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Decoded rows.
+
+    Example:
+        >>> one = Rows(np.ones(1, np.float32), np.zeros((1, 2), np.float32), (Bags(np.array([5])),))
+        >>> Rows.concat([one, one]).num_rows
+        2
+    """
+
+    labels: NDArray[np.float32]
+    """0 or 1, float32 [n]."""
+    dense: NDArray[np.float32]
+    """Transformed dense features, float32 [n, D]."""
+    bags: tuple[Bags, ...]
+    """One entry for each of the F features."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows."""
+        return len(self.labels)
+
+    def rows(self, index: NDArray[np.int64]) -> Rows:
+        """The rows at these positions, in their order."""
+        return Rows(self.labels[index], self.dense[index], tuple(bags.take(index) for bags in self.bags))
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """Rows start to stop, without a copy of labels and dense features."""
+        return Rows(self.labels[start:stop], self.dense[start:stop], tuple(b.slice(start, stop) for b in self.bags))
+
+    @staticmethod
+    def concat(parts: Sequence[Rows]) -> Rows:
+        """The rows of all parts (at least one), one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return Rows(
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.dense for part in parts]),
+            tuple(Bags.concat(same) for same in zip(*(part.bags for part in parts), strict=True)),
+        )
+
+
+class Block(Protocol):
+    """Consecutive rows of a source that are decoded only when asked for."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the block holds."""
+
+    def rows(self, index: NDArray[np.int64]) -> Rows:
+        """Decodes the rows at these positions (int64, 0-based), in their order."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rows stand in their file, for messages.
+
+    Example:
+        >>> Place("a.csv", "line", np.array([2, 5]))(1)
+        'a.csv, line 5'
+    """
+
+    file: str
+    """Path as the user knows it."""
+    unit: str
+    """``line`` (text) or ``row`` (Parquet)."""
+    numbers: NDArray[np.int64]
+    """The 1-based line or row number of each row."""
+
+    def __call__(self, row: int) -> str:
+        """File and number of the row at this position."""
+        return f"{self.file}, {self.unit} {self.numbers[row]}"
+
+    def take(self, index: NDArray[np.int64]) -> Place:
+        """The places of some of the rows."""
+        return Place(self.file, self.unit, self.numbers[index])
+
+
+class BadRows:
+    """What happens to a malformed row in one pass over files: stop with its place, or leave it out and count it.
+
+    Args:
+        skip: leave rows out and count them.
+        warned: files that need no warning any more; shared by all passes.
+
+    Example:
+        >>> bad = BadRows(skip=True)
+        >>> bad.start("a.tsv")
+        >>> bad.record("a.tsv", "line", {3: "expected 40 columns, found 39"})
+        >>> bad.counts
+        {'a.tsv': 1}
+    """
+
+    def __init__(self, *, skip: bool, warned: set[str] | None = None) -> None:
+        self.skip = skip
+        self.counts: dict[str, int] = {}
+        self._warned = set() if warned is None else warned
+
+    def start(self, file: str) -> None:
+        """Begins a reading of a file: its count is set to 0."""
+        self.counts[file] = 0
+
+    def record(self, file: str, unit: str, faults: dict[int, str]) -> None:
+        """Takes the faults of a block, by 1-based line or row number.
+
+        Raises:
+            InputError: rows are not skipped; the message is of the first fault.
+        """
+        if faults and not self.skip:
+            first = min(faults)
+            raise InputError(
+                f"{file}, {unit} {first}: {faults[first]}. Fix the {unit}, or set skip_bad_lines=true to leave out "
+                "and count such rows."
+            )
+        self.counts[file] += len(faults)
+
+    def finish(self, file: str, *, quiet: bool) -> None:
+        """Ends a reading of a file; warns once per file, unless ``quiet`` (every rank but the first)."""
+        if self.counts[file] and file not in self._warned and not quiet:
+            self._warned.add(file)
+            logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", file, self.counts[file])
+
+
+_PARTS = 1_000_000
+
+
+@dataclass(frozen=True)
+class SomeRows:
+    """Some of the rows of a block, as a block.
+
+    Example:
+        >>> from dmt.training.data.rows import Rows
+        >>> block = Rows(np.array([0, 1, 0], np.float32), np.zeros((3, 0), np.float32), ())
+        >>> SomeRows(block, np.array([1, 2])).rows(np.array([0])).labels.tolist()
+        [1.0]
+    """
+
+    block: Block
+    index: NDArray[np.int64]
+    """Positions in the block [n]."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows."""
+        return len(self.index)
+
+    def rows(self, index: NDArray[np.int64]) -> Rows:
+        """Decodes the rows at these positions."""
+        return self.block.rows(self.index[index])
+
+
+def every_row(block: Block) -> NDArray[np.int64]:
+    """The positions of all rows of a block, in order.
+
+    Example:
+        >>> every_row(Rows(np.zeros(2, np.float32), np.zeros((2, 0), np.float32), ())).tolist()
+        [0, 1]
+    """
+    return np.arange(block.num_rows)
+
+
+def limit(blocks: Iterable[Block], most: int | None) -> Iterator[Block]:
+    """The first ``most`` rows of a stream (None: all).
+
+    Example:
+        >>> block = Rows(np.zeros(4, np.float32), np.zeros((4, 0), np.float32), ())
+        >>> [b.num_rows for b in limit([block, block], 6)]
+        [4, 2]
+    """
+    left = most
+    for block in blocks:
+        if left is None or block.num_rows < left:
+            yield block
+            left = None if left is None else left - block.num_rows
+        else:  # the last one: do not read on
+            yield block if block.num_rows == left else SomeRows(block, np.arange(left))
+            return
+
+
+def spread_split(blocks: Iterable[Block], fraction: float, *, chosen: bool) -> Iterator[Block]:
+    """Sets rows apart, evenly spread: row i of the stream when ``floor((i+1) * fraction) > floor(i * fraction)``.
+
+    Args:
+        blocks: the stream.
+        fraction: share of rows set apart, to a millionth.
+        chosen: whether to yield the rows set apart, or the others.
+
+    Example:
+        >>> block = Rows(np.arange(5, dtype=np.float32), np.zeros((5, 0), np.float32), ())
+        >>> [b.rows(every_row(b)).labels.tolist() for b in spread_split([block], 0.4, chosen=True)]
+        [[2.0, 4.0]]
+    """
+    parts = round(fraction * _PARTS)  # whole numbers: exact at any row number
+    start = 0
+    for block in blocks:
+        row = np.arange(start, start + block.num_rows)
+        apart = (row + 1) * parts // _PARTS > row * parts // _PARTS
+        start += block.num_rows
+        index = np.flatnonzero(apart == chosen)
+        if len(index):
+            yield SomeRows(block, index)
+
+
+def shuffled(
+    blocks: Iterable[Block], chunk_rows: int, *, seed: Sequence[int]
+) -> Iterator[tuple[list[Block], NDArray[np.int64]]]:
+    """Cuts a stream into chunks of ``chunk_rows`` rows (the last may be shorter), each with a random order.
+
+    Args:
+        blocks: the stream.
+        chunk_rows: rows that are mixed with each other.
+        seed: of the order, together with the chunk's number.
+
+    Yields:
+        The blocks of a chunk and the order: row ``order[i]`` of the blocks, counted through, comes i-th.
+
+    Example:
+        >>> block = Rows(np.zeros(3, np.float32), np.zeros((3, 0), np.float32), ())
+        >>> [sorted(order.tolist()) for _, order in shuffled([block, block], 4, seed=(0, 0))]
+        [[0, 1, 2, 3], [0, 1]]
+    """
+    chunk: list[Block] = []
+    filled = number = 0
+    for block in blocks:
+        start = 0
+        while start < block.num_rows:
+            stop = min(block.num_rows, start + chunk_rows - filled)
+            whole = start == 0 and stop == block.num_rows
+            chunk.append(block if whole else SomeRows(block, np.arange(start, stop)))
+            filled += stop - start
+            start = stop
+            if filled == chunk_rows:
+                yield chunk, np.random.default_rng([*seed, number]).permutation(filled)
+                chunk, filled, number = [], 0, number + 1
+    if chunk:
+        yield chunk, np.random.default_rng([*seed, number]).permutation(filled)
+
+
+def own_rows(
+    chunk: Sequence[Block], order: NDArray[np.int64], *, start: int, rank: int, world_size: int, batch_size: int
+) -> list[Rows]:
+    """Decodes a rank's own rows of a chunk: row g of the stream belongs to rank ``g // B mod W``.
+
+    Args:
+        chunk: blocks.
+        order: row ``order[i]`` of the blocks, counted through, is row ``start + i`` of the stream.
+        start: stream position of the chunk.
+        rank: which rank.
+        world_size: W.
+        batch_size: B.
+
+    Returns:
+        The own rows in stream order; an empty list when there are none.
+
+    Example:
+        >>> block = Rows(np.arange(6, dtype=np.float32), np.zeros((6, 0), np.float32), ())
+        >>> own_rows([block], np.arange(6), start=0, rank=1, world_size=2, batch_size=2)[0].labels.tolist()
+        [2.0, 3.0]
+    """
+    position = np.arange(start, start + len(order))
+    mine = order[(position // batch_size) % world_size == rank]
+    if not len(mine):
+        return []
+    # Decode block by block in reading order (columns are encoded per block), then bring into stream order.
+    reading = np.sort(mine)
+    bounds = np.cumsum([0, *(block.num_rows for block in chunk)])
+    cuts = np.searchsorted(reading, bounds)
+    parts = [
+        block.rows(reading[cuts[i] : cuts[i + 1]] - bounds[i]) for i, block in enumerate(chunk) if cuts[i] < cuts[i + 1]
+    ]
+    rows = Rows.concat(parts)
+    if len(reading) > 1 and (np.diff(mine) < 0).any():
+        rows = rows.rows(np.searchsorted(reading, mine))
+    return [rows]

@@ -1,0 +1,268 @@
+"""Which columns a run uses: names and globs of the configuration against the columns of the files."""
+
+from __future__ import annotations
+
+import csv
+import fnmatch
+import glob
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dmt.errors import InputError, did_you_mean
+from dmt.training.data.config import DataConfig
+from dmt.training.data.encode import is_list
+from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE
+from dmt.training.data.textfile import text_blocks
+
+__all__ = [
+    "Columns",
+    "check_types",
+    "csv_header",
+    "expand_path",
+    "is_parquet",
+    "parquet_file",
+    "resolve_columns",
+    "separator_of",
+]
+
+logger = logging.getLogger(__name__)
+
+_PARQUET = (".parquet", ".pq")
+_TEXT = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """The columns of a run, in the order of the model's inputs.
+
+    Example:
+        >>> Columns(dense=("I1",), categorical=("C1",), multi_hot=frozenset()).categorical
+        ('C1',)
+    """
+
+    dense: tuple[str, ...]
+    categorical: tuple[str, ...]
+    multi_hot: frozenset[str]
+    """The categorical columns with bags of ids."""
+
+
+def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
+    """The files that a file name, directory or glob stands for, in the order of their names.
+
+    Args:
+        setting: the setting's name, for messages.
+        value: what it was set to. Of a directory, hidden files and files that begin with ``_`` are left out.
+        columns: only files whose ending says Parquet or CSV; otherwise any file.
+
+    Raises:
+        InputError: nothing matches, or a file has an unknown ending.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = [Path(folder, name).touch() for name in ("day_1.tsv", "day_0.tsv", "_SUCCESS")]
+        ...     [Path(file).name for file in expand_path("train_path", folder, columns=True)]
+        ['day_0.tsv', 'day_1.tsv']
+    """
+    path = Path(value).expanduser()
+    if path.is_dir():
+        found = [str(p) for p in path.iterdir() if p.is_file() and p.name[0] not in "._"]
+        files = sorted(f for f in found if not columns or f.endswith(_PARQUET + _TEXT))
+    elif path.is_file():
+        files = [str(path)]
+    else:
+        files = sorted(f for f in glob.glob(str(path), recursive=True) if Path(f).is_file())
+    if not files:
+        kind = f" ending in {', '.join(_PARQUET + _TEXT)}" if columns and path.is_dir() else ""
+        raise InputError(f"{setting}={value!r} matches no file{kind} (in {Path.cwd()}).")
+    for file in files:
+        if columns and not file.endswith(_PARQUET + _TEXT):
+            raise InputError(f"{setting}: {file} has an unknown ending; expected one of {', '.join(_PARQUET + _TEXT)}.")
+    return files
+
+
+def is_parquet(path: str) -> bool:
+    """Whether a file's name says Parquet.
+
+    Example:
+        >>> is_parquet("a.parquet"), is_parquet("a.csv.gz")
+        (True, False)
+    """
+    return path.endswith(_PARQUET)
+
+
+def separator_of(path: str, config: DataConfig) -> str:
+    r"""What separates the columns of a text file.
+
+    Example:
+        >>> separator_of("a.tsv.gz", DataConfig())
+        '\t'
+    """
+    return config.csv_separator or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
+
+
+def parquet_file(path: str, *, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+    """Opens a Parquet file; columns in ``dictionaries`` are read as dictionaries.
+
+    Raises:
+        InputError: the file cannot be read or is not Parquet.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
+        ...     pq.write_table(pa.table({"label": [0, 1]}), file.name)
+        ...     parquet_file(file.name).metadata.num_rows
+        2
+    """
+    try:
+        return pq.ParquetFile(path, read_dictionary=list(dictionaries), pre_buffer=False)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path}: cannot be read as Parquet ({error}).") from error
+
+
+def csv_header(path: str, separator: str) -> list[str]:
+    """The column names in the first line of a text file.
+
+    Raises:
+        InputError: the file is empty or unreadable, or two columns have one name.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w") as file:
+        ...     _ = file.write("label,c_1")
+        ...     file.flush()
+        ...     csv_header(file.name, ",")
+        ['label', 'c_1']
+    """
+    block = next((block for _, block in text_blocks(path, block_bytes=1 << 16)), b"")
+    try:
+        line = block.split(b"\n")[0].decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}, line 1: expected text in UTF-8 ({error.reason}).") from error
+    if not line:
+        raise InputError(f"{path}: expected a line of column names first, found {'an empty' if block else 'no'} line.")
+    names = next(csv.reader([line], delimiter=separator))
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise InputError(f"{path}, line 1: column {doubled[0]!r} is named {names.count(doubled[0])} times.")
+    return names
+
+
+def resolve_columns(config: DataConfig, path: str) -> Columns:
+    """Finds the columns of a configuration in a file.
+
+    Raises:
+        InputError: a name or glob matches no column, a column is used twice, or its type does not fit its use.
+
+    Example:
+        >>> resolve_columns(DataConfig(kind="criteo_tsv", train_path="a.tsv", dense=("I[12]",)), "a.tsv").dense
+        ('I1', 'I2')
+    """
+    if config.kind == "criteo_tsv":
+        return Columns(
+            dense=_select("dense", config.dense, CRITEO_DENSE, path) if config.dense else CRITEO_DENSE,
+            categorical=(
+                _select("categorical", config.categorical, CRITEO_CATEGORICAL, path)
+                if config.categorical
+                else CRITEO_CATEGORICAL
+            ),
+            multi_hot=frozenset(),
+        )
+    if is_parquet(path):
+        schema = parquet_file(path).schema_arrow
+    else:
+        schema = pa.schema([(name, pa.string()) for name in csv_header(path, separator_of(path, config))])
+    doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if doubled:
+        raise InputError(f"{path}: column {doubled[0]!r} is named {schema.names.count(doubled[0])} times.")
+    other = [config.label] + ([config.split_column] if config.split_column else [])
+    for setting, name in zip(("label", "split_column"), other, strict=False):
+        if name not in schema.names:
+            raise _missing(setting, name, schema.names, path)
+    free = [name for name in schema.names if name not in other]
+    dense = _select("dense", config.dense, free, path)
+    categorical = _select("categorical", config.categorical, free, path)
+    both = [name for name in dense if name in categorical]
+    if both:
+        raise InputError(f"Column {both[0]!r} is in dense and in categorical; it can be in one of them.")
+    unused = [name for name in free if name not in (*dense, *categorical)]
+    if unused:
+        logger.info("%s: columns not used: %s.", path, ", ".join(unused))
+    listed = set(_select("multi_hot", config.multi_hot, categorical, path))
+    multi_hot = frozenset(n for n in categorical if n in listed or is_list(schema.field(n).type))
+    columns = Columns(dense=dense, categorical=categorical, multi_hot=multi_hot)
+    if is_parquet(path):
+        check_types(columns, schema, path)
+    return columns
+
+
+def check_types(columns: Columns, schema: pa.Schema, path: str) -> None:
+    """Checks that the types of a Parquet file's columns fit their use.
+
+    Raises:
+        InputError: a column is absent, a dense one is not a number, a categorical one neither text, whole number,
+            boolean nor a list of these, or its being a list differs from the first file.
+
+    Example:
+        >>> columns = Columns(dense=("x",), categorical=(), multi_hot=frozenset())
+        >>> check_types(columns, pa.schema([("x", pa.list_(pa.float32()))]), "a.parquet")
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: a.parquet: dense column 'x' is a list (list<item: float>); lists can only be categorical.
+    """
+    types = pa.types
+    for setting, names in (("dense", columns.dense), ("categorical", columns.categorical)):
+        for name in names:
+            if name not in schema.names:
+                raise _missing(setting, name, schema.names, path)
+    for name in columns.dense:
+        type_ = _plain(schema.field(name).type)
+        if is_list(type_):
+            raise InputError(f"{path}: dense column {name!r} is a list ({type_}); lists can only be categorical.")
+        number = types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_)
+        if not (number or types.is_decimal(type_) or types.is_null(type_)):
+            raise InputError(
+                f"{path}: dense column {name!r} has type {type_}, expected a number. List it under categorical, or "
+                "leave it out."
+            )
+    for name in columns.categorical:
+        type_ = schema.field(name).type
+        value = _plain(type_.value_type if is_list(type_) else type_)
+        if is_list(type_) and name not in columns.multi_hot:
+            raise InputError(f"{path}: column {name!r} is a list ({type_}), but not in the first file.")
+        text = types.is_string(value) or types.is_large_string(value)
+        number = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
+        if not (text or number or types.is_null(value)):
+            raise InputError(
+                f"{path}: categorical column {name!r} has type {type_}, expected text, whole numbers, booleans or "
+                "lists of these."
+            )
+        if name in columns.multi_hot and not is_list(type_) and not text and not types.is_null(value):
+            raise InputError(f"{path}: multi_hot column {name!r} has type {type_}, expected a list or text.")
+
+
+def _select(setting: str, patterns: Sequence[str], names: Sequence[str], path: str) -> tuple[str, ...]:
+    """The columns that names and globs match, each once, in the order of the patterns, then of the file."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matches = [pattern] if pattern in names else [n for n in names if fnmatch.fnmatchcase(n, pattern)]
+        if not matches:
+            raise _missing(setting, pattern, names, path)
+        found.update(dict.fromkeys(matches))
+    return tuple(found)
+
+
+def _missing(setting: str, pattern: str, names: Sequence[str], path: str) -> InputError:
+    shown = ", ".join(list(names)[:12]) + (", ..." if len(names) > 12 else "")
+    return InputError(
+        f"{path}: {setting} {pattern!r} matches no column.{did_you_mean(pattern, names)} Columns: {shown}."
+    )
+
+
+def _plain(type_: pa.DataType) -> pa.DataType:
+    return type_.value_type if pa.types.is_dictionary(type_) else type_

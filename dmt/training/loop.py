@@ -1,0 +1,237 @@
+"""Training and evaluation, the same for flat and multi-tower models."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from tqdm import tqdm
+
+from dmt.collectives import sum_over_ranks
+from dmt.errors import InputError
+from dmt.replicas.sync import ReplicaSync
+from dmt.sptt.mesh import TowerMesh
+from dmt.traffic import Traffic, TrafficMeter
+from dmt.training.config import TrainConfig
+from dmt.training.data import ClickData
+from dmt.training.data.batch import ClickBatch
+from dmt.training.data.dataset import Split
+from dmt.training.metrics import ClickMetrics, MetricValues
+from dmt.training.records import RunRecord
+
+__all__ = ["Position", "Trainer", "TrainingTime"]
+
+# Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
+_WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far training has come: what must be known to go on at the right sample, with any number of ranks."""
+
+    step: int = 0
+    """Training steps done."""
+    epoch: int = 0
+    """Passes over the training rows that are complete."""
+    row: int = 0
+    """Rows of the pass under way that all ranks together have trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingTime:
+    """How long training took."""
+
+    steps: int
+    seconds: float
+    """Wall time, with the evaluations on the way."""
+    samples_per_second: float
+    """Rows of all ranks per second, without the first few steps and without evaluation; NaN after fewer steps."""
+
+
+class Trainer:
+    """Trains a sharded click model.
+
+    Args:
+        config: the loop's settings.
+        data: where batches come from.
+        mesh: the groups.
+        model: the sharded `ClickTask`.
+        optimizer: of everything.
+        record: where numbers go.
+        position: where training begins.
+        replicas: what keeps the replicas equal, if there are any.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        data: ClickData,
+        mesh: TowerMesh,
+        model: DistributedModelParallel,
+        optimizer: Any,
+        record: RunRecord,
+        position: Position | None = None,
+        replicas: ReplicaSync | None = None,
+    ) -> None:
+        self._config = config
+        self._data = data
+        self._mesh = mesh
+        self._model = model
+        self._optimizer = optimizer
+        self._record = record
+        self._replicas = replicas
+        self._pipeline = _pipeline(config, model, optimizer)
+        start = position or Position()
+        self._step, self._epoch, self._row = start.step, start.epoch, start.row
+        self._warm_up = start.step + _WARM_UP_STEPS
+        interval = 1 if replicas is None else replicas.interval
+        # With replicas, a checkpoint is saved when weights are averaged anyway: saving then changes no weight.
+        self._save_every = -(-config.save_every // interval) * interval
+        self._timed_steps = 0
+        self._timed_seconds = 0.0
+
+    @property
+    def position(self) -> Position:
+        """How far training has come."""
+        return Position(step=self._step, epoch=self._epoch, row=self._row)
+
+    def train(self, save: Callable[[], object] | None = None) -> TrainingTime:
+        """Trains for the epochs or steps of the config, evaluating and saving on the way where asked.
+
+        Args:
+            save: called on every rank where ``save_every`` says so, between steps; not at the end.
+
+        Raises:
+            InputError: there are fewer rows than one step needs.
+        """
+        config, began, resumed = self._config, time.perf_counter(), self._step
+        bar = tqdm(desc="train", unit="step", initial=resumed, disable=self._mesh.rank != 0, mininterval=1.0)
+        with bar:
+            while self._epoch < config.epochs and self._budget() > 0:
+                batches = self._batches("train", config.batch_size, self._epoch, self._row)
+                while (budget := self._budget()) > 0:
+                    # The pipeline runs a batch ahead; ending each stretch lets it drain before an evaluation.
+                    first = next(batches, None)
+                    if first is None:
+                        self._epoch, self._row = self._epoch + 1, 0
+                        break
+                    # Only once it is known that training goes on: the caller evaluates and saves at the end.
+                    if self._step > resumed:
+                        if config.eval_every and self._step % config.eval_every == 0:
+                            self._record.scalars(self._step, _named("eval", self.evaluate()))
+                        if save is not None and self._step % self._save_every == 0:
+                            save()
+                    self._stretch(chain([first], islice(batches, budget - 1)), bar)
+        if self._replicas is not None:
+            self._replicas.sync()
+        if self._step == 0:
+            raise InputError(
+                f"No training step was possible: the data has fewer rows than one step of "
+                f"{self._mesh.topology.world_size} ranks x train.batch_size={config.batch_size}. Lower batch_size."
+            )
+        rows = config.batch_size * self._mesh.topology.world_size
+        speed = rows * self._timed_steps / self._timed_seconds if self._timed_steps else math.nan
+        return TrainingTime(steps=self._step, seconds=time.perf_counter() - began, samples_per_second=speed)
+
+    def evaluate(self) -> MetricValues:
+        """Evaluates on the evaluation rows of all ranks; collective."""
+        metrics = ClickMetrics(self._mesh.global_group)
+        self._model.eval()
+        with torch.no_grad():
+            for output in self._progress(self._batches("eval", self._config.eval_batch_size)):
+                metrics.update(*output)
+        self._model.train()
+        return metrics.compute()
+
+    def detach(self) -> None:
+        """Takes the pipeline off the model, which can then be run by itself but not be trained further here."""
+        if isinstance(self._pipeline, TrainPipelineSparseDist):
+            self._pipeline.detach()
+
+    def measure_traffic(self) -> Traffic:
+        """Runs one more forward and backward pass and counts the bytes it sends; towers are hosts here. Collective.
+
+        The tables update in their backward pass and the pipeline is taken off: call it when all is trained and saved.
+        """
+        batch = next(self._batches("train", self._config.batch_size))
+        self.detach()
+        meter = TrafficMeter(host_of=self._mesh.topology.host)
+        self._optimizer.zero_grad()
+        with meter:
+            loss, _ = self._model(batch)
+            with meter.phase("backward"):
+                loss.backward()
+        return meter.total(self._mesh.global_group)
+
+    def _batches(self, split: Split, batch_size: int, epoch: int = 0, start_row: int = 0) -> Iterator[ClickBatch]:
+        world_size = self._mesh.topology.world_size
+        return self._data.batches(
+            split,
+            rank=self._mesh.rank,
+            world_size=world_size,
+            batch_size=batch_size,
+            epoch=epoch,
+            start_row=start_row,
+        )
+
+    def _budget(self) -> int:
+        """Steps until the next evaluation, checkpoint or the end."""
+        config = self._config
+        left = [2**62 if config.max_steps is None else config.max_steps - self._step]
+        left += [every - self._step % every for every in (config.eval_every, self._save_every) if every]
+        return min(left)
+
+    def _stretch(self, batches: Iterator[ClickBatch], bar: Any) -> None:
+        start = time.perf_counter()
+        for logits, labels, _ in self._progress(batches):
+            if self._replicas is not None:
+                self._replicas.step()
+            self._step += 1
+            self._row += self._config.batch_size * self._mesh.topology.world_size
+            bar.update(1)
+            now = time.perf_counter()
+            if self._step > self._warm_up:
+                self._timed_steps += 1
+                self._timed_seconds += now - start
+            start = now
+            if self._step % self._config.log_every == 0:
+                loss = self._mean_loss(logits, labels)
+                bar.set_postfix(loss=f"{loss:.4f}")
+                self._record.scalars(self._step, {"train/loss": loss})
+                start = time.perf_counter()
+
+    def _progress(self, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        if not self._config.prefetch_ids:
+            # This pipeline stays at the end of the batches that it was given before.
+            self._pipeline.reset()
+        while True:
+            try:
+                yield self._pipeline.progress(batches)
+            except StopIteration:
+                return
+
+    def _mean_loss(self, logits: Tensor, labels: Tensor) -> float:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        return float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
+
+
+def _pipeline(
+    config: TrainConfig, model: DistributedModelParallel, optimizer: Any
+) -> TrainPipelineSparseDist[Any, Any] | TrainPipelineBase[Any, Any]:
+    device = torch.device("cpu")
+    if config.prefetch_ids:
+        return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+    return TrainPipelineBase(model, optimizer, device)
+
+
+def _named(prefix: str, values: MetricValues) -> dict[str, float]:
+    return {f"{prefix}/{name}": float(value) for name, value in asdict(values).items()}

@@ -1,0 +1,222 @@
+"""The feature affinity of a trained model: from the output of a run, or at the end of one on all its ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dmt.errors import InputError
+from dmt.models.sparse import whole_tables
+from dmt.partitioner import FeatureAffinity
+from dmt.plan.tables import TableSpec
+from dmt.sptt.mesh import TowerMesh
+from dmt.training.checkpoints import load_plain, newest
+from dmt.training.config import TrainConfig, TrainingConfig, load_config
+from dmt.training.data import ClickBatch, ClickData, open_source
+from dmt.training.job import ClickTask, build_model, tower_plan
+from dmt.training.records import read_result
+
+__all__ = ["affinity_of_model", "affinity_of_run", "spread_batches", "trained_rows", "write_affinity"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH_ROWS = 256
+
+
+def affinity_of_run(
+    run: Path,
+    *,
+    data_path: str | None = None,
+    max_rows: int = 65_536,
+    check: Callable[[Sequence[TableSpec]], object] | None = None,
+) -> tuple[FeatureAffinity, list[TableSpec]]:
+    """Collects the feature affinity of a trained model on rows from all over its training rows.
+
+    Batches are taken at even distances (see `spread_batches`), so that a file sorted by time or by user is sampled
+    from its beginning to its end. Of the run's own data only rows that it was trained on are used: what it stopped
+    short of may hold ids whose embeddings it has never seen. A file of ``data_path`` is read once more, to count it.
+    The features are those of the data: where the run's tower plan cuts tables into column shards, they are joined.
+
+    Args:
+        run: the ``output_dir`` of a run; the newest whole checkpoint in its ``checkpoint/`` is taken.
+        data_path: rows from here instead of the run's own ``data.train_path``.
+        max_rows: rows to average over, at most; the mean settles quickly.
+        check: called with the tables before the model is made, to raise where they will not do.
+
+    Returns:
+        The affinity and the tables of the model.
+
+    Raises:
+        InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
+    """
+    checkpoint = newest(run / "checkpoint") or newest(run)
+    if checkpoint is None:
+        raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
+    overrides = []
+    if (checkpoint / "towers.json").exists():
+        overrides.append(f"towers.plan={json.dumps(str(checkpoint / 'towers.json'))}")
+    if data_path is not None:
+        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
+            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
+        overrides.append(f"data.train_path={json.dumps(str(data_path))}")
+    config = load_config(checkpoint / "config.toml", overrides)
+    data = open_source(config.data, embedding_dim=config.model.embedding_dim)
+    if check is not None:
+        check(data.tables)
+    task = ClickTask(build_model(config, data.tables, len(data.dense_names)))
+    load_plain(task, checkpoint)
+    model: nn.Module = task.model
+    forward: Callable[[nn.Module, ClickBatch], object] | None = None
+    plan = tower_plan(config, data.tables) if config.dataflow == "sptt" else None
+    if plan is not None and plan.column_splits:
+        # A new partition may cut other tables, or none: it is of the whole ones.
+        model = whole_tables(task, data.tables, plan.column_splits)
+        forward = _look_up
+    # Not more than the run's own batch: there are at least so many rows.
+    size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
+    rows = None if data_path is not None else _rows_of_run(run, config)
+    if rows is None:
+        rows = _count_rows(data, size)
+    batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
+    return FeatureAffinity.collect(model, batches, forward=forward), data.tables
+
+
+def affinity_of_model(
+    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int
+) -> FeatureAffinity:
+    """Collects the feature affinity of a sharded flat model at the end of its training; collective.
+
+    Args:
+        model: the sharded `ClickTask`, detached from its train pipeline.
+        data: what it was trained on.
+        mesh: the groups.
+        config: with the number of rows, ``affinity_rows``; a batch of them per rank is taken at least.
+        steps: how many steps it was trained for.
+
+    Returns:
+        The affinity over rows from all over those it was trained on, the same on every rank.
+    """
+    world_size = mesh.topology.world_size
+    batches = spread_batches(
+        data,
+        num_rows=trained_rows(config, steps=steps, world_size=world_size),
+        max_rows=config.affinity_rows,
+        batch_size=max(1, min(_BATCH_ROWS, config.batch_size, config.affinity_rows // world_size)),
+        rank=mesh.rank,
+        world_size=world_size,
+    )
+    return FeatureAffinity.collect(
+        model, batches, forward=lambda task, batch: task(batch), process_group=mesh.global_group
+    )
+
+
+def write_affinity(
+    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int, path: Path
+) -> bool:
+    """Collects as `affinity_of_model` does, and writes the affinity on the first rank; collective.
+
+    A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
+    the first rank logs a warning, and training goes on to its end.
+
+    Args:
+        model: see `affinity_of_model`, as the arguments up to ``steps``.
+        data: what it was trained on.
+        mesh: the groups.
+        config: with the number of rows.
+        steps: how many steps it was trained for.
+        path: the ``.npz`` file.
+
+    Returns:
+        Whether this rank could do its part.
+    """
+    try:
+        affinity = affinity_of_model(model, data, mesh, config=config, steps=steps)
+        if mesh.rank == 0:
+            affinity.save(path)
+    except (InputError, OSError) as error:
+        if mesh.rank == 0:
+            logger.warning(
+                "No affinity was written (train.affinity_rows=%d): %s The run goes on; dmt partition --checkpoint "
+                "measures the affinity of what it saves.",
+                config.affinity_rows,
+                error,
+            )
+        return False
+    return True
+
+
+def spread_batches(
+    data: ClickData, *, num_rows: int, max_rows: int, batch_size: int, rank: int = 0, world_size: int = 1
+) -> Iterator[ClickBatch]:
+    """Batches at even distances among the first training rows, so that they show all of them.
+
+    Candidates are taken as the batches of the first ranks of a job of many: the ranks that are not there skip theirs,
+    without decoding them. For even distances there are four to eight candidates for each batch, where there are rows.
+
+    Args:
+        data: the source.
+        num_rows: how many rows from the beginning of the stream to draw from.
+        max_rows: rows of all ranks together, at most; but one batch per rank at least.
+        batch_size: rows of a batch.
+        rank: this rank.
+        world_size: ranks, each of which gets other rows, and equally many.
+
+    Raises:
+        InputError: there are fewer rows than one batch per rank; raised when the first batch is asked for.
+
+    Example:
+        >>> from dmt.training.data import DataConfig, SyntheticConfig
+        >>> data = open_source(DataConfig(synthetic=SyntheticConfig(num_rows=100)))
+        >>> every = [batch.dense_features.sum() for batch in data.batches("train", rank=0, world_size=1, batch_size=5)]
+        >>> some = spread_batches(data, num_rows=100, max_rows=20, batch_size=5)
+        >>> [every.index(batch.dense_features.sum()) for batch in some]
+        [0, 5, 10, 15]
+    """
+    whole = world_size * batch_size
+    there, wanted = max(1, num_rows // whole), max(1, max_rows // whole)
+    stride = max(1, there // (4 * wanted))
+    candidates = there // stride
+    count = min(wanted, candidates)
+    # The multiples of a distance that need not be whole, rounded.
+    chosen = {(i * candidates + count // 2) // count for i in range(count)}
+    batches = data.batches("train", rank=rank, world_size=stride * world_size, batch_size=batch_size)
+    return (batch for i, batch in enumerate(islice(batches, candidates)) if i in chosen)
+
+
+def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
+    """How many rows from the beginning of the stream a run was trained on: those of its steps, in one epoch.
+
+    Example:
+        >>> trained_rows(TrainConfig(batch_size=10, epochs=2), steps=50, world_size=4)
+        1000
+    """
+    return steps // config.epochs * config.batch_size * world_size
+
+
+def _look_up(tables: nn.Module, batch: ClickBatch) -> object:
+    return tables(batch.sparse_features)
+
+
+def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:
+    """The rows that a run was trained on; None if it does not say."""
+    if not (run / "result.json").exists():
+        return None
+    result: dict[str, Any] = read_result(run)
+    return trained_rows(config.train, steps=result["steps"], world_size=result["world_size"]) or None
+
+
+def _count_rows(data: ClickData, num_ranks: int) -> int:
+    """The training rows of the source, from a pass as one rank of many, which decodes few of them."""
+    known = data.num_rows("train")
+    if known is None:
+        for _ in data.batches("train", rank=0, world_size=num_ranks, batch_size=1):
+            pass
+        known = data.num_rows("train")
+    assert known is not None, "a complete pass counts the rows"
+    return known

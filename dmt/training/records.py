@@ -1,0 +1,245 @@
+"""What a run leaves behind, written by rank 0: resolved config, metrics, TensorBoard scalars, the result."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from dmt.errors import InputError
+from dmt.files import atomic_write
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.config import TrainingConfig, to_toml
+
+__all__ = ["RunRecord", "read_curves", "read_result", "sharding_summary", "to_json", "versions"]
+
+logger = logging.getLogger(__name__)
+# TensorBoard gets a new file when a disk that was full has as much room again.
+_BOARD_BYTES = 1_000_000
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's numbers; "absent" where one is missing."""
+    found = {"python": platform.python_version()}
+    for name in ("dmt-recsys", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+class RunRecord:
+    """Files of one run in its output directory; does nothing on ranks other than 0.
+
+    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line), ``tensorboard/``,
+    ``sharding.json`` (with the tower dataflow) and ``result.json``.
+
+    A killed run goes on with ``resumed_step``: curves stay up to that step, and what came later, which will be
+    recorded again, is dropped. A number that is there already at that very step is not recorded twice.
+
+    A full disk stops no training: lines of ``metrics.jsonl`` wait in memory until there is room, and those that found
+    none by the end are printed.
+
+    Args:
+        config: the run.
+        enabled: whether this is rank 0.
+        resumed_step: steps of the checkpoint that training goes on from; None for a run of its own, which removes what
+            an earlier one left.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     config = TrainingConfig.model_validate({"train": {"output_dir": folder}})
+        ...     record = RunRecord(config, enabled=True)
+        ...     for step in (10, 20, 30):
+        ...         record.scalars(step, {"train/loss": 1 / step})
+        ...     resumed = RunRecord(config, enabled=True, resumed_step=20)
+        ...     read_curves(Path(folder))
+        {'train/loss': [(10, 0.1), (20, 0.05)]}
+    """
+
+    def __init__(self, config: TrainingConfig, *, enabled: bool, resumed_step: int | None = None) -> None:
+        self._enabled = enabled
+        self.folder = Path(config.train.output_dir)
+        self._resumed_step, self._recorded = resumed_step, set[str]()
+        self._waiting, self._whole_bytes, self._has_room = "", 0, True
+        if not enabled:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "result.json").unlink(missing_ok=True)
+        if resumed_step is None:
+            # What an earlier run left here would be read as this one's.
+            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
+        else:
+            self._drop_later(resumed_step)
+        _write(self.folder / "config.toml", to_toml(config))
+        self._board: SummaryWriter | None = SummaryWriter(
+            str(self.folder / "tensorboard"), purge_step=None if resumed_step is None else resumed_step + 1
+        )
+
+    def _drop_later(self, step: int) -> None:
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return
+        kept = [line for line in _finished_lines(path) if json.loads(line)["step"] <= step]
+        self._recorded = {name for values in map(json.loads, kept) if values["step"] == step for name in values}
+        _write(path, "".join(f"{line}\n" for line in kept))
+        self._whole_bytes = path.stat().st_size
+
+    def sharding(self, plan: TowerShardingPlan | None) -> None:
+        """Writes the sharding plan as ``sharding.json``; None removes what an earlier run left."""
+        if not self._enabled:
+            return
+        path = self.folder / "sharding.json"
+        if plan is None:
+            path.unlink(missing_ok=True)
+        else:
+            # In one step: it may be the very plan that the config names and other ranks still read.
+            plan.save(path)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Adds numbers at a training step; names such as ``"train/loss"``.
+
+        Where they cannot be written, a warning says so once, and they are written with later ones; TensorBoard does
+        without those that its own file failed to take.
+        """
+        if not self._enabled:
+            return
+        if step == self._resumed_step:
+            values = {name: value for name, value in values.items() if name not in self._recorded}
+        if not values:
+            return
+        self._waiting += json.dumps({"step": step, **values}) + "\n"
+        self._write_waiting()
+
+    def close(self, result: dict[str, Any]) -> None:
+        """Writes the result and the versions, and closes TensorBoard's file.
+
+        Raises:
+            InputError: the result cannot be written; it has been printed.
+        """
+        if not self._enabled:
+            return
+        if self._waiting:
+            self._write_waiting()
+            print(self._waiting, end="", flush=True)
+        path, text = self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n"
+        try:
+            _write(path, text)
+        except OSError as error:
+            print(text, end="", flush=True)
+            raise InputError(
+                f"{path} cannot be written: {error.strerror}. The run is finished and its result printed; make room "
+                "and put it there, or run again, which evaluates the last checkpoint."
+            ) from error
+        if self._board is not None:
+            self._board.close()
+
+    def _write_waiting(self) -> None:
+        """Writes what waits, or warns, at the first failure of several."""
+        shown = self._waiting
+        try:
+            self._append()
+            self._show(shown)
+        except OSError as error:
+            if self._has_room:
+                logger.warning(
+                    "%s cannot be written to (%s). Training goes on; metrics.jsonl is completed when there is room.",
+                    self.folder,
+                    error,
+                )
+            self._has_room = False
+        else:
+            self._has_room = True
+
+    def _append(self) -> None:
+        path = self.folder / "metrics.jsonl"
+        with path.open("ab", buffering=0) as stream:
+            if stream.seek(0, os.SEEK_END) > self._whole_bytes:
+                # Half a line that an earlier attempt found room for.
+                stream.truncate(self._whole_bytes)
+            left = memoryview(self._waiting.encode())
+            while left:
+                left = left[stream.write(left) :]
+            end = stream.tell()
+        self._waiting, self._whole_bytes = "", end
+
+    def _show(self, lines: str) -> None:
+        """Adds lines of ``metrics.jsonl`` to TensorBoard's curves, in a new file of it after a failure."""
+        board, self._board = self._board, None
+        if board is None:
+            if shutil.disk_usage(self.folder).free < _BOARD_BYTES:
+                # Its thread would print a traceback at every line.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
+            board = SummaryWriter(str(self.folder / "tensorboard"))
+        for line in lines.splitlines():
+            values = json.loads(line)
+            step = values.pop("step")
+            for name, value in values.items():
+                board.add_scalar(name, value, step)
+        # At once, against a kill: the next attempt does not record it again.
+        board.flush()
+        self._board = board
+
+
+def sharding_summary(plan: TowerShardingPlan) -> dict[str, Any]:
+    """What ``result.json`` keeps of a sharding plan: imbalance, tables by scheme, bytes of the largest rank."""
+    return {
+        "imbalance": plan.imbalance,
+        "tables_by_scheme": plan.tables_by_scheme,
+        "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
+    }
+
+
+def to_json(result: Any) -> str:
+    """JSON that every parser reads: a number that is undefined (NaN) becomes null.
+
+    Example:
+        >>> to_json({"eval_auc": float("nan"), "steps": 3}).split()
+        ['{', '"eval_auc":', 'null,', '"steps":', '3', '}']
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(result), indent=1)
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """The result of a finished run; null becomes NaN again."""
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return {key: math.nan if value is None else value for key, value in result.items()}
+
+
+def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curves of a run, also of one under way: for each name its (step, value) pairs."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in _finished_lines(folder / "metrics.jsonl"):
+        values = json.loads(line)
+        step = values.pop("step")
+        for name, value in values.items():
+            curves.setdefault(name, []).append((step, value))
+    return curves
+
+
+def _finished_lines(path: Path) -> list[str]:
+    """The lines of a file, but for one that its writer has not ended, or was killed in."""
+    return path.read_text().split("\n")[:-1]
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_write(path) as scratch:
+        scratch.write_text(text)

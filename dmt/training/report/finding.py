@@ -1,0 +1,244 @@
+"""What two runs say about each other: the difference of AUC against its noise, and the ratios of cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dmt.errors import InputError, did_you_mean
+
+__all__ = ["Finding", "auc_standard_error", "compare_runs", "lookup", "ratio"]
+
+# What a comparison needs of a result.json, as paths into it.
+_NEEDED = (
+    "eval_auc",
+    "eval_num_rows",
+    "eval_label_rate",
+    "mflops_per_sample",
+    "bytes_per_sample.ids",
+    "bytes_per_sample.forward",
+    "bytes_per_sample.backward",
+    "bytes_per_sample.dense",
+)
+# Below so many standard errors, a difference of two single runs is called a hint only.
+_CLEAR = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The comparison of a second run with a first one, as numbers and as sentences."""
+
+    auc_difference: float
+    """AUC of the second run minus that of the first; NaN where they cannot be compared."""
+    auc_noise: float
+    """The larger standard error of the two AUCs (`auc_standard_error`); NaN as above."""
+    obstacle: str
+    """Why the AUCs cannot be compared; empty where they can."""
+    embedding_bytes: tuple[float, float]
+    """Bytes per sample across hosts, forward and backward, of the first and the second run."""
+    all_bytes: tuple[float, float]
+    """The same with ids and the gradients of replicated parameters."""
+    mflops: tuple[float, float]
+    """MFLOPs per sample of a training step, of the first and the second run."""
+    accuracy: str
+    """A sentence about AUC that claims no more than the noise allows."""
+    cost: str
+    """A sentence about bytes and MFLOPs."""
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether the AUCs differ by less than one standard error, or cannot be compared at all."""
+        return not _shows(self.auc_difference, self.auc_noise)
+
+
+def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float:
+    """Standard error of an AUC measured on a finite sample of rows.
+
+    Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic (ROC) curve",
+    Radiology 143 (1982), equation (1): with A the AUC, n1 positive and n0 negative rows,
+    SE^2 = (A (1 - A) + (n1 - 1) (Q1 - A^2) + (n0 - 1) (Q2 - A^2)) / (n1 n0), Q1 = A / (2 - A), Q2 = 2 A^2 / (1 + A).
+    It is about which rows happen to be in the sample; it does not know how much another training seed would move A.
+
+    Args:
+        auc: in [0, 1].
+        num_rows: n1 + n0.
+        label_rate: share of positive rows, n1 / (n1 + n0).
+
+    Returns:
+        The standard error, in units of AUC; NaN where the AUC is NaN or one of the classes has no row.
+
+    Raises:
+        InputError: an argument is out of its range.
+
+    Example:
+        >>> round(auc_standard_error(0.8, num_rows=200, label_rate=0.5), 4)
+        0.0314
+        >>> round(auc_standard_error(0.8, num_rows=65_536, label_rate=0.25), 4)
+        0.0022
+    """
+    if num_rows < 0 or not 0.0 <= label_rate <= 1.0 or auc < 0.0 or auc > 1.0:
+        raise InputError(
+            f"auc_standard_error: auc={auc}, num_rows={num_rows}, label_rate={label_rate}: AUC and label rate must "
+            "lie between 0 and 1, and num_rows must not be negative."
+        )
+    positive = label_rate * num_rows
+    negative = num_rows - positive
+    # Less than half a row is the rounding of a rate that means none.
+    if math.isnan(auc) or min(positive, negative) < 0.5:
+        return math.nan
+    q1, q2 = auc / (2 - auc), 2 * auc**2 / (1 + auc)
+    spread = auc * (1 - auc) + (positive - 1) * (q1 - auc**2) + (negative - 1) * (q2 - auc**2)
+    # A perfect AUC has no spread at all; rounding must not make it negative.
+    return math.sqrt(max(0.0, spread) / (positive * negative))
+
+
+def lookup(result: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path such as ``"bytes_per_sample.forward"``, or None where there is none.
+
+    Example:
+        >>> lookup({"bytes_per_sample": {"ids": 8.0}}, "bytes_per_sample.ids"), lookup({}, "bytes_per_sample.ids")
+        (8.0, None)
+    """
+    value: Any = result
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def ratio(first: Any, second: Any) -> float | None:
+    """``second / first``; None where that means nothing (a value is absent, not finite, or the first one is 0).
+
+    Example:
+        >>> ratio(4, 1), ratio(0, 1), ratio(None, 1)
+        (0.25, None, None)
+    """
+    values = (first, second)
+    if not all(isinstance(value, int | float) and math.isfinite(value) for value in values) or not first:
+        return None
+    return float(second / first)
+
+
+def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> Finding:
+    """Compares the second of two finished runs with the first.
+
+    An AUC is called higher or lower only where the difference is at least one standard error of the AUC.
+
+    Args:
+        runs: two results as in ``result.json``, by the name to show, the baseline first.
+
+    Raises:
+        InputError: there are not two runs, or one lacks a number; the number is named.
+
+    Example:
+        >>> cost = {"ids": 8.0, "forward": 64.0, "backward": 64.0, "dense": 4.0}
+        >>> flat = {"eval_auc": 0.78, "eval_num_rows": 65536, "eval_label_rate": 0.25, "mflops_per_sample": 0.5}
+        >>> flat["bytes_per_sample"] = cost
+        >>> towers = {**flat, "eval_auc": 0.7805, "bytes_per_sample": {**cost, "forward": 32.0, "backward": 32.0}}
+        >>> finding = compare_runs({"flat": flat, "towers": towers})
+        >>> finding.within_noise, finding.embedding_bytes
+        (True, (128.0, 64.0))
+    """
+    if len(runs) != 2:
+        raise InputError(f"The report compares two runs, the baseline first, but got {len(runs)}: {list(runs)}.")
+    for name, run in runs.items():
+        _check(name, run)
+    (first_name, first), (second_name, second) = runs.items()
+    obstacle = _obstacle(first, second)
+    aucs = (first["eval_auc"], second["eval_auc"])
+    noise = math.nan if obstacle else max(_standard_error(run) for run in (first, second))
+    embedding, everything = (
+        tuple(sum(lookup(run, f"bytes_per_sample.{kind}") for kind in kinds) for run in (first, second))
+        for kinds in (("forward", "backward"), ("ids", "forward", "backward", "dense"))
+    )
+    mflops = (first["mflops_per_sample"], second["mflops_per_sample"])
+    return Finding(
+        auc_difference=math.nan if obstacle else aucs[1] - aucs[0],
+        auc_noise=noise,
+        obstacle=obstacle,
+        embedding_bytes=(embedding[0], embedding[1]),
+        all_bytes=(everything[0], everything[1]),
+        mflops=mflops,
+        accuracy=_accuracy((first_name, second_name), aucs, noise, obstacle) + _chance(runs),
+        cost=_cost(second_name, (embedding[0], embedding[1]), mflops),
+    )
+
+
+def _check(name: str, run: Mapping[str, Any]) -> None:
+    for path in _NEEDED:
+        value = lookup(run, path)
+        if isinstance(value, int | float):
+            continue
+        got = "is missing" if value is None else f"is {value!r}, not a number"
+        raise InputError(
+            f"Report, run {name!r}: {path!r} {got}.{did_you_mean(path, run) if value is None else ''} Pass the "
+            "result.json of a finished training run."
+        )
+
+
+def _standard_error(run: Mapping[str, Any]) -> float:
+    return auc_standard_error(run["eval_auc"], num_rows=run["eval_num_rows"], label_rate=run["eval_label_rate"])
+
+
+def _obstacle(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
+    """Why two AUCs cannot be compared, or an empty string."""
+    for key, what in (("eval_num_rows", "rows"), ("eval_label_rate", "as the share of clicks")):
+        if first[key] != second[key]:
+            return f"they were measured on different evaluation rows ({first[key]:,} and {second[key]:,} {what})"
+    if any(math.isnan(_standard_error(run)) for run in (first, second)):
+        return "the evaluation rows have one label only"
+    return ""
+
+
+def _accuracy(names: tuple[str, str], aucs: tuple[float, float], noise: float, obstacle: str) -> str:
+    values = f"{names[1]} has AUC {aucs[1]:.4f} and {names[0]} {aucs[0]:.4f}"
+    if obstacle:
+        return f"{values}; the two cannot be compared, as {obstacle}."
+    difference = aucs[1] - aucs[0]
+    if not _shows(difference, noise):
+        return (
+            f"{values}: the difference of {difference:+.4f} is within the noise of the evaluation (one standard error "
+            f"is {_small(noise)}), so neither is better by this measure."
+        )
+    word = "higher" if difference > 0 else "lower"
+    if noise == 0:
+        return f"{values}: {word} by {_small(abs(difference))}, with no noise from the choice of evaluation rows."
+    times = abs(difference) / noise
+    weight = (
+        "more than the choice of evaluation rows explains, though another seed may move it"
+        if times >= _CLEAR
+        else "which one run each does not settle"
+    )
+    return f"{values}: {word} by {_small(abs(difference))}, {times:.1f} standard errors ({_small(noise)}), {weight}."
+
+
+def _cost(second: str, embedding: tuple[float, float], mflops: tuple[float, float]) -> str:
+    share = ratio(*mflops)
+    compute = "" if share is None else f"{share:.0%} of the MFLOPs ({mflops[1]:.3f} instead of {mflops[0]:.3f})"
+    part = ratio(*embedding)
+    if part is None:
+        sent = f"{second} sends {embedding[1]:,.0f} embedding bytes per sample across hosts, the other model none"
+        if not embedding[1]:
+            sent = "No embedding bytes cross hosts in either run"
+        return f"{sent}{f'; {second} computes {compute} per sample' if compute else ''}."
+    return (
+        f"Per sample, {second} sends {part:.0%} of the embedding bytes across hosts ({embedding[1]:,.0f} instead of "
+        f"{embedding[0]:,.0f}, forward and backward){f' and computes {compute}' if compute else ''}."
+    )
+
+
+def _shows(difference: float, noise: float) -> bool:
+    """Whether a difference is at least one standard error; False for NaN, and for none at all without noise."""
+    return difference != 0 and abs(difference) >= noise
+
+
+def _chance(runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """A further sentence about runs that have learned nothing that shows, or an empty string."""
+    idle = [name for name, run in runs.items() if abs(run["eval_auc"] - 0.5) < _CLEAR * _standard_error(run)]
+    return f" On these rows, {' and '.join(idle)} cannot be told from chance (0.5)." if idle else ""
+
+
+def _small(value: float) -> str:
+    """Four decimals, or two digits of what would then read as zero."""
+    return f"{value:.4f}" if value >= 5e-5 or value == 0 else f"{value:.1e}"

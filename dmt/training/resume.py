@@ -1,0 +1,245 @@
+"""Where a run begins: anew, or with a checkpoint of its own or of another run, and whether that fits this run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dmt.errors import InputError
+from dmt.formatting import shorten
+from dmt.plan.towers import TowerPlan
+from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest
+from dmt.training.config import TrainingConfig
+from dmt.training.loop import Position
+
+__all__ = ["Start", "TrainingFiles", "begin_anew", "checkpoint_folder", "is_restart", "start_with", "starting_point"]
+
+# Sections that say what the parameters are; another value is another model.
+_SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
+# What decides which row comes when; another value, and a position among rows means nothing.
+_SAME_ROWS = "data"
+_NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows", "data.validate_rows")
+# What decides how training goes on, and may be changed on the way.
+_TRAINING = (
+    "optimizer",
+    "replicas",
+    "sharding.forward_precision",
+    "sharding.backward_precision",
+    "sharding.table_precision",
+    "train.batch_size",
+)
+
+
+TrainingFiles = Sequence[tuple[str, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A checkpoint to begin with."""
+
+    folder: Path
+    """The checkpoint."""
+    position: Position
+    """Where training goes on; its beginning, where only weights and optimizer states are taken over."""
+    notes: tuple[str, ...] = ()
+    """What is different from now on."""
+    is_own: bool = True
+    """Whether the checkpoint is this run's."""
+
+
+def checkpoint_folder(config: TrainingConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.train.output_dir) / "checkpoint"
+
+
+def begin_anew(config: TrainingConfig) -> None:
+    """Removes the run's checkpoints where ``train.resume`` is ``"never"``; not to be called in a restart."""
+    folder = checkpoint_folder(config)
+    if config.train.resume != "never" or not folder.is_dir():
+        return
+    # What is in it, and not it: it may be a link to another disk.
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def is_restart() -> bool:
+    """Whether torchrun (``--max-restarts``) has started this rank's processes before.
+
+    torchrun counts by host, and not where another host failed: ask every rank.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def starting_point(config: TrainingConfig) -> Path | None:
+    """A checkpoint, or a folder of them, that a run begins with; None for a run that begins anew.
+
+    Its own come before the one that ``train.resume`` names: a run that began with that and was interrupted goes on.
+
+    Raises:
+        InputError: ``train.resume`` names a folder without a checkpoint.
+    """
+    own, asked = checkpoint_folder(config), config.train.resume
+    if checkpoints(own):
+        return own
+    if is_outdated(own):
+        raise InputError(
+            f"{own} holds a checkpoint of an older version, which cannot be read. Give another train.output_dir, or "
+            "train.resume=never to begin anew and remove it."
+        )
+    if asked in ("auto", "never"):
+        return None
+    for folder in (Path(asked), Path(asked) / "checkpoint"):
+        if checkpoints(folder):
+            return folder
+    raise InputError(
+        f"train.resume={asked!r} holds no checkpoint. Give a checkpoint's folder, the output_dir of a run, 'auto' or "
+        "'never'."
+    )
+
+
+def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan: TowerPlan | None) -> Start:
+    """How a run goes on from a checkpoint.
+
+    Args:
+        folder: whole, of `starting_point`.
+        config: the run.
+        files: `ClickData.training_files` of what it trains on.
+        plan: its tower plan; None with the flat dataflow.
+
+    Raises:
+        InputError: the checkpoint cannot be read or is of a run with another model or other towers; it is this run's
+            own and of other data; or it is finished, so that settings that have changed would never be used.
+    """
+    manifest, saved, now = read_manifest(folder), _saved_config(folder), config.model_dump(mode="json")
+    is_own = folder.parent == checkpoint_folder(config)
+    changed = {key: (old, new) for key, old, new in _differences(saved, now)}
+    _refuse(folder, {key: pair for key, pair in changed.items() if _is_under(key, _SAME_MODEL)}, is_own=is_own)
+    if plan is not None and config.model.has_towers:
+        _check_towers(folder, plan)
+    of_rows = {key: pair for key, pair in changed.items() if _changes_rows(key, *pair)}
+    own_files = [list(file) for file in files]
+    if manifest.progress["files"] != own_files:
+        of_rows["the training files"] = _first_difference(manifest.progress["files"], own_files)
+    notes = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if _is_under(key, _TRAINING)]
+    if of_rows and not is_own:
+        return Start(
+            folder=folder, position=Position(), notes=("other data: from the first row on", *notes), is_own=False
+        )
+    _refuse(folder, of_rows, is_own=is_own)
+    position = Position(step=manifest.step, epoch=manifest.progress["epoch"], row=manifest.progress["row"])
+    if _is_finished(position, config) and (notes or not is_own):
+        settings = f", with other settings ({shorten(notes)})" if notes else ""
+        raise InputError(
+            f"{folder} is of a run that is finished{settings}: there is nothing left to train. Give more "
+            "train.max_steps or train.epochs to go on"
+            + (
+                ", another train.output_dir, or train.resume=never to begin anew and remove its checkpoints."
+                if is_own
+                else "."
+            )
+        )
+    if _is_finished(position, config):
+        notes.append("nothing is left to train: it is evaluated again")
+    if is_own and config.train.resume not in ("auto", "never"):
+        notes.append(f"train.resume={config.train.resume!r} is not read: the run has checkpoints of its own")
+    return Start(folder=folder, position=position, notes=tuple(notes), is_own=is_own)
+
+
+def _is_finished(position: Position, config: TrainingConfig) -> bool:
+    most = config.train.max_steps
+    return position.epoch >= config.train.epochs or (most is not None and position.step >= most)
+
+
+def _refuse(folder: Path, changed: Mapping[str, tuple[Any, Any]], *, is_own: bool) -> None:
+    if not changed:
+        return
+    shown = [f"{key} = {old!r}, not {new!r}" for key, (old, new) in changed.items()]
+    remedy = (
+        "Give another train.output_dir, or train.resume=never to begin anew and remove the checkpoints there."
+        if is_own
+        else "Give train.resume a checkpoint of the same model."
+    )
+    raise InputError(f"{folder} is of a run with {shorten(shown)}. {remedy}")
+
+
+def _check_towers(folder: Path, plan: TowerPlan) -> None:
+    saved = TowerPlan.load(folder / "towers.json")
+    for number, (old, new) in enumerate(zip(saved.towers, plan.towers, strict=False)):
+        if old.features != new.features:
+            raise InputError(
+                f"{folder} is of a run with other towers: tower {number} has features {list(old.features)}, not "
+                f"{list(new.features)}. Set towers.plan to {str(folder / 'towers.json')!r}."
+            )
+    if len(saved.towers) != len(plan.towers):
+        raise InputError(
+            f"{folder} is of a run with {len(saved.towers)} towers, not {len(plan.towers)}. Set towers.plan to "
+            f"{str(folder / 'towers.json')!r}."
+        )
+
+
+def _saved_config(folder: Path) -> dict[str, Any]:
+    try:
+        saved = tomllib.loads((folder / "config.toml").read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{folder} has no readable config.toml ({error}). Use another checkpoint.") from error
+    try:
+        # Keys that are newer than the checkpoint have their defaults.
+        return TrainingConfig.model_validate(saved).model_dump(mode="json")
+    except ValidationError:
+        return saved
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Keys with other values; one that is None now is the same as one that was not saved.
+
+    Example:
+        >>> list(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": None}}))
+        [('a.c', 2, 3)]
+    """
+    for key in {**saved, **now}:
+        old, new = saved.get(key), now.get(key)
+        where = f"{path}.{key}" if path else key
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(old, new, where)
+        elif old != new:
+            yield where, old, new
+
+
+def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> tuple[str, str]:
+    """How many there are, and the first (name, bytes, fingerprint) that is another.
+
+    Example:
+        >>> _first_difference([["a", 5, 1]], [["a", 5, 1], ["b", 7, 255]])
+        ('1 of them', '2 of them, with b of 7 bytes (CRC-32 000000ff)')
+    """
+    number = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+    def text(files: Sequence[Any]) -> str:
+        if number == len(files):
+            return f"{number:,} of them"
+        name, size, fingerprint = files[number]
+        return f"{len(files):,} of them, with {name} of {size:,} bytes (CRC-32 {fingerprint:08x})"
+
+    return text(old), text(new)
+
+
+def _changes_rows(key: str, old: Any, new: Any) -> bool:
+    """Whether the training rows are others, or come in another order."""
+    if key == "data.eval_path":
+        # Without one, rows of the training files are set apart for evaluation.
+        return old is None or new is None
+    return _is_under(key, (_SAME_ROWS,)) and not _is_under(key, _NOT_THE_ROWS)
+
+
+def _is_under(key: str, sections: tuple[str, ...]) -> bool:
+    return any(f"{key}.".startswith(f"{section}.") for section in sections)

@@ -1,0 +1,507 @@
+"""From an affinity, tables and rules to what is to be solved: blocks with loads, limits, and towers per category."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+from dmt.partitioner.affinity import FeatureAffinity, check_tables
+from dmt.partitioner.cluster import Bounds, evenly_picked, fitting_sizes, size_bounds
+from dmt.partitioner.feasibility import check_bounds, largest_clique
+from dmt.partitioner.partition import TowerLimits
+from dmt.partitioner.rules import PartitionRules
+from dmt.plan.column_shards import shard_names, split_tables
+from dmt.plan.tables import TableSpec, feature_names, table_specs
+
+__all__ = [
+    "Blocks",
+    "Part",
+    "SplitColumns",
+    "Task",
+    "choose_splits",
+    "joined",
+    "make_blocks",
+    "members_affinity",
+    "prepare",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """The features of one category, or all where there are none, and the towers they go to."""
+
+    category: str
+    blocks: Blocks
+    num_towers: int
+    options: tuple[Bounds, ...]
+    """Sets of limits of which one must be held; at most four, of different sizes."""
+    spare: tuple[Bounds, ...] = ()
+    """Further sets, tried where none of the options can be held."""
+    asked: tuple[int, int] | None = None
+    """The sizes that were asked for, where blocks of several features need others."""
+
+    @property
+    def where(self) -> str:
+        """The beginning of a message about this part; empty where there are no categories."""
+        return f"category {self.category!r}: " if self.category else ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """What `TowerPartitioner` solves, once for each strategy."""
+
+    source: FeatureAffinity
+    """As it was given."""
+    affinity: FeatureAffinity
+    """Of the members: features, with column shards in place of those that are cut."""
+    specs: tuple[TableSpec, ...]
+    """The members' tables; none if not known."""
+    splits: Mapping[str, tuple[int, ...]]
+    """Columns of each shard of the features that are cut."""
+    limits: TowerLimits
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
+
+    @property
+    def num_blocks(self) -> int:
+        """P over all parts."""
+        return sum(len(part.blocks.names) for part in self.parts)
+
+
+def prepare(
+    affinity: FeatureAffinity,
+    tables: Sequence[Any],
+    *,
+    num_towers: int,
+    balance_ratio: float | None,
+    rules: PartitionRules,
+    split_columns: SplitColumns,
+) -> Task:
+    """Applies rules and limits to the features; see `TowerPartitioner` for the arguments.
+
+    Raises:
+        InputError: tables, rules and affinity do not fit together, or a limit cannot be held whatever the assignment.
+    """
+    specs = table_specs(tables) or affinity.tables
+    if specs:
+        check_tables(specs, affinity.features, where="TowerPartitioner")
+    elif rules.need_tables or split_columns != "no":
+        needs = "split_columns" if split_columns != "no" else "a limit on work or bytes"
+        raise InputError(
+            f"TowerPartitioner: {needs} needs the tables, but the affinity was saved without them. Give tables=, or "
+            "collect the affinity anew."
+        )
+    named = rules.for_features(affinity.features)
+    total_bytes = float(sum(spec.num_bytes for spec in specs))
+    max_bytes = _limit(named.max_bytes_ratio, total_bytes, num_towers)
+    if named.max_tower_bytes is not None:
+        max_bytes = min(max_bytes, float(named.max_tower_bytes))
+    splits = _splits(specs, named, num_towers, split_columns, max_bytes)
+    measured = affinity.pooling_factors or (1.0,) * affinity.num_features
+    of_feature = dict(zip(affinity.features, measured, strict=True)) | dict(named.pooling_factors)
+    shards = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
+    pooling = {member: factor for f, factor in of_feature.items() for member in shards.get(f, [f])}
+    members = members_affinity(affinity, splits)
+    member_specs = table_specs(split_tables(specs, splits))
+    blocks = make_blocks(members.features, member_specs, named, pooling=pooling, shards=shards)
+    max_work = _limit(named.max_work_ratio, float(blocks.loads[1].sum()), num_towers)
+    upper = np.array([np.inf, max_work, max_bytes])
+    return Task(
+        source=affinity,
+        affinity=members,
+        specs=member_specs,
+        splits=splits,
+        limits=TowerLimits(
+            balance_ratio=balance_ratio,
+            max_work=None if np.isinf(max_work) else max_work,
+            max_bytes=None if np.isinf(max_bytes) else int(max_bytes),
+        ),
+        parts=tuple(_parts(blocks, named, num_towers, balance_ratio, upper)),
+        notes=(*_pooling_notes(affinity, named), *_split_notes(named, split_columns, splits)),
+    )
+
+
+def _splits(
+    specs: Sequence[TableSpec], rules: PartitionRules, num_towers: int, how: SplitColumns, max_bytes: float
+) -> dict[str, tuple[int, ...]]:
+    """Where the towers of every category are given, its tables are cut for them; else all tables for all towers."""
+    if not rules.towers_per_category:
+        return choose_splits(specs, num_towers, how, max_bytes=max_bytes, together=rules.together)
+    splits: dict[str, tuple[int, ...]] = {}
+    for category, features in rules.categories.items():
+        owned = [spec for spec in specs if set(spec.feature_names) <= set(features)]
+        groups = [group for group in rules.together if set(group) <= set(features)]
+        count = rules.towers_per_category[category]
+        splits |= choose_splits(owned, count, how, max_bytes=max_bytes, together=groups)
+    return splits
+
+
+def _split_notes(rules: PartitionRules, how: SplitColumns, splits: Mapping[str, tuple[int, ...]]) -> list[str]:
+    whole = [feature for group in rules.together for feature in group]
+    if how != "even" or not splits or not whole:
+        return []
+    return [
+        f"The tables of {', '.join(map(repr, whole[:5]))} must stay together and are not cut, so the shards of the "
+        "others have another width; the models of dmt.models need one width."
+    ]
+
+
+def _pooling_notes(affinity: FeatureAffinity, rules: PartitionRules) -> list[str]:
+    unknown = affinity.num_features - len(rules.pooling_factors)
+    if rules.max_work_ratio is None or affinity.pooling_factors or not unknown:
+        return []
+    return [
+        f"The work of {unknown} of {affinity.num_features} features is that of one id per sample: the affinity was "
+        "collected without counting ids. Give pooling_factors where there are more."
+    ]
+
+
+def _limit(ratio: float | None, total: float, num_towers: int) -> float:
+    return np.inf if ratio is None else ratio * total / num_towers
+
+
+def _parts(
+    blocks: Blocks, rules: PartitionRules, num_towers: int, balance_ratio: float | None, upper: np.ndarray
+) -> list[Part]:
+    if not rules.categories:
+        return [_part("", blocks, num_towers, balance_ratio, upper)]
+    owned = {name: blocks.of_category(name) for name in rules.categories}
+    counts = dict(rules.towers_per_category) or _allot(owned, num_towers, upper)
+    return [_part(name, owned[name], counts[name], balance_ratio, upper) for name in rules.categories]
+
+
+def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float | None, upper: np.ndarray) -> Part:
+    num_features = int(blocks.loads[0].sum())
+    pairs, grown = [(1, num_features)], 0
+    if balance_ratio is not None and num_towers <= num_features:
+        strict = size_bounds(num_features, num_towers, balance_ratio)
+        pairs, grown = fitting_sizes(blocks.loads[0], num_towers, strict)
+    picked = evenly_picked(pairs)
+
+    def bounds(pair: tuple[int, int]) -> Bounds:
+        return Bounds(
+            loads=blocks.loads,
+            lower=np.array([float(pair[0]), 0.0, 0.0]),
+            upper=np.array([float(pair[1]), *upper[1:]]),
+            apart=blocks.apart,
+        )
+
+    part = Part(
+        category=category,
+        blocks=blocks,
+        num_towers=num_towers,
+        options=tuple(bounds(pair) for pair in picked),
+        spare=tuple(bounds(pair) for pair in pairs if pair not in picked),
+        asked=strict[0] if grown else None,
+    )
+    # The first set allows a tower most: what is too large for it is too large for all.
+    check_bounds(blocks.names, part.options[0], num_towers, part.where)
+    return part
+
+
+def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> dict[str, int]:
+    """Towers for each category: as many as its limits need, the others where a tower would have most to carry."""
+    # What is limited is what counts; otherwise the number of features.
+    resource = 2 if np.isfinite(upper[2]) else 1 if np.isfinite(upper[1]) else 0
+    loads = {name: blocks.loads.sum(axis=1) for name, blocks in owned.items()}
+    # A limit is 0 where nothing has any work; a category has no more towers than blocks, whatever it needs, and what is
+    # too large for a tower is refused by name later.
+    limits = np.maximum(upper[1:], 1e-300)
+    counts = {
+        name: min(
+            len(owned[name].names),
+            max(1, int(np.ceil((load[1:] / limits).max() - 1e-9)), len(largest_clique(owned[name].apart))),
+        )
+        for name, load in loads.items()
+    }
+    if sum(counts.values()) > num_towers:
+        needs = ", ".join(f"{name!r} {count}" for name, count in counts.items())
+        raise InputError(
+            f"TowerPartitioner: the categories need {sum(counts.values())} towers at least ({needs}), but num_towers="
+            f"{num_towers}. Use more towers, raise the limits, or join categories."
+        )
+    for _ in range(num_towers - sum(counts.values())):
+        open_to = [name for name in owned if counts[name] < len(owned[name].names)]
+        if not open_to:
+            raise InputError(
+                f"TowerPartitioner: num_towers={num_towers} exceeds what the categories can fill, "
+                f"{ {name: len(blocks.names) for name, blocks in owned.items()} } features or shared tables. Use fewer "
+                "towers."
+            )
+        # By features where the resource says nothing, such as the work of features that are never there.
+        counts[max(open_to, key=lambda name: tuple(loads[name][[resource, 0]] / counts[name]))] += 1
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blocks:
+    """P blocks of features that stay together, in the order of their names."""
+
+    names: tuple[tuple[str, ...], ...]
+    """The features of each block."""
+    loads: NDArray[np.float64]
+    """[3, P] features, work (elements read per sample) and bytes of each block; without tables the last two are 0."""
+    apart: NDArray[np.bool_] | None
+    """[P, P] which blocks must not share a tower; None where there are none."""
+    category: tuple[str, ...]
+    """The category of each block, ``""`` where there are none."""
+
+    def matrix(self, affinity: FeatureAffinity) -> NDArray[np.float64]:
+        """[P, P] mean affinity between the features of two blocks; for blocks of one feature just the affinity."""
+        position = {name: i for i, name in enumerate(affinity.features)}
+        order = [position[name] for names in self.names for name in names]
+        ordered = affinity.matrix[np.ix_(order, order)]
+        sizes = self.loads[0].astype(np.int64)
+        if len(sizes) == len(order):
+            return ordered
+        starts = np.cumsum(sizes) - sizes
+        total = np.add.reduceat(np.add.reduceat(ordered, starts, axis=0), starts, axis=1)
+        return total / np.outer(sizes, sizes)
+
+    def of_category(self, category: str) -> Blocks:
+        """The blocks of one category."""
+        index = [i for i, found in enumerate(self.category) if found == category]
+        return Blocks(
+            names=tuple(self.names[i] for i in index),
+            loads=self.loads[:, index],
+            apart=None if self.apart is None else self.apart[np.ix_(index, index)],
+            category=(category,) * len(index),
+        )
+
+
+def make_blocks(
+    features: Sequence[str],
+    specs: Sequence[TableSpec],
+    rules: PartitionRules,
+    *,
+    pooling: Mapping[str, float],
+    shards: Mapping[str, Sequence[str]],
+) -> Blocks:
+    """Joins what must share a tower and adds up what it takes.
+
+    Args:
+        features: all members to place, column shards included.
+        specs: their tables, or none.
+        rules: with the features of the model named one by one (`PartitionRules.for_features`).
+        pooling: mean ids per sample, by member.
+        shards: the column shards of each feature that is cut.
+
+    Raises:
+        InputError: features that must share a tower must also part, or are of different categories.
+    """
+    members = {name: tuple(shards.get(name, (name,))) for name in dict.fromkeys([*shards, *features])}
+    of_shards = {shard for names in shards.values() for shard in names}
+    for group in rules.together:
+        for feature in group:
+            if feature in shards:
+                raise InputError(
+                    f"Partition rules: feature {feature!r} must share a tower with {_others(feature, group)}, but its "
+                    "table is cut into column shards, which go to different towers. Drop the rule or do not split it."
+                )
+    groups = [*rules.together, *(spec.feature_names for spec in specs)]
+    names = joined(features, groups)
+    block_of = {name: i for i, block in enumerate(names) for name in block}
+    home = {
+        member: category
+        for category, owned in rules.categories.items()
+        for feature in owned
+        for member in members[feature]
+    }
+    category = tuple(_one_category(block, home) for block in names)
+    expanded = [[member for feature in group for member in members[feature]] for group in rules.apart]
+    expanded += [list(found) for found in shards.values()]
+    assert of_shards <= set(features), "every shard is a member"
+    return Blocks(
+        names=names, loads=_loads(names, specs, pooling), apart=_apart(expanded, block_of, names), category=category
+    )
+
+
+def _others(feature: str, group: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in group if name != feature)
+
+
+def joined(features: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The connected components of features that share a group, each sorted, all sorted.
+
+    Example:
+        >>> joined(["c", "b", "a", "d"], [["a", "c"], ["c", "d"]])
+        (('a', 'c', 'd'), ('b',))
+    """
+    if not features:
+        return ()
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    position = {name: i for i, name in enumerate(features)}
+    edges = [(position[group[0]], position[name]) for group in groups for name in group[1:]]
+    rows, columns = zip(*edges, strict=True) if edges else ((), ())
+    size = len(features)
+    ends = np.array(rows, dtype=int), np.array(columns, dtype=int)
+    graph = coo_array((np.ones(len(edges)), ends), shape=(size, size))
+    blocks: dict[int, list[str]] = {}
+    for name, component in zip(features, connected_components(graph, directed=False)[1].tolist(), strict=True):
+        blocks.setdefault(component, []).append(name)
+    return tuple(sorted(tuple(sorted(block)) for block in blocks.values()))
+
+
+def _one_category(block: Sequence[str], home: Mapping[str, str]) -> str:
+    found = {home.get(name, ""): name for name in block}
+    if len(found) > 1:
+        (first, a), (second, b) = list(found.items())[:2]
+        raise InputError(
+            f"Partition rules: {a!r} is of category {first!r} and {b!r} of {second!r}, but they must share a tower (by "
+            "a shared table or a rule of together). Put them into one category."
+        )
+    return next(iter(found))
+
+
+def _loads(
+    names: Sequence[Sequence[str]], specs: Sequence[TableSpec], pooling: Mapping[str, float]
+) -> NDArray[np.float64]:
+    table_of = {feature: spec for spec in specs for feature in spec.feature_names}
+    loads = np.zeros((3, len(names)))
+    for i, block in enumerate(names):
+        loads[0, i] = len(block)
+        if table_of:
+            loads[1, i] = sum(pooling[name] * table_of[name].embedding_dim for name in block)
+            # A shared table is there once.
+            loads[2, i] = sum({table_of[name].name: table_of[name].num_bytes for name in block}.values())
+    return loads
+
+
+def _apart(
+    groups: Sequence[Sequence[str]], block_of: Mapping[str, int], names: Sequence[Sequence[str]]
+) -> NDArray[np.bool_] | None:
+    if not groups:
+        return None
+    apart = np.zeros((len(names), len(names)), dtype=np.bool_)
+    for group in groups:
+        for a, b in combinations(group, 2):
+            if block_of[a] == block_of[b]:
+                raise InputError(
+                    f"Partition rules: {a!r} and {b!r} must not share a tower (apart), but a shared table or a rule of "
+                    f"together keeps {', '.join(map(repr, names[block_of[a]][:5]))} in one. Drop one of the rules."
+                )
+            apart[block_of[a], block_of[b]] = apart[block_of[b], block_of[a]] = True
+    return apart
+
+
+SplitColumns = Literal["no", "largest", "even"]
+
+# FBGEMM's lookups need a multiple of this many columns.
+STEP = 4
+
+
+def choose_splits(
+    specs: Sequence[TableSpec],
+    num_towers: int,
+    how: SplitColumns,
+    *,
+    max_bytes: float = np.inf,
+    together: Sequence[Sequence[str]] = (),
+) -> dict[str, tuple[int, ...]]:
+    """The columns of each shard, by feature, of the tables to cut; empty where nothing need be cut.
+
+    ``"largest"`` cuts tables larger than a tower may hold, and then, one shard at a time, the table with the largest
+    shards, until there is a feature or shard for every tower. ``"even"`` cuts every table into shards of
+    equal width, at least as many as there are towers to a table; if the tables are of one width, so are all shards.
+
+    Args:
+        specs: the tables; a table that several features share is never cut.
+        num_towers: T.
+        how: ``"no"``, ``"largest"`` or ``"even"``.
+        max_bytes: what a tower may hold.
+        together: groups of features that share a tower, whose tables are therefore not cut.
+
+    Raises:
+        InputError: the tables cannot be cut into enough shards.
+
+    Example:
+        >>> rows = {"a": 9, "b": 5}
+        >>> tables = [TableSpec(name=n, num_embeddings=r, embedding_dim=8, feature_names=(n,)) for n, r in rows.items()]
+        >>> choose_splits(tables, 3, "largest"), choose_splits(tables, 3, "even")
+        ({'a': (4, 4)}, {'a': (4, 4), 'b': (4, 4)})
+    """
+    if how == "no":
+        return {}
+    whole = {feature for group in together for feature in group}
+    by_feature = {
+        spec.feature_names[0]: spec
+        for spec in specs
+        if len(spec.feature_names) == 1 and spec.feature_names[0] not in whole
+    }
+    most = {
+        feature: spec.embedding_dim // STEP if spec.embedding_dim % STEP == 0 else 1
+        for feature, spec in by_feature.items()
+    }
+    uncut = [feature for feature in feature_names(specs) if feature not in by_feature]
+    held = set(uncut)
+    groups = [*(spec.feature_names for spec in specs), *together]
+    num_whole = len(joined(uncut, [[feature for feature in group if feature in held] for group in groups]))
+    pieces = dict.fromkeys(most, 1)
+    if how == "even":
+        wanted = max(1, -(-(num_towers - num_whole) // max(1, len(most))))
+        pieces = {feature: _even_pieces(most[feature], wanted) for feature in most}
+    else:
+        for feature, spec in by_feature.items():
+            if spec.num_bytes > max_bytes:
+                # Whole steps of columns that a tower can hold; where not even one fits, the limit is refused later.
+                steps = max(1, int(max_bytes // (4 * STEP * spec.num_embeddings)))
+                pieces[feature] = -(-most[feature] // steps)
+    missing = num_towers - num_whole - sum(pieces.values())
+    if how == "largest":
+        heap = [(-by_feature[f].num_bytes / pieces[f], f) for f in most if pieces[f] < most[f]]
+        heapq.heapify(heap)
+        while missing > 0 and heap:
+            _, feature = heapq.heappop(heap)
+            pieces[feature] += 1
+            missing -= 1
+            if pieces[feature] < most[feature]:
+                heapq.heappush(heap, (-by_feature[feature].num_bytes / pieces[feature], feature))
+    if missing > 0:
+        raise InputError(
+            f"TowerPartitioner: num_towers={num_towers}, but the {len(specs)} tables can be cut into "
+            f"{num_towers - missing} members only ({how!r}; shards are multiples of {STEP} columns, and shared tables "
+            "and features that must stay together are not cut). Use fewer towers"
+            + (", or split_columns='largest'." if how == "even" else ".")
+        )
+    return {
+        feature: _widths(by_feature[feature].embedding_dim, count) for feature, count in pieces.items() if count > 1
+    }
+
+
+def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...]]) -> FeatureAffinity:
+    """The affinity of features and column shards: a shard resembles what its feature resembles."""
+    if not splits:
+        return affinity
+    known = set(affinity.features)
+    names: list[str] = []
+    index: list[int] = []
+    for i, feature in enumerate(affinity.features):
+        shards = shard_names(feature, splits[feature]) if feature in splits else [feature]
+        clash = [name for name in shards if feature in splits and name in known]
+        if clash:
+            raise InputError(f"Feature {clash[0]!r} has the name of a column shard of {feature!r}; rename it.")
+        names += shards
+        index += [i] * len(shards)
+    return FeatureAffinity(
+        matrix=affinity.matrix[np.ix_(index, index)], features=tuple(names), num_samples=affinity.num_samples
+    )
+
+
+def _even_pieces(steps: int, wanted: int) -> int:
+    """The least number of equal pieces, ``wanted`` or more, of so many steps of width; else single steps."""
+    return next((count for count in range(wanted, steps + 1) if steps % count == 0), steps)
+
+
+def _widths(dim: int, count: int) -> tuple[int, ...]:
+    steps = dim // STEP
+    return tuple(STEP * (steps // count + (i < steps % count)) for i in range(count))

@@ -1,0 +1,193 @@
+"""The partition report: pictures of a `Partition` and one HTML page that says what they show.
+
+The judgements come from `dmt.partitioner.verdict`; the words around them are in ``report.html`` beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dmt.formatting import human_bytes
+from dmt.partitioner.partition import Partition
+from dmt.partitioner.report import plot_affinity, plot_balance, plot_comparison, plot_coordinates
+from dmt.partitioner.report.frame import data_uri, render_page
+from dmt.partitioner.report.style import counted, tower_color, tower_ink
+from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
+
+__all__ = ["write_partition_report"]
+
+# Beyond so many features, their lists start closed.
+MOST_SHOWN = 64
+_PACKAGES = ("dmt-recsys", "torch", "numpy", "k-means-constrained", "matplotlib")
+
+
+def write_partition_report(partition: Partition, folder: str | os.PathLike[str]) -> Path:
+    """Writes ``report.html`` and its pictures into a folder; files of the same names are replaced.
+
+    The page holds its pictures and loads nothing, so it can be sent on alone. Beside it lie ``affinity.png``,
+    ``coordinates.png``, ``comparison.png`` and ``balance.png``, and for every other strategy that was tried
+    ``affinity_2.png`` and ``coordinates_2.png`` and so on.
+
+    Args:
+        partition: what `TowerPartitioner.partition` returned (DMT paper, section 3.3).
+        folder: where to write; made if missing.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        InputError: a file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from dmt.partitioner.affinity import FeatureAffinity
+        >>> from dmt.partitioner.partition import Comparison, TowerLimits, TowerLoad
+        >>> from dmt.plan.towers import TowerPlan
+        >>> partition = Partition(
+        ...     plan=TowerPlan.from_lists([["a", "b"], ["c"]], strategy="coherent"),
+        ...     affinity=FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"]),
+        ...     points=np.array([[0.0, 0.0], [0.1, 0.0], [0.0, 1.0]]),
+        ...     stress=0.0,
+        ...     normalized_stress=0.0,
+        ...     loads=(TowerLoad(name="tower_0", num_features=2), TowerLoad(name="tower_1", num_features=1)),
+        ...     limits=TowerLimits(),
+        ...     comparison=Comparison(within=0.9, between=0.0, within_strided=0.0, within_random=0.3, std_random=0.4),
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     "3 features in 2 coherent towers" in write_partition_report(partition, folder).read_text()
+        True
+    """
+    target = Path(folder)
+    plan, features = partition.plan, partition.affinity.num_features
+    counts = f"{counted(features, 'feature')} in {plan.num_towers:,} {plan.strategy}"
+    loads = partition.loads
+    categories = [load.category for load in loads]
+    samples = partition.affinity.num_samples
+    meaning = judge_meaning(partition)
+    columns, cells = _tower_table(partition)
+    context = {
+        "heading": f"{counts} {'tower' if plan.num_towers == 1 else 'towers'}",
+        "about": "What the tower partitioner found in the embeddings of a trained model"
+        + (f", measured on {counted(samples, 'sample')}." if samples else "."),
+        "notes": list(partition.notes),
+        "meaning": meaning.sentence,
+        "cards": _cards(partition),
+        "columns": columns,
+        "towers": [
+            {
+                "name": tower.name,
+                "color": tower_color(number),
+                "ink": tower_ink(number),
+                "features": tower.features,
+                "cells": cells[number],
+            }
+            for number, tower in enumerate(plan.towers)
+        ],
+        "few_features": features <= MOST_SHOWN,
+        "strategies": list(_strategies(partition, target)),
+        "comparison_picture": _picture(plot_comparison(partition, target / "comparison.png")),
+        "balance_picture": _picture(plot_balance(partition, target / "balance.png")),
+        "bound": f"{luck_bound([load.num_features for load in loads], categories=categories):.1f}",
+        "by_category": any(categories),
+        "column_shards": bool(plan.column_splits),
+        "made": _made(partition),
+    }
+    return render_page(Path(__file__).with_name("report.html"), target / "report.html", context)
+
+
+def _picture(path: Path) -> str:
+    return data_uri(path, place="write_partition_report: picture")
+
+
+def _cards(partition: Partition) -> list[dict[str, str]]:
+    """The three figures under the headline; the first one's sentence is the headline itself."""
+    comparison = partition.comparison
+    within, random = _number(comparison.within), _spread(partition)
+    numbers = [f"{within} within these towers, {random} within random ones, {_number(comparison.within_strided)} naive"]
+    verdicts = (judge_meaning(partition), judge_stress(partition), judge_balance(partition))
+    return [
+        {"big": verdict.big, "what": verdict.what, "small": small}
+        for verdict, small in zip(verdicts, [*numbers, *(v.sentence for v in verdicts[1:])], strict=True)
+    ]
+
+
+def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]]]:
+    """Headings, and the cells of each tower after its name; columns without any value are left out."""
+    ordered = partition.affinity.permuted(partition.plan.features).matrix
+    stop, within = 0, []
+    for load in partition.loads:
+        start, stop = stop, stop + load.num_features
+        block = ordered[start:stop, start:stop]
+        pairs = load.num_features * (load.num_features - 1)
+        within.append(_number((block.sum() - np.trace(block)) / pairs if pairs else None))
+    loads = partition.loads
+    columns = {"features": [f"{load.num_features:,}" for load in loads]}
+    if any(load.work is not None for load in loads):
+        columns["work"] = ["-" if load.work is None else f"{load.work:,.0f}" for load in loads]
+    if any(load.num_bytes is not None for load in loads):
+        columns["bytes"] = ["-" if load.num_bytes is None else human_bytes(load.num_bytes) for load in loads]
+    columns["affinity within"] = within
+    return ["tower", *columns], [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _strategies(partition: Partition, folder: Path) -> Iterator[dict[str, Any]]:
+    """Each strategy with its numbers and its own two pictures."""
+    for number, part in enumerate(partition.every, start=1):
+        # By number: a strategy may be called anything, also what is no file name.
+        suffix = "" if number == 1 else f"_{number}"
+        deviations = deviations_from_random(part.comparison)
+        cells = [
+            *(_number(getattr(part.comparison, key)) for key in ("within", "between", "within_strided")),
+            _spread(part),
+            "-" if deviations is None else f"{deviations:+.1f}",
+            f"{part.normalized_stress:.3f}",
+        ]
+        yield {
+            "name": part.plan.strategy,
+            "cells": cells,
+            "stress": judge_stress(part).sentence,
+            "affinity_picture": _picture(plot_affinity(part.affinity, part.plan, folder / f"affinity{suffix}.png")),
+            "coordinates_picture": _picture(plot_coordinates(part, folder / f"coordinates{suffix}.png")),
+        }
+
+
+def _spread(partition: Partition) -> str:
+    comparison = partition.comparison
+    if comparison.within_random is None or comparison.std_random is None:
+        return "-"
+    return f"{comparison.within_random:.4f} \u00b1 {comparison.std_random:.4f}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _made(partition: Partition) -> list[tuple[str, str]]:
+    plan, affinity = partition.plan, partition.affinity
+    dims = partition.points.shape[1]
+    return [
+        ("Command", plan.command or "not recorded"),
+        ("Strategy", f"{plan.strategy}, {counted(dims, 'dimension')}"),
+        ("Seed", "none" if plan.seed is None else str(plan.seed)),
+        ("Affinity", f"digest {plan.affinity.get('digest') or affinity.to_summary()['digest']}"),
+        ("Samples", "not recorded" if affinity.num_samples is None else f"{affinity.num_samples:,}"),
+        ("Versions", ", ".join(_versions())),
+        ("Method", "Disaggregated Multi-Tower, arXiv 2403.00877, section 3.3"),
+    ]
+
+
+def _versions() -> Iterator[str]:
+    yield f"Python {platform.python_version()}"
+    for package in _PACKAGES:
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            # Run from a checkout that was never installed.
+            continue
