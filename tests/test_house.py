@@ -192,7 +192,7 @@ def test_no_file_names_a_registrys_host() -> None:
     hosts = ["pypi" + ".org", "download.pytorch" + ".org", "files.pythonhosted" + ".org", "registry.npmjs" + ".org"]
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in tracked:
-        text = (ROOT / name).read_text(errors="ignore") if (ROOT / name).exists() else ""
+        text = (ROOT / name).read_text(errors="ignore") if (ROOT / name).is_file() else ""
         assert not any(host in text for host in hosts), name
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter, dense_reduce
+from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter
+from dmt.replicas import dense_reduce
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.traffic import Traffic
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from dmt import InputError, MicroBatches, TowerMesh, TowerTopology, TrafficMeter
 from dmt.collectives import PendingExchange
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.input_dist import PeerInputDist
-from dmt.sptt.output_dist import PeerExchange, _Transfer
+from dmt.sptt.output_dist import PeerExchange, _AllToAllRequest
 from dmt.traffic import Traffic
 from tests.dmt.test_sptt_use import PipelinedBatch, Trained, flat_torchrec
 from tests.parity import Batches, SumTowerModule, full_state, load_full, loss_of, make_tables
@@ -397,7 +397,7 @@ def watched(events: list[str], model: nn.Module) -> dict[tuple[Any, str], Any]:
         (PeerExchange, "forward"): "exchange begun",
         (SumTowerModule, "forward"): "tower module",
         (PendingExchange, "wait"): "waited for",
-        (_Transfer, "start_backward"): "gradients sent",
+        (_AllToAllRequest, "start_backward"): "gradients sent",
     }
     before = {(owner, name): getattr(owner, name) for owner, name in names}
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dmt.partitioner import assignment
+from dmt.partitioner import cluster as assignment
 from dmt.partitioner.cluster import Bounds, improve, improve_repeatedly, objective_of, spread, squared_distances
 from tests.partitioner.instances import random_apart, random_bounds, random_labels, random_squares
 

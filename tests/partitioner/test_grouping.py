@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.partitioner import grouping
+from dmt.partitioner import partitioner as grouping
 from dmt.partitioner.cluster import Bounds, objective_of
 from dmt.partitioner.partitioner import group_blocks
 from tests.partitioner.instances import best_by_trying, random_bounds, random_labels, random_squares

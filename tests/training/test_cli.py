@@ -22,8 +22,8 @@ from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
 from dmt.training import partition as partition_of_run
-from dmt.training import partition_command
 from dmt.training.commands import main
+from dmt.training.commands import partition as partition_command
 from dmt.training.commands.demo import demo_settings
 from dmt.training.config import to_toml
 from tests.training.checkpoints.made import make_checkpoint

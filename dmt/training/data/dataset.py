@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.tables import TableSpec
-from dmt.training.data.config import DataConfig
-from dmt.training.data.encode import Encoder
 from dmt.training.data.columns import ColumnReader
+from dmt.training.data.config import DataConfig
 from dmt.training.data.criteo import criteo_blocks
+from dmt.training.data.encode import Encoder
 from dmt.training.data.rows import BadRows, Bags, Block, Rows, every_row, limit, own_rows, shuffled, spread_split
 from dmt.training.data.schema import expand_path, resolve_columns
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks

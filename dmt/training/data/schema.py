@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 
 from dmt.errors import InputError, did_you_mean
 from dmt.training.data.config import DataConfig
-from dmt.training.data.encode import is_list
 from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE
+from dmt.training.data.encode import is_list
 from dmt.training.data.textfile import text_blocks
 
 __all__ = [

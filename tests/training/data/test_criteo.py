@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
+from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE, criteo_blocks
 from dmt.training.data.encode import Encoder
 from dmt.training.data.hashing import hash_rows
-from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE, criteo_blocks
 from dmt.training.data.rows import BadRows, Rows, every_row
 from dmt.training.data.textfile import text_blocks
 
