@@ -9,26 +9,34 @@ the group as an explicit argument, the batch size of every peer, and a profiler 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+
+from dmt.errors import InputError
 
 __all__ = [
     "PendingExchange",
+    "RankError",
     "broadcast_module",
     "broadcast_tensor",
     "gather_objects",
     "gather_parts",
     "ranks_that_differ",
+    "reason_of",
+    "run_on_all_or_raise",
     "scatter_sum",
     "start_exchange",
     "start_mean",
     "start_sum",
     "sum_over_ranks",
 ]
+
+Value = TypeVar("Value")
 
 
 def broadcast_tensor(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -135,3 +143,45 @@ def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = value.detach().clone().contiguous()
     dist.all_reduce(total, group=group)
     return total
+
+
+class RankError(RuntimeError):
+    """Something failed on a rank, maybe another one; says which and why."""
+
+
+def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> list[Value]:
+    """Does something on every rank of a group; collective.
+
+    No rank is left waiting for one that failed: either all get all results, or all raise.
+
+    Args:
+        work: what this rank does; its small result is sent to all.
+        group: the ranks.
+
+    Returns:
+        The results by group rank.
+
+    Raises:
+        InputError: the first rank that failed raised one; the same everywhere.
+        RankError: it raised something else.
+    """
+    value, failed = None, None
+    try:
+        value = work()
+    except (Exception, CheckpointException) as error:
+        failed = error
+    told = None if failed is None else (isinstance(failed, InputError), reason_of(failed))
+    answers = gather_objects((told, value), group)
+    for rank, (failure, _) in zip(dist.get_process_group_ranks(group), answers, strict=True):
+        if failure is not None:
+            is_input, reason = failure
+            raise (InputError(reason) if is_input else RankError(f"rank {rank}: {reason}")) from failed
+    return [answer for _, answer in answers]
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed, in one line."""
+    if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint, with one failure for each rank
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {reason_of(cause)}"
+    return str(error) if isinstance(error, InputError | RankError) else f"{type(error).__name__}: {error}"

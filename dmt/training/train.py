@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
-from dmt.collectives import gather_objects
+from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_writable
 from dmt.plan.tables import TableSpec
@@ -32,7 +32,6 @@ from dmt.sharding.optimizers import moment_scale_of
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import Checkpointer, restore, whole_checkpoint
-from dmt.training.checkpoints.together import run_on_all_or_raise
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import ClickData, ValidationReport
 from dmt.training.data.batch import ClickBatch

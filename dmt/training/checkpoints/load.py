@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
+from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.sptt.mesh import TowerMesh
@@ -21,7 +22,6 @@ from dmt.training.checkpoints.files import Manifest, checkpoints, damaged_files,
 from dmt.training.checkpoints.optimizer_state import MaterializedState
 from dmt.training.checkpoints.saver import RNG
 from dmt.training.checkpoints.state import Piece, State, collect_state
-from dmt.training.checkpoints.together import run_on_all_or_raise
 
 __all__ = ["Restored", "load_plain", "restore", "whole_checkpoint"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torchrec.optim.keyed import KeyedOptimizer
 
-from dmt.collectives import gather_objects
+from dmt.collectives import gather_objects, reason_of, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import fsync_path
 from dmt.formatting import shorten
@@ -25,7 +25,6 @@ from dmt.training.checkpoints.dcp import write_pieces
 from dmt.training.checkpoints.files import CheckpointStore, FileRecord, Manifest, check_plain, record_of, write_manifest
 from dmt.training.checkpoints.shared import check_shared
 from dmt.training.checkpoints.state import Piece, collect_state
-from dmt.training.checkpoints.together import reason_of, run_on_all_or_raise
 from dmt.training.records import versions
 
 __all__ = ["RNG", "Checkpointer"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.training.checkpoints.files import PROBE
-from dmt.training.checkpoints.together import run_on_all_or_raise
 
 __all__ = ["check_shared"]
 
