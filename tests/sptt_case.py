@@ -28,6 +28,7 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
+from dmt.number_formats import NUMBER_FORMATS
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.precision import ExchangePrecision
 from tests.parity import (
@@ -57,7 +58,8 @@ PRECISIONS = {
     "int8-bf16": ExchangePrecision(forward="int8", backward="bf16"),
 }
 # Forward, relative to the largest number sent: half a unit in the last place of each format, with room for FP32.
-FORWARD = {"fp32": 1e-6, "fp16": 2**-11 * 1.01, "bf16": 2**-8 * 1.01, "int8-bf16": 2 / 510 * 1.01}
+_ERROR = {name: 1.01 * number_format.rounding_error for name, number_format in NUMBER_FORMATS.items()}
+FORWARD = {"fp32": 1e-6, "fp16": _ERROR["fp16"], "bf16": _ERROR["bf16"], "int8-bf16": _ERROR["int8"]}
 # Weights after four steps of SGD, as a share of the largest way a weight went: rounding moves a gradient by the error
 # of the format and, through the logits, by as much again, in each of the steps. AdaGrad and Adam divide by the
 # gradient's own size, so a gradient that cancels takes its direction from rounding: only FP32 trains with them.

@@ -14,10 +14,9 @@ from benchmarks.steps.contenders import EMBEDDING_DIM
 from benchmarks.steps.needed import HostShare, needed_bytes
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.towers import own_towers
+from dmt.number_formats import NUMBER_FORMATS
 
 __all__ = ["column_cuts", "host_shares", "needed_by", "table_parameters", "weight_bytes"]
-
-_NUMBER_BYTES = {"fp32": 4, "fp16": 2}
 
 
 def table_parameters(plan: ShardingPlan) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int]:
         setting,
         shares,
         dense_bytes=_dense_bytes(built) // (2 if contender.dense_precision == "bf16" else 1),
-        number_bytes=_NUMBER_BYTES[contender.precision],
+        number_bytes=int(NUMBER_FORMATS[contender.precision].num_bytes),
         tower_columns=columns,
     )
 

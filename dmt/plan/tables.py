@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from dmt.errors import InputError
+from dmt.number_formats import NUMBER_FORMATS, TABLE_FORMATS, TableFormat, table_format
 
 __all__ = ["TableSpec", "feature_names", "number_bytes", "table_specs"]
-
-_NUMBER_BYTES = {"FP32": 4, "FP16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class TableSpec:
     """Columns."""
     feature_names: tuple[str, ...]
     """The features that look up in this table; usually one, more when a table is shared."""
-    data_type: Literal["FP32", "FP16"] = field(default="FP32", compare=False)
+    data_type: TableFormat = field(default="FP32", compare=False)
     """Number format of the weights; no part of what a table is, a plan holds for either."""
 
     def __post_init__(self) -> None:
@@ -54,22 +53,19 @@ def number_bytes(table: Any) -> int:
     """Bytes per weight of a table: of its ``data_type``, 4 where it has none.
 
     Raises:
-        InputError: a format other than FP32 and FP16; tables of others are not trained (`dmt.sptt.precision`).
+        InputError: a format other than FP32 and FP16, in which tables are not trained.
 
     Example:
         >>> number_bytes(TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("f",), data_type="FP16"))
         2
     """
-    kind = _number_format(table)
-    if kind not in _NUMBER_BYTES:
-        raise InputError(f"Table {table.name!r} has data_type={kind!r}; tables train in FP32 or FP16. Use one of them.")
-    return _NUMBER_BYTES[kind]
-
-
-def _number_format(table: Any) -> str:
-    """The name of the format, of TorchRec's ``DataType`` or of a text."""
-    kind = getattr(table, "data_type", "FP32")
-    return str(getattr(kind, "value", kind))
+    kind = table_format(table)
+    if kind not in TABLE_FORMATS:
+        raise InputError(
+            f"Table {table.name!r} has data_type={kind!r}; tables train in {' or '.join(TABLE_FORMATS)}. Use one of "
+            "them."
+        )
+    return int(NUMBER_FORMATS[kind.lower()].num_bytes)
 
 
 def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
@@ -85,7 +81,7 @@ def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
             feature_names=tuple(table.feature_names),
-            data_type=cast("Literal['FP32', 'FP16']", _number_format(table)),
+            data_type=cast("TableFormat", table_format(table)),
         )
         for table in tables
     )

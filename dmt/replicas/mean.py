@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmt.collectives import start_mean
-from dmt.sptt.precision import SyncPrecision
+from dmt.number_formats import SyncPrecision
 
 __all__ = ["RunningMean"]
 

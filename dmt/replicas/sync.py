@@ -26,11 +26,11 @@ from torch import nn
 from dmt.collectives import broadcast_tensor, gather_objects, ranks_that_differ
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
+from dmt.number_formats import SyncPrecision
 from dmt.replicas.mean import RunningMean
 from dmt.replicas.state import checksum, table_tensors, uncovered
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.precision import SyncPrecision
 
 __all__ = ["ReplicaSync", "moment_scales"]
 

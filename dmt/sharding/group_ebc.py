@@ -188,6 +188,11 @@ class LookupTable(NamedTuple):
     row_starts: tuple[int, ...]
     """Of a row-wise table, see `row_starts`; empty for others."""
 
+    @property
+    def pooling(self) -> str:
+        """Name of TorchRec's ``PoolingType``."""
+        return "MEAN" if self.is_mean else "SUM"
+
 
 def lookup_tables(embedding: ShardedEmbeddingBagCollection) -> list[list[LookupTable]]:
     """What each lookup of a sharded collection reads on this rank: its tables, in the order it reads their ids."""

@@ -20,8 +20,7 @@ from dmt.sharding.packing import Option, Packing, Problem
 from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan
 from dmt.sharding.reasons import Reasons, notes_on
 from dmt.sharding.rules import Allowed, ShardingRules
-from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards
-from dmt.sptt.precision import check_table_format
+from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards, why_not
 
 __all__ = ["plan_tables"]
 
@@ -109,7 +108,8 @@ def _check_tables(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, ru
     """Refuses tables that are not trained, and schemes that not one table can have."""
     placed = [(table, number) for number, tables in enumerate(tables_by_tower) for table in tables]
     for table, number in placed:
-        check_table_format(table, "table_wise", tower=number)
+        if reason := why_not(table, "table_wise"):
+            raise InputError(f"Table {table.name!r} in tower {number} does not train: {reason}. Use one of them.")
     allowed = [rules.resolve(table, model.topology.ranks_per_tower, number) for table, number in placed]
     if "table_wise" in rules.schemes or any(set(choice.schemes) & set(rules.schemes) for choice in allowed):
         return

@@ -24,8 +24,7 @@ from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import Rule, ShardingRules
-from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, table_shards
-from dmt.sptt.sharder import Exchange, IdRoute
+from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, table_shards
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding"]
 
@@ -101,10 +100,10 @@ class TowerShardingPlanner:
         rules, workload = self.rules, self.workload
         for sharder in sharders:
             settings = getattr(sharder, "fused_params", None) or {}
-            if getattr(sharder, "exchange", Exchange()).id_route == "global":
+            if getattr(getattr(sharder, "exchange", None), "id_route", "peer") == "global":
                 rules = replace(rules, id_route="global")
-            if obstacle := data_parallel_obstacle(settings):
-                rules = replace(rules, data_parallel_obstacle=obstacle)
+            if data_parallel_obstacle(settings):  # of one sharder is enough: rules hold for the tables of all
+                rules = replace(rules, fused_params=settings)
             workload = _same_optimizer(workload, settings)
         return self._plan(towers, rules, workload)
 

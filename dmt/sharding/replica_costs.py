@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dmt.errors import InputError
+from dmt.number_formats import NUMBER_FORMATS, SyncPrecision
 from dmt.plan.tables import number_bytes
 from dmt.sharding.costs import CostModel
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import table_shards
-from dmt.sptt.precision import SyncPrecision
 
 __all__ = ["ReplicaCosts", "replica_costs"]
 
@@ -176,7 +176,7 @@ def replica_costs(
     sent = dict.fromkeys(held, 0.0)
     tower_of = {table.name: table.tower for table in plan.tables}
     synchronised = [table for table in tables if placements[table.name].scheme != "data_parallel"]
-    weights, width = 0, 2 if precision == "bf16" else 4
+    weights, width = 0, NUMBER_FORMATS[precision].num_bytes
     for table in synchronised:
         placement = placements[table.name]
         for shard, (local, load) in zip(table_shards(table, placement), model.shards(table, placement), strict=True):

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError, did_you_mean
-from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards, table_shards
-from dmt.sptt.sharder import IdRoute, route_obstacle
+from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, table_shards, why_not
 
 __all__ = ["Allowed", "Rule", "ShardingRules"]
 
@@ -50,9 +49,9 @@ class ShardingRules:
     """By table name or pattern (``"t_ad*"``): one scheme, several to choose from, or the whole placement."""
 
     id_route: IdRoute = "peer"
-    """How ids travel; the global route does not carry every scheme (`dmt.sptt.sharder.route_obstacle`)."""
-    data_parallel_obstacle: str = ""
-    """Why no table can be data-parallel, if none can: its optimizer (`dmt.sharding.optimizers`)."""
+    """Route of the ids; the global route does not carry every scheme (`dmt.sharding.schemes.why_not`)."""
+    fused_params: Mapping[str, Any] | None = None
+    """Optimizer settings of the tables: some cannot be data-parallel; None if they are not known."""
 
     def __post_init__(self) -> None:
         _check_schemes("schemes", self.schemes)
@@ -110,9 +109,7 @@ class ShardingRules:
         return Allowed(possible, None, f"{_choice(possible)}asked for{of_pattern}")
 
     def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:
-        pooling = getattr(table, "pooling", "SUM")
-        of_optimizer = self.data_parallel_obstacle if scheme == "data_parallel" else ""
-        return obstacle(table, scheme, num_ranks) or of_optimizer or route_obstacle(self.id_route, scheme, pooling)
+        return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)
 
     def _key(self, name: str, where: str) -> str | None:
         if name in self.tables:
@@ -125,33 +122,6 @@ class ShardingRules:
                     f"({_words(self.tables[key])}), which differ. Give it a rule by name, or narrow the patterns."
                 )
         return keys[0] if keys else None
-
-
-def obstacle(table: Any, scheme: Scheme, num_ranks: int) -> str:
-    """Why a table cannot have a scheme; empty if it can.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> table = TableSpec(name="t", num_embeddings=3, embedding_dim=8, feature_names=("f",))
-        >>> obstacle(table, "row_wise", 4)
-        'num_embeddings=3 is fewer than the 4 ranks of the tower'
-    """
-    if scheme == "table_wise":
-        return ""
-    if num_ranks == 1:
-        return "its tower has one rank"
-    if scheme == "data_parallel" and "FP16" in str(getattr(table, "data_type", "FP32")):
-        return "its weights are FP16, and gradients of data-parallel tables would be too"
-    try:
-        if scheme == "row_wise":
-            row_shards(table.num_embeddings, num_ranks)
-        elif scheme == "column_wise":
-            column_shards(table.embedding_dim, 2)
-    except InputError:
-        if scheme == "row_wise":
-            return f"num_embeddings={table.num_embeddings} is fewer than the {num_ranks} ranks of the tower"
-        return f"embedding_dim={table.embedding_dim} cannot be cut into two multiples of 4 columns"
-    return ""
 
 
 def _check_schemes(what: str, schemes: Sequence[str]) -> None:

@@ -1,26 +1,34 @@
-"""Where one table of a tower lives: `TablePlacement`, the four schemes, and the shards they cut. Pure arithmetic."""
+"""The four sharding schemes: `TablePlacement` of a table in its tower, `table_shards`, and `why_not`. Pure arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError
+from dmt.number_formats import TABLE_FORMATS, table_format
+from dmt.sharding.optimizers import data_parallel_obstacle
 
 __all__ = [
+    "ID_ROUTES",
     "SCHEMES",
+    "IdRoute",
     "Scheme",
     "TablePlacement",
     "TableShard",
     "column_shards",
     "row_shards",
     "table_shards",
+    "why_not",
 ]
 
 Scheme = Literal["table_wise", "row_wise", "column_wise", "data_parallel"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+IdRoute = Literal["peer", "global"]
+"""Route of the ids to a table's tower: through the rank's peer there, or straight to the ranks that hold the table."""
+ID_ROUTES: tuple[IdRoute, ...] = get_args(IdRoute)
 # FBGEMM's kernels read columns four at a time.
 _COLUMN_QUANTUM = 4
 
@@ -169,3 +177,65 @@ def _given(field: str, total: int, placement: TablePlacement) -> Sequence[int]:
             f"to {field}={total}."
         )
     return sizes
+
+
+def why_not(
+    table: Any,
+    scheme: str,
+    *,
+    num_ranks: int | None = None,
+    id_route: IdRoute = "peer",
+    fused_params: Mapping[str, Any] | None = None,
+) -> str:
+    """Returns the reason why a table cannot have a sharding scheme, or an empty string if it can.
+
+    Args:
+        table: ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`; without ``pooling`` its bags are summed.
+        scheme: one of `SCHEMES`.
+        num_ranks: L, ranks of the tower, to check that there is something to cut; None if the table is cut already.
+        id_route: route of the ids.
+        fused_params: settings of the table's optimizer; None if they are not known yet.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> table = TableSpec(name="t", num_embeddings=3, embedding_dim=8, feature_names=("f",))
+        >>> why_not(table, "column_wise", num_ranks=4)
+        ''
+        >>> why_not(table, "row_wise", num_ranks=4)
+        'num_embeddings=3 is fewer than the 4 ranks of the tower'
+        >>> why_not(table, "data_parallel", id_route="global")
+        "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
+    """
+    kind = table_format(table)
+    if kind not in TABLE_FORMATS:  # TorchRec builds tables of other formats as FP16, silently
+        return f"its data_type is {kind!r}; tables train in {' or '.join(TABLE_FORMATS)}"
+    if scheme == "table_wise":
+        return ""
+    if num_ranks is not None and (reason := _nothing_to_cut(table, scheme, num_ranks)):
+        return reason
+    if scheme == "row_wise" and id_route == "global" and _is_mean(table):
+        return "with id_route='global' a rank sees the ids of its own rows only, never the length of a bag to divide by"
+    if scheme == "data_parallel":
+        if kind == "FP16":  # a gradient of 1e-7 would err by a sixth, and one of 1e-8 be lost
+            return "its weights are FP16, and gradients of data-parallel tables would be too"
+        if fused_params is not None and (reason := data_parallel_obstacle(fused_params)):
+            return reason
+        if id_route == "global":
+            return "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
+    return ""
+
+
+def _nothing_to_cut(table: Any, scheme: str, num_ranks: int) -> str:
+    if num_ranks == 1:
+        return "its tower has one rank"
+    if scheme == "row_wise" and table.num_embeddings < num_ranks:
+        return f"num_embeddings={table.num_embeddings} is fewer than the {num_ranks} ranks of the tower"
+    columns = table.embedding_dim
+    if scheme == "column_wise" and (columns % _COLUMN_QUANTUM or columns < 2 * _COLUMN_QUANTUM):
+        return f"embedding_dim={columns} cannot be cut into two multiples of {_COLUMN_QUANTUM} columns"
+    return ""
+
+
+def _is_mean(table: Any) -> bool:
+    pooling = getattr(table, "pooling", "SUM")
+    return str(getattr(pooling, "value", pooling)).upper().endswith("MEAN")

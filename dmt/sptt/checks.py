@@ -11,15 +11,12 @@ from torchrec.distributed.types import ParameterSharding
 from dmt._torchrec import fused_settings
 from dmt.collectives import ranks_that_differ
 from dmt.errors import InputError
-from dmt.sharding.optimizers import data_parallel_obstacle, moment_scale_of
+from dmt.sharding.optimizers import moment_scale_of
+from dmt.sharding.schemes import SCHEMES, why_not
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.precision import check_table_format
 from dmt.sptt.sharder import Exchange
 
 __all__ = ["check_agreement", "check_sharding"]
-
-# TorchRec's names of the four schemes.
-_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 
 
 def check_agreement(sharder: Any, module: nn.Module, sharding: Mapping[str, ParameterSharding]) -> None:
@@ -65,12 +62,14 @@ def check_agreement(sharder: Any, module: nn.Module, sharding: Mapping[str, Para
     parameters = sharder.shardable_parameters(module)
     for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
         check_sharding(table, sharding.get(table.name), tower=tower, num_ranks=mesh.topology.ranks_per_tower)
+        scheme = sharding[table.name].sharding_type
         settings = fused_settings(parameters[table.name], sharder.fused_params)
-        if sharding[table.name].sharding_type != "data_parallel":
+        if scheme != "data_parallel":
             moment_scale_of(sharder.optimizer.moment_scale, settings, mesh.topology.num_replicas)
-        elif obstacle := data_parallel_obstacle(settings):
+        if reason := why_not(table, scheme, fused_params=settings):
             raise InputError(
-                f"Table {table.name!r} in tower {tower} is data-parallel, but {obstacle}. Use another optimizer or scheme."
+                f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. Change the table, its optimizer or "
+                "its scheme."
             )
 
 
@@ -102,11 +101,8 @@ def check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: int
     where = f"Table {table.name!r} in tower {tower}"
     if sharding is None:
         raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
-    if sharding.sharding_type not in _SHARDING_TYPES:
-        raise InputError(
-            f"{where} is sharded {sharding.sharding_type!r}; inside a tower use one of {list(_SHARDING_TYPES)}."
-        )
-    check_table_format(table, sharding.sharding_type, tower=tower)
+    if sharding.sharding_type not in SCHEMES:
+        raise InputError(f"{where} is sharded {sharding.sharding_type!r}; inside a tower use one of {list(SCHEMES)}.")
     ranks, shards = list(sharding.ranks or []), _shards(sharding)
     outside = [rank for rank in (*ranks, *(s.placement.rank() for s in shards)) if not 0 <= rank < num_ranks]
     if outside:

@@ -17,12 +17,13 @@ from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.optimizers import MomentScale, TableOptimizer, check_moment_scale
+from dmt.sharding.schemes import IdRoute
 from dmt.sptt.checks import check_agreement
 from dmt.sptt.dataflow import Piece, SPTTModule, model_parallel_tables, shard_in_tower
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.results import LazyKeyedTensor
-from dmt.sptt.sharder import Exchange, IdRoute
+from dmt.sptt.sharder import Exchange
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
 

@@ -34,8 +34,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dmt.collectives import gather_objects
 from dmt.errors import InputError
 from dmt.sharding.group_ebc import LookupTable, lookup_tables
+from dmt.sharding.schemes import why_not
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.sharder import route_obstacle
 
 __all__ = ["GlobalIdRoute", "GlobalInputDist", "PeerInputDist", "WantedIds"]
 
@@ -239,7 +239,7 @@ class GlobalIdRoute:
 
 def _refusal(table: LookupTable) -> str | None:
     """Why the global route cannot serve a table, and what to do about it."""
-    obstacle = route_obstacle("global", table.scheme, "MEAN" if table.is_mean else "SUM")
+    obstacle = why_not(table, table.scheme, id_route="global")
     if not obstacle:
         return None
     pooling = " with mean pooling" if table.is_mean else ""

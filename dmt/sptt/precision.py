@@ -10,24 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from dmt.errors import InputError, did_you_mean
+from dmt.number_formats import EXCHANGE_FORMATS, NUMBER_FORMATS, ExchangeFormat
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torchrec.distributed.types import QuantizedCommCodecs
 
-__all__ = ["FORMATS", "ExchangeFormat", "ExchangePrecision", "SyncPrecision", "check_table_format"]
+__all__ = ["ExchangePrecision"]
 
-ExchangeFormat = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-SyncPrecision = Literal["fp32", "bf16"]
-"""Of what replicas average (`dmt.ReplicaSync`)."""
-FORMATS: tuple[ExchangeFormat, ...] = get_args(ExchangeFormat)
-# Numbers that share one scale; FBGEMM's default for INT8. Each group carries 8 bytes of scale and offset.
-_GROUP = 32
-_GROUPED = ("fp8", "int8")
 # A mean loss has gradients of 1e-6 and less: FP16 loses digits below 6e-5, FBGEMM's INT8 adds 1e-8 to the range of a
 # group before it divides. FP8 was not measured; a power of two does it no harm.
 _SCALED = ("fp16", "fp8", "int8")
@@ -81,10 +75,10 @@ class ExchangePrecision:
     def __post_init__(self) -> None:
         for direction in ("forward", "backward"):
             value = getattr(self, direction)
-            if value not in FORMATS:
+            if value not in EXCHANGE_FORMATS:
                 raise InputError(
-                    f"ExchangePrecision: {direction}={value!r} is unknown; use one of {list(FORMATS)}."
-                    f"{did_you_mean(str(value), FORMATS)}"
+                    f"ExchangePrecision: {direction}={value!r} is unknown; use one of {list(EXCHANGE_FORMATS)}."
+                    f"{did_you_mean(str(value), EXCHANGE_FORMATS)}"
                 )
         if self.loss_scale is None:
             return
@@ -117,9 +111,8 @@ class ExchangePrecision:
             batch_sizes: B of every peer.
             output_sizes: O_t of every tower.
         """
-        if self.forward not in _GROUPED and self.backward not in _GROUPED:
-            return list(batch_sizes)
-        multiple = _GROUP // math.gcd(_GROUP, *output_sizes)
+        group = max(NUMBER_FORMATS[self.forward].group, NUMBER_FORMATS[self.backward].group)
+        multiple = group // math.gcd(group, *output_sizes)
         return [-(-size // multiple) * multiple for size in batch_sizes]
 
     def check_device(self, device: torch.device) -> None:
@@ -155,7 +148,7 @@ class ExchangePrecision:
         from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
         from torchrec.distributed.types import NoOpQuantizedCommCodec, QuantizedCommCodecs
 
-        row = _GROUP if "fp8" in (self.forward, self.backward) else None
+        row = NUMBER_FORMATS["fp8"].group if "fp8" in (self.forward, self.backward) else None
         made = get_qcomm_codecs(
             QCommsConfig(
                 forward_precision=CommType(self.forward),
@@ -168,45 +161,11 @@ class ExchangePrecision:
         as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
         codecs = QuantizedCommCodecs(forward=as_is, backward=as_is)
         if not _is_plain(self.forward, dtype):
-            codecs.forward = _ExactFrame(made.forward, 1.0, dtype, by_group=self.forward in _GROUPED)
+            codecs.forward = _ExactFrame(made.forward, 1.0, dtype, group=NUMBER_FORMATS[self.forward].group)
         if not _is_plain(self.backward, dtype):
-            codecs.backward = _ExactFrame(made.backward, self.backward_scale, dtype, by_group=self.backward in _GROUPED)
+            group = NUMBER_FORMATS[self.backward].group
+            codecs.backward = _ExactFrame(made.backward, self.backward_scale, dtype, group=group)
         return codecs
-
-
-def check_table_format(table: Any, scheme: str, *, tower: int) -> None:
-    """Refuses formats of table weights that would train wrongly without a word.
-
-    Args:
-        table: TorchRec ``EmbeddingBagConfig``, or anything with a ``name``; without ``data_type`` it is FP32.
-        scheme: ours or TorchRec's name of the table's sharding scheme.
-        tower: where the table lives, for the message.
-
-    Raises:
-        InputError: a format other than FP32 and FP16 (TorchRec builds all others as FP16), or a data-parallel FP16 table:
-            its gradient is FP16 too, so a gradient of 1e-7 errs by a sixth and one of 1e-8 is lost.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> check_table_format(SimpleNamespace(name="t0", data_type="FP16"), "row_wise", tower=0)
-        >>> check_table_format(SimpleNamespace(name="t0", data_type="INT8"), "row_wise", tower=0)
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: Table 't0' in tower 0 has data_type='INT8'; tables train in FP32 or FP16. \
-Use one of them.
-    """
-    kind = getattr(table, "data_type", "FP32")
-    kind = str(getattr(kind, "value", kind))
-    if kind not in ("FP32", "FP16"):
-        raise InputError(
-            f"Table {table.name!r} in tower {tower} has data_type={kind!r}; tables train in FP32 or FP16. Use one of "
-            "them."
-        )
-    if kind == "FP16" and scheme in ("data_parallel", "data_parallel"):
-        raise InputError(
-            f"Table {table.name!r} in tower {tower} has data_type='FP16' and is data-parallel; its gradients would be FP16 "
-            "too, and those below 6e-8 be lost. Use FP32, or another scheme."
-        )
 
 
 class _ExactFrame:
@@ -216,21 +175,21 @@ class _ExactFrame:
         codec: FBGEMM's.
         scale: numbers are multiplied by it on the way, a power of two.
         dtype: of what is decoded.
-        by_group: whether numbers share a scale in groups, so that one that is not finite spoils its group.
+        group: numbers that share a scale, so that one that is not finite spoils its group.
     """
 
-    def __init__(self, codec: Any, scale: float, dtype: torch.dtype, *, by_group: bool) -> None:
+    def __init__(self, codec: Any, scale: float, dtype: torch.dtype, *, group: int) -> None:
         self._codec = codec
         self._scale = scale
         self._dtype = dtype
-        self._by_group = by_group
+        self._group = group
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
         """FP32, scaled, encoded."""
         numbers = input_tensor.float() * self._scale
         poison = numbers * 0  # NaN where a number is not finite; no look at values, so a GPU does not wait
-        if self._by_group:
-            groups = poison.view(-1, _GROUP)
+        if self._group > 1:
+            groups = poison.view(-1, self._group)
             poison = groups.sum(dim=1, keepdim=True).expand_as(groups).reshape(-1)
         return self._codec.encode(numbers + poison, ctx)
 
@@ -253,5 +212,5 @@ class _ExactFrame:
 
 
 def _is_plain(name: ExchangeFormat, dtype: torch.dtype) -> bool:
-    """Whether the format sends numbers of this dtype as they are."""
-    return name == "fp32" or name == {"torch.float16": "fp16", "torch.bfloat16": "bf16"}.get(str(dtype))
+    """Tells whether the format sends numbers of this dtype as they are."""
+    return name == "fp32" or f"torch.{NUMBER_FORMATS[name].dtype}" == str(dtype)

@@ -11,7 +11,8 @@ import math
 
 from torch import Tensor
 
-from dmt.sptt.precision import ExchangeFormat, ExchangePrecision
+from dmt.number_formats import NUMBER_FORMATS, ExchangeFormat
+from dmt.sptt.precision import ExchangePrecision
 from dmt.training.config import OptimizerConfig
 
 __all__ = ["FP32_SUM", "allowed_gradient", "allowed_logits", "allowed_outputs", "allowed_weights", "format_error"]
@@ -19,9 +20,6 @@ __all__ = ["FP32_SUM", "allowed_gradient", "allowed_logits", "allowed_outputs", 
 FP32_SUM = 64 * 2.0**-24
 """Relative error of a sum of products."""
 
-# Largest error of a number on its way, as a share of the largest one sent (`dmt.sptt.precision`): half a unit in the last
-# place; INT8 1/510 of the range of its group of 32, which is at most twice the largest.
-_FORMATS: dict[str, float] = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2 / 510, "fp8": 2.0**-3}
 # What rounding does to logits and gradients is tried out in the plain module (`rounding`); the ranks' differs from that
 # by where ties and, in INT8, the groups of numbers fall.
 _LIKE_TRIED = 8
@@ -40,7 +38,7 @@ _STEP = {"sgd": 1e-4, "rowwise_adagrad": 1e-3, "adagrad": 1e-2, "adam": 1e-2, "a
 
 def format_error(name: ExchangeFormat) -> float:
     """Largest error of a number sent, as a share of the largest one."""
-    return 1.01 * _FORMATS[name]
+    return 1.01 * NUMBER_FORMATS[name].rounding_error
 
 
 def allowed_outputs(largest: float, forward: ExchangeFormat, *, is_exact: bool) -> float:

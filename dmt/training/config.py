@@ -11,10 +11,11 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dmt.errors import InputError, did_you_mean
+from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import Scheme
-from dmt.sptt.precision import ExchangeFormat, ExchangePrecision, SyncPrecision
+from dmt.sptt.precision import ExchangePrecision
 from dmt.training.data.config import DataConfig
 
 __all__ = [

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from dmt.models.complexity import compression_ratio
+from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel
@@ -18,8 +19,6 @@ from dmt.training.job import build_model, tower_plan
 __all__ = ["planned_traffic", "traffic_warning"]
 
 _ID_BYTES = 8  # an id, and a length
-# Bytes per number; the last two with the scale of each group of 32 numbers (`dmt.sptt.precision`).
-_NUMBER_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.25, "fp8": 1.25}
 # Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a word.
 _TOLERANCE = 0.1
 
@@ -56,8 +55,8 @@ def planned_traffic(
     inside = replicas * sum(rank.bytes_sent for rank in sharding.ranks) - tables_ring + local_ids
     return Traffic(
         ids=round(ids),
-        forward=round(numbers * _NUMBER_BYTES[own.forward_precision]),
-        backward=round(numbers * _NUMBER_BYTES[own.backward_precision]),
+        forward=round(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes),
+        backward=round(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes),
         dense=round(all_across + tower_across),
         inside=round(inside + all_inside + tower_ring - tower_across),
     )
@@ -113,7 +112,8 @@ def _dense_bytes(config: TrainingConfig, of_all: int) -> tuple[float, float]:
     topology, train = config.topology.build(), config.train
     if train.dense_reduce == "hierarchical":
         hosts = topology.host_groups()
-        across = 2 * (len(hosts) - 1) * of_all * _NUMBER_BYTES[train.dense_reduce_precision] / _NUMBER_BYTES["fp32"]
+        numbers = of_all / NUMBER_FORMATS["fp32"].num_bytes
+        across = 2 * (len(hosts) - 1) * numbers * NUMBER_FORMATS[train.dense_reduce_precision].num_bytes
         # Each host sums its own gradients, and hands the means out again.
         return across, 2 * (len(hosts[0]) - 1) * len(hosts) * of_all
     ring = 2 * (topology.world_size - 1) * of_all

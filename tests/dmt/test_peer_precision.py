@@ -124,7 +124,7 @@ def data_parallel_on_rank(rank: int) -> None:
     sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0"]]))
     sharding = parameter_sharding(tables[0], TablePlacement(scheme="data_parallel", ranks=(0, 1)))
     plan = ShardingPlan(plan={"sparse_arch": EmbeddingModuleShardingPlan({"t0": sharding})})
-    with pytest.raises(InputError, match="Table 't0' in tower 0 has data_type='FP16' and is data-parallel"):
+    with pytest.raises(InputError, match="Table 't0' in tower 0 is data_parallel, but its weights are FP16"):
         DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
 
 

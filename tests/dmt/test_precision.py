@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmt import InputError, TrafficMeter
+from dmt.number_formats import EXCHANGE_FORMATS, NUMBER_FORMATS
+from dmt.sharding.schemes import SCHEMES, why_not
 from dmt.sptt.output_dist import PeerExchange
-from dmt.sptt.precision import FORMATS, ExchangePrecision, check_table_format
+from dmt.sptt.precision import ExchangePrecision
 from tests.parity import make_tables
 from tests.ranks import run_ranks
 from tests.test_house import run_without_torchrec
@@ -353,22 +355,16 @@ def test_table_formats_that_train_wrongly_are_refused() -> None:
     from torchrec.modules.embedding_configs import DataType
 
     table = make_tables([8])[0]
-    for scheme in ("table_wise", "row_wise", "column_wise", "data_parallel", "data_parallel"):
+    for scheme in SCHEMES:
         table.data_type = DataType.FP32
-        check_table_format(table, scheme, tower=0)
+        assert why_not(table, scheme) == ""
         table.data_type = DataType.FP16
-        if scheme.startswith("data"):
-            with pytest.raises(
-                InputError, match=r"Table 't0' in tower 3 has data_type='FP16' and is data-parallel; .* FP32"
-            ):
-                check_table_format(table, scheme, tower=3)
-        else:
-            check_table_format(table, scheme, tower=0)
+        refused = "its weights are FP16, and gradients of data-parallel tables would be too"
+        assert why_not(table, scheme) == (refused if scheme == "data_parallel" else "")
         for other in (DataType.BF16, DataType.INT8):
             table.data_type = other
-            with pytest.raises(InputError, match=f"Table 't0' in tower 1 has data_type='{other.value}'; tables train"):
-                check_table_format(table, scheme, tower=1)
+            assert why_not(table, scheme) == f"its data_type is '{other.value}'; tables train in FP32 or FP16"
 
 
 def test_every_format_is_tested() -> None:
-    assert set(FORMATS) == {*ON_CPU, "fp8"}
+    assert set(EXCHANGE_FORMATS) == {*ON_CPU, "fp8"} == set(NUMBER_FORMATS)

@@ -375,5 +375,5 @@ def fault_on_rank(rank: int) -> None:
     apply_optimizer_in_backward(torch.optim.SGD, [model.sparse_arch.embedding_bags["t1"].weight], {"weight_decay": 0.1})
     one = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]), fused_params=FUSED)
     everywhere = TowerShardingPlanner(mesh.topology, scheme="data_parallel").plan(model, [one])
-    with pytest.raises(InputError, match="'t1' in tower 0 is data-parallel, but its fused optimizer sets weight_decay"):
+    with pytest.raises(InputError, match="'t1' in tower 0 is data_parallel, but its fused optimizer sets weight_decay"):
         DistributedModelParallel(model, device=CPU, plan=everywhere, sharders=[one])

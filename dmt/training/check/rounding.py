@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmt.sptt.precision import ExchangeFormat, ExchangePrecision
+from dmt.number_formats import ExchangeFormat
+from dmt.sptt.precision import ExchangePrecision
 
 __all__ = ["as_sent", "rounded"]
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmt.sptt.precision import ExchangeFormat, ExchangePrecision
+from dmt.number_formats import ExchangeFormat
+from dmt.sptt.precision import ExchangePrecision
 from dmt.testing.bounds import format_error
 from dmt.training.check.rounding import rounded
 
