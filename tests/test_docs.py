@@ -1,9 +1,9 @@
 """The pages of docs/ are true: links resolve, code blocks run, commands parse, samples read, the key table is current.
 
-Fenced blocks say what becomes of them: ``python run`` is executed (with ``>>>``: as a doctest), ``python ranks`` is
-executed on two gloo ranks, blocks of one page sharing their names; ``toml`` must load as a configuration, ``toml
-rules`` as partition rules; ``text sample=NAME`` is a data file that the ``toml`` block naming it reads; ``bash`` lines
-must parse.
+Fenced blocks say what becomes of them: ``python run`` is executed (with ``>>>``: as a doctest, and the doctests of a
+page share their names), ``python ranks`` is executed on two gloo ranks, all blocks of a page as one program; ``toml``
+must load as a configuration, ``toml rules`` as partition rules; ``text sample=NAME`` is a data file that the ``toml``
+block naming it reads; ``bash`` lines must parse.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def test_every_block_says_what_becomes_of_it() -> None:
 @pytest.mark.parametrize("page", pages_with("python", "run"), ids=lambda page: page.name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
     for number, block in enumerate(blocks("python", "run")):
         if block.page != page:
             continue
@@ -96,9 +97,10 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         if ">>>" not in block.text:
             exec(compile(block.text, name, "exec"), {"__name__": "docs"})
             continue
-        test = doctest.DocTestParser().get_doctest(block.text, {}, name, str(page), 0)
+        test = doctest.DocTestParser().get_doctest(block.text, names, name, str(page), 0)
         report: list[str] = []
-        result = doctest.DocTestRunner(verbose=False).run(test, out=report.append)
+        result = doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
+        names = test.globs
         assert result.attempted, f"{name} has no example"
         assert not result.failed, "".join(report)
 

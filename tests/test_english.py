@@ -27,7 +27,8 @@ SUBJECTLESS = {"what", "where", "how", "whether", "why", "which", "of", "as"}
 BANNED = re.compile(
     r"""\b(
         mend(s|ed|ing)? | so\ many | h[au]ng(s|ing)?\ on | stood | stands?(?!-|\ for\b|\ in\ for\b)
-        | (goes|go|went)\ before | under\ way | put(s|ting)?\ out | in\ the\ words\ of | anew | besides(?=[.;:)]) | as\ it\ is\ asked
+        | (goes|go|went)\ before | under\ way | put(s|ting)?\ out | in\ the\ words\ of | anew | besides(?=[.;:)])
+        | as\ it\ is\ asked
     )(?!\w)""",
     re.VERBOSE | re.IGNORECASE,
 )

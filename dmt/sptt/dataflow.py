@@ -1,7 +1,7 @@
 """The semantic-preserving tower transform (SPTT) as a TorchRec sharded module: what every tower dataflow shares.
 
 DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps become as below; see
-`dmt.sptt.input_dist` for the other one and `dmt.sptt.walkthrough` for an example to follow by eye.
+`dmt.sptt.input_dist` for the other one and docs/sptt.md for a worked example.
 
 ======  ==================================================================  ==========  =====================
 step    what                                                                group       who does it

@@ -1,6 +1,6 @@
 """`GlobalIdRoute`: ids straight to the ranks that hold the tables, in one exchange over the sharding group.
 
-DMT (arXiv 2403.00877) sections 3.1.1 and 3.1.3; `dmt.sptt.walkthrough` follows one batch through all steps. The peer route
+DMT (arXiv 2403.00877) sections 3.1.1 and 3.1.3; docs/sptt.md follows one batch through all steps. The peer route
 sends ids to the own peer in each tower first and lets TorchRec's exchange inside the tower carry them on; this route
 needs one hop, and pays with a copy for every column shard and a length for every row shard across the slow links:
 
