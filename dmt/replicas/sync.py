@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import nn
 
 from dmt.collectives import broadcast_tensor, gather_objects, ranks_that_differ
@@ -34,8 +33,8 @@ from dmt.sptt.mesh import TowerMesh
 
 __all__ = ["ReplicaSync", "moment_scales"]
 
-# Passes through a model without a step; more than a gradient is accumulated over.
-_FORGOTTEN = 256
+# Training passes without a step, more than gradients are accumulated over: beyond it, step() was forgotten.
+_MOST_PASSES_PER_STEP = 256
 
 
 class ReplicaSync:
@@ -198,13 +197,13 @@ class ReplicaSync:
                 "checkpoint."
             )
 
-    def _before_tables_are_read(self) -> None:
+    def _before_tables_are_read(self, is_training_pass: bool) -> None:
         self.wait()
-        self._passes += torch.is_grad_enabled()
-        if self._passes > _FORGOTTEN * len(self._modules):
+        self._passes += is_training_pass
+        if self._passes > _MOST_PASSES_PER_STEP * len(self._modules):
             raise InputError(
-                f"ReplicaSync.step() was not called in {_FORGOTTEN} training passes: the replicas drift apart. Call it "
-                "after every training step, on every rank."
+                f"ReplicaSync.step() was not called in {_MOST_PASSES_PER_STEP} training passes: the replicas drift "
+                "apart. Call it after every training step, on every rank."
             )
 
     def _start(self) -> None:

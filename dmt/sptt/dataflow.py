@@ -120,7 +120,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         self._all_pieces: list[Piece] = []
         self._collections: list[GroupShardedEBC] = []
         self._global_route: GlobalIdRoute | None = None
-        self._replicas_ready: Callable[[], None] | None = None
+        self._replicas_ready: Callable[[bool], None] | None = None
         self._num_micro_batches = 1
         self._tag = mesh.new_tag()
         self.sharded_tables: list[str] = []
@@ -155,14 +155,14 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         """The sharded collections of this rank's tower."""
         return self._collections
 
-    def set_replica_hook(self, ready: Callable[[], None]) -> None:
-        """Called by `dmt.ReplicaSync`: ``ready`` is called before tables are read, and waits until they may be."""
+    def set_replica_hook(self, ready: Callable[[bool], None]) -> None:
+        """Sets what `dmt.ReplicaSync` does before tables are read; the argument tells whether a training pass reads them."""
         self._replicas_ready = ready
 
-    def wait_for_replicas(self) -> None:
+    def wait_for_replicas(self, *, is_training_pass: bool = False) -> None:
         """Waits until this rank's tables may be read."""
         if self._replicas_ready is not None:
-            self._replicas_ready()
+            self._replicas_ready(is_training_pass)
 
     def _check_replicas(self) -> None:
         if self._replicas_ready is None and self.mesh.topology.num_replicas > 1:
@@ -233,7 +233,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         So the exchange of the first is under way while the tower computes the next.
         """
         self._check_replicas()
-        self.wait_for_replicas()
+        self.wait_for_replicas(is_training_pass=self.training and torch.is_grad_enabled())
         ids = dist_input[0]
         if self._num_micro_batches > 1:
             ids = in_micro_batch_order(ids, ctx.batch_sizes, self._num_micro_batches)
