@@ -1,25 +1,37 @@
-"""Files: written whole or not at all, or through to the disk; whether a folder takes any; records of one format."""
+"""Files written atomically or through to the disk, records of one format version, and names that files before used."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
 
-__all__ = ["fsync_path", "check_writable", "read_record", "atomic_write"]
+__all__ = ["RENAMED", "atomic_write", "check_writable", "current_name", "fsync_path", "read_record"]
+
+logger = logging.getLogger(__name__)
+
+RENAMED = {
+    "data_wise": "data_parallel",
+    "exchange_us": "collective_latency_us",
+    "link_gb_per_s": "intra_tower_gb_per_s",
+    "lookup_gb_per_s": "memory_gb_per_s",
+}
+"""Current name of every key and value that older files, configs and command lines may use."""
 
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """A scratch file beside ``target`` that takes its place at the end, in one step; missing folders are made.
+    """Yields a scratch file beside ``target`` that replaces it atomically at the end; missing folders are made.
 
-    After an error nothing of it is left behind, and an existing file stays as it was.
+    After an error the scratch file is removed, and an existing target is unchanged.
 
     Raises:
         OSError: the file cannot be written.
@@ -42,10 +54,10 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 
 def fsync_path(path: Path) -> None:
-    """Writes a file, or the names in a folder, through to the disk.
+    """Flushes a file, or the entries of a folder, to the disk.
 
     Raises:
-        OSError: it is absent, or the disk does not take it.
+        OSError: the path does not exist or cannot be flushed.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +71,7 @@ def fsync_path(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Makes the folder where it is absent, and a file in it that is gone again.
+    """Checks that a folder can be written to by creating a temporary file in it; a missing folder is made.
 
     Raises:
         OSError: nothing can be written there.
@@ -76,16 +88,16 @@ def check_writable(folder: Path) -> None:
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object that says its format version under ``format``.
+    """Reads a JSON object whose key ``format`` holds its format version.
 
     Args:
         path: the file.
-        what: kind of file, first in every message: ``"Tower plan"``.
-        version: the format that is read.
-        remedy: last in every message, what to do.
+        what: kind of file, with which every error message begins: ``"Tower plan"``.
+        version: format version that this code reads.
+        remedy: advice with which every error message ends.
 
     Raises:
-        InputError: the file is absent, not text, not JSON, no object, or of another format version.
+        InputError: the file is missing, not a JSON object, or of another format version.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -104,3 +116,17 @@ def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy
     if found != version:
         raise InputError(f"{what} {path} has format {found!r}; this version reads format {version}. {remedy}")
     return dict(record)
+
+
+@cache
+def current_name(name: str) -> str:
+    """Returns the current name of a key or value; an old name is logged once, at INFO.
+
+    Example:
+        >>> current_name("data_wise"), current_name("row_wise")
+        ('data_parallel', 'row_wise')
+    """
+    current = RENAMED.get(name, name)
+    if current != name:
+        logger.info("%s is now called %s; the old name is still accepted.", name, current)
+    return current

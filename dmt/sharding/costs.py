@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError
+from dmt.files import RENAMED
 from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.schemes import Scheme, TablePlacement, table_shards
@@ -88,6 +89,11 @@ class Hardware:
     """Fixed microseconds of one collective, whatever it carries."""
     exchange_bytes: float = 4.0
     """Bytes per number of embeddings and gradients on the link: 4, or 2 with 16-bit codecs."""
+
+    def __new__(cls, **settings: Any) -> Hardware:
+        for old in RENAMED.keys() & settings:
+            raise InputError(f"Hardware: {old} is now called {RENAMED[old]}. Use the new name.")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.memory_per_rank is not None and not self.memory_per_rank > 0:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, read_record
+from dmt.files import atomic_write, current_name, read_record
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.schemes import SCHEMES, TablePlacement
@@ -154,7 +154,7 @@ class TowerShardingPlan:
             return cls(
                 topology=TowerTopology(**record["topology"]),
                 workload=StepWorkload(**record["workload"]),
-                hardware=Hardware(**record["hardware"]),
+                hardware=Hardware(**{current_name(name): value for name, value in record["hardware"].items()}),
                 tables=tuple(TableSharding(**t | {"placement": _placed(t["placement"])}) for t in record["tables"]),
                 ranks=tuple(RankLoad(**rank) for rank in record["ranks"]),
                 towers=tuple(TowerLoad(**tower) for tower in record["towers"]),

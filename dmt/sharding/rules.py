@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dmt.errors import InputError, did_you_mean
+from dmt.files import current_name
 from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, table_shards, why_not
 
 __all__ = ["Allowed", "Rule", "ShardingRules"]
@@ -54,10 +55,16 @@ class ShardingRules:
     """Optimizer settings of the tables: some cannot be data-parallel; None if they are not known."""
 
     def __post_init__(self) -> None:
-        _check_schemes("schemes", self.schemes)
-        for key, rule in self.tables.items():
-            if not isinstance(rule, TablePlacement):
-                _check_schemes(f"Rule for tables {key!r}", [rule] if isinstance(rule, str) else rule)
+        object.__setattr__(self, "schemes", _checked("schemes", self.schemes))
+        rules = {key: self._checked_rule(key, rule) for key, rule in self.tables.items()}
+        object.__setattr__(self, "tables", rules)
+
+    @staticmethod
+    def _checked_rule(key: str, rule: Rule) -> Rule:
+        if isinstance(rule, TablePlacement):
+            return rule
+        schemes = _checked(f"Rule for tables {key!r}", [rule] if isinstance(rule, str) else rule)
+        return schemes[0] if isinstance(rule, str) else schemes
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raises `InputError` for a rule that matches no table."""
@@ -124,7 +131,9 @@ class ShardingRules:
         return keys[0] if keys else None
 
 
-def _check_schemes(what: str, schemes: Sequence[str]) -> None:
+def _checked(what: str, schemes: Sequence[str]) -> tuple[Scheme, ...]:
+    """Returns the schemes by their current names."""
+    schemes = tuple(current_name(scheme) for scheme in schemes)
     if not schemes:
         raise InputError(f"{what} allows no scheme; use one or more of {list(SCHEMES)}.")
     unknown = [scheme for scheme in schemes if scheme not in SCHEMES]
@@ -132,6 +141,7 @@ def _check_schemes(what: str, schemes: Sequence[str]) -> None:
         raise InputError(
             f"{what}: scheme {unknown[0]!r} is unknown; use one of {list(SCHEMES)}.{did_you_mean(unknown[0], SCHEMES)}"
         )
+    return cast("tuple[Scheme, ...]", schemes)
 
 
 def _check_placement(table: Any, placement: TablePlacement, num_ranks: int, where: str) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError
+from dmt.files import current_name
 from dmt.number_formats import TABLE_FORMATS, table_format
 from dmt.sharding.optimizers import data_parallel_obstacle
 
@@ -53,6 +54,7 @@ class TablePlacement:
     """Rows (``row_wise``) or columns (``column_wise``) of each shard; empty: as even as possible."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scheme", current_name(self.scheme))
         if self.scheme not in SCHEMES:
             raise InputError(f"Sharding scheme {self.scheme!r} is unknown; use one of {list(SCHEMES)}.")
         if not self.ranks or (self.scheme == "table_wise" and len(self.ranks) != 1):
