@@ -91,6 +91,7 @@ class Hardware:
     """Bytes per number of embeddings and gradients on the link: 4, or 2 with 16-bit codecs."""
 
     def __new__(cls, **settings: Any) -> Hardware:
+        """Refuses the names that rates had before, with their current names."""
         for old in RENAMED.keys() & settings:
             raise InputError(f"Hardware: {old} is now called {RENAMED[old]}. Use the new name.")
         return super().__new__(cls)

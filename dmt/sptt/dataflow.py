@@ -156,7 +156,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         return self._collections
 
     def set_replica_hook(self, ready: Callable[[bool], None]) -> None:
-        """Sets what `dmt.ReplicaSync` does before tables are read; the argument tells whether a training pass reads them."""
+        """Sets the function that `dmt.ReplicaSync` runs before tables are read; it is told if a training pass reads them."""
         self._replicas_ready = ready
 
     def wait_for_replicas(self, *, is_training_pass: bool = False) -> None:
