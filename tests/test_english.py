@@ -26,7 +26,7 @@ TEMPLATES = [path for folder in LIBRARY for path in sorted((ROOT / folder).rglob
 SUBJECTLESS = {"what", "where", "how", "whether", "why", "which", "of", "as"}
 BANNED = re.compile(
     r"""\b(
-        mend(s|ed|ing)? | so\ many | h[au]ng(s|ing)?\ on | stood | stands?(?!-|\ for\b|\ in\ for\b)
+        mend(s|ed|ing)? | so\ many | h[au]ng(s|ing)?\ on | stood | stands?(?!-|\ for\b|\ in\ for\b|\ out\b)
         | (goes|go|went)\ before | under\ way | put(s|ting)?\ out | in\ the\ words\ of | anew | besides(?=[.;:)])
         | as\ it\ is\ asked
     )(?!\w)""",
