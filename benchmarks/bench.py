@@ -1,4 +1,4 @@
-"""How fast is a training step on many hosts? The whole speed study on emulated hosts, from jobs to tables and pictures.
+"""The whole study of step times on emulated hosts, from jobs to tables and pictures.
 
     sudo make bench        or, as root:   OMP_NUM_THREADS=1 python -m benchmarks.bench
 
@@ -55,7 +55,7 @@ class Study:
         self.quick = quick
 
     def jobs(self, part: str) -> list[Job]:
-        """Of one part; those of a sweep take the flat contender that was fastest in the main part."""
+        """Jobs of one part; those of a sweep take the flat contender that was fastest in the main part."""
         if self.quick:
             return quick_jobs([part])
         if part == "flat":
@@ -80,7 +80,7 @@ class Study:
         return self.work / f"{name}.json"
 
     def is_done(self, job: Job) -> bool:
-        """Whether the job's file is whole, of this setting and these contenders, with as many rounds or more."""
+        """True if the job's file is complete, for this setting and these contenders, with at least as many rounds."""
         record = self.record(job)
         if record is None:
             return False
@@ -92,7 +92,7 @@ class Study:
         )
 
     def record(self, job: Job) -> dict[str, Any] | None:
-        """What the job's file holds; None where it is absent."""
+        """Content of the job's file; None if it is absent."""
         return _read(self._path(job.name))
 
     def estimate(self) -> float:
@@ -133,7 +133,7 @@ class Study:
         return True
 
     def has_results(self) -> bool:
-        """Whether any job is done, of whatever rounds and contenders."""
+        """True if any job is done, whatever its rounds and contenders."""
         return any(self.record(job) is not None for part in PARTS for job in self.jobs(part))
 
     def write(self, out: Path) -> list[Path]:
@@ -164,7 +164,7 @@ def _measured(record: Mapping[str, Any]) -> list[Measured]:
 
 
 def _summary(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of all jobs: what they have in common once, what differs side by side."""
+    """Summarises all jobs: common values once, differing values side by side."""
     return {
         "date": ", ".join(sorted({one["date"] for one in made})),
         "commit": ", ".join(sorted({one["commit"] for one in made})),

@@ -61,7 +61,7 @@ def check_machine() -> None:
 
 
 def run_tool(*command: str) -> str:
-    """What a command prints; RuntimeError with what it says if it fails."""
+    """Returns the output of a command; raises RuntimeError with its message if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
@@ -74,7 +74,7 @@ def in_namespace(name: str, *command: str) -> list[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether there is a namespace of that name."""
+    """True if there is a namespace of that name."""
     return (_NAMES / name).exists()
 
 

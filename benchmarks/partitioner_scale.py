@@ -62,7 +62,7 @@ def measure(num_features: int, num_towers: int, *, repeats: int) -> dict[str, An
     """Seconds of ``fit`` and of its stages, median of ``repeats``, and the peak memory of this process in MiB.
 
     The memory is read after the ``fit``s and before the stages are run on their own. The first ``fit`` of a process
-    also loads torch and the solver, so one of 8 features goes before it.
+    also loads torch and the solver, so one of 8 features is run before it.
     """
     from sklearn.metrics import adjusted_rand_score
 

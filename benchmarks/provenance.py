@@ -1,4 +1,4 @@
-"""What a result was made on and from: the machine's processor, the commit of the code."""
+"""Provenance of a result: the machine's processor and the commit of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do replicas cost in quality, and which moment scale closes the gap? Figure 4 of the 2D paper on real data.
+"""Quality of training with replicas by moment scale: Figure 4 of the 2D paper on real data.
 
     OMP_NUM_THREADS=1 python -m benchmarks.replica_study --data DIR
 
@@ -34,12 +34,12 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What the parts work on."""
+    """Settings and records that the parts share."""
 
     progress: Progress
     """Finished runs, and the data."""
     seeds: range
-    """Of the study."""
+    """Seeds of the study."""
     out: Path
     """Folder of the results."""
     conclusions: Path | None

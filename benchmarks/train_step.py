@@ -1,10 +1,10 @@
-"""How long is a training step? Flat TorchRec, TorchRec's towers and this library side by side on emulated hosts.
+"""Step times of flat TorchRec, TorchRec's towers and this library, side by side on emulated hosts.
 
     sudo python -m benchmarks.train_step --hosts 2 --ranks-per-host 2 --mbit 200 --contenders 'dmt-*' --out steps.json
 
-All contenders live in one job and take turns, in an order drawn anew each round, so what disturbs the machine disturbs
-all of them. Emulated hosts need root; ``--no-hosts`` runs the job on this machine's own network, for development.
-`benchmarks.steps.contenders` explains the names.
+All contenders live in one job and take turns, in a new random order each round, so that disturbances of the machine
+affect all of them. Emulated hosts need root; ``--no-hosts`` runs the job on this machine's own network, for
+development. `benchmarks.steps.contenders` explains the names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["about", "main", "run_setting", "write_json", "write_runs"]
 _ROOT = Path(__file__).resolve().parent.parent
 _MODULE = ["-m", "benchmarks.steps.rank"]
 # The same for all contenders. glibc gives every block above 32 MB back to the system at once, and the pages of the next
-# one are zeroed anew: at these sizes that is a fifth of all time on a core.
+# one are zeroed again: at these sizes that is a fifth of all time on a core.
 _ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",

@@ -1,4 +1,4 @@
-"""What an emulated wire gives a bare exchange: bytes by the counters and seconds, against bytes / rate.
+"""Speed of a bare exchange over an emulated wire: bytes by the counters and seconds, against bytes / rate.
 
 Each exchange is made in two ways. ``receives first`` announces every receive to its sender before anything is sent; it
 shows the wire. ``all_to_all_single`` is what trainers call: Gloo sends to a rank before it announces the receive from
@@ -40,11 +40,11 @@ class WireCheck:
     mbit_per_s: float | None
     """Rate of every uplink; None for no limit."""
     bytes_per_rank: int
-    """What a rank that sends gives to all ranks together, itself included."""
+    """Bytes that a sending rank gives to all ranks together, itself included."""
     sent_bytes: list[int]
     """Per exchange by the counter of each host's uplink, with headers and acknowledgements."""
     needed_bytes: list[int]
-    """What each host has for other hosts."""
+    """Bytes that each host has for other hosts."""
     wire_seconds: float | None
     """The most that a host sends or receives, over the rate."""
     seconds: float
@@ -52,13 +52,13 @@ class WireCheck:
     ratio: float | None
     """Seconds / wire seconds."""
     all_seconds: list[float]
-    """Of every exchange."""
+    """Seconds of every exchange."""
     all_to_all_seconds: float
     """Median of ``all_to_all_single``."""
     all_to_all_ratio: float | None
     """That / wire seconds."""
     all_all_to_all_seconds: list[float]
-    """Of every ``all_to_all_single``."""
+    """Seconds of every ``all_to_all_single``."""
     header_overhead: float
     """Sent / needed bytes of the host that has most to send, less 1."""
     fairness: float

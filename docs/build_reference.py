@@ -97,7 +97,7 @@ def _values(field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """An annotation in the words of a TOML file."""
+    """Describes an annotation in terms of TOML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in arguments)

@@ -1,6 +1,6 @@
 """Your own tower module and over arch, trained over two towers of two ranks with TorchRec's own train pipeline.
 
-Each tower puts out 8 numbers per sample instead of 48. Rank 0 prints that ratio and the falling loss of its batches:
+Each tower outputs 8 numbers per sample instead of 48. Rank 0 prints that ratio and the falling loss of its batches:
 
     torchrun --standalone --nproc-per-node 4 examples/own_tower_module.py
 """

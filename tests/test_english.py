@@ -1,4 +1,4 @@
-"""The library's prose: every docstring begins with a subject or a verb, and words that are not the field's stay out.
+"""The prose of code and pages: every docstring begins with a subject or a verb, and words that are not the field's stay out.
 
 ``python -m tests.test_english`` prints every sentence that breaks a rule, by room.
 """
@@ -19,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = ("dmt", "partitioner", "models")
-SOURCES = [path for folder in LIBRARY for path in sorted((ROOT / folder).rglob("*.py"))]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = [path for folder in (*LIBRARY, "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 TEMPLATES = [path for folder in LIBRARY for path in sorted((ROOT / folder).rglob("*.html"))]
 
 SUBJECTLESS = {"what", "where", "how", "whether", "why", "which", "of", "as"}

@@ -111,7 +111,7 @@ def trend_findings(records: Records, parts: Sequence[str]) -> list[dict[str, Any
 
 
 def noise_findings(records: Records) -> list[dict[str, Any]]:
-    """What M = 1 reaches, how far its seeds are apart, and how far two runs that should be equal (in percent of NE)."""
+    """NE at M = 1, the spread of its seeds, and the gap between two runs that should be equal (in percent of NE)."""
     found: list[dict[str, Any]] = []
     for group, gaps in _gaps(records, ("grid", "untuned", "rates")).items():
         plain = [

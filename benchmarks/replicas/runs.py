@@ -25,7 +25,7 @@ __all__ = ["Progress", "Records", "ReplicaRun", "study_runs", "tune_runs", "tune
 MOMENT_SCALES = {2: (0.5, 1.0, 2.0), 4: (1.0, 2.0, 3.0, 4.0), 8: (1.0, 2.0, 4.0, 8.0, 16.0)}
 """The grid: M, and the values of c for it. The last value of M = 8 is outside the paper's range (0, M]."""
 RATE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""What M = 1 is tuned over, times the rate of the tower study, which is that of another AdaGrad."""
+"""Factors over which M = 1 is tuned, times the rate of the tower study, which is that of another AdaGrad."""
 TUNE_SEEDS = (100, 101, 102)
 _EMBEDDING_DIM = 16
 _START_FACTOR_AGAIN = 1 + 1e-6
@@ -39,13 +39,13 @@ class ReplicaRun:
     """``tune``, or one of those that `study_runs` makes."""
     dataset: str
     sparse_lr: float
-    """Of the tables."""
+    """Learning rate of the tables."""
     num_replicas: int = 1
     """M."""
     moment_scale: float = 1.0
     """c."""
     again: bool = False
-    """Whether the tables start 1e-6 larger: how far apart two runs are that should be equal."""
+    """True if the tables start 1e-6 larger, to show how far apart two runs are that should be equal."""
     seed: int
 
 
@@ -133,7 +133,7 @@ class Progress:
         return found
 
     def finished(self) -> Records:
-        """What is done.
+        """Records of the runs that are done.
 
         Raises:
             InputError: the file is of other settings than these.
@@ -144,7 +144,7 @@ class Progress:
             run = ReplicaRun(**{field.name: record[field.name] for field in fields(ReplicaRun)})
             if record["settings"] != self._settings(run.dataset):
                 raise InputError(
-                    f"{self.path} holds runs of other settings ({run.dataset}). Move it away to start anew."
+                    f"{self.path} holds runs of other settings ({run.dataset}). Move it away to start again."
                 )
             records[run] = record
         return records
@@ -167,7 +167,7 @@ class Progress:
         return _clicks(self.data / f"{dataset}.parquet", self.max_rows)
 
     def config(self, dataset: str, sparse_lr: float) -> TrainingConfig:
-        """How a data set is trained on: as in the tower study, but with row-wise AdaGrad at the given rate."""
+        """Config of a run on a data set: as in the tower study, but with row-wise AdaGrad at the given rate."""
         config = trial_config(dataset, "dlrm", study_set=STUDY_SETS[dataset], plan=None)
         changed = config.optimizer.model_dump() | {"sparse": "rowwise_adagrad", "sparse_lr": sparse_lr}
         return config.model_copy(update={"optimizer": OptimizerConfig(**changed)})

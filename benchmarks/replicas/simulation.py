@@ -81,7 +81,7 @@ class ReplicaTables(nn.Module):
         self.moment = torch.zeros(len(self.weight))
         """v, [V]."""
         self.plain_moment = torch.zeros(len(self.weight))
-        """What `moment` would be with the gradient of the whole batch, at the same weights; [V]."""
+        """Value that `moment` would have with the gradient of the whole batch, at the same weights; [V]."""
 
     def forward(self, sparse_features: KeyedJaggedTensor) -> dict[str, Tensor]:
         """Ids of B samples -> [B, N] by feature."""
@@ -113,7 +113,7 @@ class ReplicaTables(nn.Module):
         self.moment.index_add_(0, rows, added, alpha=1 / num_replicas)
 
     def moment_growth(self, lookups: Tensor) -> tuple[float, float]:
-        """How much faster v grew than without replicas: 1 where replicas agree, about M where gradients are noise.
+        """Growth of v relative to training without replicas: 1 where replicas agree, about M where gradients are noise.
 
         Args:
             lookups: of each row in training, [V].
@@ -156,7 +156,7 @@ class Simulation:
         seed: of the weights and of the order of rows, the same for every M and c.
         num_replicas: M.
         moment_scale: c.
-        start_factor: the tables start so many times as large; what a factor next to 1 changes is noise.
+        start_factor: factor on the starting weights of the tables; what a factor next to 1 changes is noise.
     """
 
     def __init__(

@@ -53,10 +53,10 @@ class Built:
     optimizer: Any
     pipeline: TrainPipelineBase[Any, Any] | TrainPipelineSparseDist[Any, Any]
     batches: Batches
-    """What the pipeline trains on."""
+    """Batches that the pipeline trains on."""
     plan: ShardingPlan
     topology: TowerTopology | None
-    """Of this library's contenders."""
+    """Topology of this library's contenders; None for others."""
     replicas: ReplicaSync | None
     """Averages only when asked to."""
     notes: str

@@ -36,7 +36,7 @@ _TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2}
 
 
 def check_batches(setting: Setting, rank: int) -> list[ClickBatch]:
-    """What a rank gets in the steps of the check."""
+    """Batches of a rank in the steps of the check."""
     rows, tables = min(_ROWS, setting.batch_size), benchmark_tables(setting)
     return [random_batch(tables, rows, setting.seed, 1_000 + step, rank) for step in range(CHECK_STEPS)]
 
@@ -73,7 +73,7 @@ def losses_of(built: Built) -> list[float]:
 
 
 def check_losses(contender: Contender, found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> str:
-    """What is wrong with a contender's losses, by rank and step; empty if nothing is."""
+    """Describes wrong losses of a contender, by rank and step; empty if there are none."""
     tolerance = _TOLERANCE[contender.precision]
     for rank, (ours, plain) in enumerate(zip(found, expected, strict=True)):
         for step, (a, b) in enumerate(zip(ours, plain, strict=True)):
@@ -129,7 +129,7 @@ class PlainModel:
         return losses
 
     def _gradient(self, ranks: Sequence[int]) -> dict[str, Tensor]:
-        """Of the mean loss over the ranks' batches, from the starting weights."""
+        """Gradient of the mean loss over the ranks' batches, from the starting weights."""
         self._model.zero_grad()
         loss, _ = self._model(_joined([check_batches(self._setting, rank)[0] for rank in ranks]))
         loss.backward()

@@ -44,7 +44,7 @@ FLAT_SCHEMES = {
     "grid": "grid_shard",
 }
 OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "global")
-"""What only this library's contenders can have, carried out in `benchmarks.steps.towers`."""
+"""Options that only this library's contenders have; see `benchmarks.steps.towers`."""
 _RATIOS = (2, 4, 8, 16)
 _NAME = re.compile(
     r"(?P<family>flat|etc|sptt|dmt)(-cr(?P<ratio>\d+))?(-(?P<scheme>tw|cw|rw|twrw|grid))?(?P<replicas>-2d)?"
@@ -58,21 +58,21 @@ class Contender:
     name: str
     family: Family
     scheme: str
-    """How tables are cut: of flat and TorchRec's towers TorchRec's name; ``"planner"`` for this library's."""
+    """Sharding of the tables: TorchRec's name for flat models and its towers; ``"planner"`` for this library's."""
     compression: int = 1
     """Numbers of a sample that enter the towers over those that leave them."""
     precision: Literal["fp32", "fp16"] = "fp32"
-    """Of outputs and gradients between ranks (flat, TorchRec's towers) or between towers (ours)."""
+    """Number format of outputs and gradients between ranks (flat, TorchRec's towers) or between towers (ours)."""
     prefetch: bool = False
-    """Whether ids travel one batch ahead."""
+    """True if ids are exchanged one batch ahead."""
     num_replicas: int = 1
     """R, copies of the tables, all inside a host."""
     options: tuple[str, ...] = ()
-    """Of `OWN_OPTIONS`."""
+    """Options, from `OWN_OPTIONS`."""
 
     @property
     def has_towers(self) -> bool:
-        """Whether the model is DMT-DLRM."""
+        """True if the model is DMT-DLRM."""
         return self.family in ("etc", "dmt")
 
     @property
@@ -85,7 +85,7 @@ class Contender:
 
     @property
     def has_rank_towers(self) -> bool:
-        """Whether each rank is a tower of its own."""
+        """True if each rank is a tower of its own."""
         return "rank-towers" in self.options
 
     @property
@@ -98,12 +98,12 @@ class Contender:
 
     @property
     def has_hierarchical_reduce(self) -> bool:
-        """Whether dense gradients are reduced host by host."""
+        """True if dense gradients are reduced host by host."""
         return not {"hier", "bf16-dense", "all"}.isdisjoint(self.options)
 
     @property
     def dense_precision(self) -> Literal["fp32", "bf16"]:
-        """Of dense gradients between hosts."""
+        """Number format of dense gradients between hosts."""
         return "bf16" if "bf16-dense" in self.options else "fp32"
 
 
@@ -136,7 +136,7 @@ def parse_contender(name: str) -> Contender:
     if ratio is not None and (EMBEDDING_DIM % int(ratio) or int(ratio) < 2):
         raise InputError(f"Contender {name!r}: the ratio must divide {EMBEDDING_DIM} and be at least 2.")
     if "bf16-dense" in extras and "fp16" not in extras:
-        # It would stand among contenders whose numbers travel as they are.
+        # It would appear among contenders whose numbers travel as they are.
         raise InputError(f"Contender {name!r}: +bf16-dense goes with +fp16 only.")
     if found["replicas"] and not is_ours:
         raise InputError(f"Contender {name!r}: -2d is for sptt and dmt only.")

@@ -89,7 +89,7 @@ def codecs(contender: Contender) -> dict[str, Any] | None:
 
 
 def _scheme(scheme: str, table: int, setting: Setting) -> Generator:
-    """How the table of this number is cut and where it goes."""
+    """Generator of the sharding of the table with this number."""
     host = table % setting.hosts
     first = host * setting.ranks_per_host
     slot = table // setting.hosts

@@ -29,9 +29,9 @@ class Clocks:
     seconds: float
     """On the wall."""
     cpu: float
-    """Of cores, by all threads of this process."""
+    """Seconds of cores used by all threads of this process."""
     main_cpu: float
-    """Of a core, by the main thread."""
+    """Seconds of a core used by the main thread."""
     no_core: float
     """The main thread could have run but had no core."""
 
@@ -64,7 +64,7 @@ class Clocks:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one rank saw in one turn."""
+    """Measurements of one rank in one turn."""
 
     steps: list[Clocks]
     uplink_bytes: int | None

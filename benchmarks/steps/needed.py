@@ -8,7 +8,7 @@ kind     counted, all hosts together
 ids      to every host that holds a part of a table: 4 bytes per sample of the other hosts (a length), and 8 (an id) for
          the share of the table's rows that the host holds
 forward  from every host, for each sample of the others: the columns of which it holds a part (partial sums of a host
-         are added before they leave it), or the columns that its towers put out
+         are added before they leave it), or the columns of its towers' outputs
 backward as forward, the other way
 dense    a reduction inside hosts first, then a ring between them: 2 (H - 1) times the gradients
 ======== ==============================================================================================================
@@ -28,7 +28,7 @@ _ID_BYTES, _LENGTH_BYTES = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class HostShare:
-    """What one host holds of one table, each number of it counted once."""
+    """Part of one table that one host holds, each number of it counted once."""
 
     host: int
     columns: int
@@ -52,7 +52,7 @@ def needed_bytes(
         shares: of every table and host that holds some of it.
         dense_bytes: gradients of the parameters that all ranks hold, as they are sent.
         number_bytes: of a number of an output or its gradient as it is sent.
-        tower_columns: by host what its towers put out; None where the tables' columns travel themselves.
+        tower_columns: output columns of its towers, by host; None where the tables' columns are sent themselves.
 
     Example:
         Two hosts of two ranks, each with a table of 8 columns; 10 samples a rank.

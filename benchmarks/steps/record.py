@@ -35,7 +35,7 @@ class Record:
         self._setting = setting
         self._path = path
         self._syncs: dict[str, list[dict[str, Any]]] = {}
-        self._results: dict[str, dict[str, Any]] = {c.name: _of_contender(c) for c in contenders}
+        self._results: dict[str, dict[str, Any]] = {c.name: _contender_record(c) for c in contenders}
 
     def add(self, name: str, **values: Any) -> None:
         """Sets values of a contender."""
@@ -82,7 +82,7 @@ def step_records(turns: Sequence[Turn], setting: Setting) -> list[dict[str, Any]
     return records
 
 
-def _of_contender(contender: Contender) -> dict[str, Any]:
+def _contender_record(contender: Contender) -> dict[str, Any]:
     return {
         "name": contender.name,
         "family": contender.family,

@@ -11,7 +11,7 @@ __all__ = ["Setting"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What one job runs with.
+    """Settings of one job.
 
     Raises:
         InputError: a size is out of range, or there is only one rank.
@@ -30,7 +30,7 @@ class Setting:
     ranks_per_host: int = 2
     """L."""
     mbit_per_s: float | None = 200.0
-    """What each host's uplink carries; None for no limit."""
+    """Rate of each host's uplink; None for no limit."""
     batch_size: int = 4096
     """B, samples per rank and step."""
     rounds: int = 7
@@ -40,9 +40,9 @@ class Setting:
     steps_per_turn: int = 2
     """Steps of a contender before the next one's turn."""
     seed: int = 0
-    """Of weights, batches and the order of turns."""
+    """Seed of weights, batches and the order of turns."""
     rows_cap: int = 10_000
-    """Tables have the rows of Criteo-1TB's, at most so many."""
+    """Tables have the rows of Criteo-1TB's, at most this many."""
 
     def __post_init__(self) -> None:
         at_least_one = ("hosts", "ranks_per_host", "batch_size", "rounds", "steps_per_turn", "rows_cap")

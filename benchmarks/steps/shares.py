@@ -1,4 +1,4 @@
-"""What each host holds of each table, and the bytes of replicated weights: read from a plan and a built contender."""
+"""Shares of every table that each host holds, and bytes of replicated weights, from a plan and a built contender."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
 
 
 def host_shares(plan: ShardingPlan, setting: Setting) -> list[HostShare]:
-    """What each host holds of each table of a plan whose ranks are those of the job."""
+    """Shares of every table that each host holds under a plan whose ranks are those of the job."""
     shares: list[HostShare] = []
     for parameter in table_parameters(plan).values():
         shards = parameter.sharding_spec.shards

@@ -66,7 +66,7 @@ def own_sharders(
 
 
 def own_wrapper(contender: Contender, mesh: TowerMesh, setting: Setting) -> DataParallelWrapper:
-    """What DMP wraps the dense part in."""
+    """Wrapper of the dense part for DMP."""
     if contender.has_hierarchical_reduce:
         precision = contender.dense_precision
         return HierarchicalDataParallel(mesh, precision=precision, ranks_per_host=setting.ranks_per_host)

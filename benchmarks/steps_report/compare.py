@@ -14,10 +14,10 @@ __all__ = ["Speedup", "best_flat", "fastest", "precisions", "speedup"]
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """How many times faster one contender is than another."""
+    """Speed-up of one contender over another."""
 
     ratio: float
-    """Of the median step times."""
+    """Ratio of the median step times."""
     interval: tuple[float, float] | None
     """95 %, from a bootstrap over rounds; None where there is one round."""
 

@@ -1,4 +1,4 @@
-"""What a run measured of each contender: step times, bytes across hosts, its own bound, balance between hosts."""
+"""Measurements of each contender in a run: step times, bytes across hosts, its own bound, balance between hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 __all__ = ["KINDS", "Measured", "bytes_per_second", "measure_run"]
 
 KINDS = ("ids", "forward", "backward", "dense")
-"""Of the bytes that cross hosts."""
+"""Kinds of bytes that cross hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Measured:
     across: Mapping[str, float]
     """Bytes that a host sends to others by kind, counted at the collectives, mean over hosts."""
     needed: Mapping[str, float]
-    """The same by arithmetic."""
+    """Bytes expected by arithmetic."""
     inside: float
     """Bytes between ranks of a host, mean over hosts."""
     uplink: tuple[float, ...]
@@ -44,19 +44,19 @@ class Measured:
     compute: float
     """CPU seconds of all processes over the machine's cores."""
     imbalance: float
-    """How much less the least busy host's main threads worked than the busiest's, as a share of the step."""
+    """Difference in work between the main threads of the busiest and the least busy host, as a share of the step."""
     sync_seconds: float | None
-    """Of one averaging of the replicas; None without replicas."""
+    """Seconds of one averaging of the replicas; None without replicas."""
     sync_uplink: float
     """Bytes of one averaging by the uplinks' counters, mean over hosts."""
 
     @property
     def seconds(self) -> list[float]:
-        """Of all steps."""
+        """Seconds of all steps."""
         return [second for steps in self.rounds for second in steps]
 
     def percentile(self, percent: float) -> float:
-        """Of the seconds of a step."""
+        """Percentile of the seconds of a step."""
         return float(np.percentile(self.seconds, percent))
 
     @property
@@ -71,7 +71,7 @@ class Measured:
 
     @property
     def bound_name(self) -> str:
-        """Which of the two it is."""
+        """Name of the larger of the two bounds."""
         return "wire" if (self.wire or 0.0) >= self.compute else "compute"
 
     @property

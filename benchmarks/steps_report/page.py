@@ -200,6 +200,6 @@ _HOW = """\
   processes, all threads, over the cores of the machine; median over steps). All hosts share these cores.
 - *Imbalance*: CPU seconds of the main threads summed over a host's ranks, the most of a host less the least, over the
   step; median over steps.
-- *Waiting*: what a main thread neither computed nor stood in line for a core; mean over ranks, median over steps.
+- *Waiting*: what a main thread neither computed nor waited for a core; mean over ranks, median over steps.
 - *Needed* bytes are arithmetic (`benchmarks/steps/needed.py`), *counted* ones are seen at the collectives
   (`dmt.traffic`), those *by counters* include headers and acknowledgements."""

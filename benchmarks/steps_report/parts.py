@@ -43,7 +43,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of its file, without suffix."""
+        """Name of its file, without suffix."""
         if self.part not in SWEEPS:
             return self.part
         value = getattr(self.setting, SWEEPS[self.part])

@@ -1,4 +1,4 @@
-"""How step time grows with hosts, batch and link rate: the runs of a sweep beside the main run."""
+"""Step time by hosts, batch and link rate: the runs of a sweep beside the main run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from dmt.training.data.config import DataConfig
 
 __all__ = ["Clicks", "read_clicks"]
 
-# Values are hashed so widely that they hardly ever collide, then numbered anew; see `read_clicks`.
+# Values are hashed so widely that they hardly ever collide, then renumbered; see `read_clicks`.
 _HASH_ROWS = 1_000_000
 _READ_ROWS = 1024
 
@@ -34,7 +34,7 @@ class Clicks:
     train: tuple[Tensor, Tensor, Tensor]
     """Dense [R, D] float32, ids [R, F] int64, labels [R] float32."""
     test: tuple[Tensor, Tensor, Tensor]
-    """The same of the rows that are tested on."""
+    """Rows that are tested on, in the same form."""
 
     @property
     def features(self) -> list[str]:

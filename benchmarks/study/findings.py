@@ -16,7 +16,7 @@ from dmt.partitioner import TowerPartitioner
 __all__ = ["Records", "auc_by_seed", "control_findings", "main_findings", "pair_findings", "stability_findings"]
 
 Records = Mapping[Run, Mapping[str, Any]]
-"""What `benchmarks.study.runs.Study.train` returns."""
+"""Return value of `benchmarks.study.runs.Study.train`."""
 
 
 def auc_by_seed(records: Records, dataset: str, arch: str, arm: str) -> dict[int, float]:
@@ -57,7 +57,7 @@ def _compared(records: Records, pairs: Sequence[tuple[str, str]]) -> list[dict[s
 def pair_findings(records: Records, *, most: int = 3) -> list[dict[str, Any]]:
     """For every data set and arch the pairs of features that matter most for the AUC less that of strided towers.
 
-    Of all towers that were made anew for each seed; see `pair_effects`.
+    Of all towers that were learned for each seed; see `pair_effects`.
     """
     found = []
     for dataset, arch in _models(records):

@@ -91,7 +91,7 @@ The protocol of the DMT paper's Table 6 (section 5.2.3) on real data, made by `b
 
 ## Learned towers against strided ones
 
-Test AUC, median (standard deviation) over seeds. Towers are learned anew for each seed, from the flat model of that
+Test AUC, median (standard deviation) over seeds. Towers are learned for each seed, from the flat model of that
 seed, so the noise of the whole method is in them. Difference: median over seeds, of pairs with one seed. Effect: the
 difference in standard deviations over seeds. p-values are two-sided; in brackets after Holm's correction over the
 {len(main)} rows. Both strategies are reported: choosing one by its test AUC would be optimistic.
@@ -102,7 +102,7 @@ difference in standard deviations over seeds. p-values are two-sided; in bracket
 
 {_control_section(found["controls"])}## Which pairs of features matter
 
-A look back, not a test planned beforehand: over all towers that were made anew for each seed, the AUC less that of the
+A look back, not a test planned beforehand: over all towers that were learned for each seed, the AUC less that of the
 seed's strided towers, where a pair of features shares a tower and where it does not. The three pairs of each model with
 the smallest Mann-Whitney p; in brackets after Holm's correction over all pairs of the model.
 
@@ -129,7 +129,7 @@ def _control_section(rows: Sequence[Mapping[str, Any]]) -> str:
     smallest = 2.0 ** (1 - seeds)  # all differences of one sign, either way
     return f"""## Controls
 
-`random`: balanced towers drawn anew for each seed. `coherent-mean`, `diverse-mean`: one plan for all seeds, learned
+`random`: balanced towers drawn for each seed. `coherent-mean`, `diverse-mean`: one plan for all seeds, learned
 from the mean affinity of all seeds' flat models. Holm's correction is over these {len(rows)} rows; the smallest p that
 the Wilcoxon test of {seeds} seeds can give, {smallest:.4f}, becomes {min(1.0, smallest * len(rows)):.3f} by it.
 

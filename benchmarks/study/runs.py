@@ -60,7 +60,7 @@ class Study:
     max_rows: int | None = None
     """Training rows used at most of each data set."""
     controls: bool = True
-    """Whether to train the `CONTROL_ARMS` too."""
+    """True to train the `CONTROL_ARMS` too."""
     datasets: tuple[str, ...] = field(init=False)
     """The data sets that are there."""
 
@@ -96,7 +96,7 @@ class Study:
             run = Run(**{name: record[name] for name in ("dataset", "arch", "seed", "arm")})
             if record["settings"] != self._settings(run.dataset):
                 raise InputError(
-                    f"{self.progress} holds runs of other settings ({run.dataset}). Move it away to start anew."
+                    f"{self.progress} holds runs of other settings ({run.dataset}). Move it away to start again."
                 )
             records[run] = record
         return records

@@ -152,7 +152,7 @@ def pair_effects(
 
 
 def mean_rand_index(plans: Sequence[Sequence[Sequence[str]]]) -> float:
-    """How alike partitions of the same features are: mean adjusted Rand index of all pairs (1 equal, 0 as by chance).
+    """Similarity of partitions of the same features: mean adjusted Rand index of all pairs (1 equal, 0 as by chance).
 
     Args:
         plans: for each partition, its towers' features; at least two.

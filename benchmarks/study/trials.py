@@ -46,16 +46,16 @@ _AFFINITY_ROWS = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class StudySet:
-    """How a data set is trained on; the same for all arms, chosen on the flat models with a seed outside the study."""
+    """Training settings of a data set, common to all arms; chosen on the flat models with a seed outside the study."""
 
     num_towers: int
     """T."""
     epochs: int
     """Passes over the training rows."""
     sparse_lr: float
-    """Of the tables, AdaGrad."""
+    """Learning rate of the tables, AdaGrad."""
     dense_lr: float
-    """Of everything else, Adam."""
+    """Learning rate of everything else, Adam."""
     batch_size: int
     """Rows of a step."""
     warmup_steps: int = 100
