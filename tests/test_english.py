@@ -1,4 +1,4 @@
-"""The prose of code and pages: every docstring begins with a subject or a verb, and words that are not the field's stay out.
+"""The prose of code and pages: docstrings begin with a subject or a verb, words that are not the field's stay out.
 
 ``python -m tests.test_english`` prints every sentence that breaks a rule, by room.
 """
