@@ -1,4 +1,4 @@
-"""The exception a user can cause, which the command line prints in one line and exits with 2, and one nobody should."""
+"""Exceptions: `InputError` (a user error; the command line prints it and exits with 2) and `ReplicaMismatchError`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["InputError", "ReplicaMismatchError", "did_you_mean"]
 class InputError(ValueError):
     """Something the user gave (argument, file, configuration, data) breaks a rule.
 
-    The message names the argument, the value got, the rule, the place and what to do. Faults that only
+    The message names the argument, its value, the rule, the place and what to do. Faults that only
     this library can cause are ``assert`` statements with a message instead.
 
     Example:
@@ -23,7 +23,7 @@ class InputError(ValueError):
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Replicas of a shard differ where they must be equal, or the shards of a replica do not make up its tables.
+    """Replicas of a shard differ where they must be equal, or the shards of a replica do not cover its tables.
 
     Example:
         >>> raise ReplicaMismatchError("t_ad.momentum1 of ranks 0 and 4 differ.")

@@ -1,7 +1,7 @@
 """`TrafficMeter`: counts the bytes that every collective of a step sends, and how many of them leave the host.
 
-Counted where PyTorch hands a collective to the backend, so TorchRec's exchanges, DDP's gradient reduction and this
-library's own are all seen, flat or with towers.
+It counts where PyTorch hands a collective to the backend, and so sees TorchRec's exchanges, DDP's gradient reduction
+and this library's own collectives alike, flat or with towers.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = ["Traffic", "TrafficMeter"]
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes sent by all ranks of the job in one measured step."""
+    """Bytes sent by all ranks of the job while the meter was active, usually for one step."""
 
     ids: int = 0
-    """Across hosts, integer tensors wider than a byte: sparse ids, lengths and sizes."""
+    """Bytes across hosts of integer tensors wider than a byte: sparse ids, lengths and sizes."""
     forward: int = 0
-    """Across hosts, floating-point tensors outside the backward phase: embeddings or tower outputs on their way to the
-    samples, and the weights of weighted bags."""
+    """Bytes across hosts of floating-point tensors outside the backward phase: embeddings or tower outputs on their way
+    to the samples, and the weights of weighted bags."""
     backward: int = 0
-    """Across hosts, floating-point tensors of the backward phase: gradients on the way back."""
+    """Bytes across hosts of floating-point tensors in the backward phase: gradients on the way back."""
     dense: int = 0
-    """Across hosts, gradients of replicated parameters (all-reduce)."""
+    """Bytes across hosts of the gradients of replicated parameters (all-reduce)."""
     inside: int = 0
-    """Inside hosts, everything."""
+    """All bytes inside hosts."""
 
     @property
     def across(self) -> int:
-        """Everything that crosses hosts."""
+        """All bytes across hosts."""
         return self.ids + self.forward + self.backward + self.dense
 
 
@@ -53,7 +53,7 @@ class TrafficMeter(TorchDispatchMode):
     reduce-scatter S / n. Any other collective raises ``NotImplementedError`` rather than go uncounted.
 
     Args:
-        host_of: the host of a global rank. Two hosts can be played on one machine by saying so.
+        host_of: maps a global rank to its host; several hosts can be simulated on one machine.
 
     Example::
 
@@ -84,7 +84,7 @@ class TrafficMeter(TorchDispatchMode):
             self._phase = before
 
     def total(self, group: dist.ProcessGroup) -> Traffic:
-        """The sum over all ranks of the group."""
+        """Sums the bytes of all ranks of the group; collective."""
         booked: dict[str, float] = defaultdict(float)
         for part in gather_objects(dict(self._bytes), group):
             for kind, number in part.items():
