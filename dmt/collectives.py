@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 
 from dmt.errors import InputError
 
@@ -168,7 +167,7 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
     value, failed = None, None
     try:
         value = work()
-    except (Exception, CheckpointException) as error:
+    except Exception as error:
         failed = error
     told = None if failed is None else (isinstance(failed, InputError), reason_of(failed))
     answers = gather_objects((told, value), group)
@@ -181,7 +180,4 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
 
 def reason_of(error: BaseException) -> str:
     """Why something failed, in one line."""
-    if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint, with one failure for each rank
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {reason_of(cause)}"
     return str(error) if isinstance(error, InputError | RankError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,10 @@
-"""Writing pieces by ``torch.distributed.checkpoint``: what goes where, into files that are hashed on the way."""
+"""Writes and reads pieces of tensors with ``torch.distributed.checkpoint`` (DCP), and runs nothing that a file says.
+
+Each rank writes its pieces into a file that is hashed on the way; each rank reads its pieces for itself, in any layout,
+from a checkpoint of any other. PyTorch's own reader unpickles the index of a checkpoint and every object in it, so a
+file from elsewhere could run any program. `SafeReader` lets the index name the classes of an index only and reads
+tensors by ``torch.load(weights_only=True)``, as PyTorch's reader does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,50 +33,62 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from dmt.collectives import RankError, reason_of
 from dmt.errors import InputError
 from dmt.training.checkpoints.files import FileRecord
 from dmt.training.checkpoints.state import Piece
 
-__all__ = [
-    "INDEX_NAME",
-    "SafeReader",
-    "read_pieces",
-    "write_pieces",
-]
+__all__ = ["INDEX_NAME", "SafeReader", "read_pieces", "write_pieces"]
+
+INDEX_NAME = ".metadata"
+_REMEDY = "Do not use it, unless you know better where it comes from."
+_ALLOWED = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+}
 
 
 def write_pieces(pieces: Sequence[Piece], folder: Path, group: dist.ProcessGroup) -> Mapping[str, FileRecord]:
-    """Writes what the ranks of a group hold into a folder, each a file; what several hold is written by one of them.
+    """Writes the pieces of all ranks of a group into a folder, one file for each rank; collective.
+
+    A piece that several ranks hold is written by one of them.
 
     Args:
-        pieces: of this rank.
-        folder: all ranks see it.
+        pieces: those of this rank.
+        folder: a folder that all ranks see.
         group: the ranks, on the CPU (gloo).
 
     Returns:
         The files that this rank wrote.
 
     Raises:
-        torch.distributed.checkpoint.CheckpointException: a rank could not write; on every rank.
+        RankError: a rank could not write; on every rank.
     """
     files = _RecordedFiles()
-    # Its own fsync would take our streams for ones that it must sync the whole machine for.
+    # Its own fsync takes our streams for ones that need a sync of the whole machine.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = files
     # A path would be pickled as an object.
     writer.path = str(folder)
-    dcp.save({}, storage_writer=writer, planner=_PiecePlanner(pieces), process_group=group)
+    try:
+        dcp.save({}, storage_writer=writer, planner=_PiecePlanner(pieces), process_group=group)
+    except dcp.CheckpointException as error:  # no Exception but a BaseException, with one failure for each rank
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RankError(f"rank {rank}: {reason_of(cause)}") from error
     return files.records
 
 
@@ -98,7 +115,7 @@ def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
 
 
 class _RecordedFiles(FileSystem):
-    """The file system with a record of every file that is written, made on the way."""
+    """The file system, with a record of every file that is written."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -119,7 +136,7 @@ class _RecordedFiles(FileSystem):
 
 
 class _HashedStream(io.RawIOBase):
-    """A new file whose faults show at `record`: raised inside PyTorch's zip writer they would end the process."""
+    """A new file that raises its faults in `record`: raised inside PyTorch's zip writer they would end the process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 - closed in close()
@@ -154,7 +171,7 @@ class _HashedStream(io.RawIOBase):
         super().close()
 
     def record(self) -> FileRecord:
-        """What was written; raises what went wrong since the file was opened."""
+        """Returns the record of the closed file, or raises the first fault since it was opened."""
         if self._fault is not None:
             raise self._fault
         return FileRecord(bytes=self._length, sha256=self._sha256.hexdigest())
@@ -162,19 +179,13 @@ class _HashedStream(io.RawIOBase):
 
 @dataclass(frozen=True, kw_only=True)
 class _Region:
-    """A part of a saved tensor, and the live tensor that it goes into."""
+    """A region of a saved tensor and the live tensor that it is read into."""
 
     name: str
     offsets: tuple[int, ...]
     into: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """A column shard of a saved table whose rows' numbers are wanted, and how many of the wanted columns it has."""
-
-    region: _Region
-    columns: int
+    columns: int = 1
+    """Weight of the region in a mean: the columns that its saved shard and the live one have in common."""
 
 
 def read_pieces(
@@ -184,57 +195,59 @@ def read_pieces(
     column_shards: Mapping[str, Sequence[int]],
     factors: Mapping[str, float],
 ) -> None:
-    """Fills live tensors with what a checkpoint has in their places.
+    """Fills live tensors with a checkpoint's values in their places.
 
-    A state with one number for each row of each column shard belongs to each of the shard's columns: a new shard takes
-    the mean over its own columns. That is exact where the cuts are the same, gives a whole table what an optimizer of
-    the whole table would have summed (a mean of means, weighted by columns), and each shard of a table that was whole
+    A state with one number for each row of each column shard holds for every column of the shard: a live shard takes
+    the mean over its own columns. That is exact where the cuts are the same; a whole table gets what an optimizer of
+    the whole table would have summed (a mean of means, weighted by columns); each shard of a table that was whole gets
     the row's number.
 
     Args:
         reader: of the checkpoint.
-        pieces: what to fill; they are in it, with these sizes.
+        pieces: what to fill; the checkpoint has them, with these sizes.
         column_shards: widths of the column shards of the saved states, see `Manifest.column_shards`.
-        factors: what the AdaGrad moments of a table are multiplied by, by table; 1 for others.
+        factors: by table, what its AdaGrad moments are multiplied by; 1 for tables left out.
 
     Raises:
         InputError: a file cannot be read after all.
     """
-    direct, mixed = [], []
+    direct: list[_Region] = []
+    mixed: list[tuple[Piece, list[_Region]]] = []
     for piece in pieces:
-        shares = list(_shares(piece, column_shards.get(piece.name)))
-        if len(shares) > 1:
-            mixed.append((piece, shares))
+        regions = list(_regions(piece, column_shards.get(piece.name)))
+        if len(regions) > 1:
+            mixed.append((piece, regions))
         else:
-            direct.append(replace(shares[0].region, into=piece.tensor))
+            direct += regions
     _read(reader, direct)
-    # One at a time: they need room beside the live tensors.
-    for piece, shares in mixed:
-        shares = [replace(s, region=replace(s.region, into=torch.empty_like(piece.tensor))) for s in shares]
-        _read(reader, [share.region for share in shares])
-        total = torch.stack([share.region.into.double() * share.columns for share in shares]).sum(dim=0)
-        piece.tensor.copy_(total / sum(share.columns for share in shares))
+    # One piece at a time: its regions need memory beside the live tensors.
+    for piece, regions in mixed:
+        regions = [replace(region, into=torch.empty_like(piece.tensor)) for region in regions]
+        _read(reader, regions)
+        total = torch.stack([region.into.double() * region.columns for region in regions]).sum(dim=0)
+        piece.tensor.copy_(total / sum(region.columns for region in regions))
     for piece in pieces:
         if piece.is_moment and (factor := factors.get(piece.table, 1.0)) != 1.0:
             piece.tensor.mul_(factor)
 
 
-def _shares(piece: Piece, widths: Sequence[int] | None) -> Iterator[_Share]:
-    """The saved column shards that a piece has columns of; one for what was not saved shard by shard."""
+def _regions(piece: Piece, widths: Sequence[int] | None) -> Iterator[_Region]:
+    """Yields the saved region of a piece; one for each column shard it shares columns with, if cut into shards."""
     if piece.columns is None or widths is None:
         offsets = piece.offsets if piece.columns is None else (piece.first_row,)
-        yield _Share(region=_Region(name=piece.name, offsets=offsets, into=piece.tensor), columns=1)
+        yield _Region(name=piece.name, offsets=offsets, into=piece.tensor)
         return
     start, stop = piece.columns
     for shard, (first, end) in enumerate(pairwise(accumulate(widths, initial=0))):
         if start < end and first < stop:
-            region = _Region(name=piece.name, offsets=(shard * piece.num_rows + piece.first_row,), into=piece.tensor)
-            yield _Share(region=region, columns=min(stop, end) - max(start, first))
+            offsets = (shard * piece.num_rows + piece.first_row,)
+            columns = min(stop, end) - max(start, first)
+            yield _Region(name=piece.name, offsets=offsets, into=piece.tensor, columns=columns)
 
 
 def _read(reader: SafeReader, regions: Sequence[_Region]) -> None:
     with warnings.catch_warnings():
-        # That each rank reads for itself is the point here.
+        # Each rank is meant to read for itself.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load({}, storage_reader=reader, planner=_RegionPlanner(regions), no_dist=True)
@@ -243,69 +256,33 @@ def _read(reader: SafeReader, regions: Sequence[_Region]) -> None:
             raise InputError(f"{reader.path} cannot be read ({cause}). Use another checkpoint.") from error
 
 
-class _RegionPlanner(LoadPlanner):
+class _RegionPlanner(dcp.DefaultLoadPlanner):
     """Reads regions, whatever the state dict."""
 
     def __init__(self, regions: Sequence[_Region]) -> None:
-        self._regions = list(regions)
-        self._tensors: Mapping[str, Any] = {}
-
-    def set_up_planner(
-        self, state_dict: dict[str, object], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        assert metadata is not None, "PyTorch gives the index that the reader read"
-        self._tensors = metadata.state_dict_metadata
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._regions = regions
 
     def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "PyTorch gives the index that the reader read"
+        tensors: Mapping[str, Any] = self.metadata.state_dict_metadata
         items: list[ReadItem] = []
         for number, region in enumerate(self._regions):
             chunk = ChunkStorageMetadata(offsets=torch.Size(region.offsets), sizes=region.into.size())
-            for item in create_read_items_for_chunk_list(region.name, self._tensors[region.name], [chunk]):
-                place = MetadataIndex(region.name, region.offsets, number)
-                items.append(replace(item, dest_index=place))
+            for item in create_read_items_for_chunk_list(region.name, tensors[region.name], [chunk]):
+                items.append(replace(item, dest_index=MetadataIndex(region.name, region.offsets, number)))
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        return new_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        number = read_item.dest_index.index
-        assert number is not None, "every item has the number of its region"
-        part = self._regions[number].into
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, offset, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The tensor is a view of the live one."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.index is not None, "every item has the number of its region"
+        return self._regions[index.index].into
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # PyTorch's would unpickle them.
         raise AssertionError("regions are of tensors")
 
 
-INDEX_NAME = ".metadata"
-_REMEDY = "Do not use it, unless you know better where it comes from."
-_ALLOWED = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-}
-
-
-class SafeReader(FileSystemReader):
+class SafeReader(dcp.FileSystemReader):
     """Reads a checkpoint of tensors, and nothing but tensors.
 
     Args:
@@ -313,7 +290,7 @@ class SafeReader(FileSystemReader):
         files: names of the files that tensors may be read from.
 
     Raises:
-        InputError: the index is absent, no index, holds code, names another file, or an entry that is no tensor.
+        InputError: the index is absent or no index, holds code, or names another file or an entry that is no tensor.
     """
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
@@ -332,14 +309,13 @@ class SafeReader(FileSystemReader):
         return dict(self._metadata.state_dict_metadata)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, read when this was made."""
+        """Returns the index that the constructor read."""
         return self._metadata
 
 
 def _read_index(folder: Path) -> Metadata:
-    path = folder / INDEX_NAME
     try:
-        with path.open("rb") as stream:
+        with (folder / INDEX_NAME).open("rb") as stream:
             metadata = _IndexUnpickler(stream).load()
     except InputError as error:
         raise InputError(f"{folder}: {INDEX_NAME} holds code: {error} {_REMEDY}") from error

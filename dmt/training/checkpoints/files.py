@@ -1,15 +1,15 @@
-"""Checkpoints of a run side by side in one folder: named by step, put in place by rename, the last few kept.
+"""Files of checkpoints: the manifest of each, and the folder of the last few of a run. Needs no torch.
 
-================================  =========================================================================
-``step-00001234``                 a whole checkpoint
+================================  ======================================================================
+``step-00001234``                 a whole checkpoint; its manifest is ``checkpoint.json``
 ``.step-00001234.partial``        being written, or left by a save that was killed
-``.step-00001234.old``            whole; stands aside while another one of its step takes its place
+``.step-00001234.old``            whole; set aside while another checkpoint of its step takes its place
 ``.step-00001234.deleted``        being deleted
-``.shared-abcdefgh``              an empty file, laid to see whether all ranks see it, see `check_shared`
-================================  =========================================================================
+``.shared-abcdefgh``              an empty file that tests whether all ranks see the folder
+================================  ======================================================================
 
-Whatever moment a process is killed at, every checkpoint that was whole is found whole again, under its own name or
-as ``.old``; only what is deliberately deleted goes. No torch.
+Whenever a process is killed, every checkpoint that was whole is found whole again, under its own name or as ``.old``;
+only what is deliberately deleted is lost.
 """
 
 from __future__ import annotations
@@ -48,194 +48,18 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+MANIFEST_NAME = "checkpoint.json"
 PROBE = ".shared-"
-"""How the name of a file begins that is laid to see whether all ranks see it."""
+"""Prefix of the files that test whether all ranks see a folder."""
+_FORMAT = 1
+_REMEDY = "Use another checkpoint."
 _NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\.(step-\d{8,})\.old")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first; a folder that is a checkpoint itself is the only one.
-
-    Nothing is read: they may be damaged.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for step in (20, 100, 3):
-        ...         Path(folder, f"step-{step:08d}").mkdir()
-        ...     [path.name for path in checkpoints(Path(folder))]
-        ['step-00000100', 'step-00000020', 'step-00000003']
-    """
-    if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
-        return [folder] if folder.is_dir() else []
-    # A link to another checkpoint would be taken for one of its own step, and could not be deleted.
-    own = (path for path in folder.iterdir() if not path.is_symlink()) if folder.is_dir() else ()
-    found = {path.name: path for path in own if _NAME.fullmatch(path.name)}
-    for path in list(folder.glob(".step-*.old")):
-        if match := _ASIDE.fullmatch(path.name):
-            found.setdefault(match[1], path)
-    return [found[name] for name in sorted(found, key=_step, reverse=True)]
-
-
-def is_outdated(folder: Path) -> bool:
-    """Whether a folder of checkpoints is one checkpoint of an older version, which cannot be read.
-
-    Those versions wrote their only checkpoint straight into the folder, without a manifest.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Path(folder, ".metadata").touch()
-        ...     is_outdated(Path(folder))
-        True
-    """
-    return (folder / ".metadata").is_file() and not checkpoints(folder)
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder, or the folder itself where it is one; every file of it is read.
-
-    Damaged ones that are newer are passed over with a warning that says what is wrong with them.
-
-    Returns:
-        None where there is no checkpoint at all.
-
-    Raises:
-        InputError: there are some, but none is whole.
-    """
-    wrong = []
-    for path in checkpoints(folder):
-        try:
-            verify(path)
-        except InputError as error:
-            logger.warning("A checkpoint is passed over: %s", error)
-            wrong.append(str(error))
-        else:
-            return path
-    if wrong:
-        raise InputError(f"{folder} holds no whole checkpoint: {wrong[0]}")
-    return None
-
-
-class CheckpointStore:
-    """Writes checkpoints into one folder; to be used by one process at a time.
-
-    Args:
-        folder: where checkpoints are; made if absent.
-        keep: how many to keep, at least 1.
-    """
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        if keep < 1:
-            raise InputError(f"keep={keep}: at least the checkpoint just written must stay. Give 1 or more.")
-        self.folder = folder
-        self._keep = keep
-
-    def prepare(self) -> None:
-        """Makes the folder, puts back what stood aside when a process was killed, and deletes what was half done.
-
-        Raises:
-            InputError: the folder cannot be written.
-        """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in list(self.folder.glob(".step-*.old")):
-                if match := _ASIDE.fullmatch(path.name):
-                    if (self.folder / match[1]).exists():
-                        _discard(path)
-                    else:
-                        os.rename(path, self.folder / match[1])
-            for path in list(self.folder.glob(f"{PROBE}*")):
-                path.unlink()
-            for ending in ("partial", "deleted"):
-                for path in list(self.folder.glob(f".step-*.{ending}")):
-                    shutil.rmtree(path)
-            fsync_path(self.folder)
-        except OSError as error:
-            raise InputError(f"Checkpoint folder {self.folder} cannot be written: {error.strerror}.") from error
-
-    def scratch(self, step: int) -> Path:
-        """A new empty folder to write the checkpoint of a step into.
-
-        Raises:
-            OSError: it cannot be made.
-        """
-        path = self.folder / f".{_name(step)}.partial"
-        self.drop(path)
-        path.mkdir(parents=True)
-        return path
-
-    def drop(self, scratch: Path) -> None:
-        """Deletes a scratch folder, if it is there."""
-        if scratch.exists():
-            shutil.rmtree(scratch)
-
-    def commit(self, scratch: Path, step: int) -> Path:
-        """Puts a written checkpoint in its place, where an older one of the same step makes way.
-
-        Raises:
-            OSError: it cannot be put there; what was there before stays.
-        """
-        target = self.folder / _name(step)
-        aside = self.folder / f".{_name(step)}.old"
-        fsync_path(scratch)
-        if target.exists():
-            if aside.exists():
-                _discard(aside)
-            os.rename(target, aside)
-        try:
-            os.rename(scratch, target)
-        except OSError:
-            if aside.exists():
-                os.rename(aside, target)
-            raise
-        fsync_path(self.folder)
-        return target
-
-    def prune(self, step: int) -> None:
-        """Deletes all but the last few checkpoints; to be called after the one of ``step`` was put in its place.
-
-        Those of later steps go first: training went back behind them, so they are of a course that was given up.
-
-        Raises:
-            OSError: something cannot be deleted.
-        """
-        for path in self.folder.glob(".step-*.old"):
-            _discard(path)
-        of_run = [path for path in checkpoints(self.folder) if _step(path.name) <= step]
-        given_up = [path for path in checkpoints(self.folder) if _step(path.name) > step]
-        for path in (*given_up, *of_run[self._keep :]):
-            _discard(path)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _step(name: str) -> int:
-    match = _NAME.search(name)
-    assert match is not None, f"{name} is no name of a checkpoint"
-    return int(match[1])
-
-
-def _discard(path: Path) -> None:
-    """Deletes a checkpoint so that a kill on the way leaves nothing that looks like one."""
-    doomed = path.with_name(f".{path.name.removeprefix('.').removesuffix('.old')}.deleted")
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
-
-
-MANIFEST_NAME = "checkpoint.json"
-_FORMAT = 1
-_REMEDY = "Use another checkpoint."
-
-
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """What a file of a checkpoint must be."""
+    """Size and digest of a file of a checkpoint."""
 
     bytes: int
     sha256: str
@@ -246,11 +70,11 @@ class Manifest:
     """The ``checkpoint.json`` of a checkpoint; plain data."""
 
     step: int
-    """Training steps behind the checkpoint."""
+    """Number of training steps before the checkpoint."""
     progress: Mapping[str, Any]
-    """What the caller needs to go on: epoch, row, samples; anything JSON takes."""
+    """Position of the caller's training: epoch, row, samples; anything JSON takes."""
     versions: Mapping[str, str]
-    """Of the packages that wrote it."""
+    """Versions of the packages that wrote the checkpoint."""
     files: Mapping[str, FileRecord]
     """Every file beside the manifest, by name."""
     column_shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -304,15 +128,20 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def record_of(path: Path) -> FileRecord:
-    """Size and SHA-256 of a file, read once from its beginning to its end."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileRecord(bytes=stream.tell(), sha256=digest)
+def verify(folder: Path) -> Manifest:
+    """Reads every file of a checkpoint and compares it with the manifest.
+
+    Raises:
+        InputError: the manifest or a file is absent, cut off or altered; the message names it.
+    """
+    manifest = read_manifest(folder)
+    if wrong := damaged_files(folder, manifest, sorted(manifest.files)):
+        raise InputError(f"{folder} is damaged: {shorten(wrong)}. {_REMEDY}")
+    return manifest
 
 
 def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with the named files of a checkpoint, one text for each; sizes are compared before contents."""
+    """Compares the named files with the manifest, sizes before contents; returns one text for each that differs."""
     wrong = []
     for name in names:
         wanted, path = manifest.files[name], folder / name
@@ -329,16 +158,11 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
     return wrong
 
 
-def verify(folder: Path) -> Manifest:
-    """Reads every file of a checkpoint and compares it with the manifest.
-
-    Raises:
-        InputError: the manifest or a file is absent, cut off or altered; names it.
-    """
-    manifest = read_manifest(folder)
-    if wrong := damaged_files(folder, manifest, sorted(manifest.files)):
-        raise InputError(f"{folder} is damaged: {shorten(wrong)}. {_REMEDY}")
-    return manifest
+def record_of(path: Path) -> FileRecord:
+    """Reads a file once and returns its size and SHA-256."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileRecord(bytes=stream.tell(), sha256=digest)
 
 
 def check_plain(progress: Mapping[str, Any]) -> None:
@@ -358,6 +182,182 @@ def check_plain(progress: Mapping[str, Any]) -> None:
         ) from error
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """Lists the checkpoints in a folder, newest first; a folder that is a checkpoint itself is the only one.
+
+    No file is read: checkpoints may be damaged.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in (20, 100, 3):
+        ...         Path(folder, f"step-{step:08d}").mkdir()
+        ...     [path.name for path in checkpoints(Path(folder))]
+        ['step-00000100', 'step-00000020', 'step-00000003']
+    """
+    if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
+        return [folder] if folder.is_dir() else []
+    # A link to another checkpoint would be taken for one of its own step, and could not be deleted.
+    own = (path for path in folder.iterdir() if not path.is_symlink()) if folder.is_dir() else ()
+    found = {path.name: path for path in own if _NAME.fullmatch(path.name)}
+    for path, name in _set_aside(folder):
+        found.setdefault(name, path)
+    return [found[name] for name in sorted(found, key=_step, reverse=True)]
+
+
+def is_outdated(folder: Path) -> bool:
+    """Checks whether a folder is itself the only checkpoint, without a manifest, of a version that is no longer read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     Path(folder, ".metadata").touch()
+        ...     is_outdated(Path(folder))
+        True
+    """
+    return (folder / ".metadata").is_file() and not checkpoints(folder)
+
+
+def newest(folder: Path) -> Path | None:
+    """Finds the newest whole checkpoint in a folder, or the folder itself if it is one; reads every file of it.
+
+    Damaged ones that are newer are skipped with a warning that says what is wrong with them.
+
+    Returns:
+        None where there is no checkpoint at all.
+
+    Raises:
+        InputError: there are some, but none is whole.
+    """
+    wrong = []
+    for path in checkpoints(folder):
+        try:
+            verify(path)
+        except InputError as error:
+            logger.warning("A checkpoint is passed over: %s", error)
+            wrong.append(str(error))
+        else:
+            return path
+    if wrong:
+        raise InputError(f"{folder} holds no whole checkpoint: {wrong[0]}")
+    return None
+
+
+class CheckpointStore:
+    """Puts checkpoints into one folder; to be used by one process at a time.
+
+    Args:
+        folder: where checkpoints are; made if absent.
+        keep: how many to keep, at least 1.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        if keep < 1:
+            raise InputError(f"keep={keep}: at least the checkpoint just written must stay. Give 1 or more.")
+        self.folder = folder
+        self._keep = keep
+
+    def prepare(self) -> None:
+        """Makes the folder, puts back what was set aside when a process was killed, and deletes unfinished work.
+
+        Raises:
+            InputError: the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path, name in _set_aside(self.folder):
+                if (self.folder / name).exists():
+                    _discard(path)
+                else:
+                    os.rename(path, self.folder / name)
+            for path in list(self.folder.glob(f"{PROBE}*")):
+                path.unlink()
+            for ending in ("partial", "deleted"):
+                for path in list(self.folder.glob(f".step-*.{ending}")):
+                    shutil.rmtree(path)
+            fsync_path(self.folder)
+        except OSError as error:
+            raise InputError(f"Checkpoint folder {self.folder} cannot be written: {error.strerror}.") from error
+
+    def scratch(self, step: int) -> Path:
+        """Makes a new empty folder to write the checkpoint of a step into.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        path = self.folder / f".{_name(step)}.partial"
+        self.drop(path)
+        path.mkdir(parents=True)
+        return path
+
+    def drop(self, scratch: Path) -> None:
+        """Deletes a scratch folder, if it exists."""
+        if scratch.exists():
+            shutil.rmtree(scratch)
+
+    def commit(self, scratch: Path, step: int) -> Path:
+        """Renames a written checkpoint to its final name; an older one of the same step makes way.
+
+        Raises:
+            OSError: it cannot be renamed; what was there before stays.
+        """
+        target = self.folder / _name(step)
+        aside = self.folder / f".{_name(step)}.old"
+        fsync_path(scratch)
+        if target.exists():
+            if aside.exists():
+                _discard(aside)
+            os.rename(target, aside)
+        try:
+            os.rename(scratch, target)
+        except OSError:
+            if aside.exists():
+                os.rename(aside, target)
+            raise
+        fsync_path(self.folder)
+        return target
+
+    def prune(self, step: int) -> None:
+        """Deletes all but the last few checkpoints; to be called after `commit` of ``step``.
+
+        Those of later steps are deleted first: training was resumed from before them, so they belong to a course that
+        was given up.
+
+        Raises:
+            OSError: something cannot be deleted.
+        """
+        for path in self.folder.glob(".step-*.old"):
+            _discard(path)
+        found = checkpoints(self.folder)
+        given_up = [path for path in found if _step(path.name) > step]
+        for path in (*given_up, *found[len(given_up) + self._keep :]):
+            _discard(path)
+
+
 def _digest(record: Mapping[str, Any]) -> str:
-    # Through JSON and back: tuples become lists, as they are when the manifest is read.
+    # Through JSON: tuples become lists, as they are when the manifest is read.
     return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step(name: str) -> int:
+    match = _NAME.search(name)
+    assert match is not None, f"{name} is no name of a checkpoint"
+    return int(match[1])
+
+
+def _set_aside(folder: Path) -> list[tuple[Path, str]]:
+    """Checkpoints that were set aside, and their own names."""
+    return [(path, match[1]) for path in folder.glob(".step-*.old") if (match := _ASIDE.fullmatch(path.name))]
+
+
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint so that a kill in between leaves nothing that looks like one."""
+    doomed = path.with_name(f".{path.name.removeprefix('.').removesuffix('.old')}.deleted")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)

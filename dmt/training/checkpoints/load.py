@@ -1,4 +1,4 @@
-"""Loading a checkpoint of any layout, into a sharded model and its optimizer or into the plain one of one process."""
+"""Loads a checkpoint of any layout: into a sharded model and its optimizer, or into the unsharded model."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _MODEL, _OPTIMIZER = "model.", "optimizer."
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """Where training goes on after `restore`."""
+    """The checkpoint that `restore` loaded, and the position in training that it was saved at."""
 
     folder: Path
     """The checkpoint."""
     step: int
-    """Training steps behind it."""
+    """Number of training steps before it."""
     progress: Mapping[str, Any]
-    """What `Checkpointer.save` was given."""
+    """The ``progress`` that `Checkpointer.save` was given."""
 
 
 def load_plain(model: nn.Module, folder: Path) -> None:
-    """Loads the weights of a checkpoint of any layout into the plain model in this process; needs no process group.
+    """Loads the weights of a checkpoint of any layout into the unsharded model; needs no process group.
 
     Args:
-        model: unsharded.
+        model: the unsharded model.
         folder: a checkpoint, or a folder of them, of which the newest whole one is taken. Every file of it is read.
 
     Raises:
-        InputError: there is no checkpoint, it is damaged, holds anything but tensors, or is of another model.
+        InputError: there is no checkpoint, or it is damaged, holds anything but tensors, or is of another model.
     """
     whole = newest(folder)
     if whole is None:
@@ -77,20 +77,19 @@ def restore(
     """Loads a checkpoint of any layout into a sharded model and its optimizer; collective over the job.
 
     The layout may have changed in any way: ranks, replicas, towers x ranks, the mesh tower of each tower, the scheme of
-    each table. Random number generators are set where the number of ranks is what it was. Nothing is changed before
-    files, names and sizes have been checked. A rank has one saved shard in memory at a time, besides its own.
+    each table. Random number generators are set if the number of ranks is what it was. Nothing is changed before
+    files, names and sizes have been checked. A rank has one saved shard at a time in memory beside its own shards.
 
     Args:
         source: a checkpoint, or a folder of them, of which the newest whole one is taken: damaged ones that are newer
-            are passed over with a warning.
+            are skipped with a warning.
         model: the sharded model, or one that every rank holds whole.
-        optimizer: of everything; None loads weights only.
+        optimizer: of all parameters; None loads weights only.
         mesh: the groups.
         moment_scales: factor c of the moments of this rank's tables, where it is not 1. Where it was another one, the
-            moment v is multiplied by c / c_saved, so that v / c stays, which sets the size of a step (2D sparse
+            moment v is multiplied by c / c_saved, which keeps v / c, and with it the size of a step (2D sparse
             parallelism, Algorithm 1, line 6).
-        is_verified: whether ``source`` is what `whole_checkpoint` has just found, so that its files need not be read
-            twice.
+        is_verified: true if `whole_checkpoint` has just returned ``source``, so that its files need not be read twice.
 
     Raises:
         InputError: there is no checkpoint, none is whole, it holds anything but tensors, or is of another model or
@@ -100,30 +99,30 @@ def restore(
     group = mesh.global_group
     opened: list[_Open] = []
 
-    def look() -> _Comparison:
-        opened.append(_Open.of(folder, model, optimizer))
-        return opened[0].compare()
+    def compare() -> _Comparison:
+        opened.append(_Open(folder, model, optimizer))
+        return _compare(opened[0].state, opened[0].saved_sizes)
 
     try:
-        comparisons = run_on_all_or_raise(look, group)
+        comparisons = run_on_all_or_raise(compare, group)
         _refuse(folder, opened[0].saved_sizes, comparisons)
     except InputError:
-        for one in opened:
-            one.undo()
+        for checkpoint in opened:
+            checkpoint.undo()
         raise
-    one = opened[0]
-    run_on_all_or_raise(partial(one.read, moment_scales or {}), group)
-    _set_random_state(one, mesh)
-    return Restored(folder=folder, step=one.manifest.step, progress=one.manifest.progress)
+    checkpoint = opened[0]
+    run_on_all_or_raise(partial(checkpoint.read, moment_scales or {}), group)
+    _set_random_state(checkpoint.reader, mesh)
+    return Restored(folder=folder, step=checkpoint.manifest.step, progress=checkpoint.manifest.progress)
 
 
 def whole_checkpoint(source: Path, mesh: TowerMesh) -> Path:
-    """The newest whole checkpoint in a folder, or the folder itself where it is one; collective over the job.
+    """Finds the newest whole checkpoint in a folder, or the folder itself if it is one; collective over the job.
 
-    Each rank reads some of the files. Damaged checkpoints that are newer are passed over with a warning of rank 0.
+    Each rank reads some of the files. Damaged checkpoints that are newer are skipped with a warning of rank 0.
 
     Args:
-        source: all ranks see it; rank 0 says what is in it.
+        source: a folder that all ranks see; rank 0 lists it.
         mesh: the groups.
 
     Raises:
@@ -148,73 +147,51 @@ def whole_checkpoint(source: Path, mesh: TowerMesh) -> Path:
 
 
 class _Comparison(NamedTuple):
-    """How what a rank holds of a model differs from a checkpoint."""
+    """Differences between what a rank holds of a model and a checkpoint."""
 
     missing: list[str]
     """Names that the checkpoint lacks."""
     sizes: list[str]
-    """What differs in size, as texts."""
+    """Sizes that differ, one text for each."""
     known: bytes
-    """One byte for each name of the checkpoint: whether this rank knows it."""
+    """One byte for each name of the checkpoint: 1 if this rank knows it."""
 
 
-@dataclass(kw_only=True)
 class _Open:
-    """A checkpoint and the live tensors of this rank that it is to fill."""
+    """A checkpoint and the live tensors of this rank that it is to fill; makes optimizer state that is missing."""
 
-    reader: SafeReader
-    manifest: Manifest
-    model: nn.Module
-    weights: Mapping[str, Any]
-    optimizer: KeyedOptimizer | None
-    made: MaterializedState | None
-    state: State
-
-    @classmethod
-    def of(cls, folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None) -> _Open:
-        manifest = read_manifest(folder)
-        reader = SafeReader(folder, manifest.files)
-        weights = model.state_dict()
-        state, made = collect_state(weights, optimizer), None
+    def __init__(self, folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None) -> None:
+        self.manifest = read_manifest(folder)
+        self.reader = SafeReader(folder, self.manifest.files)
+        self._model, self._optimizer = model, optimizer
+        self._weights = model.state_dict()
+        self.state = collect_state(self._weights, optimizer)
+        self._made: MaterializedState | None = None
         if optimizer is not None:
-            found, made = set(state.sizes), MaterializedState(optimizer)
-            state = collect_state(weights, optimizer)
-            if manifest.step == 0 and not (state.sizes.keys() - found) & reader.tensors.keys():
+            found = set(self.state.sizes)
+            self._made = MaterializedState(optimizer)
+            self.state = collect_state(self._weights, optimizer)
+            if self.manifest.step == 0 and not (self.state.sizes.keys() - found) & self.reader.tensors.keys():
                 # Saved before the first step made it.
-                made.undo()
-                state, made = collect_state(weights, optimizer), None
-        return cls(
-            reader=reader,
-            manifest=manifest,
-            model=model,
-            weights=weights,
-            optimizer=optimizer,
-            made=made,
-            state=state,
-        )
-
-    @property
-    def saved_sizes(self) -> dict[str, tuple[int, ...]]:
-        prefixes = (_MODEL,) if self.optimizer is None else (_MODEL, _OPTIMIZER)
-        return _saved_sizes(self.reader, self.manifest, prefixes)
-
-    def compare(self) -> _Comparison:
-        return _compare(self.state, self.saved_sizes)
+                self.undo()
+                self.state, self._made = collect_state(self._weights, optimizer), None
+        prefixes = (_MODEL,) if optimizer is None else (_MODEL, _OPTIMIZER)
+        self.saved_sizes = _saved_sizes(self.reader, self.manifest, prefixes)
 
     def read(self, moment_scales: Mapping[str, float]) -> None:
         tables = {piece.table for piece in self.state.pieces if piece.table}
         factors = {t: moment_scales.get(t, 1.0) / self.manifest.moment_scales.get(t, 1.0) for t in tables}
         read_pieces(self.reader, self.state.pieces, column_shards=self.manifest.column_shards, factors=factors)
-        # The tensors are there already; this is for what modules keep beside them.
-        self.model.load_state_dict(self.weights)
-        if self.optimizer is not None:
+        # The tensors are filled already; this is for what modules keep beside them.
+        self._model.load_state_dict(self._weights)
+        if self._optimizer is not None:
             # Schedules set their learning rates, and fused optimizers take them over.
-            self.optimizer.post_load_state_dict()
-            self.optimizer.zero_grad(set_to_none=True)
+            self._optimizer.post_load_state_dict()
+            self._optimizer.zero_grad(set_to_none=True)
 
     def undo(self) -> None:
-        if self.made is not None:
-            self.made.undo()
+        if self._made is not None:
+            self._made.undo()
 
 
 def _damage(folder: Path, rank: int, world_size: int) -> list[str]:
@@ -227,7 +204,7 @@ def _damage(folder: Path, rank: int, world_size: int) -> list[str]:
 
 
 def _saved_sizes(reader: SafeReader, manifest: Manifest, prefixes: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Sizes of what a checkpoint has, as in `State.sizes`."""
+    """Returns the sizes of a checkpoint's tensors by name, as in `State.sizes`."""
     sizes = {name: tuple(entry.size) for name, entry in reader.tensors.items() if name.startswith(prefixes)}
     for name, widths in manifest.column_shards.items():
         if name in sizes:
@@ -250,13 +227,13 @@ def _compare(state: State, saved: Mapping[str, tuple[int, ...]]) -> _Comparison:
 def _refuse(folder: Path, saved: Iterable[str], ranks: Sequence[_Comparison]) -> None:
     """Raises `InputError` unless all ranks together have what the checkpoint has, in its sizes."""
     missing = sorted({name for rank in ranks for name in rank.missing})
-    known = [any(of_ranks) for of_ranks in zip(*(rank.known for rank in ranks), strict=True)]
+    known = [any(marks) for marks in zip(*(rank.known for rank in ranks), strict=True)]
     unknown = sorted(name for name, is_known in zip(saved, known, strict=True) if not is_known)
     if missing or unknown:
         what = "model" if all(name.startswith(_MODEL) for name in (*missing, *unknown)) else "model or optimizer"
         raise InputError(
             f"{folder} is a checkpoint of another {what}: it lacks {_names(missing)} and has {_names(unknown)} "
-            "besides. Use the config of the run that wrote it."
+            "in addition. Use the config of the run that wrote it."
         )
     if sizes := list(dict.fromkeys(text for rank in ranks for text in rank.sizes)):
         raise InputError(
@@ -268,13 +245,13 @@ def _names(names: Sequence[str]) -> str:
     return f"[{shorten([repr(name) for name in names], ', ')}]" if names else "nothing"
 
 
-def _set_random_state(one: _Open, mesh: TowerMesh) -> None:
-    saved = one.reader.tensors.get(RNG)
+def _set_random_state(reader: SafeReader, mesh: TowerMesh) -> None:
+    saved = reader.tensors.get(RNG)
     if saved is None or saved.size[0] != mesh.topology.world_size:
         return
     states = torch.empty(1, saved.size[1], dtype=torch.uint8)
     piece = Piece(name=RNG, tensor=states, size=tuple(saved.size), offsets=(mesh.rank, 0))
-    read_pieces(one.reader, [piece], column_shards={}, factors={})
+    read_pieces(reader, [piece], column_shards={}, factors={})
     torch.set_rng_state(states[0])
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state that comes with the first step, made before there is one: a checkpoint is read into what is there."""
+"""`MaterializedState`: makes optimizer state before the first step, since a checkpoint is read into live tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["MaterializedState"]
 class MaterializedState:
     """Makes the state that PyTorch's optimizers and schedules have only after a step, such as Adam's moments.
 
-    A step with gradients of zero is taken where state is missing, and weights are put back: weight decay moves them
-    even so. Tables are not touched, their state is there from the beginning.
+    If state is missing, takes a step with gradients of zero and puts the weights back, since weight decay moves them
+    even so. Tables are not touched: their state exists from the beginning.
 
     Args:
-        optimizer: of everything.
+        optimizer: of all parameters.
     """
 
     def __init__(self, optimizer: KeyedOptimizer) -> None:
@@ -32,8 +32,8 @@ class MaterializedState:
             return
         parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [("", optimizer)]
         for _, part in parts:
-            of_part: Any = part.state
-            self._before.append((of_part, dict(of_part)))
+            state: Any = part.state
+            self._before.append((state, dict(state)))
         dense = list(_dense_parameters(optimizer))
         kept = [(parameter.detach().clone(), parameter.grad) for parameter in dense]
         for parameter in dense:
@@ -45,7 +45,7 @@ class MaterializedState:
                 parameter.grad = gradient
 
     def undo(self) -> None:
-        """Takes away what was made."""
+        """Removes the state that was made."""
         for state, before in self._before:
             state.clear()
             state.update(before)
@@ -53,8 +53,8 @@ class MaterializedState:
 
 
 def _dense_parameters(optimizer: KeyedOptimizer) -> Iterator[Tensor]:
-    whole = ((name, p) for name, p in optimizer.params.items() if not isinstance(p, ShardedTensor))
-    for _, parameter in in_backward_optimizer_filter(whole):
+    unsharded = ((name, p) for name, p in optimizer.params.items() if not isinstance(p, ShardedTensor))
+    for _, parameter in in_backward_optimizer_filter(unsharded):
         # A schedule keeps its count under an empty parameter.
         if parameter.requires_grad and parameter.numel():
             yield parameter

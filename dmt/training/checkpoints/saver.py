@@ -1,19 +1,20 @@
-"""`Checkpointer`: saves a model in training, so that neither a kill nor a full disk costs what was saved before."""
+"""`Checkpointer`: saves a model in training so that neither a kill nor a full disk loses an earlier checkpoint."""
 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
+from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.collectives import gather_objects, reason_of, run_on_all_or_raise
@@ -22,8 +23,15 @@ from dmt.files import fsync_path
 from dmt.formatting import shorten
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints.dcp import write_pieces
-from dmt.training.checkpoints.files import CheckpointStore, FileRecord, Manifest, check_plain, record_of, write_manifest
-from dmt.training.checkpoints.shared import check_shared
+from dmt.training.checkpoints.files import (
+    PROBE,
+    CheckpointStore,
+    FileRecord,
+    Manifest,
+    check_plain,
+    record_of,
+    write_manifest,
+)
 from dmt.training.checkpoints.state import Piece, collect_state
 from dmt.training.records import versions
 
@@ -35,36 +43,25 @@ RNG = "rng"
 """Name of the random number generators' states, uint8 [W, bytes]: one row for each of the W ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Snapshot:
-    """What a rank has to write of one moment of training."""
-
-    step: int
-    progress: Mapping[str, Any]
-    pieces: Sequence[Piece]
-    column_shards: Mapping[str, tuple[int, ...]]
-    moment_scales: Mapping[str, float]
-
-
 class Checkpointer:
-    """Saves checkpoints into one folder that all ranks see; collective, and so is making it.
+    """Saves checkpoints into one folder that all ranks see; collective, also its constructor.
 
-    ==============  ===================================================================================
+    ==============  ===========================================================================================
     replica 0       each rank writes its shards and a part of what all hold, and hashes what it writes
-    the others      write nothing (replicas are equal after a sync: save then) and learn the outcome
-    global rank 0   the manifest, ``describe``, the rename that makes the checkpoint whole
-    ==============  ===================================================================================
+    other replicas  write nothing (replicas are equal after a sync: save then) and learn the outcome
+    global rank 0   writes the manifest, calls ``describe``, and renames the folder: the checkpoint is whole
+    ==============  ===========================================================================================
 
-    A save that fails on any rank, because a disk is full or a folder may not be written, fails on all: what was written
-    of it is deleted, what was saved before stays, rank 0 logs the reason, and training can go on to the next save.
+    A save that fails on any rank, because a disk is full or a folder may not be written, fails on all: what it wrote
+    is deleted, earlier checkpoints stay, rank 0 logs the reason, and training can go on to the next save.
 
     Args:
-        folder: where checkpoints are (`dmt.training.checkpoints.files`); what a killed save left there is cleared away.
+        folder: where checkpoints are (`dmt.training.checkpoints.files`); leftovers of a killed save are removed.
         mesh: the groups.
         keep: how many checkpoints to keep.
         asynchronous: `save` returns once the state is copied to the CPU's memory; a thread writes it.
-        describe: called on rank 0 with the folder being written, to lay files beside the tensors that say what they
-            are of; from that thread, where saving is asynchronous.
+        describe: called on rank 0 with the folder being written, to add files that describe the tensors; called from
+            the writing thread if saving is asynchronous.
 
     Raises:
         InputError: ``keep`` is below 1, rank 0 cannot write the folder, or a rank does not see what rank 0 writes
@@ -95,7 +92,7 @@ class Checkpointer:
         self._mesh = mesh
         self._describe = describe
         ranks = mesh.topology.sharding_groups()[0]
-        # Of their own: a thread may not use the groups that training uses at the same time.
+        # A group of their own: a thread may not use those that training uses at the same time.
         self._writers = dist.new_group(ranks, backend="gloo")
         self._writes = mesh.rank in ranks
         self._leads = mesh.rank == ranks[0]
@@ -103,7 +100,7 @@ class Checkpointer:
         self._pending: Future[str | None] | None = None
         self._pending_step: int | None = None
         run_on_all_or_raise(self._store.prepare if self._leads else _nothing, mesh.global_group)
-        check_shared(folder, mesh.global_group)
+        _check_shared(folder, mesh.global_group)
 
     def save(
         self,
@@ -114,42 +111,34 @@ class Checkpointer:
         progress: Mapping[str, Any],
         moment_scales: Mapping[str, float] | None = None,
     ) -> bool:
-        """Saves the state of this moment, between two training steps; collective over the job.
+        """Saves the current state, between two training steps; collective over the job.
 
         Args:
             model: the sharded model, or one that every rank holds whole.
-            optimizer: of everything, see `dmt.training.job.build_optimizer`; None saves weights only.
+            optimizer: of all parameters, see `dmt.training.job.build_optimizer`; None saves weights only.
             step: training steps so far; an older checkpoint of the same step is replaced.
             progress: what the caller needs to go on; JSON takes it. Rank 0's is saved.
             moment_scales: factor c of the moments of this rank's tables, where it is not 1.
 
         Returns:
-            Whether the checkpoint is whole and in place, the same on every rank; when saving asynchronously, whether it
-            is on its way (`wait` tells how it ended).
+            True if the checkpoint is whole and in place, the same on every rank; always True if saving is asynchronous
+            (`wait` tells the outcome).
 
         Raises:
             InputError: ranks are at different steps, or something in the model is no tensor or in ``progress`` not
                 plain data; on every rank.
         """
         self.wait()
-        staged: list[_Snapshot] = []
+        pieces: list[Piece] = []
+        column_shards: dict[str, tuple[int, ...]] = {}
 
         def stage() -> tuple[int, bytes]:
             check_plain(progress)
             # On every rank: before tables are read, all replicas settle.
             state = collect_state(model.state_dict(), optimizer)
-            pieces = state.pieces if self._writes else []
-            if self._thread is not None:
-                pieces = [piece.copied() for piece in pieces]
-            staged.append(
-                _Snapshot(
-                    step=step,
-                    progress=progress,
-                    pieces=pieces,
-                    column_shards=state.column_shards,
-                    moment_scales=moment_scales or {},
-                )
-            )
+            if self._writes:
+                pieces.extend(state.pieces if self._thread is None else [piece.copied() for piece in state.pieces])
+                column_shards.update(state.column_shards)
             return step, torch.get_rng_state().numpy().tobytes()
 
         answers = run_on_all_or_raise(stage, self._mesh.global_group)
@@ -158,10 +147,20 @@ class Checkpointer:
             raise InputError(
                 f"Ranks save the checkpoints of different steps, {min(steps)} to {max(steps)}. Agree first."
             )
-        random_states = torch.stack([torch.frombuffer(bytearray(state), dtype=torch.uint8) for _, state in answers])
         self._pending_step = step
+        if self._leads:
+            states = torch.stack([torch.frombuffer(bytearray(state), dtype=torch.uint8) for _, state in answers])
+            pieces.append(Piece(name=RNG, tensor=states, size=tuple(states.shape), offsets=(0, 0)))
         if self._writes:
-            job = partial(self._write, staged[0], random_states)
+            manifest = Manifest(
+                step=step,
+                progress=progress,
+                versions=versions(),
+                files={},
+                column_shards=column_shards,
+                moment_scales=moment_scales or {},
+            )
+            job = partial(self._write, pieces, manifest)
             if self._thread is not None:
                 self._pending = self._thread.submit(job)
             else:
@@ -170,12 +169,12 @@ class Checkpointer:
         return True if self._thread is not None else self.wait()
 
     def wait(self) -> bool:
-        """Waits for the save under way; collective over the job.
+        """Waits for the pending save; collective over the job.
 
-        To be called before the process group is destroyed, where saving is asynchronous.
+        Call it before the process group is destroyed, if saving is asynchronous.
 
         Returns:
-            Whether it succeeded, the same on every rank; True where there was none.
+            True if the save succeeded, the same on every rank, or if none was pending.
         """
         if self._pending_step is None:
             return True
@@ -187,11 +186,11 @@ class Checkpointer:
         return not failures
 
     def close(self) -> None:
-        """Lets this rank's part of the save under way end, also after an error in training; not collective.
+        """Finishes this rank's part of the pending save, also after an error in training; not collective.
 
-        A save in the background needs the other ranks' threads, not their training: it becomes whole where all ranks
-        that write call this, before the process group is destroyed. A failure is logged, nothing is raised. Nothing can
-        be saved afterwards; calling it again does nothing.
+        A save in the background needs the other ranks' threads, not their training: it becomes whole if all ranks that
+        write call this before the process group is destroyed. A failure is logged, nothing is raised. Nothing can be
+        saved afterwards; calling it again does nothing.
         """
         if self._thread is not None:
             self._thread.shutdown()
@@ -212,29 +211,21 @@ class Checkpointer:
                 now,
             )
 
-    def _write(self, snapshot: _Snapshot, random_states: Tensor) -> str | None:
-        """Writes on the ranks of replica 0; returns why it failed."""
+    def _write(self, pieces: Sequence[Piece], manifest: Manifest) -> str | None:
+        """Writes on the ranks of replica 0 what each has; returns why it failed."""
         scratch = None
         try:
-            make = partial(self._store.scratch, snapshot.step) if self._leads else _nothing
+            make = partial(self._store.scratch, manifest.step) if self._leads else _nothing
             scratch = run_on_all_or_raise(make, self._writers)[0]
             assert scratch is not None, "the rank that leads has made it"
-            pieces = [*snapshot.pieces, *([_piece_of(random_states)] if self._leads else [])]
             records = write_pieces(pieces, scratch, self._writers)
-            written = gather_objects((records, snapshot.column_shards, snapshot.moment_scales), self._writers)
-            files, cuts, scales = (
-                {k: v for part in some for k, v in part.items()} for some in zip(*written, strict=True)
+            ranks = gather_objects((records, manifest.column_shards, manifest.moment_scales), self._writers)
+            files, column_shards, scales = (
+                {k: v for part in parts for k, v in part.items()} for parts in zip(*ranks, strict=True)
             )
-            manifest = Manifest(
-                step=snapshot.step,
-                progress=snapshot.progress,
-                versions=versions(),
-                files=files,
-                column_shards=cuts,
-                moment_scales=scales,
-            )
+            manifest = replace(manifest, files=files, column_shards=column_shards, moment_scales=scales)
             run_on_all_or_raise(partial(self._finish, scratch, manifest) if self._leads else _nothing, self._writers)
-        except (Exception, CheckpointException) as error:
+        except Exception as error:
             if self._leads and scratch is not None:
                 self._drop(scratch)
             return reason_of(error)
@@ -245,13 +236,14 @@ class Checkpointer:
             self._describe(scratch)
         if unseen := [name for name, record in manifest.files.items() if not _is_seen(scratch / name, record)]:
             raise OSError(
-                f"rank 0 does not see {shorten(unseen, ', ')} of another rank as it was written; the folder must be one "
-                "that all hosts share"
+                f"rank 0 does not see {shorten(unseen, ', ')} of another rank as it was written; the folder must be "
+                "one that all hosts share"
             )
-        beside = [path for path in scratch.iterdir() if path.name not in manifest.files]
-        for path in beside:
-            fsync_path(path)
-        others = {path.name: record_of(path) for path in beside}
+        others = {}
+        for path in scratch.iterdir():
+            if path.name not in manifest.files:
+                fsync_path(path)
+                others[path.name] = record_of(path)
         write_manifest(scratch, replace(manifest, files={**manifest.files, **others}))
         self._store.commit(scratch, manifest.step)
         try:
@@ -277,5 +269,34 @@ def _is_seen(path: Path, record: FileRecord) -> bool:
         return False
 
 
-def _piece_of(random_states: Tensor) -> Piece:
-    return Piece(name=RNG, tensor=random_states, size=tuple(random_states.shape), offsets=(0, 0))
+def _check_shared(folder: Path, group: dist.ProcessGroup) -> None:
+    """Checks that every rank sees what rank 0 writes into a folder; collective, and raises on every rank.
+
+    Hosts that each have a disk of their own at the same path would all write, and no checkpoint would ever be whole.
+    """
+    rank = dist.get_rank(group)
+    name = run_on_all_or_raise(partial(_make_probe, folder) if rank == 0 else str, group)[0]
+    try:
+        run_on_all_or_raise(partial(_find_probe, folder, name, rank), group)
+    finally:
+        if rank == 0:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _make_probe(folder: Path) -> str:
+    try:
+        # A new name each time: hosts of a network file system remember which names were absent.
+        descriptor, path = tempfile.mkstemp(prefix=PROBE, dir=folder)
+        os.close(descriptor)
+    except OSError as error:
+        raise InputError(f"Checkpoint folder {folder} cannot be written: {error.strerror}.") from error
+    return Path(path).name
+
+
+def _find_probe(folder: Path, name: str, rank: int) -> None:
+    # Not Path.exists: that raises where a folder may not be entered.
+    if not os.path.exists(folder / name):
+        raise InputError(
+            f"Checkpoint folder {folder}: rank {rank} does not see what rank 0 writes there, but all ranks read and "
+            "write one checkpoint together. Set train.output_dir to a folder that all hosts share."
+        )

@@ -1,11 +1,11 @@
-"""What of a model and its optimizer goes into a checkpoint: tensors and shards of tensors, by names without a layout.
+"""Names the tensors and shards of a model and its optimizer that go into a checkpoint, independently of the layout.
 
-``model.<parameter>`` and ``optimizer.<parameter>.<state>``, parameters named as in the unsharded model: towers by their
-number in the model, tables by name, never a rank or host. Everything is a tensor, the schedules' counts too.
+``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters named as in the unsharded model: towers by
+their number in the model, tables by name, never a rank or host. Everything is a tensor, also the schedules' counts.
 
 Row-wise AdaGrad keeps one number for each row of a table, but for a table cut column-wise one for each row of each
-shard (the mean over *its* columns), which TorchRec lays behind one another: [rows * K], shard k from rows * k on. A
-`Piece` of such a state knows its columns, so it can be read into any other cut (`dmt.training.checkpoints.dcp`).
+shard (the mean over *its* columns), which TorchRec concatenates: [rows * K], shard k from rows * k on. A `Piece` of
+such a state knows its columns, so it can be read into any other cut (`dmt.training.checkpoints.dcp`).
 """
 
 from __future__ import annotations
@@ -26,31 +26,34 @@ __all__ = ["Piece", "State", "collect_state"]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A tensor of this rank, or a shard of one."""
+    """A tensor of this rank, or a shard of one.
+
+    The last three fields are for row-wise state, which has one number for each row of each column shard.
+    """
 
     name: str
     tensor: Tensor
-    """The live one, not a copy."""
+    """The live tensor, not a copy."""
     size: tuple[int, ...]
-    """Of the whole tensor."""
+    """Size of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where this part begins in it."""
+    """Position of this piece in the whole tensor."""
     table: str = ""
     """The table whose optimizer state this is."""
     columns: tuple[int, int] | None = None
-    """Of a state with one number for each row: first column of the table that it is about, and one past the last."""
+    """Half-open column range of the table that the piece covers."""
     first_row: int = 0
-    """Of such a state: row of the table that the first number is of."""
+    """Row of the table that the first number belongs to."""
     num_rows: int = 0
-    """Of such a state: rows of the table."""
+    """Rows of the table."""
 
     @property
     def is_moment(self) -> bool:
-        """Whether this is the sum of squared gradients of a table's AdaGrad."""
+        """True for the sum of squared gradients of a table's AdaGrad."""
         return bool(self.table) and self.name.endswith(f".{self.table}.momentum1")
 
     def copied(self) -> Piece:
-        """The same with a copy of its numbers in the memory of the CPU."""
+        """Returns the piece with a copy of its numbers in the CPU's memory."""
         return replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
 
 
@@ -60,17 +63,17 @@ class State:
 
     pieces: list[Piece] = field(default_factory=list)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By name, also of tensors that only other ranks hold a part of; [rows] for states with one number a row."""
+    """Sizes by name, also of tensors that only other ranks hold a part of; [rows] for row-wise state."""
     column_shards: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Widths of the column shards of states that have one number for each row of each shard, by name."""
+    """Widths of the column shards, by the name of a state with one number for each row of each shard."""
 
 
 def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) -> State:
     """Names what this rank holds; nothing is copied.
 
     Args:
-        model: its ``state_dict()``.
-        optimizer: of everything; None leaves it out.
+        model: the ``state_dict()`` of the model.
+        optimizer: of all parameters; None leaves it out.
 
     Raises:
         InputError: something is no tensor.
@@ -92,7 +95,7 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
     return state
 
 
-def _add(state: State, name: str, value: Any, **of_table: Any) -> None:
+def _add(state: State, name: str, value: Any, table: str = "") -> None:
     if not isinstance(value, Tensor):
         raise InputError(
             f"{name} is a {type(value).__name__}; checkpoints hold tensors only. Register it as a tensor, or leave it "
@@ -101,16 +104,8 @@ def _add(state: State, name: str, value: Any, **of_table: Any) -> None:
     size = _size(value)
     state.sizes[name] = size
     for offsets, tensor in _shards(value):
-        if tensor.numel() or 0 in size:  # a rank can have an empty share of a table
-            state.pieces.append(Piece(name=name, tensor=tensor, size=size, offsets=offsets, **of_table))
-
-
-def _shards(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    if isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
-    else:
-        yield (0,) * value.dim(), value.detach()
+        if tensor.numel() or 0 in size:  # a rank can have an empty shard of a table
+            state.pieces.append(Piece(name=name, tensor=tensor, size=size, offsets=offsets, table=table))
 
 
 def _add_optimizer(state: State, name: str, value: Any, weight: Tensor) -> None:
@@ -118,41 +113,32 @@ def _add_optimizer(state: State, name: str, value: Any, weight: Tensor) -> None:
     table = name.rpartition(".")[0].rpartition(".weight.")[2] if ".embedding_bags." in name else ""
     if not table or not isinstance(value, Tensor):
         _add(state, name, value)
-        return
-    rows = _size(weight)[0]
-    widths = _column_widths(weight)
-    if isinstance(value, ShardedTensor) and name.endswith(".iter"):
-        # The count of steps of FBGEMM's Adam: one for each shard, all alike.
+    elif isinstance(value, ShardedTensor) and name.endswith(".iter"):
+        # The step count of FBGEMM's Adam: one for each shard, all alike.
         for _, count in _shards(value):
-            _add(state, name, count.reshape(()), table=table)
+            _add(state, name, count.reshape(()), table)
         state.sizes[name] = ()
-        return
-    if len(_size(value)) != 1:
-        _add(state, name, value, table=table)
-        return
+    elif len(_size(value)) == 1:
+        _add_row_wise(state, name, value, weight, table)
+    else:
+        _add(state, name, value, table)
+
+
+def _add_row_wise(state: State, name: str, value: Tensor, weight: Tensor, table: str) -> None:
+    rows, widths = _size(weight)[0], _column_widths(weight)
     shards = list(pairwise(accumulate(widths, initial=0)))
     for offsets, tensor in _shards(value):
         if tensor.numel():
             number, row = divmod(offsets[0], rows)
-            state.pieces.append(
-                Piece(
-                    name=name,
-                    tensor=tensor,
-                    size=_size(value),
-                    offsets=offsets,
-                    table=table,
-                    columns=shards[number],
-                    first_row=row,
-                    num_rows=rows,
-                )
-            )
+            piece = Piece(name=name, tensor=tensor, size=_size(value), offsets=offsets, table=table)
+            state.pieces.append(replace(piece, columns=shards[number], first_row=row, num_rows=rows))
     state.sizes[name] = (rows,)
     if len(widths) > 1:
         state.column_shards[name] = widths
 
 
 def _column_widths(weight: Tensor) -> tuple[int, ...]:
-    """Widths of a table's column shards from left to right; one for a table that is not cut by columns."""
+    """Returns the widths of a table's column shards from left to right; one width for a table not cut by columns."""
     num_columns = _size(weight)[1]
     if not isinstance(weight, ShardedTensor):
         return (num_columns,)
@@ -161,6 +147,15 @@ def _column_widths(weight: Tensor) -> tuple[int, ...]:
     return tuple(shard.shard_sizes[1] for shard in shards) if is_cut else (num_columns,)
 
 
+def _shards(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yields offsets and tensor of each part that this rank holds."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
+    else:
+        yield (0,) * value.dim(), value.detach()
+
+
 def _size(value: Tensor) -> tuple[int, ...]:
-    # A sharded tensor warns when it is asked itself.
+    # A sharded tensor warns when asked for its size itself.
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.size())

@@ -75,7 +75,7 @@ def test_nothing_is_left_of_older_and_broken_saves(
     [
         ("dlrm", "dmt-dlrm", {}, r"another model: it lacks \['model\.model\.sparse_arch\.towers\.0\."),
         ("dmt-dlrm", "dlrm", {}, r"it lacks \['model\.model\.sparse_arch\.embedding_bags\..*and has \['model\.model\."),
-        ("dlrm", "dlrm", {"over_arch": [4, 4, 1]}, r"it lacks \['model\.model\.over_arch.* and has nothing besides"),
+        ("dlrm", "dlrm", {"over_arch": [4, 4, 1]}, r"it lacks \['model\.model\.over_arch.* has nothing in addition"),
         ("dlrm", "dlrm", {"over_arch": [1]}, r"it lacks nothing and has \['model\.model\.over_arch"),
         ("dlrm", "dlrm", {"embedding_dim": 12}, r"another model: its model\.\S*weight is \[.*\], the model's is \["),
         ("dmt-dlrm", "dmt-dlrm", {"tower_dim": 6}, r"another model: its model\.\S*weight is \[.*\], the model's is \["),

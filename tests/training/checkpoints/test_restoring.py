@@ -121,7 +121,7 @@ def refusals_on_rank(rank: int, folder: str) -> None:
         (
             Run("table_wise", tables(names="xy")),
             r"another model or optimizer: it lacks \['model\.sparse_arch\.embedding_bags\.t_x\.weight', "
-            r"'model\.\S*t_y\.weight', 'optimizer\.\S*t_x\.momentum1' and 1 more\] and has \[.*t_a\S*' and 1 more\] b",
+            r"'model\.\S*t_y\.weight', 'optimizer\.\S*t_x\.momentum1' and 1 more\] and has \[.*t_a\S*' and 1 more\] in addition",
         ),
         (
             Run("table_wise", tables(dim=12)),
@@ -130,7 +130,7 @@ def refusals_on_rank(rank: int, folder: str) -> None:
         (Run("row_wise", tables(), dense="sgd"), r"optimizer: it lacks nothing and has \['optimizer\.dense\.over_arch"),
         (
             Run("row_wise", tables(), sparse=EmbOptimType.EXACT_SGD),
-            r"lacks nothing and has \['optimizer\.tables\.\S*t_a\.momentum1', '\S*t_b\.momentum1'\] besides",
+            r"lacks nothing and has \['optimizer\.tables\.\S*t_a\.momentum1', '\S*t_b\.momentum1'\] in addition",
         ),
         (
             Run("row_wise", tables(), sparse=EmbOptimType.EXACT_ADAGRAD),
