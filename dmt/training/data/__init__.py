@@ -1,7 +1,8 @@
-"""From files of clicks to batches: configuration, readers, hashing, a synthetic generator, one interface.
+"""Click data, from files to batches: readers, encoding and hashing, a synthetic generator, and one interface to all.
 
-``open_source(config)`` gives a `ClickData` whose ``batches(...)`` are what a model is trained and evaluated on.
-TorchRec is imported only when a batch is made.
+``open_source(config)`` gives a `ClickData`, whose ``batches(...)`` train and evaluate a model: a reader turns files
+into blocks of rows, an encoder decodes the rows that a rank asks for, and `ClickBatch` holds them as tensors. TorchRec
+is imported only when a batch is made.
 """
 
 from __future__ import annotations
@@ -9,32 +10,20 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from dmt.training.data.batch import ClickBatch as ClickBatch
-    from dmt.training.data.batch import check_ids as check_ids
-    from dmt.training.data.config import DataConfig as DataConfig
-    from dmt.training.data.config import SyntheticConfig as SyntheticConfig
-    from dmt.training.data.dataset import ClickData as ClickData
-    from dmt.training.data.dataset import ValidationReport as ValidationReport
-    from dmt.training.data.dataset import open_source as open_source
+from dmt.training.data.config import DataConfig, SyntheticConfig
 
-_HOME = {
-    "ClickBatch": "batch",
-    "ClickData": "dataset",
-    "DataConfig": "config",
-    "SyntheticConfig": "config",
-    "ValidationReport": "dataset",
-    "check_ids": "batch",
-    "open_source": "dataset",
-}
+if TYPE_CHECKING:
+    from dmt.training.data.batch import ClickBatch, check_ids
+    from dmt.training.data.dataset import ClickData, ValidationReport, open_source
 
 __all__ = ["ClickBatch", "ClickData", "DataConfig", "SyntheticConfig", "ValidationReport", "check_ids", "open_source"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'dmt.training.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dmt.training.data.{_HOME[name]}"), name)
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "batch" if name in ("ClickBatch", "check_ids") else "dataset"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 
 def __dir__() -> list[str]:

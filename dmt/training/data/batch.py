@@ -1,4 +1,4 @@
-"""`ClickBatch`: what a model is trained on; the only file here that imports TorchRec.
+"""`ClickBatch`: the inputs and labels of a training step; the only module here that imports TorchRec.
 
 Legend: B rows, D dense features, F categorical features.
 """
@@ -25,7 +25,7 @@ __all__ = ["ClickBatch", "check_ids", "make_batch"]
 
 @dataclass
 class ClickBatch(Pipelineable):
-    """A rank's batch. TorchRec's train pipelines move it between devices and streams.
+    """A rank's batch, which TorchRec's train pipelines move between devices and streams.
 
     Example:
         >>> ids = KeyedJaggedTensor(keys=["C1"], values=torch.tensor([3, 4]), lengths=torch.tensor([1, 1]))
@@ -44,35 +44,26 @@ class ClickBatch(Pipelineable):
     """1, or 0 for a row that only fills up the batch and must not count; float32 [B]."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
-        """The batch on another device."""
-        return ClickBatch(
-            self.dense_features.to(device=device, non_blocking=non_blocking),
-            self.sparse_features.to(device=device, non_blocking=non_blocking),
-            self.labels.to(device=device, non_blocking=non_blocking),
-            self.weights.to(device=device, non_blocking=non_blocking),
-        )
+        """Returns the batch on another device."""
+        return ClickBatch(*(part.to(device=device, non_blocking=non_blocking) for part in self._parts()))
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the allocator that a stream uses the batch's memory."""
-        self.dense_features.record_stream(stream)
-        self.sparse_features.record_stream(stream)
-        self.labels.record_stream(stream)
-        self.weights.record_stream(stream)
+        for part in self._parts():
+            part.record_stream(stream)
 
     def pin_memory(self) -> ClickBatch:
-        """The batch in page-locked memory, from which copies to a GPU can be non-blocking."""
-        return ClickBatch(
-            self.dense_features.pin_memory(),
-            self.sparse_features.pin_memory(),
-            self.labels.pin_memory(),
-            self.weights.pin_memory(),
-        )
+        """Returns the batch in page-locked memory, from which copies to a GPU can be non-blocking."""
+        return ClickBatch(*(part.pin_memory() for part in self._parts()))
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.dense_features, self.sparse_features, self.labels, self.weights
 
     def split_columns(self, splits: Mapping[str, Sequence[int]]) -> ClickBatch:
-        """The batch for a model whose tables are cut: ids repeated for each column shard, see `dmt.plan.column_shards.split_ids`.
+        """Returns the batch for a model whose tables are cut: with the ids once for each column shard.
 
-        Done here, in the batch, and not in the model: a train pipeline starts the id exchange of the next batch early
-        only where the model hands its ids on as they are.
+        The batch is split, and not the model's input (`dmt.plan.column_shards.split_ids`): a train pipeline starts the
+        id exchange of the next batch early only if the model passes its ids on as they are.
         """
         return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
 

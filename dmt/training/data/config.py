@@ -1,4 +1,4 @@
-"""What the data of a run are: `DataConfig`, and `SyntheticConfig` for the built-in generator."""
+"""`DataConfig`, the data section of a run's configuration, and `SyntheticConfig` for the built-in generator."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class SyntheticConfig(BaseModel):
     base_rate: float = Field(default=0.25, gt=0.0, lt=1.0)
     """Share of clicks."""
     num_multi_hot: int = Field(default=0, ge=0)
-    """How many features have bags of 0 to ``max_bag`` ids instead of exactly one."""
+    """Number of features that have bags of 0 to ``max_bag`` ids instead of exactly one."""
     max_bag: int = Field(default=3, ge=1)
     """Largest bag of a multi-hot feature."""
     seed: int = Field(default=0, ge=0)
-    """Everything follows from it."""
+    """Seed of all that is drawn."""
 
     @model_validator(mode="after")
     def _check(self) -> SyntheticConfig:
@@ -60,7 +60,7 @@ class SyntheticConfig(BaseModel):
 
 
 class DataConfig(BaseModel):
-    """Where rows come from, which columns they have, and how values become inputs of a model.
+    """Source of the rows, their columns, and the encoding of values as inputs of a model.
 
     Example:
         >>> config = DataConfig(kind="columns", train_path="day_*.parquet", categorical=("c_*",), dense=("d_*",))
@@ -76,14 +76,14 @@ class DataConfig(BaseModel):
     train_path: str | None = None
     """A file, a directory (all its data files) or a glob; several files are read in the order of their names."""
     eval_path: str | None = None
-    """The same for evaluation. Without it, rows of ``train_path`` are set apart by ``split_column`` or
-    ``eval_fraction``."""
+    """Files for evaluation, like ``train_path``. Without it, rows of ``train_path`` are set apart by
+    ``split_column`` or ``eval_fraction``."""
     eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of rows set apart for evaluation, evenly spread over the files (about every tenth row at 0.1): row
     i, counted from 0, is one when ``floor((i + 1) * eval_fraction)`` exceeds ``floor(i * eval_fraction)``. Not
     used with ``eval_path``, ``split_column`` or synthetic data."""
     split_column: str | None = None
-    """A column that says which part a row belongs to (``columns`` only)."""
+    """Column that tells training rows from evaluation rows (``columns`` only)."""
     train_split: str = "train"
     """The value of ``split_column`` in training rows."""
     eval_split: str = "test"
@@ -97,9 +97,9 @@ class DataConfig(BaseModel):
     multi_hot: tuple[str, ...] = ()
     """Categorical columns whose text is a list of values, by name or glob. Parquet lists need no mention."""
     list_separator: str = Field(default="|", min_length=1)
-    """Between the values of a ``multi_hot`` text column."""
+    """Separates the values of a ``multi_hot`` text column."""
     csv_separator: str | None = Field(default=None, min_length=1, max_length=1)
-    """Between the columns of a text file; by default a comma, or a tab in .tsv files."""
+    """Separates the columns of a text file; by default a comma, or a tab in .tsv files."""
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
     """``signed_log1p``: sign(x) * log(1 + abs(x)). A missing value becomes 0 afterwards."""
     id_mode: Literal["hash", "index"] = "hash"
@@ -114,8 +114,8 @@ class DataConfig(BaseModel):
     max_eval_rows: int | None = Field(default=None, ge=1)
     """Evaluation rows used at most, from the front."""
     shuffle_rows: int = Field(default=100_000, ge=0)
-    """Training rows are shuffled within consecutive blocks of this many rows, anew in each epoch; 0 keeps the
-    order of the files. Synthetic rows are independent draws and are not shuffled."""
+    """Training rows are shuffled within consecutive blocks of this many rows, differently in each epoch; 0 keeps
+    the order of the files. Synthetic rows are independent draws and are not shuffled."""
     shuffle_seed: int = Field(default=0, ge=0)
     """Seed of the shuffling."""
     skip_bad_lines: bool = False

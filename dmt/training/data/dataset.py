@@ -1,4 +1,4 @@
-"""`open_source`: one interface to all data. The stream of rows is the same on all ranks; each decodes only its own.
+"""`open_source`: one interface to all data. All ranks read the same stream of rows; each decodes only its own.
 
 Legend: W ranks, B rows of a rank's batch, a global batch has W * B rows.
 """
@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError, did_you_mean
+from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
-from dmt.training.data.columns import ColumnReader
 from dmt.training.data.config import DataConfig
-from dmt.training.data.criteo import criteo_blocks
 from dmt.training.data.encode import Encoder
-from dmt.training.data.rows import BadRows, Bags, Block, Rows, every_row, limit, own_rows, shuffled, spread_split
+from dmt.training.data.readers import BadRows, ColumnReader, CriteoReader
+from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, spread_split
 from dmt.training.data.schema import expand_path, resolve_columns
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks
 
@@ -38,19 +38,14 @@ _END_BYTES = 2**16
 
 @dataclass(frozen=True)
 class ValidationReport:
-    """What a check before training looked at.
-
-    Example:
-        >>> ValidationReport(train_rows=1000, eval_rows=100, bad_rows=0).bad_rows
-        0
-    """
+    """Number of rows that a check before training has read."""
 
     train_rows: int
     """Rows of ``train_path`` checked (of both splits where they share files)."""
     eval_rows: int
     """Rows of ``eval_path`` checked."""
     bad_rows: int
-    """Malformed rows that were left out on the way (only with ``skip_bad_lines``)."""
+    """Malformed rows that were left out (only with ``skip_bad_lines``)."""
 
 
 def open_source(
@@ -60,12 +55,17 @@ def open_source(
     data_type: Literal["FP32", "FP16"] = "FP32",
     column_splits: Mapping[str, Sequence[int]] | None = None,
 ) -> ClickData:
-    """Opens the data of a run: finds the files, the columns and the tables. Reads no row yet.
+    """Opens the data of a run; for arguments, errors and an example see `ClickData`."""
+    return ClickData(config, embedding_dim=embedding_dim, data_type=data_type, column_splits=column_splits)
+
+
+class ClickData:
+    """Rows of clicks as batches for W ranks. Finds the files, the columns and the tables; reads no row yet.
 
     Args:
-        config: what the data are.
-        embedding_dim: columns of every table, for `ClickData.tables`; leave it out if that is not asked for.
-        data_type: number format of their weights.
+        config: the data section of the run's configuration.
+        embedding_dim: columns of every table; only `ClickData.tables` needs it.
+        data_type: number format of the tables' weights.
         column_splits: features whose tables the model cuts into column shards (`TowerPlan.column_splits`): batches
             have their ids once for each shard. `ClickData.tables` and ``feature_names`` stay those of the data.
 
@@ -75,28 +75,10 @@ def open_source(
 
     Example:
         >>> from dmt.training.data.config import SyntheticConfig
-        >>> data = open_source(DataConfig(synthetic=SyntheticConfig(num_features=2, num_groups=1)), embedding_dim=16)
+        >>> synthetic = SyntheticConfig(num_features=2, num_groups=1, num_rows=100, num_eval_rows=10)
+        >>> data = ClickData(DataConfig(synthetic=synthetic), embedding_dim=16)
         >>> [(table.name, table.num_embeddings) for table in data.tables]
         [('t_C1', 1000), ('t_C2', 1000)]
-    """
-    return ClickData(config, embedding_dim=embedding_dim, data_type=data_type, column_splits=column_splits)
-
-
-class ClickData:
-    """Rows of clicks as batches for W ranks.
-
-    Args:
-        config: what the data are.
-        embedding_dim: columns of every table.
-        data_type: number format of their weights.
-        column_splits: see `open_source`.
-
-    Raises:
-        InputError: see `open_source`.
-
-    Example:
-        >>> from dmt.training.data.config import SyntheticConfig
-        >>> data = ClickData(DataConfig(synthetic=SyntheticConfig(num_rows=100, num_eval_rows=10)))
         >>> [len(batch.labels) for batch in data.batches("train", rank=0, world_size=2, batch_size=16)]
         [16, 16, 16]
         >>> [int(batch.weights.sum()) for batch in data.batches("eval", rank=1, world_size=2, batch_size=6)]
@@ -158,7 +140,7 @@ class ClickData:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """The categorical features, in the order of a batch's keys (which name the shards of those that are cut)."""
+        """Categorical features, in the order of a batch's keys (which name the shards of those that are cut)."""
         return tuple(self.num_embeddings)
 
     @property
@@ -188,45 +170,45 @@ class ClickData:
 
     @property
     def bayes_auc(self) -> float | None:
-        """About the best possible AUC of synthetic data (a moment's work); None for files."""
+        """Estimate of the best possible AUC of synthetic data (takes a moment); None for files."""
         return self._clicks.bayes_auc() if self._clicks else None
 
     @property
     def bad_lines(self) -> dict[str, int]:
-        """Malformed rows left out of each file, in its latest reading (complete once a pass is)."""
+        """Number of malformed rows left out of each file in its latest reading (final once a pass is complete)."""
         files = {file for bad in self._bad.values() for file in bad.counts}
         return {file: max(bad.counts.get(file, 0) for bad in self._bad.values()) for file in sorted(files)}
 
     def training_files(self) -> list[tuple[str, int, int]]:
-        """Name, without folders, bytes and `fingerprint` of every training file, in the order they are read."""
+        """Returns name without folders, bytes and `fingerprint` of every training file, in the order of reading."""
         files = [Path(file) for file in self._files["train"]]
         return [(file.name, file.stat().st_size, fingerprint(file)) for file in files]
 
     def num_rows(self, split: Split) -> int | None:
-        """Rows of a split, when known: synthetic data at once, files after a complete pass; otherwise None."""
+        """Returns the rows of a split if known: of synthetic data at once, of files after a whole pass; else None."""
         return self._num_rows.get(split)
 
     def batches(
         self, split: Split, *, rank: int, world_size: int, batch_size: int, epoch: int = 0, start_row: int = 0
     ) -> Iterator[ClickBatch]:
-        """A rank's batches of one pass, or of the rest of one.
+        """Yields a rank's batches of one pass, or of the rest of one.
 
         The rows are cut into global batches of ``world_size * batch_size`` rows; rank r has rows r * batch_size to
         (r + 1) * batch_size of each. Every rank gets the same number of batches of the same size: training drops the
         ragged last global batch, evaluation fills it up with rows of weight 0, so that it sees each row exactly once.
 
-        A run that stopped goes on with ``start_row``, also with other W and B: global batches are cut anew from there.
+        A run that stopped goes on with ``start_row``, also with other W and B: global batches are cut from that row on.
         With the same W and B, ``start_row=k * W * B`` gives what the whole pass gives from its batch k on, bit for bit.
         Files are still read from their start, but no row before ``start_row`` is decoded.
 
         Args:
-            split: which rows.
+            split: the part of the data, ``"train"`` or ``"eval"``.
             rank: r, 0 to W - 1.
             world_size: W.
             batch_size: B.
-            epoch: training rows are shuffled differently in each (see ``DataConfig.shuffle_rows``).
-            start_row: training rows left out at the start of this epoch's shuffled stream. With less than a global
-                batch after them there is no batch: that epoch is over.
+            epoch: training rows are shuffled differently in each epoch (see ``DataConfig.shuffle_rows``).
+            start_row: training rows left out at the start of this epoch's shuffled stream. If less than a global batch
+                is left there is no batch: that epoch is over.
 
         Raises:
             InputError: an argument is out of range; no row, or, from row 0, too few to train on; a malformed row or an
@@ -278,7 +260,7 @@ class ClickData:
                 checked[split] += block.num_rows
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in splits:
-            self._some_rows(split, sum(block.num_rows for block in limit(self._blocks(split, quiet=True), 1)))
+            self._check_not_empty(split, sum(block.num_rows for block in limit(self._blocks(split, quiet=True), 1)))
         if rank == 0:
             logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
         return report
@@ -289,7 +271,7 @@ class ClickData:
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
         blocks = self._blocks(split, quiet=rank != 0)
-        chunks: Iterable[tuple[list[Block], NDArray[np.int64]]] = ((([block], every_row(block))) for block in blocks)
+        chunks: Iterable[tuple[list[Block], NDArray[np.int64]]] = (([block], every_row(block)) for block in blocks)
         if split == "train" and self.config.shuffle_rows and self._clicks is None:
             chunks = shuffled(blocks, self.config.shuffle_rows, seed=(self.config.shuffle_seed, epoch))
         global_batch = world_size * batch_size
@@ -301,14 +283,14 @@ class ClickData:
             seen += len(order)
             ready = max(seen - start_row, 0) // global_batch - emitted
             if ready:
-                # Own rows of a global batch that is not complete wait: it may turn out to be the ragged last one.
+                # Own rows of an incomplete global batch wait: it may turn out to be the ragged last one.
                 rows = Rows.concat(waiting)
                 for i in range(ready):
                     part = rows.slice(i * batch_size, (i + 1) * batch_size)
                     yield make_batch(part, self.feature_names, batch_size).split_columns(self._splits)
                 waiting = [rows.slice(ready * batch_size, rows.num_rows)]
                 emitted += ready
-        self._some_rows(split, seen)
+        self._check_not_empty(split, seen)
         self._num_rows[split] = seen
         ragged = max(seen - start_row, 0) - emitted * global_batch
         if split == "eval" and ragged:
@@ -324,34 +306,41 @@ class ClickData:
                 logger.info("Left out the last %d of %d training rows: less than a global batch.", ragged, seen)
 
     def _blocks(self, split: Split, *, quiet: bool) -> Iterator[Block]:
-        """The rows of a split, in the order of the files; the same on every rank."""
+        """Yields the rows of a split, in the order of the files; the same on every rank."""
         most = self.config.max_train_rows if split == "train" else self.config.max_eval_rows
-        return limit(self._synthetic(split) if self._clicks else self._rows_of_files(split, quiet=quiet), most)
+        return limit(self._draw(split) if self._clicks else self._read_split(split, quiet=quiet), most)
 
-    def _synthetic(self, split: Split) -> Iterator[Block]:
+    def _draw(self, split: Split) -> Iterator[Block]:
         assert self._clicks is not None, "files have no generator"
         total = self._clicks.num_rows(split)
         for index in range(-(-total // BLOCK_ROWS)):
             rows = min(BLOCK_ROWS, total - index * BLOCK_ROWS)
             yield SyntheticBlock(self._clicks, split, index, rows, self._encoder.signed_log1p)
 
-    def _rows_of_files(self, split: Split, *, quiet: bool) -> Iterator[Block]:
-        config = self.config
-        value = (config.train_split if split == "train" else config.eval_split) if config.split_column else None
-        blocks = self._read(split, value=value, quiet=quiet)
-        if config.eval_path or config.split_column:
+    def _read_split(self, split: Split, *, quiet: bool) -> Iterator[Block]:
+        blocks = self._read(split, value=self._split_value(split), quiet=quiet)
+        if self.config.eval_path or self.config.split_column:
             return blocks
-        return spread_split(blocks, config.eval_fraction, chosen=split == "eval")
+        return spread_split(blocks, self.config.eval_fraction, chosen=split == "eval")
+
+    def _split_value(self, split: Split) -> str | None:
+        """Returns the split column's value in the rows of a split; None where there is no such column."""
+        if not self.config.split_column:
+            return None
+        return self.config.train_split if split == "train" else self.config.eval_split
 
     def _read(self, split: Split, *, value: str | None, quiet: bool) -> Iterator[Block]:
-        """The files of a split; only rows with this value in the split column (None: all)."""
-        files = self._files[split] or self._files["train"]
-        # Counts of their own for each pass: a training and an evaluation pass may be under way at once.
+        """Reads the files of a split, or only their rows with this value in the split column."""
+        # Each pass has counts of its own: a training and an evaluation pass may run at the same time.
         bad = self._bad[split] = BadRows(skip=self.config.skip_bad_lines, warned=self._warned)
-        if self.config.kind == "criteo_tsv":
-            return criteo_blocks(files, self._encoder, bad, quiet=quiet)
-        reader = ColumnReader(config=self.config, encoder=self._encoder, bad=bad, splits_seen=self._splits_seen)
-        return reader.blocks(files, split=value, quiet=quiet)
+        reader = (
+            CriteoReader(encoder=self._encoder, bad=bad)
+            if self.config.kind == "criteo_tsv"
+            else ColumnReader(
+                encoder=self._encoder, bad=bad, config=self.config, split=value, splits_seen=self._splits_seen
+            )
+        )
+        return reader.blocks(self._files[split] or self._files["train"], quiet=quiet)
 
     def _no_rows(self) -> Rows:
         bags = (
@@ -360,23 +349,22 @@ class ClickData:
         )
         return Rows(np.zeros(0, np.float32), np.zeros((0, len(self.dense_names)), np.float32), tuple(bags))
 
-    def _some_rows(self, split: Split, rows: int) -> None:
+    def _check_not_empty(self, split: Split, rows: int) -> None:
         if rows:
             return
         files = self._files[split] or self._files["train"]
-        shown = files[0] + (f" and {len(files) - 1} more" if len(files) > 1 else "")
         why = "Give more data."
         if self.config.split_column:
-            value = self.config.train_split if split == "train" else self.config.eval_split
+            value = self._split_value(split)
             met = ", ".join(repr(v) for v in sorted(self._splits_seen)) or "none"
             why = f"None has {self.config.split_column} == {value!r} (values met: {met}). Set {split}_split."
         elif not self.config.eval_path:
             why = f"Give more data, or change eval_fraction={self.config.eval_fraction}."
-        raise InputError(f"The {split} split has no rows in {shown}. {why}")
+        raise InputError(f"The {split} split has no rows in {shorten(files, most=1)}. {why}")
 
 
 def fingerprint(file: Path) -> int:
-    """CRC-32 of the first and the last 64 KiB of a file: another day's rows under the same name are told apart."""
+    """Returns the CRC-32 of a file's first and last 64 KiB: it differs for another day's rows under the same name."""
     with file.open("rb") as stream:
         first = stream.read(_END_BYTES)
         stream.seek(max(0, file.stat().st_size - _END_BYTES))
@@ -384,7 +372,7 @@ def fingerprint(file: Path) -> int:
 
 
 def table_name(feature: str) -> str:
-    """The table of a feature; dots, which PyTorch does not allow in a module's name, are percent-encoded.
+    """Returns a feature's table name; dots, which PyTorch forbids in a module's name, are percent-encoded.
 
     Example:
         >>> table_name("user.country")
@@ -399,6 +387,6 @@ def _table_rows(config: DataConfig, categorical: Iterable[str]) -> dict[str, int
         if name not in names:
             raise InputError(
                 f"num_embeddings_per_feature: {name!r} is not a categorical feature.{did_you_mean(name, names)} "
-                f"Features: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}."
+                f"Features: {shorten(names, ', ', most=12)}."
             )
     return {name: config.num_embeddings_per_feature.get(name, config.num_embeddings) for name in names}

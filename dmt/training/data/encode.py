@@ -1,4 +1,11 @@
-"""`Encoder`: Arrow columns of some rows -> `Rows`; `FileBlock`: rows of a file that are encoded when asked for."""
+"""`Encoder`: Arrow columns of some rows -> `Rows`; `FileBlock`: rows of a file that are encoded when asked for.
+
+`hash_rows` hashes category values into the rows of a table. A value's row depends on its text, the feature's name and
+the table's size; not on the platform, the process, the rank, the file format (the number 12 and the text "12" agree) or
+other values in the data.
+
+Legend: n rows.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +14,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.training.data.hashing import FractionError, hash_rows
-from dmt.training.data.rows import Bags, Place, Rows
+from dmt.training.data.rows import Bags, Rows
 
-__all__ = ["Encoder", "FileBlock", "is_list", "out_of_range"]
+__all__ = ["Encoder", "FileBlock", "FractionError", "Place", "hash_rows", "is_list", "out_of_range"]
+
+_KEY = "dmt-category-v01"  # SipHash needs 16 bytes; another key is another data set to a trained model.
 
 
 def is_list(type_: pa.DataType) -> bool:
-    """Whether an Arrow type is one of the list types.
-
-    Example:
-        >>> is_list(pa.list_(pa.string())), is_list(pa.string())
-        (True, False)
-    """
+    """Tells whether an Arrow type is one of the list types."""
     return pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)
 
 
 def out_of_range(feature: str, value: int, num_embeddings: int, *, table: str, place: str) -> InputError:
-    """The error for an id that its table has no row for.
+    """Makes the error for an id that its table has no row for.
 
     Example:
         >>> str(out_of_range("C3", 120, 100, table="t_C3", place="a.csv, line 7"))[:69]
@@ -41,9 +45,34 @@ def out_of_range(feature: str, value: int, num_embeddings: int, *, table: str, p
     )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Positions of rows in their file, for messages.
+
+    Example:
+        >>> Place("a.csv", "line", np.array([2, 5]))(1)
+        'a.csv, line 5'
+    """
+
+    file: str
+    """The file's path as the user gave it."""
+    unit: str
+    """``line`` (text) or ``row`` (Parquet)."""
+    numbers: NDArray[np.int64]
+    """The 1-based line or row number of each row."""
+
+    def __call__(self, row: int) -> str:
+        """Returns the file and number of the row at this position."""
+        return f"{self.file}, {self.unit} {self.numbers[row]}"
+
+    def take(self, index: NDArray[np.int64]) -> Place:
+        """Returns the places of the rows at these positions."""
+        return Place(self.file, self.unit, self.numbers[index])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """How columns become model inputs.
+    """Turns columns into model inputs.
 
     Example:
         >>> encoder = Encoder(dense=("d",), num_embeddings={"c": 10}, multi_hot=frozenset(), list_separator="|",
@@ -59,13 +88,13 @@ class Encoder:
     num_embeddings: Mapping[str, int]
     """Categorical columns with the rows of their tables."""
     multi_hot: frozenset[str]
-    """Which categorical columns have bags."""
+    """Categorical columns that have bags of ids."""
     list_separator: str
-    """Between the values of a bag in a text column."""
+    """Separates the values of a bag in a text column."""
     id_mode: Literal["hash", "index"]
     """Hash values into the table, or take them as its row numbers."""
     signed_log1p: bool
-    """Whether dense values x become sign(x) * log(1 + abs(x))."""
+    """True: dense values x become sign(x) * log(1 + abs(x))."""
 
     def encode(self, table: pa.Table, labels: NDArray[np.float32], place: Place) -> Rows:
         """Decodes all rows of a table.
@@ -73,7 +102,7 @@ class Encoder:
         Args:
             table: the dense (numbers) and categorical columns, n rows.
             labels: float32 [n].
-            place: where the rows stand, for messages.
+            place: positions of the rows in their file, for messages.
 
         Raises:
             InputError: an infinite dense value, an id outside its table, or a category that is no text, whole
@@ -117,7 +146,7 @@ class Encoder:
         return Bags(self._ids(values.filter(kept), name, place, rows), offsets)
 
     def _ids(self, values: pa.Array, name: str, place: Place, rows: NDArray[np.int64] | None) -> NDArray[np.int64]:
-        """Ids of values; ``rows[i]`` is the row of value i (None: i)."""
+        """Returns the ids of values, int64 [len(values)]; ``rows[i]`` is the row of value i (None: i)."""
         num_embeddings = self.num_embeddings[name]
 
         def where(wrong: NDArray[np.bool_]) -> str:
@@ -152,25 +181,18 @@ class Encoder:
 
 @dataclass(frozen=True)
 class FileBlock:
-    """Rows of a file as Arrow columns. Only rows that are asked for are encoded.
-
-    Example:
-        >>> encoder = Encoder(dense=(), num_embeddings={"c": 10}, multi_hot=frozenset(), list_separator="|",
-        ...                   id_mode="index", signed_log1p=False)
-        >>> place = Place("a.csv", "line", np.array([1, 2]))
-        >>> block = FileBlock(pa.table({"c": [3, 9]}), np.zeros(2, np.float32), place, encoder)
-        >>> block.rows(np.array([1])).bags[0].values.tolist()
-        [9]
-    """
+    """Rows of a file as Arrow columns; only rows that are asked for are encoded."""
 
     table: pa.Table
+    """Dense columns as numbers, and categorical columns; n rows."""
     labels: NDArray[np.float32]
+    """0 or 1, float32 [n]."""
     place: Place
     encoder: Encoder
 
     @property
     def num_rows(self) -> int:
-        """How many rows the block holds."""
+        """Number of rows in the block."""
         return len(self.labels)
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
@@ -194,3 +216,65 @@ def _is_whole(value: object) -> bool:
         return value is None or abs(int(str(value))) < 2**63
     except ValueError:
         return False
+
+
+class FractionError(InputError):
+    """A floating-point category, ``value``, that is not a whole number."""
+
+    def __init__(self, feature: str, value: float) -> None:
+        super().__init__(f"Feature {feature!r}: category {value} is not a whole number. Store categories as text.")
+        self.value = value
+
+
+def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray[np.int64]:
+    """Maps category values to table rows: missing -> 0, any other -> 1 + hash mod (rows - 1).
+
+    Args:
+        values: text, whole numbers, booleans or whole-numbered floats (NaN is missing), [n]; may be dictionary-encoded.
+        feature: salts the hash, so that equal values of two features collide with different ones.
+        num_embeddings: rows of the feature's table; with one row everything is row 0.
+
+    Returns:
+        int64 [n], each within 0..num_embeddings - 1.
+
+    Raises:
+        FractionError: a floating-point value has a fraction.
+
+    Example:
+        >>> hash_rows(pa.array(["68fd1e64", None, "68fd1e64"]), feature="C1", num_embeddings=1000).tolist()
+        [637, 0, 637]
+    """
+    if num_embeddings == 1 or len(values) == 0:
+        return np.zeros(len(values), dtype=np.int64)
+    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    dictionary = encoded.dictionary
+    if len(dictionary) > 2 * len(codes):  # few rows of a large dictionary: hash only what they use
+        used, codes = np.unique(codes, return_inverse=True)
+        dictionary = dictionary.take(pa.array(used, mask=used < 0))
+    text = _text(dictionary, feature)
+    missing = pc.is_null(text).to_numpy(zero_copy_only=False)
+    words = pc.fill_null(text, "").to_numpy(zero_copy_only=False).astype(object)
+    hashed = pd.util.hash_array(words, hash_key=_KEY, categorize=False)
+    salt = pd.util.hash_array(np.array([feature], dtype=object), hash_key=_KEY, categorize=False)[0]
+    rows = 1 + (_mix(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
+    # Code -1 (missing) reads the appended last entry.
+    return np.append(np.where(missing, 0, rows), 0)[codes]
+
+
+def _text(values: pa.Array, feature: str) -> pa.Array:
+    """Returns one spelling per value, whatever the column's type."""
+    if pa.types.is_floating(values.type):
+        numbers = values.to_numpy(zero_copy_only=False)
+        whole = np.isnan(numbers) | (np.trunc(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
+        if not whole.all():
+            raise FractionError(feature, float(numbers[~whole][0]))
+        values = pa.array(np.nan_to_num(numbers).astype(np.int64), mask=np.isnan(numbers))
+    return values.cast(pa.string())
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64: after the xor with the salt every bit depends on every bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,9 +1,18 @@
-"""Parquet and CSV files with named columns, as blocks of rows."""
+"""Readers of click files: each turns files into blocks of well-formed rows, which are encoded only when asked for.
+
+`ColumnReader` reads Parquet and CSV files with named columns, `CriteoReader` Criteo's click logs: label, 13 integers
+and 26 hexadecimal categories, tab-separated, empty = missing, no header.
+
+Legend: n rows of a piece, which is what is read and checked at a time.
+"""
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,23 +21,159 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
-from dmt.training.data.encode import Encoder, FileBlock
-from dmt.training.data.rows import BadRows, Place
-from dmt.training.data.schema import Columns, check_types, csv_header, is_parquet, parquet_file, separator_of
+from dmt.training.data.encode import Encoder, FileBlock, Place
+from dmt.training.data.schema import (
+    CRITEO_CATEGORICAL,
+    CRITEO_DENSE,
+    Columns,
+    check_types,
+    csv_header,
+    is_parquet,
+    parquet_file,
+    separator_of,
+)
 from dmt.training.data.textfile import TextFormat, parse_block, text_blocks
 
-__all__ = ["ColumnReader"]
+__all__ = ["BadRows", "ColumnReader", "CriteoReader", "FileReader"]
+
+logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 16_384
+# A value that occurs often in a block is checked and hashed once.
 _DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 # How common writers spell a missing number; a missing category is only the empty text ("NA" may be Namibia).
 _MISSING = pa.array(["nan", "na", "n/a", "null", "none", ""])
 _NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?$"
+_CRITEO_FORMAT = TextFormat(
+    names=("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL),
+    separator="\t",
+    quotes=False,
+    types=dict.fromkeys(("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL), _DICTIONARY),
+    expected="tab-separated: label, I1-I13, C1-C26",
+)
+_CRITEO_RULES = {
+    "label": (r"^[01]$", "0 or 1"),
+    **dict.fromkeys(CRITEO_DENSE, (r"^-?[0-9]{1,18}$", "a whole number or nothing")),
+    **dict.fromkeys(CRITEO_CATEGORICAL, (r"^[0-9a-fA-F]{1,16}$", "a hexadecimal number or nothing")),
+}
+
+
+class BadRows:
+    """Malformed rows of one pass over files: either stops at the first and names it, or counts those left out.
+
+    Args:
+        skip: leave rows out and count them.
+        warned: files that need no warning any more; shared by all passes.
+
+    Example:
+        >>> bad = BadRows(skip=True)
+        >>> bad.start("a.tsv")
+        >>> bad.record("a.tsv", "line", {3: "expected 40 columns, found 39"})
+        >>> bad.counts
+        {'a.tsv': 1}
+    """
+
+    def __init__(self, *, skip: bool, warned: set[str] | None = None) -> None:
+        self.skip = skip
+        self.counts: dict[str, int] = {}
+        self._warned = set() if warned is None else warned
+
+    def start(self, file: str) -> None:
+        """Begins a reading of a file: its count is set to 0."""
+        self.counts[file] = 0
+
+    def record(self, file: str, unit: str, faults: dict[int, str]) -> None:
+        """Takes the faults of a block, by 1-based line or row number.
+
+        Raises:
+            InputError: rows are not skipped; the message is of the first fault.
+        """
+        if faults and not self.skip:
+            first = min(faults)
+            raise InputError(
+                f"{file}, {unit} {first}: {faults[first]}. Fix the {unit}, or set skip_bad_lines=true to leave out "
+                "and count such rows."
+            )
+        self.counts[file] += len(faults)
+
+    def finish(self, file: str, *, quiet: bool) -> None:
+        """Ends a reading of a file; warns once per file, unless ``quiet`` (every rank but the first)."""
+        if self.counts[file] and file not in self._warned and not quiet:
+            self._warned.add(file)
+            logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", file, self.counts[file])
+
+
+class _Piece(NamedTuple):
+    """Rows as they were read, and the lines that could not be read as rows."""
+
+    table: pa.Table
+    numbers: NDArray[np.int64]
+    """1-based line or row number of each row [n]."""
+    faults: dict[int, str]
+    """Faults by line or row number."""
+
+
+class _Checked(NamedTuple):
+    """Rows with their labels and dense columns as numbers."""
+
+    table: pa.Table
+    labels: NDArray[np.float64]
+    """0 or 1 where the row is good, float64 [n]."""
+    good: NDArray[np.bool_]
+    """True for well-formed rows [n]."""
+    wanted: NDArray[np.bool_] | None = None
+    """True for rows of the split that is read [n]; None: all."""
 
 
 @dataclass(kw_only=True)
-class ColumnReader:
-    r"""Reads files with named columns.
+class FileReader(ABC):
+    """A format of files: how a file is read in pieces, and what is wrong with a row."""
+
+    encoder: Encoder
+    """Turns columns into model inputs when a block is asked for rows."""
+    bad: BadRows
+    """Takes malformed rows."""
+
+    def blocks(self, paths: Sequence[str], *, quiet: bool = False) -> Iterator[FileBlock]:
+        """Reads the files one after another, in constant memory (Parquet: one row group at a time).
+
+        Args:
+            paths: the files.
+            quiet: no warning about left-out rows (every rank but the first).
+
+        Yields:
+            Blocks of well-formed rows with their line or row numbers.
+
+        Raises:
+            InputError: a file cannot be read or lacks a column, or a row is malformed and bad rows are not skipped:
+                file, line or row number, what was expected, what was found.
+        """
+        for path in paths:
+            self.bad.start(path)
+            unit, pieces = self._open(path)
+            for piece in pieces:
+                table, labels, good, wanted = self._check(piece)
+                self.bad.record(path, unit, piece.faults)
+                kept = good if wanted is None else good & wanted
+                numbers = piece.numbers
+                if not kept.all():
+                    table, labels, numbers = table.filter(pa.array(kept)), labels[kept], numbers[kept]
+                if len(labels):
+                    yield FileBlock(table, labels.astype(np.float32), Place(path, unit, numbers), self.encoder)
+            self.bad.finish(path, quiet=quiet)
+
+    @abstractmethod
+    def _open(self, path: str) -> tuple[str, Iterator[_Piece]]:
+        """Opens a file; returns what its rows are counted in, ``line`` or ``row``, and the rows piece by piece."""
+
+    @abstractmethod
+    def _check(self, piece: _Piece) -> _Checked:
+        """Checks rows, adds the first fault of each to ``piece.faults`` and converts labels and dense columns."""
+
+
+@dataclass(kw_only=True)
+class ColumnReader(FileReader):
+    r"""Reads files with named columns: .parquet, .csv or .tsv (text also .gz).
 
     Example:
         >>> import tempfile
@@ -45,51 +190,19 @@ class ColumnReader:
 
     config: DataConfig
     """Names the label and the split column."""
-    encoder: Encoder
-    """How to turn columns into model inputs."""
-    bad: BadRows
-    """Takes malformed rows."""
+    split: str | None = None
+    """Value of the split column in the rows to read; None: all rows."""
     splits_seen: set[str] = field(default_factory=set)
     """Some values of the split column that were met, for the message when none fits."""
 
-    def blocks(self, paths: Sequence[str], *, split: str | None = None, quiet: bool = False) -> Iterator[FileBlock]:
-        """Reads the files one after another, in constant memory (Parquet: one row group at a time).
-
-        Args:
-            paths: .parquet, .csv or .tsv files (text also .gz).
-            split: only rows with this value in the split column.
-            quiet: no warning about left-out rows (every rank but the first).
-
-        Yields:
-            Blocks of well-formed rows.
-
-        Raises:
-            InputError: a file cannot be read or lacks a column; a row is malformed (label not 0 or 1, dense value
-                not a number, wrong number of columns) and bad rows are not skipped: file, line or row number.
-        """
-        for path in paths:
-            self.bad.start(path)
-            unit = "row" if is_parquet(path) else "line"
-            pieces = self._parquet(path) if is_parquet(path) else self._text(path)
-            for table, numbers, faults in pieces:
-                # The label first: it tells an empty line from one that merely lacks a dense value.
-                labels, good = self._labels(table, numbers, faults)
-                table = self._dense(table, numbers, faults, good)
-                self.bad.record(path, unit, faults)
-                if split is not None:
-                    good = good & self._in_split(table, split)
-                if good.all():
-                    yield FileBlock(table, labels, Place(path, unit, numbers), self.encoder)
-                elif good.any():
-                    place = Place(path, unit, numbers[good])
-                    yield FileBlock(table.filter(pa.array(good)), labels[good], place, self.encoder)
-            self.bad.finish(path, quiet=quiet)
+    def _open(self, path: str) -> tuple[str, Iterator[_Piece]]:
+        return ("row", self._parquet(path)) if is_parquet(path) else ("line", self._text(path))
 
     def _used(self) -> list[str]:
         split = [self.config.split_column] if self.config.split_column else []
         return [self.config.label, *split, *self.encoder.dense, *self.encoder.num_embeddings]
 
-    def _parquet(self, path: str) -> Iterator[tuple[pa.Table, NDArray[np.int64], dict[int, str]]]:
+    def _parquet(self, path: str) -> Iterator[_Piece]:
         schema = parquet_file(path).schema_arrow
         columns = Columns(
             dense=tuple(self.encoder.dense),
@@ -97,21 +210,21 @@ class ColumnReader:
             multi_hot=self.encoder.multi_hot,
         )
         check_types(columns, schema, path)
-        self._need(schema.names, path)
+        self._require(schema.names, path)
         text = [n for n in self._used() if pa.types.is_string(schema.field(n).type)]
         file = parquet_file(path, dictionaries=[n for n in text if n not in self.encoder.multi_hot])
         start = 1
         try:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=self._used(), use_threads=False):
-                yield pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows), {}
+                yield _Piece(pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows), {})
                 start += batch.num_rows
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{path}, row {start} or soon after: cannot be read as Parquet ({error}).") from error
 
-    def _text(self, path: str) -> Iterator[tuple[pa.Table, NDArray[np.int64], dict[int, str]]]:
+    def _text(self, path: str) -> Iterator[_Piece]:
         separator = separator_of(path, self.config)
         names = csv_header(path, separator)
-        self._need(names, path)
+        self._require(names, path)
         plain = {*self.encoder.dense, *self.encoder.multi_hot}
         form = TextFormat(
             names=tuple(names),
@@ -120,60 +233,99 @@ class ColumnReader:
             types={n: pa.string() if n in plain else _DICTIONARY for n in self._used()},
             expected="as in line 1",
         )
-        for first_line, block in text_blocks(path):
-            if first_line == 1:
-                first_line, block = 2, block.split(b"\n", 1)[1]
-            if block:
-                table, lines, faults = parse_block(block, form)
-                yield table, first_line + lines, {first_line + line: text for line, text in faults.items()}
+        return _text_pieces(path, form, header=True)
 
-    def _need(self, names: Sequence[str], path: str) -> None:
+    def _require(self, names: Sequence[str], path: str) -> None:
         absent = [name for name in self._used() if name not in names]
         if absent:
             raise InputError(f"{path}: column {absent[0]!r} is missing; all files must have the columns of the first.")
 
-    def _labels(
-        self, table: pa.Table, numbers: NDArray[np.int64], faults: dict[int, str]
-    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    def _check(self, piece: _Piece) -> _Checked:
+        table, numbers, faults = piece
+        # The label first: it tells an empty line from one that merely lacks a dense value.
         column = table.column(self.config.label).combine_chunks()
         labels, wrong = _to_numbers(column)
         wrong |= (labels != 0) & (labels != 1)
         for row in np.flatnonzero(wrong):
             found = _found(column, int(row))
             faults[int(numbers[row])] = f"label column {self.config.label!r}: expected 0 or 1, found {found}"
-        return labels.astype(np.float32), ~wrong
-
-    def _dense(
-        self, table: pa.Table, numbers: NDArray[np.int64], faults: dict[int, str], good: NDArray[np.bool_]
-    ) -> pa.Table:
-        """Turns dense text columns into numbers; rows where that fails are marked in ``good`` and ``faults``."""
+        good = ~wrong
         for name in self.encoder.dense:
             column = table.column(name).combine_chunks()
             values, wrong = _to_numbers(column)
             for row in np.flatnonzero(wrong & good):
-                faults[int(numbers[row])] = (
-                    f"dense column {name!r}: expected a number, found {_found(column, int(row))}"
-                )
+                found = _found(column, int(row))
+                faults[int(numbers[row])] = f"dense column {name!r}: expected a number, found {found}"
             good &= ~wrong
-            table = table.set_column(table.column_names.index(name), name, pa.array(values))
-        return table
+            table = _with_numbers(table, name, values)
+        return _Checked(table, labels, good, self._in_split(table))
 
-    def _in_split(self, table: pa.Table, split: str) -> NDArray[np.bool_]:
+    def _in_split(self, table: pa.Table) -> NDArray[np.bool_] | None:
+        if self.split is None:
+            return None
         column = table.column(self.config.split_column).combine_chunks()
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
         column = column.cast(pa.string())
         if len(self.splits_seen) < 5:
             self.splits_seen.update(str(value) for value in pc.unique(column).to_pylist()[:5])
-        return pc.fill_null(pc.equal(column, split), False).to_numpy(zero_copy_only=False)
+        return pc.fill_null(pc.equal(column, self.split), False).to_numpy(zero_copy_only=False)
+
+
+@dataclass(kw_only=True)
+class CriteoReader(FileReader):
+    r"""Reads files in Criteo's format, plain or gzip; columns are named I1-I13 and C1-C26.
+
+    All 40 columns of every line are checked, whichever are used.
+
+    Example:
+        >>> import tempfile
+        >>> encoder = Encoder(dense=("I1",), num_embeddings={"C1": 100}, multi_hot=frozenset(), list_separator="|",
+        ...                   id_mode="hash", signed_log1p=False)
+        >>> with tempfile.NamedTemporaryFile("w") as file:
+        ...     _ = file.write("1" + 13 * "\t7" + 26 * "\t0a")
+        ...     file.flush()
+        ...     blocks = CriteoReader(encoder=encoder, bad=BadRows(skip=False)).blocks([file.name])
+        ...     [block.rows(np.array([0])).dense.tolist() for block in blocks]
+        [[[7.0]]]
+    """
+
+    def _open(self, path: str) -> tuple[str, Iterator[_Piece]]:
+        return "line", _text_pieces(path, _CRITEO_FORMAT)
+
+    def _check(self, piece: _Piece) -> _Checked:
+        table, numbers, faults = piece
+        good = np.ones(table.num_rows, dtype=bool)
+        for name, (pattern, expected) in _CRITEO_RULES.items():
+            column = table.column(name).combine_chunks()
+            fits = pc.match_substring_regex(column.dictionary, pattern).to_numpy(zero_copy_only=False)
+            wrong = ~_by_row(column, fits, name != "label")
+            for row in np.flatnonzero(wrong & good):
+                value = column[int(row)].as_py()
+                found = "nothing" if value is None else repr(value if len(value) < 40 else value[:40] + "...")
+                faults[int(numbers[row])] = f"column {name}: expected {expected}, found {found}"
+            good &= ~wrong
+        labels, _ = _to_numbers(table.column("label").combine_chunks())
+        table = table.select((*self.encoder.dense, *self.encoder.num_embeddings))
+        for name in self.encoder.dense:
+            table = _with_numbers(table, name, _to_numbers(table.column(name).combine_chunks())[0])
+        return _Checked(table, labels, good)
+
+
+def _text_pieces(path: str, form: TextFormat, *, header: bool = False) -> Iterator[_Piece]:
+    for first_line, block in text_blocks(path):
+        if header and first_line == 1:
+            first_line, block = 2, block.split(b"\n", 1)[1]
+        if block:
+            table, lines, faults = parse_block(block, form)
+            yield _Piece(table, first_line + lines, {first_line + line: text for line, text in faults.items()})
 
 
 def _to_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Numbers, booleans or text as float64 [n] with NaN for missing, and which are no number [n]."""
+    """Converts numbers, booleans or text to float64 [n] with NaN for missing; also returns which are no number [n]."""
     if pa.types.is_dictionary(column.type):
         values, wrong = _to_numbers(column.dictionary)
-        codes = column.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-        return np.append(values, np.nan)[codes], np.append(wrong, False)[codes]
+        return _by_row(column, values, np.nan), _by_row(column, wrong, False)
     wrong = np.zeros(len(column), dtype=bool)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = pc.utf8_lower(pc.utf8_trim_whitespace(column)).cast(pa.string())
@@ -191,8 +343,18 @@ def _to_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_
         return np.full(len(column), np.nan), np.ones(len(column), dtype=bool)
 
 
+def _by_row(column: pa.DictionaryArray, values: NDArray[Any], missing: Any) -> NDArray[Any]:
+    """Looks up each row's value by its dictionary code: [dictionary size] -> [n]."""
+    # A missing value has code -1, which reads the appended last entry.
+    return np.append(values, missing)[column.indices.fill_null(-1).to_numpy(zero_copy_only=False)]
+
+
 def _float64(column: pa.Array) -> NDArray[np.float64]:
     return column.to_numpy(zero_copy_only=False)
+
+
+def _with_numbers(table: pa.Table, name: str, values: NDArray[np.float64]) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, pa.array(values))
 
 
 def _found(column: pa.Array, row: int) -> str:

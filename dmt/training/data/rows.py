@@ -1,11 +1,13 @@
-"""`Rows`: decoded rows as numpy arrays, between a reader and a batch. Also the faults of single rows.
+"""`Rows`: decoded rows as numpy arrays, between a reader and a batch; and streams of blocks of rows.
 
-Legend: n rows, D dense features, F categorical features.
+A stream is cut, split, shuffled and shared among ranks by positions in it only, so every rank finds the same without
+communication.
+
+Legend: n rows, D dense features, F categorical features, W ranks, B rows of a rank's batch.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,15 +15,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dmt.errors import InputError
-
 __all__ = [
-    "BadRows",
     "Bags",
     "Block",
-    "Place",
     "Rows",
-    "SomeRows",
+    "SelectedRows",
     "every_row",
     "limit",
     "own_rows",
@@ -29,7 +27,7 @@ __all__ = [
     "spread_split",
 ]
 
-logger = logging.getLogger(__name__)
+_PARTS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,11 @@ class Bags:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Ids per row [n]."""
+        """Number of ids in each row, int64 [n]."""
         return np.ones(len(self.values), dtype=np.int64) if self.offsets is None else np.diff(self.offsets)
 
     def take(self, order: NDArray[np.int64]) -> Bags:
-        """The rows in the given order."""
+        """Returns the rows at these positions, in their order."""
         if self.offsets is None:
             return Bags(self.values[order])
         lengths = np.diff(self.offsets)[order]
@@ -63,7 +61,7 @@ class Bags:
         return Bags(self.values[np.repeat(self.offsets[order], lengths) + within], offsets)
 
     def slice(self, start: int, stop: int) -> Bags:
-        """Rows start to stop."""
+        """Returns rows start to stop."""
         if self.offsets is None:
             return Bags(self.values[start:stop])
         offsets = self.offsets[start : stop + 1]
@@ -71,7 +69,7 @@ class Bags:
 
     @staticmethod
     def concat(parts: Sequence[Bags]) -> Bags:
-        """The rows of all parts, one after another."""
+        """Returns the rows of all parts, one after another."""
         values = np.concatenate([part.values for part in parts])
         if parts[0].offsets is None:
             return Bags(values)
@@ -97,20 +95,20 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return len(self.labels)
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
-        """The rows at these positions, in their order."""
+        """Returns the rows at these positions, in their order."""
         return Rows(self.labels[index], self.dense[index], tuple(bags.take(index) for bags in self.bags))
 
     def slice(self, start: int, stop: int) -> Rows:
-        """Rows start to stop, without a copy of labels and dense features."""
+        """Returns rows start to stop, without a copy of labels and dense features."""
         return Rows(self.labels[start:stop], self.dense[start:stop], tuple(b.slice(start, stop) for b in self.bags))
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
-        """The rows of all parts (at least one), one after another."""
+        """Returns the rows of all parts (at least one), one after another."""
         if len(parts) == 1:
             return parts[0]
         return Rows(
@@ -125,95 +123,15 @@ class Block(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """How many rows the block holds."""
+        """Number of rows in the block."""
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Decodes the rows at these positions (int64, 0-based), in their order."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where rows stand in their file, for messages.
-
-    Example:
-        >>> Place("a.csv", "line", np.array([2, 5]))(1)
-        'a.csv, line 5'
-    """
-
-    file: str
-    """Path as the user knows it."""
-    unit: str
-    """``line`` (text) or ``row`` (Parquet)."""
-    numbers: NDArray[np.int64]
-    """The 1-based line or row number of each row."""
-
-    def __call__(self, row: int) -> str:
-        """File and number of the row at this position."""
-        return f"{self.file}, {self.unit} {self.numbers[row]}"
-
-    def take(self, index: NDArray[np.int64]) -> Place:
-        """The places of some of the rows."""
-        return Place(self.file, self.unit, self.numbers[index])
-
-
-class BadRows:
-    """What happens to a malformed row in one pass over files: stop with its place, or leave it out and count it.
-
-    Args:
-        skip: leave rows out and count them.
-        warned: files that need no warning any more; shared by all passes.
-
-    Example:
-        >>> bad = BadRows(skip=True)
-        >>> bad.start("a.tsv")
-        >>> bad.record("a.tsv", "line", {3: "expected 40 columns, found 39"})
-        >>> bad.counts
-        {'a.tsv': 1}
-    """
-
-    def __init__(self, *, skip: bool, warned: set[str] | None = None) -> None:
-        self.skip = skip
-        self.counts: dict[str, int] = {}
-        self._warned = set() if warned is None else warned
-
-    def start(self, file: str) -> None:
-        """Begins a reading of a file: its count is set to 0."""
-        self.counts[file] = 0
-
-    def record(self, file: str, unit: str, faults: dict[int, str]) -> None:
-        """Takes the faults of a block, by 1-based line or row number.
-
-        Raises:
-            InputError: rows are not skipped; the message is of the first fault.
-        """
-        if faults and not self.skip:
-            first = min(faults)
-            raise InputError(
-                f"{file}, {unit} {first}: {faults[first]}. Fix the {unit}, or set skip_bad_lines=true to leave out "
-                "and count such rows."
-            )
-        self.counts[file] += len(faults)
-
-    def finish(self, file: str, *, quiet: bool) -> None:
-        """Ends a reading of a file; warns once per file, unless ``quiet`` (every rank but the first)."""
-        if self.counts[file] and file not in self._warned and not quiet:
-            self._warned.add(file)
-            logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", file, self.counts[file])
-
-
-_PARTS = 1_000_000
-
-
-@dataclass(frozen=True)
-class SomeRows:
-    """Some of the rows of a block, as a block.
-
-    Example:
-        >>> from dmt.training.data.rows import Rows
-        >>> block = Rows(np.array([0, 1, 0], np.float32), np.zeros((3, 0), np.float32), ())
-        >>> SomeRows(block, np.array([1, 2])).rows(np.array([0])).labels.tolist()
-        [1.0]
-    """
+class SelectedRows:
+    """A block of the selected rows of another block."""
 
     block: Block
     index: NDArray[np.int64]
@@ -221,7 +139,7 @@ class SomeRows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return len(self.index)
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
@@ -230,17 +148,12 @@ class SomeRows:
 
 
 def every_row(block: Block) -> NDArray[np.int64]:
-    """The positions of all rows of a block, in order.
-
-    Example:
-        >>> every_row(Rows(np.zeros(2, np.float32), np.zeros((2, 0), np.float32), ())).tolist()
-        [0, 1]
-    """
+    """Returns the positions of all rows of a block, in order."""
     return np.arange(block.num_rows)
 
 
 def limit(blocks: Iterable[Block], most: int | None) -> Iterator[Block]:
-    """The first ``most`` rows of a stream (None: all).
+    """Yields the first ``most`` rows of a stream (None: all).
 
     Example:
         >>> block = Rows(np.zeros(4, np.float32), np.zeros((4, 0), np.float32), ())
@@ -252,8 +165,8 @@ def limit(blocks: Iterable[Block], most: int | None) -> Iterator[Block]:
         if left is None or block.num_rows < left:
             yield block
             left = None if left is None else left - block.num_rows
-        else:  # the last one: do not read on
-            yield block if block.num_rows == left else SomeRows(block, np.arange(left))
+        else:  # the last one: read no further
+            yield block if block.num_rows == left else SelectedRows(block, np.arange(left))
             return
 
 
@@ -263,7 +176,7 @@ def spread_split(blocks: Iterable[Block], fraction: float, *, chosen: bool) -> I
     Args:
         blocks: the stream.
         fraction: share of rows set apart, to a millionth.
-        chosen: whether to yield the rows set apart, or the others.
+        chosen: yield the rows set apart; otherwise the others.
 
     Example:
         >>> block = Rows(np.arange(5, dtype=np.float32), np.zeros((5, 0), np.float32), ())
@@ -278,7 +191,7 @@ def spread_split(blocks: Iterable[Block], fraction: float, *, chosen: bool) -> I
         start += block.num_rows
         index = np.flatnonzero(apart == chosen)
         if len(index):
-            yield SomeRows(block, index)
+            yield SelectedRows(block, index)
 
 
 def shuffled(
@@ -292,7 +205,7 @@ def shuffled(
         seed: of the order, together with the chunk's number.
 
     Yields:
-        The blocks of a chunk and the order: row ``order[i]`` of the blocks, counted through, comes i-th.
+        The blocks of a chunk and the order: row ``order[i]``, counted over all its blocks, comes i-th.
 
     Example:
         >>> block = Rows(np.zeros(3, np.float32), np.zeros((3, 0), np.float32), ())
@@ -306,7 +219,7 @@ def shuffled(
         while start < block.num_rows:
             stop = min(block.num_rows, start + chunk_rows - filled)
             whole = start == 0 and stop == block.num_rows
-            chunk.append(block if whole else SomeRows(block, np.arange(start, stop)))
+            chunk.append(block if whole else SelectedRows(block, np.arange(start, stop)))
             filled += stop - start
             start = stop
             if filled == chunk_rows:
@@ -322,15 +235,15 @@ def own_rows(
     """Decodes a rank's own rows of a chunk: row g of the stream belongs to rank ``g // B mod W``.
 
     Args:
-        chunk: blocks.
-        order: row ``order[i]`` of the blocks, counted through, is row ``start + i`` of the stream.
+        chunk: consecutive blocks.
+        order: row ``order[i]``, counted over all blocks of the chunk, is row ``start + i`` of the stream.
         start: stream position of the chunk.
-        rank: which rank.
+        rank: the rank whose rows are wanted.
         world_size: W.
         batch_size: B.
 
     Returns:
-        The own rows in stream order; an empty list when there are none.
+        The rank's rows in stream order, as one part; an empty list if there are none.
 
     Example:
         >>> block = Rows(np.arange(6, dtype=np.float32), np.zeros((6, 0), np.float32), ())

@@ -1,4 +1,4 @@
-"""Which columns a run uses: names and globs of the configuration against the columns of the files."""
+"""Files and columns of a run: paths, names and globs of the configuration against what the files have."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dmt.errors import InputError, did_you_mean
+from dmt.formatting import shorten
 from dmt.training.data.config import DataConfig
-from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE
 from dmt.training.data.encode import is_list
 from dmt.training.data.textfile import text_blocks
 
 __all__ = [
+    "CRITEO_CATEGORICAL",
+    "CRITEO_DENSE",
     "Columns",
     "check_types",
     "csv_header",
@@ -32,18 +34,17 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
+"""Criteo's integer columns."""
+CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
+"""Criteo's categorical columns."""
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The columns of a run, in the order of the model's inputs.
-
-    Example:
-        >>> Columns(dense=("I1",), categorical=("C1",), multi_hot=frozenset()).categorical
-        ('C1',)
-    """
+    """The columns of a run, in the order of the model's inputs."""
 
     dense: tuple[str, ...]
     categorical: tuple[str, ...]
@@ -52,11 +53,11 @@ class Columns:
 
 
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
-    """The files that a file name, directory or glob stands for, in the order of their names.
+    """Lists the files that a file name, directory or glob matches, in the order of their names.
 
     Args:
         setting: the setting's name, for messages.
-        value: what it was set to. Of a directory, hidden files and files that begin with ``_`` are left out.
+        value: its value. Of a directory, hidden files and files that begin with ``_`` are left out.
         columns: only files whose ending says Parquet or CSV; otherwise any file.
 
     Raises:
@@ -87,22 +88,12 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
 
 
 def is_parquet(path: str) -> bool:
-    """Whether a file's name says Parquet.
-
-    Example:
-        >>> is_parquet("a.parquet"), is_parquet("a.csv.gz")
-        (True, False)
-    """
+    """Tells from a file's name whether it is Parquet."""
     return path.endswith(_PARQUET)
 
 
 def separator_of(path: str, config: DataConfig) -> str:
-    r"""What separates the columns of a text file.
-
-    Example:
-        >>> separator_of("a.tsv.gz", DataConfig())
-        '\t'
-    """
+    """Returns the character that separates the columns of a text file."""
     return config.csv_separator or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
 
 
@@ -111,13 +102,6 @@ def parquet_file(path: str, *, dictionaries: Sequence[str] = ()) -> pq.ParquetFi
 
     Raises:
         InputError: the file cannot be read or is not Parquet.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile(suffix=".parquet") as file:
-        ...     pq.write_table(pa.table({"label": [0, 1]}), file.name)
-        ...     parquet_file(file.name).metadata.num_rows
-        2
     """
     try:
         return pq.ParquetFile(path, read_dictionary=list(dictionaries), pre_buffer=False)
@@ -126,7 +110,7 @@ def parquet_file(path: str, *, dictionaries: Sequence[str] = ()) -> pq.ParquetFi
 
 
 def csv_header(path: str, separator: str) -> list[str]:
-    """The column names in the first line of a text file.
+    """Reads the column names in the first line of a text file.
 
     Raises:
         InputError: the file is empty or unreadable, or two columns have one name.
@@ -147,9 +131,7 @@ def csv_header(path: str, separator: str) -> list[str]:
     if not line:
         raise InputError(f"{path}: expected a line of column names first, found {'an empty' if block else 'no'} line.")
     names = next(csv.reader([line], delimiter=separator))
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        raise InputError(f"{path}, line 1: column {doubled[0]!r} is named {names.count(doubled[0])} times.")
+    _check_unique(names, f"{path}, line 1")
     return names
 
 
@@ -165,21 +147,15 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
     """
     if config.kind == "criteo_tsv":
         return Columns(
-            dense=_select("dense", config.dense, CRITEO_DENSE, path) if config.dense else CRITEO_DENSE,
-            categorical=(
-                _select("categorical", config.categorical, CRITEO_CATEGORICAL, path)
-                if config.categorical
-                else CRITEO_CATEGORICAL
-            ),
+            dense=_select("dense", config.dense or CRITEO_DENSE, CRITEO_DENSE, path),
+            categorical=_select("categorical", config.categorical or CRITEO_CATEGORICAL, CRITEO_CATEGORICAL, path),
             multi_hot=frozenset(),
         )
     if is_parquet(path):
         schema = parquet_file(path).schema_arrow
     else:
         schema = pa.schema([(name, pa.string()) for name in csv_header(path, separator_of(path, config))])
-    doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
-    if doubled:
-        raise InputError(f"{path}: column {doubled[0]!r} is named {schema.names.count(doubled[0])} times.")
+    _check_unique(schema.names, path)
     other = [config.label] + ([config.split_column] if config.split_column else [])
     for setting, name in zip(("label", "split_column"), other, strict=False):
         if name not in schema.names:
@@ -206,7 +182,7 @@ def check_types(columns: Columns, schema: pa.Schema, path: str) -> None:
 
     Raises:
         InputError: a column is absent, a dense one is not a number, a categorical one neither text, whole number,
-            boolean nor a list of these, or its being a list differs from the first file.
+            boolean nor a list of these, or one is a list here but not in the first file, or the other way round.
 
     Example:
         >>> columns = Columns(dense=("x",), categorical=(), multi_hot=frozenset())
@@ -246,8 +222,14 @@ def check_types(columns: Columns, schema: pa.Schema, path: str) -> None:
             raise InputError(f"{path}: multi_hot column {name!r} has type {type_}, expected a list or text.")
 
 
+def _check_unique(names: Sequence[str], place: str) -> None:
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise InputError(f"{place}: column {doubled[0]!r} is named {names.count(doubled[0])} times.")
+
+
 def _select(setting: str, patterns: Sequence[str], names: Sequence[str], path: str) -> tuple[str, ...]:
-    """The columns that names and globs match, each once, in the order of the patterns, then of the file."""
+    """Returns the columns that names and globs match, each once, in the order of the patterns, then of the file."""
     found: dict[str, None] = {}
     for pattern in patterns:
         matches = [pattern] if pattern in names else [n for n in names if fnmatch.fnmatchcase(n, pattern)]
@@ -258,7 +240,7 @@ def _select(setting: str, patterns: Sequence[str], names: Sequence[str], path: s
 
 
 def _missing(setting: str, pattern: str, names: Sequence[str], path: str) -> InputError:
-    shown = ", ".join(list(names)[:12]) + (", ..." if len(names) > 12 else "")
+    shown = shorten(names, ", ", most=12)
     return InputError(
         f"{path}: {setting} {pattern!r} matches no column.{did_you_mean(pattern, names)} Columns: {shown}."
     )

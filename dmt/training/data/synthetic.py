@@ -1,12 +1,12 @@
-"""A click log that is made up as it is read: Criteo's shape, Zipf ids, and groups of features that belong together.
+"""`SyntheticClicks`: a click log drawn while it is read, with Criteo's shape, Zipf ids and planted feature groups.
 
-How a row comes about (n rows, F categorical features in G groups, D dense features):
+A row is drawn in three steps (n rows, F categorical features in G groups, D dense features):
 
 1. Every group g has a hidden variable z_g ~ N(0, 1); feature j in it has t_j = sqrt(rho) z_g + sqrt(1 - rho) e_j with
    e_j ~ N(0, 1) of its own, so t_j ~ N(0, 1) and two features of one group have correlation rho.
 2. The line of t is cut into as many pieces as the feature has ids, in an order drawn once, each as probable as its
    Zipf share: the piece that t_j falls in is the id. Ids are thus exactly Zipf-distributed, yet neighbours on the line
-   occur in the same rows. The id's score u_j is the mean of t over its piece: all that an id tells about t.
+   occur in the same rows. The id's score u_j is the mean of t over its piece, which is all that an id tells about t.
 3. logit = intercept + signal * (standardised sum of: a main effect and the pairwise products of the u_j within each
    group, and effects of a few dense features) + noise. Features of different groups never interact.
 
@@ -30,7 +30,7 @@ from dmt.training.data.rows import Bags, Rows
 __all__ = ["BLOCK_ROWS", "SyntheticBlock", "SyntheticClicks"]
 
 BLOCK_ROWS = 1024
-"""Rows that are drawn together. Small, so that a rank draws little more than its own rows."""
+"""Number of rows drawn together; small, so that a rank draws little more than its own rows."""
 
 _SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent streams of random numbers of one seed
 _PROBE_ROWS = 32_768
@@ -38,7 +38,7 @@ _MAIN_WEIGHT = 0.5  # of a group's main effect, against 1 for its products
 
 
 class SyntheticClicks:
-    """The generator: everything that is drawn once; blocks of rows are functions of (seed, split, block index).
+    """Draws blocks of rows, each a function of (seed, split, block index); what all share is drawn once, here.
 
     Args:
         config: sizes, strengths and the seed.
@@ -61,20 +61,20 @@ class SyntheticClicks:
         self._cuts, self._scores = zip(*(self._pieces(rng) for _ in self.feature_names), strict=True)
         self._main = rng.choice([-1.0, 1.0], size=config.num_groups)
         effects = rng.normal(size=config.num_dense)
-        effects[4:] = 0.0  # a few dense features matter, the others are there to be ignored
+        effects[4:] = 0.0  # a few dense features matter, a model must learn to ignore the others
         self._dense_effects = 0.6 * effects / max(float(np.linalg.norm(effects)), 1e-9)
         self._calibrate()
 
     @property
     def planted_groups(self) -> list[list[str]]:
-        """The features of each group."""
+        """Features of each group."""
         return [
             [name for name, of in zip(self.feature_names, self._group, strict=True) if of == group]
             for group in range(self.config.num_groups)
         ]
 
     def num_rows(self, split: Literal["train", "eval"]) -> int:
-        """Rows of a split."""
+        """Returns the number of rows of a split."""
         return self.config.num_rows if split == "train" else self.config.num_eval_rows
 
     def draw(self, split: Literal["train", "eval"], block: int) -> Rows:
@@ -84,7 +84,7 @@ class SyntheticClicks:
         return rows
 
     def bayes_auc(self, num_rows: int = 131_072) -> float:
-        """About the AUC of the best possible model: ranking fresh rows by their noise-free logit.
+        """Estimates the AUC of the best possible model, which ranks fresh rows by their noise-free logit.
 
         Its standard error is about ``0.7 / sqrt(num_rows)``.
 
@@ -99,7 +99,7 @@ class SyntheticClicks:
         return float((ranks[rows.labels == 1].sum() - clicks * (clicks - 1) / 2) / (clicks * (num_rows - clicks)))
 
     def _pieces(self, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Where the line of t is cut, and the mean of t in each piece: [rows - 1], [rows]."""
+        """Draws the cuts of the line of t, and the mean of t in each piece: [rows - 1], [rows]."""
         share = np.arange(1, self.config.rows_per_table + 1) ** -self.config.zipf_exponent
         share = rng.permutation(share / share.sum())
         cuts = torch.special.ndtri(torch.from_numpy(np.cumsum(share)[:-1])).numpy()
@@ -121,7 +121,7 @@ class SyntheticClicks:
         self._intercept = low
 
     def _draw(self, rng: np.random.Generator, n: int) -> tuple[Rows, NDArray[np.float64]]:
-        """Rows and their noise-free logits [n]."""
+        """Draws rows and their noise-free logits [n]."""
         config = self.config
         hidden = rng.normal(size=(config.num_groups, n))
         shared, own = np.sqrt(config.group_correlation), np.sqrt(1 - config.group_correlation)
@@ -158,13 +158,7 @@ class SyntheticClicks:
 
 @dataclass(frozen=True)
 class SyntheticBlock:
-    """A block that is drawn when rows of it are asked for.
-
-    Example:
-        >>> clicks = SyntheticClicks(SyntheticConfig(rows_per_table=50))
-        >>> SyntheticBlock(clicks, "train", 0, 1000, signed_log1p=True).rows(np.array([3, 5])).num_rows
-        2
-    """
+    """A block that is drawn only when rows of it are asked for."""
 
     clicks: SyntheticClicks
     split: Literal["train", "eval"]
@@ -172,7 +166,7 @@ class SyntheticBlock:
     num_rows: int
     """At most `BLOCK_ROWS`; less in the last block."""
     signed_log1p: bool
-    """Whether dense counts x become log(1 + x)."""
+    """True: dense counts x become log(1 + x)."""
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Draws the block and returns the rows at these positions."""

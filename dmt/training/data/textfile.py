@@ -1,7 +1,7 @@
 """Text files, plain or gzip, as blocks of whole lines with exact line numbers, and blocks as Arrow columns.
 
-Own blocks instead of Arrow's streaming CSV reader, because its row numbers start anew or are unknown after rows that
-it leaves out, and it says of text that is not UTF-8 only that some is there.
+Arrow's streaming CSV reader is not used: after rows that it leaves out, its row numbers start again or are unknown, and
+it reports text that is not UTF-8 without its place.
 """
 
 from __future__ import annotations
@@ -26,23 +26,18 @@ _MAX_LINE_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """How a line is cut into columns.
-
-    Example:
-        >>> TextFormat(names=("a", "b"), separator=",", quotes=True, types={"b": pa.string()}, expected="a,b").names
-        ('a', 'b')
-    """
+    """Format of a line, which is cut into columns."""
 
     names: tuple[str, ...]
     """All columns of a line, in order."""
     separator: str
-    """Between columns."""
+    """Character between columns."""
     quotes: bool
-    """Whether ``"`` quotes a column; otherwise it is a character like any other."""
+    """True: ``"`` quotes a column; otherwise it is a character like any other."""
     types: dict[str, pa.DataType]
     """The columns to keep, with the type to read them as (text or dictionary of text)."""
     expected: str
-    """What a line should look like, for messages."""
+    """Description of a good line, for messages."""
 
 
 def text_blocks(path: str, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, bytes]]:
@@ -53,7 +48,7 @@ def text_blocks(path: str, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple
 
     Args:
         path: the file.
-        block_bytes: about how much to read at a time.
+        block_bytes: approximate number of bytes to read at a time.
 
     Yields:
         The 1-based number of the block's first line, and the block.
@@ -102,8 +97,8 @@ def parse_block(block: bytes, form: TextFormat) -> tuple[pa.Table, NDArray[np.in
         form: the columns.
 
     Returns:
-        The kept columns of the well-formed lines (an empty line is one with every column missing); the 0-based place
-        of each in the block, int64; and for every other line by its place what is wrong with it.
+        The kept columns of the well-formed lines (an empty line is one with every column missing); the 0-based number
+        of each of these lines in the block, int64 [n]; and the fault of every other line, by its number.
 
     Example:
         >>> form = TextFormat(names=("a", "b"), separator=",", quotes=False, types={"b": pa.string()}, expected="a,b")
@@ -145,12 +140,12 @@ def parse_block(block: bytes, form: TextFormat) -> tuple[pa.Table, NDArray[np.in
     if unreadable:
         readable = ~np.isin(lines, list(unreadable))
         table, lines = table.filter(pa.array(readable)), lines[readable]
-    # A one-column format takes a blanked line as a row, any other may call it cut wrong: the first reason stands.
+    # A one-column format takes a blanked line as a row, any other may call it cut wrong: the first reason is kept.
     return table, lines, {**cut_wrong, **unreadable}
 
 
 def _pieces(path: str, size: int) -> Iterator[bytes]:
-    """Decompressed pieces of a file."""
+    """Yields the decompressed file in pieces."""
     with open(path, "rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
@@ -171,7 +166,7 @@ def _clean(text: bytes, *, first: bool) -> bytes:
 
 
 def _unreadable_lines(block: bytes, *, quotes: bool) -> dict[int, str]:
-    """Lines that are not UTF-8, or that leave a quote open."""
+    """Returns the faults of lines that are not UTF-8 or leave a quote open, by 0-based line number."""
     faults: dict[int, str] = {}
     try:
         block.decode()
@@ -183,7 +178,7 @@ def _unreadable_lines(block: bytes, *, quotes: bool) -> dict[int, str]:
                 faults[i] = (
                     f"expected text in UTF-8, found byte 0x{text[error.start]:02x} at position {error.start + 1}"
                 )
-    # An even count in the block can still hide two open quotes, so every line is looked at once there are quotes.
+    # An even count in the block can hide two open quotes, so every line is checked if the block has any quote.
     if quotes and b'"' in block:
         for i, text in enumerate(block.split(b"\n")):
             if text.count(b'"') % 2:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.data.criteo import CRITEO_CATEGORICAL, CRITEO_DENSE, criteo_blocks
-from dmt.training.data.encode import Encoder
-from dmt.training.data.hashing import hash_rows
-from dmt.training.data.rows import BadRows, Rows, every_row
+from dmt.training.data.encode import Encoder, hash_rows
+from dmt.training.data.readers import BadRows, CriteoReader
+from dmt.training.data.rows import Rows, every_row
+from dmt.training.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from dmt.training.data.textfile import text_blocks
 
 from .helpers import criteo_line, numbered_lines, write
@@ -31,7 +31,7 @@ ENCODER = Encoder(
 
 def read(*paths, skip=False):
     bad = BadRows(skip=skip)
-    blocks = list(criteo_blocks(paths, ENCODER, bad))
+    blocks = list(CriteoReader(encoder=ENCODER, bad=bad).blocks(paths))
     rows = Rows.concat([b.rows(every_row(b)) for b in blocks]) if blocks else None
     return rows, [int(n) for b in blocks for n in b.place.numbers], bad
 
@@ -120,13 +120,13 @@ def test_left_out_lines_are_counted_and_warned_of_once(tmp_path, caplog):
     bad = BadRows(skip=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert sum(b.num_rows for b in criteo_blocks([path], ENCODER, bad)) == 2
+            assert sum(b.num_rows for b in CriteoReader(encoder=ENCODER, bad=bad).blocks([path])) == 2
     assert bad.counts == {path: 3}
     assert [r.getMessage() for r in caplog.records] == [f"{path}: left out 3 malformed rows (skip_bad_lines=true)."]
 
 
 def test_line_numbers_across_blocks_match_a_line_by_line_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr("dmt.training.data.criteo.text_blocks", lambda path: text_blocks(path, block_bytes=700))
+    monkeypatch.setattr("dmt.training.data.readers.text_blocks", lambda path: text_blocks(path, block_bytes=700))
     rng = random.Random(0)
     lines = [rng.choice(["", "x", criteo_line("3"), criteo_line(), criteo_line("1")]) for _ in range(300)]
     _, numbers, bad = read(write(tmp_path / "a.tsv", lines), skip=True)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.data.hashing import hash_rows
+from dmt.training.data.encode import hash_rows
 
 
 def test_rows_of_known_values_never_change():
