@@ -121,7 +121,8 @@ def refusals_on_rank(rank: int, folder: str) -> None:
         (
             Run("table_wise", tables(names="xy")),
             r"another model or optimizer: it lacks \['model\.sparse_arch\.embedding_bags\.t_x\.weight', "
-            r"'model\.\S*t_y\.weight', 'optimizer\.\S*t_x\.momentum1' and 1 more\] and has \[.*t_a\S*' and 1 more\] in addition",
+            r"'model\.\S*t_y\.weight', 'optimizer\.\S*t_x\.momentum1' and 1 more\] "
+            r"and has \[.*t_a\S*' and 1 more\] in addition",
         ),
         (
             Run("table_wise", tables(dim=12)),
