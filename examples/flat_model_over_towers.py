@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt import SPTTEmbeddingBagCollectionSharder, TowerMesh, TowerPlan, TowerShardingPlanner, TowerTopology
 from dmt.collectives import gather_objects
+from dmt.testing import load_plain_state
 from dmt.traffic import TrafficMeter
 
 FEATURES, ROWS, DIM, BATCH = ["ad", "user", "shop", "city"], 100, 16, 8
@@ -47,17 +48,8 @@ sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["ad",
 plan = TowerShardingPlanner(topology).plan(plain, sharders)
 model = DistributedModelParallel(ClickModel(), device=torch.device("cpu"), plan=plan, sharders=sharders)
 
-# Weights go in after DistributedModelParallel is built: building it draws the tables anew.
-weights = plain.state_dict()
-with torch.no_grad():
-    for name, value in model.state_dict().items():
-        if not hasattr(value, "local_shards"):
-            value.copy_(weights[name])
-            continue
-        for shard in value.local_shards():
-            row, column = shard.metadata.shard_offsets
-            rows, columns = shard.metadata.shard_sizes
-            shard.tensor.copy_(weights[name][row : row + rows, column : column + columns])
+# After DistributedModelParallel is built: building it draws the tables again.
+load_plain_state(model, plain.state_dict())
 
 draw = torch.Generator().manual_seed(mesh.rank)
 values = torch.randint(0, ROWS, (len(FEATURES) * BATCH,), generator=draw)

@@ -1,23 +1,31 @@
-"""The oracle of the parity tests: the plain module in one process, on the union of all ranks' batches."""
+"""Models, batches and plain training of the parity tests."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
+
 LR, EPS = 0.05, 1e-6
 DENSE = (torch.optim.Adam, torch.optim.SGD)
+OPTIMIZERS = {
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "sgd": EmbOptimType.EXACT_SGD,
+}
+FUSED = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": LR, "eps": EPS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,94 +115,30 @@ def make_tables(dims: list[int], *, pooling: str = "SUM", rows: int = 40) -> lis
     ]
 
 
-def full_state(model: DistributedModelParallel) -> dict[str, Tensor]:
-    """Gathers a sharded model's state to plain tensors on every rank."""
-    pieces: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
-        if isinstance(value, ShardedTensor):
-            shards = [(s.metadata.shard_offsets, s.tensor.detach().clone()) for s in value.local_shards()]
-            pieces[name] = (tuple(value.size()), shards)
-        else:
-            pieces[name] = value.detach().clone()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, pieces)
-    whole: dict[str, Tensor] = {}
-    covered: dict[str, int] = {}
-    for part in everyone:
-        for name, value in part.items():
-            if isinstance(value, Tensor):
-                whole[name] = value
-                continue
-            size, shards = value
-            target = whole.setdefault(name, torch.full(size, float("nan")))
-            for offsets, shard in shards:
-                where = tuple(slice(o, o + n) for o, n in zip(offsets, shard.shape, strict=True))
-                target[where] = shard
-                covered[name] = covered.get(name, 0) + shard.numel()
-    for name, count in covered.items():
-        assert count == whole[name].numel(), f"{name}: shards hold {count} of {whole[name].numel()} numbers"
-    return whole
+def load_ramps(model: DistributedModelParallel) -> dict[str, Tensor]:
+    """Gives every parameter of a sharded model numbers from -1 to 1, whatever was drawn; returns them."""
+    shapes = {name: value.shape for name, value in gather_plain_state(model).items()}
+    state = {name: torch.linspace(-1, 1, shape.numel()).view(shape) for name, shape in shapes.items()}
+    load_plain_state(model, state)
+    return state
 
 
-def load_full(model: DistributedModelParallel, state: dict[str, Tensor]) -> None:
-    """Copies plain tensors into a sharded model, shard by shard."""
-    seen = 0
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            seen += 1
-            if isinstance(value, ShardedTensor):
-                for shard in value.local_shards():
-                    where = tuple(
-                        slice(o, o + n)
-                        for o, n in zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-                    )
-                    shard.tensor.copy_(state[name][where])
-            else:
-                value.copy_(state[name])
-    assert seen, "the sharded model has no state"
+def plain_training(
+    model: nn.Module, *, replicas: int = 1, optimizer: str = "rowwise_adagrad", **options: Any
+) -> PlainTraining:
+    """Plain training of copies of a model: dense parts take SGD where tables do, otherwise Adam."""
+    make = partial(DENSE[optimizer == "sgd"], lr=LR)
+    options.setdefault("make_optimizer", lambda named: make(list(named.values())))
+    fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": LR, "eps": EPS}
+    return PlainTraining([copy.deepcopy(model) for _ in range(replicas)], fused_params=fused, **options)
 
 
-class Oracle:
-    """Trains the plain model on every rank's batch at once: the mean over ranks of the local mean losses.
-
-    Tables take row-wise AdaGrad as FBGEMM does (state = mean of squared gradients over the columns of a shard),
-    AdaGrad or SGD; dense parts take Adam, and SGD where tables do.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        column_cuts: dict[str, list[int]] | None = None,
-        optimizer: str = "rowwise_adagrad",
-    ) -> None:
-        self.model = copy.deepcopy(model)
-        self.tables = {n: p for n, p in self.model.named_parameters() if "embedding_bags" in n}
-        self.dense = {n: p for n, p in self.model.named_parameters() if n not in self.tables}
-        trainable = [p for p in self.dense.values() if p.requires_grad]
-        self.optimizer = DENSE[optimizer == "sgd"](trainable, lr=LR) if trainable else None
-        self.cuts = column_cuts or {}
-        self.table_optimizer = optimizer
-        self.state: dict[str, list[Tensor]] = {}
-
-    def step(self, batches: list[tuple[KeyedJaggedTensor, Tensor]]) -> None:
-        self.model.zero_grad()
-        losses = [loss_of(self.model(ids)[1], labels) for ids, labels in batches]
-        torch.stack(losses).mean().backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        with torch.no_grad():
-            for name, table in self.tables.items():
-                cuts = self.cuts.get(name.split(".")[-2], [table.shape[1]])
-                states = self.state.setdefault(name, [torch.zeros(()) for _ in cuts])
-                for i, (weight, grad) in enumerate(zip(table.split(cuts, 1), table.grad.split(cuts, 1), strict=True)):
-                    if self.table_optimizer == "sgd":
-                        weight -= LR * grad
-                        continue
-                    square = grad.pow(2)
-                    if self.table_optimizer == "rowwise_adagrad":
-                        square = square.mean(dim=1, keepdim=True)
-                    states[i] = states[i] + square
-                    weight -= LR * grad / (states[i].sqrt() + EPS)
+def train_plainly(training: PlainTraining, *batches: list[tuple[KeyedJaggedTensor, Tensor]]) -> None:
+    """A step on the batches of the ranks of each replica: the mean over ranks of their mean losses."""
+    for module, of_replica in zip(training.modules, batches, strict=True):
+        module.zero_grad()
+        torch.stack([loss_of(module(ids)[1], labels) for ids, labels in of_replica]).mean().backward()
+    training.step()
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

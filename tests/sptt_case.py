@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
@@ -31,20 +30,21 @@ from dmt import (
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.precision import ExchangePrecision
+from dmt.testing import gather_plain_state, load_plain_state, table_layout
 from tests.parity import (
     DENSE,
-    EPS,
+    FUSED,
     LR,
+    OPTIMIZERS,
     Batches,
     FlatModel,
-    Oracle,
     PassThrough,
     SumTowerModule,
     TowerModel,
-    full_state,
-    load_full,
     loss_of,
     make_tables,
+    plain_training,
+    train_plainly,
 )
 
 TOLERANCE = 5e-6
@@ -65,12 +65,6 @@ FORWARD = {"fp32": 1e-6, "fp16": _ERROR["fp16"], "bf16": _ERROR["bf16"], "int8-b
 # gradient's own size, so a gradient that cancels takes its direction from rounding: only FP32 trains with them.
 TRAINED = {"fp16": 8 * 2**-11, "bf16": 8 * 2**-8, "int8-bf16": 8 * 2**-8}
 STEPS = 4
-OPTIMIZERS = {
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "sgd": EmbOptimType.EXACT_SGD,
-}
-FUSED = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": LR, "eps": EPS}
 MIXES = {
     "mixed": ("table_wise", "row_wise", "column_wise", "data_parallel"),
     "mixed-model-parallel": ("row_wise", "column_wise", "table_wise"),
@@ -166,16 +160,6 @@ def shard(
     )
 
 
-def column_cuts(model: DistributedModelParallel) -> dict[str, list[int]]:
-    """Widths of the shards of every column-wise table: each keeps a row-wise state of its own."""
-    return {
-        name: [shard.shard_sizes[1] for shard in sharding.sharding_spec.shards]
-        for of_module in model.plan.plan.values()
-        for name, sharding in of_module.items()
-        if sharding.sharding_type == "column_wise"
-    }
-
-
 def columns_of(result: Any) -> torch.Tensor:
     return result.values() if isinstance(result, KeyedTensor) else result
 
@@ -191,11 +175,11 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
     torch.manual_seed(100 + rank)  # whatever ranks draw on their own must not matter
     mesh = mesh or TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks))
     model = shard(case, original, mesh)
-    oracle = Oracle(plain, column_cuts(model), case.optimizer)
-    load_full(model, start)
+    oracle = plain_training(plain, layout=table_layout(model), optimizer=case.optimizer)
+    load_plain_state(model, start)
     if case.micro_batches > 1:
         MicroBatches(model, num_micro_batches=case.micro_batches)
-    assert set(full_state(model)) == set(start), "the sharded state has other names than the unsharded one"
+    assert set(gather_plain_state(model)) == set(start), "the sharded state has other names than the unsharded one"
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter((n, p) for n, p in model.named_parameters() if p.requires_grad)),
         lambda params: DENSE[case.optimizer == "sgd"](params, lr=LR),
@@ -205,7 +189,7 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
     for step in range(STEPS):
         everyone = [batches.draw(r, step, tables) for r in range(case.world)]
         ids, labels = everyone[rank]
-        expected = oracle.model(ids)[0]
+        expected = oracle.modules[0](ids)[0]
         result, logits = model(ids)
         result = result.wait() if hasattr(result, "wait") else result
         if step == 0:  # equal weights
@@ -213,10 +197,10 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
         dense.zero_grad()
         loss_of(logits, labels).backward()
         dense.step()
-        oracle.step(everyone)
-    after = full_state(model)
+        train_plainly(oracle, everyone)
+    after = gather_plain_state(model)
     worst = {"tables": 0.0, "dense": 0.0, "moved": 0.0}
-    for name, value in oracle.model.state_dict().items():
+    for name, value in oracle.modules[0].state_dict().items():
         kind = "tables" if "embedding_bags" in name else "dense"
         worst[kind] = max(worst[kind], (after[name] - value).abs().max().item())
         worst["moved"] = max(worst["moved"], (start[name] - value).abs().max().item())

@@ -1,6 +1,7 @@
 """Algorithm 1 of the 2D sparse parallelism paper (section 3.2) in one process, for a model with flat tables.
 
-With a sync in every step, all replicas are equal at the start of each step, so one copy of the tables is enough.
+With a sync in every step, all replicas are equal at the start of each step, so one copy of the tables is enough, and
+only the rows of a batch are visited: fast enough for whole epochs. Tests hold it against `dmt.testing.PlainTraining`.
 
 Legend: M replicas, B samples of the global batch, F features, N embedding dim, V rows of all tables together.
 """
@@ -18,11 +19,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.study.clicks import Clicks
 from benchmarks.study.trials import build_trial_model, row_order, this_process_alone
 from dmt.errors import InputError
+from dmt.testing.plain import warmup_share
 from dmt.training.config import TrainingConfig
 from dmt.training.job import ClickTask
 from dmt.training.metrics import ClickMetrics, MetricValues
 
-__all__ = ["ReplicaTables", "Simulation", "rise", "simulate"]
+__all__ = ["ReplicaTables", "Simulation", "simulate"]
 
 
 class ReplicaTables(nn.Module):
@@ -134,19 +136,6 @@ class ReplicaTables(nn.Module):
         self.plain_moment[distinct] += whole.square().mean(dim=1)
 
 
-def rise(step: int, warmup_steps: int) -> float:
-    """The factor of the learning rates in a step, counted from 0: that of the trainer's warm-up.
-
-    Example:
-        >>> [rise(step, 4) for step in (0, 1, 4, 9)], rise(0, 0)
-        ([0.25, 0.4375, 1.0, 1.0], 1.0)
-    """
-    if not warmup_steps:
-        return 1.0
-    start = 1 / warmup_steps
-    return min(1.0, start + (1 - start) * step / warmup_steps)
-
-
 class Simulation:
     """A flat model with its optimizers, trained with M replicas.
 
@@ -185,7 +174,7 @@ class Simulation:
 
     def step(self, rows: Tensor) -> float:
         """Trains on one global batch of the given rows; returns its mean loss before."""
-        factor = rise(self._steps, self._optimizer.warmup_steps)
+        factor = warmup_share(self._steps, self._optimizer.warmup_steps)
         self._dense.param_groups[0]["lr"] = self._optimizer.dense_lr * factor
         loss, _ = self._task(self._clicks.batch(self._clicks.train, rows))
         self._task.zero_grad()

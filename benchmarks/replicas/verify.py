@@ -17,9 +17,9 @@ from benchmarks.study.clicks import Clicks
 from benchmarks.study.trials import STUDY_SETS, build_trial_model, row_order, this_process_alone
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing import load_plain_state
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.job import build_optimizer, shard_model
-from tests.parity import load_full
 
 __all__ = ["FusedReplicas", "compare", "verify"]
 
@@ -54,7 +54,7 @@ class FusedReplicas:
         self._models, self._optimizers = [], []
         for _ in range(num_replicas):
             model = shard_model(config, clicks.tables, clicks.train[0].shape[1], mesh=mesh)
-            load_full(model, {f"model.{name}": value for name, value in plain.items()})
+            load_plain_state(model, {f"model.{name}": value for name, value in plain.items()})
             self._models.append(model)
             self._optimizers.append(build_optimizer(config.optimizer, model))
 

@@ -7,13 +7,13 @@ moments scaled by R, and then tables are averaged (2D sparse parallelism, Algori
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.steps.build import OPTIMIZER, Built, build_plain
@@ -21,7 +21,10 @@ from benchmarks.steps.contenders import Contender
 from benchmarks.steps.inputs import benchmark_tables, random_batch
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.shares import column_cuts
+from dmt.testing import PlainTraining, load_plain_state
+from dmt.testing.state import TableLayout
 from dmt.training.data.batch import ClickBatch
+from dmt.training.job import fused_params
 
 __all__ = ["PlainModel", "CHECK_STEPS", "check_batches", "check_losses", "load_weights", "losses_of", "plain_weights"]
 
@@ -48,15 +51,8 @@ def plain_weights(contender: Contender, setting: Setting) -> dict[str, Tensor]:
 
 
 def load_weights(built: Built, weights: Mapping[str, Tensor]) -> None:
-    """Copies whole tables and dense weights into a sharded model, shard by shard."""
-    with torch.no_grad():
-        for name, value in built.model.state_dict().items():
-            if not isinstance(value, ShardedTensor):
-                value.copy_(weights[name])
-                continue
-            for shard in value.local_shards():
-                at = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-                shard.tensor.copy_(weights[name][tuple(slice(first, first + size) for first, size in at)])
+    """Gives a sharded model and its replicas the weights of the plain one."""
+    load_plain_state(built.model, weights)
     if built.replicas is not None:
         built.replicas.restart()
 
@@ -87,7 +83,7 @@ def check_losses(contender: Contender, found: Sequence[Sequence[float]], expecte
 
 
 class PlainModel:
-    """The unsharded model, and what it computes for the contenders that stand for it.
+    """Trains the unsharded model for one step, once for all contenders that must compute the same.
 
     Args:
         contender: any of them.
@@ -97,22 +93,28 @@ class PlainModel:
 
     def __init__(self, contender: Contender, setting: Setting, weights: Mapping[str, Tensor]) -> None:
         self._setting = setting
-        self._weights = weights
         self._model = build_plain(contender, setting)
-        self._gradients: dict[int, list[dict[str, Tensor]]] = {}
+        self._model.load_state_dict(weights)
         self._losses: dict[Any, list[list[float]]] = {}
 
     def losses(self, built: Built) -> list[list[float]]:
-        """For every rank the losses on its batches before and after a step."""
-        replicas, cuts = built.contender.num_replicas, column_cuts(built.plan)
-        key = (replicas, *chain.from_iterable((table, *widths) for table, widths in sorted(cuts.items())))
+        """Returns for every rank the losses on its batches before and after a step."""
+        num_replicas, cuts = built.contender.num_replicas, column_cuts(built.plan)
+        key = (num_replicas, *chain.from_iterable((table, *widths) for table, widths in sorted(cuts.items())))
         if key not in self._losses:
-            self._model.load_state_dict(self._weights)
-            before = self._losses_by_rank(step=0)
-            if replicas not in self._gradients:
-                self._gradients[replicas] = [self._gradient(ranks) for ranks in self._ranks_by_replica(built)]
-            self._step(self._gradients[replicas], cuts)
-            self._losses[key] = [list(pair) for pair in zip(before, self._losses_by_rank(step=1), strict=True)]
+            modules = [copy.deepcopy(self._model) for _ in range(num_replicas)]
+            training = PlainTraining(
+                modules,
+                fused_params=fused_params(OPTIMIZER),
+                make_optimizer=lambda named: torch.optim.SGD(named.values(), lr=OPTIMIZER.dense_lr),
+                layout=TableLayout(column_widths=cuts),
+            )
+            before = self._losses_by_rank(modules[0], step=0)
+            for module, ranks in zip(modules, self._ranks_by_replica(built), strict=True):
+                loss, _ = module(_joined([check_batches(self._setting, rank)[0] for rank in ranks]))
+                loss.backward()
+            training.step()
+            self._losses[key] = [list(pair) for pair in zip(before, self._losses_by_rank(modules[0], 1), strict=True)]
         return self._losses[key]
 
     def _ranks_by_replica(self, built: Built) -> list[list[int]]:
@@ -120,41 +122,9 @@ class PlainModel:
             return [list(range(self._setting.world_size))]
         return built.topology.sharding_groups()
 
-    def _losses_by_rank(self, step: int) -> list[float]:
-        losses = []
-        with torch.no_grad():
-            for rank in range(self._setting.world_size):
-                loss, _ = self._model(check_batches(self._setting, rank)[step])
-                losses.append(loss.item())
-        return losses
-
-    def _gradient(self, ranks: Sequence[int]) -> dict[str, Tensor]:
-        """Gradient of the mean loss over the ranks' batches, from the starting weights."""
-        self._model.zero_grad()
-        loss, _ = self._model(_joined([check_batches(self._setting, rank)[0] for rank in ranks]))
-        loss.backward()
-        return {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
-
     @torch.no_grad()
-    def _step(self, gradients: Sequence[Mapping[str, Tensor]], cuts: Mapping[str, Sequence[int]]) -> None:
-        replicas = len(gradients)
-        for name, parameter in self._model.named_parameters():
-            of_replicas = [gradient[name] for gradient in gradients]
-            if "embedding_bags" in name:
-                widths = cuts[name.split(".")[-2]]
-                steps = [_table_step(gradient, widths, moment_scale=replicas) for gradient in of_replicas]
-            else:
-                steps = [OPTIMIZER.dense_lr * gradient for gradient in of_replicas]
-            parameter -= torch.stack(steps).mean(dim=0)
-
-
-def _table_step(gradient: Tensor, widths: Sequence[int], *, moment_scale: float) -> Tensor:
-    """The first step of FBGEMM's row-wise AdaGrad: each column shard has a state, the mean of its squared gradients."""
-    parts = []
-    for part in gradient.split(list(widths), dim=1):
-        moment = part.pow(2).mean(dim=1, keepdim=True) / moment_scale
-        parts.append(OPTIMIZER.sparse_lr * part / (moment.sqrt() + OPTIMIZER.sparse_eps))
-    return torch.cat(parts, dim=1)
+    def _losses_by_rank(self, model: nn.Module, step: int) -> list[float]:
+        return [model(check_batches(self._setting, r)[step])[0].item() for r in range(self._setting.world_size)]
 
 
 def _joined(batches: Sequence[ClickBatch]) -> ClickBatch:

@@ -15,6 +15,7 @@ from benchmarks.steps.needed import HostShare, needed_bytes
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.towers import own_towers
 from dmt.number_formats import NUMBER_FORMATS
+from dmt.sharding.schemes import column_widths
 
 __all__ = ["column_cuts", "host_shares", "needed_by", "table_parameters", "weight_bytes"]
 
@@ -30,8 +31,7 @@ def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
     cuts: dict[str, list[int]] = {}
     for table, parameter in table_parameters(plan).items():
         shards = [] if parameter.sharding_spec is None else parameter.sharding_spec.shards
-        by_column = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in shards}
-        cuts[table] = [by_column[column] for column in sorted(by_column)] or [EMBEDDING_DIM]
+        cuts[table] = column_widths(shards) or [EMBEDDING_DIM]
     return cuts
 
 

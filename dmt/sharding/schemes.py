@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,6 +20,7 @@ __all__ = [
     "TablePlacement",
     "TableShard",
     "column_shards",
+    "column_widths",
     "row_shards",
     "table_shards",
     "why_not",
@@ -168,6 +169,22 @@ def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
         )
     even, more = divmod(quanta, num_shards)
     return [_COLUMN_QUANTUM * (even + (shard < more)) for shard in range(num_shards)]
+
+
+def column_widths(shards: Iterable[Any]) -> list[int]:
+    """Returns the widths of a table's column shards from left to right; a single one if its columns are not cut.
+
+    Args:
+        shards: ``ShardMetadata`` of all shards of the table, of a TorchRec plan or a ``ShardedTensor``.
+
+    Example:
+        >>> from torch.distributed._shard.metadata import ShardMetadata
+        >>> right, left = ([[0, 8], [40, 4]], [[0, 0], [40, 8]])
+        >>> column_widths(ShardMetadata(offsets, sizes) for offsets, sizes in (right, left))
+        [8, 4]
+    """
+    widths = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in shards}
+    return [widths[first] for first in sorted(widths)]
 
 
 def _given(field: str, total: int, placement: TablePlacement) -> Sequence[int]:

@@ -1,1 +1,31 @@
-"""What proves a distributed model right: gloo ranks here, plain training as the oracle, weights moved across."""
+"""Proofs that a distributed model is the unsharded one: gloo ranks, plain training, weights moved across.
+
+>>> from dmt.testing import PlainTraining, gather_plain_state, load_plain_state, run_on_ranks, table_layout
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dmt.testing.plain import PlainTraining as PlainTraining
+    from dmt.testing.ranks import run_on_ranks as run_on_ranks
+    from dmt.testing.state import gather_plain_state as gather_plain_state
+    from dmt.testing.state import load_plain_state as load_plain_state
+    from dmt.testing.state import table_layout as table_layout
+
+_HOME = {
+    "PlainTraining": "plain",
+    "gather_plain_state": "state",
+    "load_plain_state": "state",
+    "run_on_ranks": "ranks",
+    "table_layout": "state",
+}
+__all__ = ["PlainTraining", "gather_plain_state", "load_plain_state", "run_on_ranks", "table_layout"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dmt.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dmt.testing.{_HOME[name]}"), name)

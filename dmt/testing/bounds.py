@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dmt.number_formats import NUMBER_FORMATS, ExchangeFormat
 from dmt.sptt.precision import ExchangePrecision
-from dmt.training.config import OptimizerConfig
 
 __all__ = ["FP32_SUM", "allowed_gradient", "allowed_logits", "allowed_outputs", "allowed_weights", "format_error"]
 
@@ -79,7 +78,14 @@ def allowed_gradient(largest: float, of_kind: float, rounding: float, precision:
 
 
 def allowed_weights(
-    start: Tensor, after: Tensor, *, is_table: bool, optimizer: OptimizerConfig, steps: int, is_half: bool
+    start: Tensor,
+    after: Tensor,
+    *,
+    is_table: bool,
+    table_optimizer: str,
+    dense_optimizer: str,
+    steps: int,
+    is_half: bool,
 ) -> float:
     """For the L2 norm of the difference of weights after training: a share of the way they went, and their rounding.
 
@@ -87,14 +93,15 @@ def allowed_weights(
         start: before training.
         after: expected after training.
         is_table: whether it is a table.
-        optimizer: of the run.
+        table_optimizer: name of the tables' optimizer.
+        dense_optimizer: name of the others' optimizer.
         steps: of training.
         is_half: whether the weights are FP16.
     """
-    share = _STEP[optimizer.sparse if is_table else optimizer.dense]
+    share = _STEP[table_optimizer if is_table else dense_optimizer]
     if is_table:
         # What the dense parts err by reaches the tables with the next step's gradient.
-        share = max(share, 0.1 * _STEP[optimizer.dense])
+        share = max(share, 0.1 * _STEP[dense_optimizer])
     unit = 2.0**-11 if is_half else 2.0**-24
     moved, size = float((after - start).norm()), float(after.norm())
     # In FP16 a sum that is near the middle between two numbers may go to either of them: one unit, in any step.

@@ -1,179 +1,249 @@
-"""Training of the plain module: the optimizers of a config, written down plainly, and Algorithm 1 with replicas.
+"""`PlainTraining`: the training that a sharded job must equal, in one process, on unsharded modules.
 
-With R replicas (2D sparse parallelism, Zhang et al. 2025) there are R plain modules, each on the batches of its
-replica's ranks. Dense parts, tower modules and data-parallel tables have their gradients averaged; the other tables train
-alone, with moments divided by c (Algorithm 1, line 6), and their weights and states are averaged every N steps (lines 9
-and 10). With one replica nothing is averaged.
+Tables take FBGEMM's fused optimizers, written out. With M replicas (2D sparse parallelism, Zhang et al. 2025, section
+3.2, Algorithm 1) there are M modules, each with the gradients of its replica's batches: dense parts and data-parallel
+tables take the mean gradient; the other tables train alone with moments divided by c (line 6), and every N steps their
+weights and states are averaged (lines 9 and 10).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dmt.sharding.optimizers import moment_scale_of
-from dmt.testing.state import TableKinds
-from dmt.training.config import OptimizerConfig, TrainingConfig
-from dmt.training.job import fused_params
+from dmt.errors import InputError
+from dmt.sharding.optimizers import FUSED_DEFAULTS, MomentScale, moment_scale_of, optimizer_name
+from dmt.testing.state import TableLayout
 
-__all__ = ["PlainTraining", "is_table", "is_tower_module"]
+__all__ = ["PlainTable", "PlainTraining", "is_table", "table_name", "warmup_share"]
 
-_DENSE = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
-}
-_TOWER_MODULE = re.compile(r"\.towers\.(\d+)\.interaction\.")
+_NUM_STATES = {"rowwise_adagrad": 1, "adagrad": 1, "adam": 2, "sgd": 0}
+_TABLE = re.compile(r"(^|\.)embedding_bags\.")
 
 
 def is_table(name: str) -> bool:
-    """Whether a parameter is a table."""
-    return ".embedding_bags." in name
+    """Returns whether a parameter of this name is an embedding table."""
+    return _TABLE.search(name) is not None
 
 
-def is_tower_module(name: str) -> bool:
-    """Whether a parameter belongs to a tower module."""
-    return _TOWER_MODULE.search(name) is not None
+def table_name(name: str) -> str:
+    """Returns the table's own name from its parameter's.
+
+    Example:
+        >>> table_name("model.sparse_arch.embedding_bags.t_ad.weight")
+        't_ad'
+    """
+    return name.split(".")[-2]
+
+
+def warmup_share(step: int, warmup_steps: int) -> float:
+    """Returns the share of the learning rates in a step, counted from 0: from 1/W to 1 in W equal steps.
+
+    Example:
+        >>> [warmup_share(step, 4) for step in (0, 1, 4, 9)], warmup_share(0, 0)
+        ([0.25, 0.4375, 1.0, 1.0], 1.0)
+    """
+    if step >= warmup_steps:
+        return 1.0
+    start = 1 / warmup_steps
+    return start + (1 - start) * step / warmup_steps
 
 
 class PlainTraining:
-    """Trains the plain modules of all replicas, or of the only one.
+    """Trains the unsharded modules of all replicas as their sharded ranks must.
+
+    The caller leaves in each module the gradient of the mean over the replica's ranks of their local mean losses, then
+    calls `step`.
 
     Args:
-        config: the run.
-        tasks: a `ClickTask` for each replica, with equal weights.
-        kinds: how tables are spread.
+        modules: the module of each replica (one without replicas), with equal weights; trained in place.
+        fused_params: FBGEMM's settings of the tables' optimizer, as the sharder has them: row-wise AdaGrad (state: the
+            sum over steps of the mean over a shard's columns of g^2), AdaGrad, Adam or SGD.
+        make_optimizer: makes the optimizer of a module's trainable dense parameters, by name; None leaves them alone.
+        layout: `dmt.testing.state.table_layout` of the sharded model.
+        moment_scale: c, as the sharder has it.
+        interval: N, steps between averaging.
+        optimizer_state: ``"delayed"`` averages states as they were one averaging ago and keeps what each replica added
+            since, as `dmt.ReplicaSync` does.
+        has_half_tables: whether weights of tables are rounded to FP16 after each update.
+
+    Raises:
+        InputError: ``moment_scale`` breaks Scaling Rule 1, or the optimizer is unknown or has no moments.
+
+    Example:
+        Two replicas look up different rows; each moves by lr g / sqrt(mean of g^2 / 2), and the mean is half of that.
+
+        >>> tables = [nn.Embedding.from_pretrained(torch.zeros(3, 2), freeze=False) for _ in range(2)]
+        >>> modules = [nn.ModuleDict({"embedding_bags": nn.ModuleDict({"t": table})}) for table in tables]
+        >>> fused = {"optimizer": "exact_row_wise_adagrad", "learning_rate": 1.0}
+        >>> training = PlainTraining(modules, fused_params=fused)
+        >>> for row, table in enumerate(tables):
+        ...     table(torch.tensor([row])).sum().backward()
+        >>> training.step()
+        >>> tables[1].weight.data
+        tensor([[-0.7071, -0.7071],
+                [-0.7071, -0.7071],
+                [ 0.0000,  0.0000]])
+        >>> training.tables[0]["embedding_bags.t.weight"].states[0][0].T
+        tensor([[0.5000, 0.5000, 0.0000]])
     """
-
-    def __init__(self, config: TrainingConfig, tasks: Sequence[nn.Module], kinds: TableKinds) -> None:
-        self._own = config.replicas
-        self._names = [name for name, _ in tasks[0].named_parameters()]
-        self._averaged = [n for n in self._names if is_table(n) and _table(n) not in kinds.data_parallel]
-        scale = moment_scale_of(self._own.moment_scale, fused_params(config.optimizer), len(tasks))
-        half = config.sharding.table_precision == "fp16"
-        scales = dict.fromkeys(self._averaged, scale)
-        self._replicas = [_Replica(config.optimizer, task, kinds.column_cuts, scales, half) for task in tasks]
-        self._snapshots: dict[tuple[str, int], list[Tensor]] = {}
-
-    def share_gradients(self) -> None:
-        """Gives all replicas the mean gradients of what every step keeps equal."""
-        for name in self._names:
-            gradients = [replica.parameters[name].grad for replica in self._replicas]
-            if name not in self._averaged:
-                _set_to_mean([gradient for gradient in gradients if gradient is not None])
-
-    def step(self, step: int) -> None:
-        """One training step with the gradients that the tasks have; averages tables where it is time to."""
-        self.share_gradients()
-        for replica in self._replicas:
-            replica.step(step)
-        if (step + 1) % self._own.sync_every == 0:
-            self.average()
-
-    def average(self) -> None:
-        """Averages weights; and states, or what they were one averaging ago while what they gained since stays."""
-        if len(self._replicas) == 1:
-            return
-        for name in self._averaged:
-            _set_to_mean([replica.parameters[name].data for replica in self._replicas])
-            for replica in self._replicas:
-                replica.round_table(name)
-            for shard in range(len(self._replicas[0].states[name])):
-                self._average_states(name, shard)
-
-    def _average_states(self, name: str, shard: int) -> None:
-        states = [replica.states[name][shard] for replica in self._replicas]
-        if self._own.optimizer_state == "now":
-            _set_to_mean(states)
-            return
-        if (before := self._snapshots.get((name, shard))) is not None:
-            mean = torch.stack(before).mean(dim=0)
-            for state, old in zip(states, before, strict=True):
-                state += mean - old
-        self._snapshots[name, shard] = [state.clone() for state in states]
-
-
-class _Replica:
-    """The optimizers of a config for one plain module: tables as FBGEMM's fused ones, dense parts by PyTorch's."""
 
     def __init__(
         self,
-        config: OptimizerConfig,
-        task: nn.Module,
-        cuts: Mapping[str, Sequence[int]],
-        scales: Mapping[str, float],
-        half: bool,
+        modules: Sequence[nn.Module],
+        *,
+        fused_params: Mapping[str, Any],
+        make_optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer] | None = None,
+        layout: TableLayout | None = None,
+        moment_scale: MomentScale = "num_replicas",
+        interval: int = 1,
+        optimizer_state: Literal["now", "delayed"] = "now",
+        has_half_tables: bool = False,
     ) -> None:
-        self._config = config
-        self._half = half
-        self._scales = scales
-        self.parameters = dict(task.named_parameters())
-        self._tables = {name: p for name, p in self.parameters.items() if is_table(name)}
-        self._cuts = {name: list(cuts.get(_table(name), [p.shape[1]])) for name, p in self._tables.items()}
-        self.states = {
-            name: [self._first_state(shard) for shard in p.detach().split(self._cuts[name], 1)]
-            for name, p in self._tables.items()
-        }
-        tower_rate = config.dense_lr if config.tower_lr is None else config.tower_lr
-        self._dense: list[tuple[Any, float]] = []
-        for of_towers, rate in ((True, tower_rate), (False, config.dense_lr)):
-            parameters = [
-                p for name, p in self.parameters.items() if not is_table(name) and is_tower_module(name) is of_towers
-            ]
-            if parameters:
-                self._dense.append((_DENSE[config.dense](parameters, lr=rate), rate))
+        layout = layout or TableLayout()
+        settings = {**FUSED_DEFAULTS, **fused_params}
+        scale = moment_scale_of(moment_scale, settings, len(modules))
+        self.modules = list(modules)
+        self.learning_rate: float = settings["learning_rate"]
+        """Of the tables; may change between steps."""
+        self.dense_optimizers: list[torch.optim.Optimizer] = []
+        """One for each replica."""
+        self.tables: list[dict[str, PlainTable]] = []
+        """Of each replica, by the names of their parameters."""
+        self._interval, self._is_delayed, self._steps = interval, optimizer_state == "delayed", 0
+        self._has_half_tables = has_half_tables
+        self._snapshots: dict[tuple[str, int, int], list[Tensor]] = {}
+        for module in modules:
+            parameters = dict(module.named_parameters())
+            dense = {name: p for name, p in parameters.items() if not is_table(name) and p.requires_grad}
+            if make_optimizer is not None and dense:
+                self.dense_optimizers.append(make_optimizer(dense))
+            tables = {}
+            for name, weight in parameters.items():
+                if is_table(name):
+                    widths = layout.column_widths.get(table_name(name), [weight.shape[1]])
+                    own_scale = 1.0 if table_name(name) in layout.data_parallel else scale
+                    tables[name] = PlainTable(weight, widths, settings, own_scale)
+            self.tables.append(tables)
+        self._averaged = [name for name in self.tables[0] if table_name(name) not in layout.data_parallel]
 
-    def step(self, step: int) -> None:
-        """Updates everything from the gradients that are there."""
-        config, share = self._config, _share_of_rate(self._config, step)
-        for optimizer, rate in self._dense:
-            optimizer.param_groups[0]["lr"] = rate * share
-            optimizer.step()
-        with torch.no_grad():
-            for name, table in self._tables.items():
-                assert table.grad is not None, f"{name} got no gradient"
-                shards = zip(table.split(self._cuts[name], 1), table.grad.split(self._cuts[name], 1), strict=True)
-                for i, (weight, grad) in enumerate(shards):
-                    weight -= config.sparse_lr * share * self._direction(name, i, grad)
-                self.round_table(name)
+    def average_gradients(self) -> None:
+        """Gives all replicas the mean gradients of dense parts and data-parallel tables."""
+        of_replicas = [dict(module.named_parameters()) for module in self.modules]
+        for name in of_replicas[0]:
+            if name not in self._averaged:
+                gradients = [parameters[name].grad for parameters in of_replicas]
+                _set_to_mean([gradient for gradient in gradients if gradient is not None])
 
     @torch.no_grad()
-    def round_table(self, name: str) -> None:
-        """To what an FP16 table can hold, if it is one."""
-        if self._half:
-            self._tables[name].copy_(self._tables[name].half())
+    def step(self) -> None:
+        """Takes a training step with the modules' gradients; averages replicas in every N-th."""
+        self.average_gradients()
+        for optimizer in self.dense_optimizers:
+            optimizer.step()
+        for tables in self.tables:
+            for name, table in tables.items():
+                assert table.weight.grad is not None, f"{name} got no gradient"
+                table.step(self.learning_rate)
+        self._round_tables()
+        self._steps += 1
+        if self._steps % self._interval == 0:
+            self._sync(is_delayed=self._is_delayed)
 
-    def _first_state(self, weight: Tensor) -> Tensor:
-        return torch.zeros(len(weight), 1) if self._config.sparse == "rowwise_adagrad" else torch.zeros_like(weight)
+    def sync(self) -> None:
+        """Averages weights and states now, as ``ReplicaSync.sync()`` does at the end of training."""
+        self._sync(is_delayed=False)
 
-    def _direction(self, name: str, shard: int, grad: Tensor) -> Tensor:
-        if self._config.sparse == "sgd":
-            return grad
-        square = grad.square()
-        if self._config.sparse == "rowwise_adagrad":
-            square = square.mean(dim=1, keepdim=True)
-        moment = self.states[name][shard]
-        moment += square
-        return grad / ((moment / self._scales.get(name, 1.0)).sqrt() + self._config.sparse_eps)
+    @torch.no_grad()
+    def _sync(self, *, is_delayed: bool) -> None:
+        if len(self.modules) == 1:
+            return
+        for name in self._averaged:
+            tables = [tables[name] for tables in self.tables]
+            _set_to_mean([table.weight for table in tables])  # line 9
+            for shard, states in enumerate(tables[0].states):
+                for kind in range(len(states)):
+                    key, own = (name, shard, kind), [table.states[shard][kind] for table in tables]
+                    if not is_delayed:
+                        _set_to_mean(own)  # line 10
+                        continue
+                    if (before := self._snapshots.get(key)) is not None:
+                        mean = torch.stack(before).mean(dim=0)
+                        for state, old in zip(own, before, strict=True):
+                            state += mean - old
+                    self._snapshots[key] = [state.clone() for state in own]
+        if not is_delayed:
+            self._snapshots = {}
+        self._round_tables()
+
+    def _round_tables(self) -> None:
+        if self._has_half_tables:
+            for tables in self.tables:
+                for table in tables.values():
+                    table.weight.copy_(table.weight.half())
+
+
+class PlainTable:
+    """A table of one replica with its optimizer.
+
+    Args:
+        weight: [rows, columns], with a gradient when `step` is called.
+        widths: of its column shards.
+        settings: of FBGEMM's optimizer.
+        moment_scale: c.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, widths: Sequence[int], settings: Mapping[str, Any], moment_scale: float
+    ) -> None:
+        self.weight = weight
+        self.widths = list(widths)
+        self._settings, self._scale, self._steps = settings, moment_scale, 0
+        self._optimizer = optimizer_name(settings)
+        if self._optimizer is None:
+            raise InputError(f"fused_params: optimizer={settings['optimizer']} is not one of {list(_NUM_STATES)}.")
+        columns = [1 if self._optimizer == "rowwise_adagrad" else width for width in self.widths]
+        self.states = [
+            [torch.zeros(len(weight), width) for _ in range(_NUM_STATES[self._optimizer])] for width in columns
+        ]
+        """For each column shard FBGEMM's ``momentum1``, [rows, 1] (row-wise AdaGrad) or [rows, width], and
+        ``momentum2`` (Adam)."""
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Updates the weights from their gradient."""
+        assert self.weight.grad is not None, "step comes after a backward pass"
+        self._steps += 1
+        shards = zip(self.weight.split(self.widths, 1), self.weight.grad.split(self.widths, 1), strict=True)
+        for states, (weight, gradient) in zip(self.states, shards, strict=True):
+            weight -= learning_rate * self._direction(gradient, states)
+
+    def _direction(self, gradient: Tensor, states: Sequence[Tensor]) -> Tensor:
+        if self._optimizer == "sgd":
+            return gradient
+        if self._optimizer == "adam":
+            return self._adam(gradient, *states)
+        (moment,) = states
+        square = gradient.square()
+        moment += square.mean(dim=1, keepdim=True) if self._optimizer == "rowwise_adagrad" else square  # line 5
+        return gradient / ((moment / self._scale).sqrt() + self._settings["eps"])  # line 6
+
+    def _adam(self, gradient: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        beta1, beta2 = self._settings["beta1"], self._settings["beta2"]
+        # FBGEMM visits only the rows of the batch: others keep weights and moments.
+        rows = gradient.ne(0).any(dim=1)
+        first[rows] = beta1 * first[rows] + (1 - beta1) * gradient[rows]
+        second[rows] = beta2 * second[rows] + (1 - beta2) * gradient[rows].square()
+        root = (second / (1 - beta2**self._steps)).sqrt() + self._settings["eps"]
+        return torch.where(rows.unsqueeze(1), first / (1 - beta1**self._steps) / root, 0.0)
 
 
 def _set_to_mean(tensors: Sequence[Tensor]) -> None:
-    if tensors:
-        mean = torch.stack([*tensors]).mean(dim=0)
+    if len(tensors) > 1:
+        mean = torch.stack([tensor.detach() for tensor in tensors]).mean(dim=0)
         for tensor in tensors:
             tensor.copy_(mean)
-
-
-def _share_of_rate(config: OptimizerConfig, step: int) -> float:
-    """Learning rates rise from 1/W of their value to all of it in W equal steps."""
-    warmup = config.warmup_steps
-    return 1.0 if step >= warmup else 1 / warmup + (1 - 1 / warmup) * step / warmup
-
-
-def _table(name: str) -> str:
-    return name.split(".")[-2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.replicas.findings import (
@@ -20,12 +20,13 @@ from benchmarks.replicas.findings import (
     whole_seeds,
 )
 from benchmarks.replicas.runs import Progress, ReplicaRun, study_runs, tune_runs, tuned_rates
-from benchmarks.replicas.simulation import ReplicaTables, rise
+from benchmarks.replicas.simulation import ReplicaTables
 from benchmarks.replicas.verify import compare
 from benchmarks.study.clicks import Clicks
 from benchmarks.study.trials import STUDY_SETS, trial_config
 from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
+from dmt.testing.plain import PlainTraining, warmup_share
 from dmt.training.config import OptimizerConfig
 from tests.ranks import run_ranks
 
@@ -57,25 +58,22 @@ def start() -> dict[str, Tensor]:
 
 
 def written_out(num_replicas: int, scale: float, *, steps: int, lr: float) -> tuple[Tensor, Tensor]:
-    """Algorithm 1, line by line, with M copies of every table and a loop over their rows."""
-    tables = [[table.clone() for table in start().values()] for _ in range(num_replicas)]
-    moments = [[torch.zeros(rows) for rows in ROWS] for _ in range(num_replicas)]
+    """Algorithm 1 with M copies of every table."""
+    modules = [
+        nn.ModuleDict({"embedding_bags": nn.ModuleDict({n: nn.Embedding.from_pretrained(t, False) for n, t in tables})})
+        for tables in [[(name, table.clone()) for name, table in start().items()] for _ in range(num_replicas)]
+    ]
+    fused = {"optimizer": "exact_row_wise_adagrad", "learning_rate": lr, "eps": EPS}
+    training = PlainTraining(modules, fused_params=fused, moment_scale=scale)
     for step in range(steps):
         parts = zip(ids_of(step).chunk(num_replicas), target_of(step).chunk(num_replicas), strict=True)
-        for m, (ids, target) in enumerate(parts):
-            leaves = [table.clone().requires_grad_() for table in tables[m]]
-            loss_of([leaf[ids[:, f]] for f, leaf in enumerate(leaves)], target).backward()
-            for f, leaf in enumerate(leaves):
-                for row in ids[:, f].unique().tolist():
-                    gradient = leaf.grad[row]
-                    moments[m][f][row] += gradient.square().mean()
-                    tables[m][f][row] -= lr / (torch.sqrt(moments[m][f][row] / scale) + EPS) * gradient
-        for copies in (tables, moments):
-            for f in range(len(ROWS)):
-                mean = torch.stack([copy[f] for copy in copies]).mean(dim=0)
-                for copy in copies:
-                    copy[f].copy_(mean)
-    return torch.cat(tables[0]), torch.cat(moments[0])
+        for module, (ids, target) in zip(modules, parts, strict=True):
+            module.zero_grad()
+            tables = module["embedding_bags"].values()
+            loss_of([table(ids[:, f]) for f, table in enumerate(tables)], target).backward()
+        training.step()
+    tables = training.tables[0].values()
+    return torch.cat([t.weight.detach() for t in tables]), torch.cat([t.states[0][0].squeeze(1) for t in tables])
 
 
 def simulated(num_replicas: int, scale: float, *, steps: int, lr: float) -> ReplicaTables:
@@ -117,7 +115,7 @@ def test_wrong_sizes_are_refused() -> None:
 
 
 def test_the_warm_up_ends_at_one() -> None:
-    assert [rise(step, 2) for step in range(4)] == [0.5, 0.75, 1.0, 1.0]
+    assert [warmup_share(step, 2) for step in range(4)] == [0.5, 0.75, 1.0, 1.0]
 
 
 def differences_to_the_trainer(_: int, num_replicas: int, scale: float) -> dict[str, float]:

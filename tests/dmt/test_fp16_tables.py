@@ -30,21 +30,21 @@ from dmt import (
     TowerTopology,
 )
 from dmt.sharding.schemes import TablePlacement
+from dmt.testing import gather_plain_state, load_plain_state, table_layout
 from tests.parity import (
     EPS,
     LR,
     Batches,
     FlatModel,
-    Oracle,
     PassThrough,
     TowerModel,
-    full_state,
-    load_full,
     loss_of,
     make_tables,
+    plain_training,
+    train_plainly,
 )
 from tests.ranks import run_ranks
-from tests.sptt_case import OPTIMIZERS, column_cuts
+from tests.sptt_case import OPTIMIZERS
 
 pytestmark = pytest.mark.ranks
 CPU = torch.device("cpu")
@@ -111,9 +111,9 @@ def train_on_rank(
     model = shard(kind, scheme, fp16, optimizer, pins)
     for table, dtype in shard_dtypes(model).items():
         assert dtype == (torch.float16 if int(table[1:]) in fp16 else torch.float32)
-    load_full(model, start)
-    oracle = Oracle(plain, column_cuts(model), optimizer)
-    oracle.optimizer = None  # the over arch stays as it is: only tables are looked at
+    load_plain_state(model, start)
+    # The over arch stays as it is: only tables are looked at.
+    oracle = plain_training(plain, layout=table_layout(model), optimizer=optimizer, make_optimizer=None)
     for step in range(STEPS):
         everyone = [BATCHES.draw(r, step, tables) for r in range(4)]
         ids, labels = everyone[rank]
@@ -122,18 +122,18 @@ def train_on_rank(
         columns = columns if isinstance(columns, torch.Tensor) else columns.values()
         assert columns.dtype == torch.float32
         if step == 0:  # FP16 weights, FP32 sums
-            expected = oracle.model(ids)[0]
+            expected = oracle.modules[0](ids)[0]
             expected = expected if isinstance(expected, torch.Tensor) else expected.values()
             torch.testing.assert_close(columns, expected, rtol=1e-6, atol=1e-6)
         loss_of(logits, labels).backward()
-        oracle.step(everyone)
+        train_plainly(oracle, everyone)
     for name, states in model.fused_optimizer.state_dict()["state"].items():
         for part, value in states.items():
             held = [s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
             assert all(tensor.dtype == torch.float32 for tensor in held), (name, part)
-    after = full_state(model)
+    after = gather_plain_state(model)
     worst = {"fp16": 0.0, "fp32": 0.0, "moved": 0.0}
-    for name, value in oracle.model.state_dict().items():
+    for name, value in oracle.modules[0].state_dict().items():
         if "embedding_bags" in name:
             format_ = "fp16" if int(name.split(".")[-2][1:]) in fp16 else "fp32"
             worst[format_] = max(worst[format_], (after[name] - value).abs().max().item())
@@ -170,7 +170,7 @@ def test_fp16_and_fp32_tables_share_a_tower(kind: str) -> None:
 
 def fresh_on_rank(rank: int, scheme: str) -> None:
     torch.manual_seed(rank)
-    for name, weight in full_state(shard("towers", scheme, {0, 1, 2, 3}, "sgd")).items():
+    for name, weight in gather_plain_state(shard("towers", scheme, {0, 1, 2, 3}, "sgd")).items():
         if "embedding_bags" in name:
             # TorchRec's default: uniform within 1/sqrt(rows).
             limit = weight.shape[0] ** -0.5
@@ -198,15 +198,15 @@ def small_steps_on_rank(rank: int) -> dict[str, float]:
     moved = {}
     for precision, fp16 in (("fp32", set()), ("fp16", {0, 1, 2, 3})):
         model = shard("flat", "table_wise", fp16, "sgd")
-        start = {n: torch.full_like(v, 0.25 if "bags" in n else 1e-4) for n, v in full_state(model).items()}
-        load_full(model, start)
+        start = {n: torch.full_like(v, 0.25 if "bags" in n else 1e-4) for n, v in gather_plain_state(model).items()}
+        load_plain_state(model, start)
         ids = KeyedJaggedTensor(
             keys=["f0", "f1", "f2", "f3"], values=torch.zeros(4).long(), lengths=torch.ones(4).long()
         )
         for _ in range(20):
             model(ids)[1].sum().backward()
         name = "sparse_arch.embedding_bags.t0.weight"
-        moved[precision] = (full_state(model)[name] - start[name]).abs().max().item()
+        moved[precision] = (gather_plain_state(model)[name] - start[name]).abs().max().item()
     return moved
 
 
@@ -221,7 +221,7 @@ def save_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
     model = shard("towers", "table_wise", {0, 1, 2, 3}, "rowwise_adagrad")
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    return full_state(model)
+    return gather_plain_state(model)
 
 
 def load_on_rank(rank: int, folder: str, scheme: str, fp16: set[int]) -> dict[str, torch.Tensor]:
@@ -232,7 +232,7 @@ def load_on_rank(rank: int, folder: str, scheme: str, fp16: set[int]) -> dict[st
     model.load_state_dict(state["model"])
     for table, dtype in shard_dtypes(model).items():
         assert dtype == (torch.float16 if int(table[1:]) in fp16 else torch.float32)
-    return full_state(model)
+    return gather_plain_state(model)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -37,8 +37,9 @@ from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.dataflow import SPTTContext, shard_in_tower
 from dmt.sptt.input_dist import GlobalIdRoute, GlobalInputDist, PeerInputDist, WantedIds
+from dmt.testing import gather_plain_state
 from tests import sptt_case
-from tests.parity import EPS, LR, Batches, full_state, load_full, loss_of, make_tables
+from tests.parity import EPS, LR, Batches, load_ramps, loss_of, make_tables
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -352,7 +353,7 @@ def train_on_rank(rank: int, case: sptt_case.Case) -> None:
     for id_route, pipelined in (("peer", False), ("global", False), ("global", True)):
         torch.manual_seed(0)
         model = sptt_case.shard(replace(case, id_route=id_route), Trained(sptt_case.build(case)), mesh)
-        load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
+        load_ramps(model)
         dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
         optimizer = torch.optim.Adam(dense, lr=LR)
         batches = iter([Batch(*case.batches().draw(rank, step, tables)) for step in range(5)])
@@ -366,7 +367,7 @@ def train_on_rank(rank: int, case: sptt_case.Case) -> None:
                 optimizer.zero_grad()
                 model(batch)[0].backward()
                 optimizer.step()
-        ends.append(full_state(model))
+        ends.append(gather_plain_state(model))
     for name, value in ends[0].items():
         assert torch.equal(value, ends[1][name]), name
         assert torch.equal(value, ends[2][name]), name

@@ -19,9 +19,10 @@ from dmt.collectives import PendingExchange
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.input_dist import PeerInputDist
 from dmt.sptt.output_dist import PeerExchange, _AllToAllRequest
+from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic
 from tests.dmt.test_sptt_use import PipelinedBatch, Trained, flat_torchrec
-from tests.parity import Batches, SumTowerModule, full_state, load_full, loss_of, make_tables
+from tests.parity import Batches, SumTowerModule, load_ramps, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import TOLERANCE, Case, build, check_worst, parity_on_rank, shard
 
@@ -145,7 +146,7 @@ def check_constructor(mesh: TowerMesh, rank: int) -> None:
     with pytest.raises(InputError, match=r"This TowerModel runs in micro-batches already; detach\(\) the first ones"):
         MicroBatches(model.module, num_micro_batches=2)
     flat = replace(TWO, kind="flat")
-    theirs = flat_torchrec(make_tables(list(TWO.dims)), full_state(shard(flat, build(flat), mesh)))
+    theirs = flat_torchrec(make_tables(list(TWO.dims)), gather_plain_state(shard(flat, build(flat), mesh)))
     with pytest.raises(InputError, match="holds a ShardedEmbeddingBagCollection, which would look up and send K times"):
         MicroBatches(theirs, num_micro_batches=2)
     routed = shard(replace(TWO, id_route="global"), build(TWO), mesh)
@@ -291,7 +292,7 @@ def train(mesh: TowerMesh, rank: int, *, num: int, sizes: tuple[int, int], distu
     """The weights after three steps, with an attempt after the first that comes to nothing."""
     torch.manual_seed(0)
     model = shard(TWO, Breakable(TWO), mesh)
-    load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
+    load_ramps(model)
     optimizer = torch.optim.SGD(model.module.inner.over_arch.parameters(), lr=0.05)
     MicroBatches(model, num_micro_batches=num)
     batches = Batches(sizes=sizes, max_bag=3)
@@ -308,7 +309,7 @@ def train(mesh: TowerMesh, rank: int, *, num: int, sizes: tuple[int, int], distu
         # Not the mean: of no sample there is none.
         binary_cross_entropy_with_logits(model(ids), labels, reduction="sum").backward()
         optimizer.step()
-    return full_state(model)
+    return gather_plain_state(model)
 
 
 def disturbed_on_rank(rank: int) -> None:
@@ -332,7 +333,7 @@ def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Te
     """Losses, weights, and how often ids were sent."""
     torch.manual_seed(0)
     model = shard(TWO, Trained(build(TWO)), mesh)
-    load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
+    load_ramps(model)
     MicroBatches(model.module.model, num_micro_batches=2)
     optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "embedding_bags" not in n], lr=0.05)
     sent = []
@@ -359,7 +360,7 @@ def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Te
             optimizer.step()
             losses.append(logits.detach())
     PeerInputDist.forward = send  # type: ignore[method-assign]
-    return losses, full_state(model), len(sent)
+    return losses, gather_plain_state(model), len(sent)
 
 
 def bytes_sent(mesh: TowerMesh, rank: int, num: int) -> Traffic:

@@ -23,7 +23,8 @@ from dmt import (
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.precision import ExchangePrecision
-from tests.parity import LR, FlatModel, full_state, load_full, loss_of, make_tables
+from dmt.testing import gather_plain_state, load_plain_state
+from tests.parity import LR, FlatModel, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import FUSED, Case, build, columns_of
 
@@ -46,7 +47,7 @@ def run(
         sharder = TowerCollectionSharder(mesh, **options)
     sharding = TowerShardingPlanner(mesh.topology, scheme="table_wise").plan(model, [sharder])
     sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=sharding, sharders=[sharder])
-    load_full(sharded, start)
+    load_plain_state(sharded, start)
     dense = torch.optim.SGD([p for n, p in sharded.named_parameters() if "embedding_bags" not in n], lr=LR)
     for step in range(STEPS):
         ids, labels = case.batches().draw(rank, step, make_tables(list(case.dims)))
@@ -60,7 +61,7 @@ def run(
             with meter.phase("backward"):
                 loss_of(logits.float(), labels).backward()
         dense.step()
-    return full_state(sharded), first, meter.total(mesh.global_group)
+    return gather_plain_state(sharded), first, meter.total(mesh.global_group)
 
 
 def compare_on_rank(rank: int, kind: str, choices: list[tuple[Any, Any]], autocast: bool) -> list[dict[str, Any]]:

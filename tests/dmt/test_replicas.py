@@ -17,10 +17,11 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology
 from dmt.errors import ReplicaMismatchError
 from dmt.replicas.state import TableTensor, checksum, table_tensors
-from tests.parity import EPS, LR, load_full, loss_of, make_tables
+from dmt.testing import PlainTraining, load_plain_state, table_layout
+from dmt.testing.plain import table_name
+from tests.parity import EPS, LR, loss_of, make_tables, plain_training, train_plainly
 from tests.ranks import run_ranks
-from tests.replica_oracle import ReplicaOracle
-from tests.sptt_case import TOLERANCE, Case, build, column_cuts, shard
+from tests.sptt_case import TOLERANCE, Case, build, shard
 
 STEPS = 7
 
@@ -89,7 +90,7 @@ def sharded(case: Replicated, mesh: TowerMesh) -> tuple[DistributedModelParallel
     original = build(case.case)
     torch.manual_seed(100 + mesh.rank)
     model = shard(case.case, original, mesh, moment_scale=case.c)
-    load_full(model, start)
+    load_plain_state(model, start)
     for one in own_tables(model):
         # Replicas of a table draw their own weights; they are to be given those of replica 0.
         one.tensor.add_(mesh.replica if one.is_replicated else 0)
@@ -101,17 +102,17 @@ def own_tables(model: DistributedModelParallel) -> list[TableTensor]:
     return table_tensors(module)
 
 
-def difference(one: TableTensor, oracle: ReplicaOracle, mesh: TowerMesh, places: dict[str, Any]) -> float:
+def difference(one: TableTensor, oracle: PlainTraining, mesh: TowerMesh, places: dict[str, Any]) -> float:
     """Between a rank's shard, or its moments, and the oracle's of the same replica."""
     table, what = one.name.split(".")
-    size = oracle.w[table][0].shape
+    plain = next(t for name, t in oracle.tables[mesh.replica].items() if table_name(name) == table)
+    size = plain.weight.shape
     (row, column), (rows, columns) = places.get(table, ((0, 0), size))
     if what == "weight":
-        expected = oracle.w[table][mesh.replica][row : row + rows, column : column + columns]
+        expected = plain.weight.detach()[row : row + rows, column : column + columns]
     else:
-        cuts = oracle.cuts.get(table, [size[1]])
-        number = [sum(cuts[:i]) for i in range(len(cuts))].index(column)
-        expected = oracle.v[table][mesh.replica][number][row : row + rows, 0]
+        number = [sum(plain.widths[:i]) for i in range(len(plain.widths))].index(column)
+        expected = plain.states[number][0][row : row + rows, 0]
     assert one.tensor.shape == expected.shape
     return float((one.tensor - expected).abs().max())
 
@@ -131,14 +132,14 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
     pins = case.case.pins()
     data_parallel = [name for name, pin in pins.items() if pin.scheme == "data_parallel"]
     assert set(is_data_parallel) <= set(data_parallel)
-    oracle = ReplicaOracle(
+    assert table_layout(model).data_parallel == set(data_parallel)
+    oracle = plain_training(
         plain,
-        num_replicas=case.replicas,
-        c=case.replicas if case.c == "num_replicas" else case.c,
+        replicas=case.replicas,
+        moment_scale=case.c,
         interval=case.interval,
-        delayed=case.delayed,
-        column_cuts=column_cuts(model),
-        data_parallel=data_parallel,
+        optimizer_state="delayed" if case.delayed else "now",
+        layout=table_layout(model),
     )
     dense = dense_optimizer(model)
     stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)] if case.warmup else []
@@ -157,13 +158,14 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
         logits = model(ids)[1]
         assert not (case.asynchronous and sync.is_running and not case.delayed), "tables were read before their time"
         with torch.no_grad():
-            expected = oracle.replicas[mesh.replica](ids)[1]
+            expected = oracle.modules[mesh.replica](ids)[1]
         worst["logits"] = max(worst.get("logits", 0.0), float((logits - expected).detach().abs().max()))
         loss_of(logits, labels).backward()
         dense.step()
         fused.step()
         sync.step()
-        oracle.step(everyone, LR * min(1.0, 0.25 + 0.75 * step / 4) if case.warmup else LR)
+        oracle.learning_rate = LR * min(1.0, 0.25 + 0.75 * step / 4) if case.warmup else LR
+        train_plainly(oracle, *everyone)
         if case.asynchronous and step < STEPS - 1:
             continue  # the next forward pass waits
         sync.wait()
@@ -172,7 +174,7 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
             worst[kind] = max(worst.get(kind, 0.0), difference(one, oracle, mesh, places))
     assert any(not torch.equal(before[one.name], one.tensor) for one in own_tables(model)) or not before
     sync.sync()
-    oracle.sync(False)
+    oracle.sync()
     sync.check()
     for one in own_tables(model):
         worst["synced"] = max(worst.get("synced", 0.0), difference(one, oracle, mesh, places))

@@ -32,18 +32,19 @@ from dmt import (
 )
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sharding.schemes import TablePlacement
+from dmt.testing import gather_plain_state, load_plain_state
 from tests.parity import (
     EPS,
     LR,
     Batches,
     FlatModel,
-    Oracle,
     PassThrough,
     TowerModel,
-    full_state,
-    load_full,
+    load_ramps,
     loss_of,
     make_tables,
+    plain_training,
+    train_plainly,
 )
 from tests.ranks import run_ranks
 from tests.sptt_case import FUSED, OPTIMIZERS, TOLERANCE
@@ -74,20 +75,20 @@ def trained_like_the_oracle(
 ) -> None:
     torch.manual_seed(0)
     plain = FlatModel(tables)
-    oracle = Oracle(plain)
+    # The over arch stays as it is: only tables are looked at.
+    oracle = plain_training(plain, make_optimizer=None)
     model = sharded(tables, pins, num_ranks=len(batches.sizes))
-    load_full(model, plain.state_dict())
+    load_plain_state(model, plain.state_dict())
     for step in range(3):
         everyone = [batches.draw(r, step, tables) for r in range(len(batches.sizes))]
         ids, labels = everyone[rank]
         embeddings, logits = model(ids)
         if step == 0:
-            torch.testing.assert_close(embeddings.values(), oracle.model(ids)[0].values(), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(embeddings.values(), oracle.modules[0](ids)[0].values(), rtol=1e-6, atol=1e-6)
         loss_of(logits, labels).backward()
-        oracle.optimizer = None  # the over arch stays as it is: only tables are looked at
-        oracle.step(everyone)
-    after = full_state(model)
-    for name, value in oracle.model.state_dict().items():
+        train_plainly(oracle, everyone)
+    after = gather_plain_state(model)
+    for name, value in oracle.modules[0].state_dict().items():
         if "embedding_bags" in name:
             assert (after[name] - value).abs().max() < TOLERANCE, name
             assert not torch.equal(plain.state_dict()[name], value), f"{name} did not move"
@@ -121,7 +122,7 @@ def forward_on_rank(rank: int, tables: list[EmbeddingBagConfig], pins: dict[str,
     torch.manual_seed(0)
     plain = FlatModel(tables)
     model = sharded(tables, pins)
-    load_full(model, plain.state_dict())
+    load_plain_state(model, plain.state_dict())
     batches = Batches(sizes=(4, 4, 4), max_bag=3)
     ids, _ = batches.draw(rank, 0, tables)
     assert torch.equal(model(ids)[0].values(), plain(ids)[0].values())
@@ -147,7 +148,7 @@ def mean_on_rank(rank: int) -> None:
     pins = {"t0": ROW_WISE, "t1": ROW_WISE, "t2": DATA_PARALLEL}
     plan = TowerShardingPlanner(mesh.topology, pinned=pins).plan(plain, [sharder])
     model = DistributedModelParallel(copy.deepcopy(plain), device=CPU, plan=plan, sharders=[sharder])
-    load_full(model, start)
+    load_plain_state(model, start)
     ids, _ = Batches(sizes=(9, 9, 9), max_bag=4).draw(rank, 0, tables[:4])
     assert (ids.lengths() == 0).any(), "no bag is empty"
     torch.testing.assert_close(model(ids)[0].wait(), plain(ids)[0], rtol=1e-6, atol=1e-7)
@@ -169,8 +170,7 @@ def schedule_on_rank(rank: int, optimizer: str) -> None:
         model = sharded(tables, pins, num_ranks=2, fused_params={**FUSED, "optimizer": OPTIMIZERS[optimizer]})
         parameters = [(n, p) for n, p in model.named_parameters() if "embedding_bags" in n]
         assert not list(in_backward_optimizer_filter(parameters)), "an optimizer of the dense parts would take them too"
-        start = {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()}
-        load_full(model, start)
+        start = load_ramps(model)
         stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)]
         tables_optimizer = WarmupOptimizer(model.fused_optimizer, stages, lr=LR)
         for step in range(4):
@@ -178,7 +178,7 @@ def schedule_on_rank(rank: int, optimizer: str) -> None:
             tables_optimizer.zero_grad()
             loss_of(model(ids)[1], labels).backward()
             tables_optimizer.step()
-        found.append((full_state(model), start))
+        found.append((gather_plain_state(model), start))
     for name, value in found[0][0].items():
         torch.testing.assert_close(value, found[1][0][name], rtol=0, atol=1e-6)
         if "embedding_bags" in name:
@@ -199,10 +199,12 @@ def given_on_rank(rank: int) -> None:
     sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]), fused_params=FUSED)
     plan = TowerShardingPlanner(mesh.topology, scheme="data_parallel").plan(model, [sharder])
     dmp = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
-    before = full_state(dmp)
+    before = gather_plain_state(dmp)
     ids, _ = Batches(sizes=(4, 4)).draw(0, 0, tables)  # the same samples on both ranks
     dmp(ids)[1].sum().backward()
-    step = before["sparse_arch.embedding_bags.t0.weight"] - full_state(dmp)["sparse_arch.embedding_bags.t0.weight"]
+    step = (
+        before["sparse_arch.embedding_bags.t0.weight"] - gather_plain_state(dmp)["sparse_arch.embedding_bags.t0.weight"]
+    )
     rows = torch.bincount(ids["f0"].values(), minlength=40).float()
     expected = 0.5 * rows.unsqueeze(1) * before["over_arch.weight"][0, :8]
     torch.testing.assert_close(step, expected, rtol=1e-5, atol=1e-6)
@@ -239,7 +241,7 @@ def raising_on_rank(rank: int) -> None:
         torch.manual_seed(0)
         pins = {"t0": TablePlacement(scheme="data_parallel", ranks=(0, 1))}
         model = sharded(tables, pins, num_ranks=2)
-        load_full(model, {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()})
+        load_ramps(model)
         for step in range(3):
             ids, labels = Batches(sizes=(6, 6), max_bag=3).draw(rank, step, tables)
             embeddings, logits = model(ids)
@@ -253,7 +255,7 @@ def raising_on_rank(rank: int) -> None:
                     hooked.remove()
                 continue
             loss_of(logits, labels).backward()
-        states.append(full_state(model)["sparse_arch.embedding_bags.t0.weight"])
+        states.append(gather_plain_state(model)["sparse_arch.embedding_bags.t0.weight"])
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 

@@ -25,7 +25,8 @@ from dmt import (
 )
 from dmt.collectives import gather_objects
 from dmt.sharding.schemes import TablePlacement
-from tests.parity import Batches, FlatModel, PassThrough, SumTowerModule, TowerModel, full_state, load_full, make_tables
+from dmt.testing import gather_plain_state, load_plain_state
+from tests.parity import Batches, FlatModel, PassThrough, SumTowerModule, TowerModel, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import Case, build, shard
 
@@ -101,7 +102,7 @@ def unasked_weights_on_rank(rank: int, kind: str) -> None:
     plain = build(case)
     start = plain.state_dict()
     model = shard(case, copy.deepcopy(plain), mesh_of(2, 2))  # DMP replaces the modules of the model it is given
-    load_full(model, start)
+    load_plain_state(model, start)
     ids, _ = Batches(sizes=(5,) * 4, max_bag=3).draw(rank, 0, tables)
     # Only some ranks bring weights.
     weights = torch.rand(ids.values().numel()) if rank % 2 else None
@@ -146,7 +147,7 @@ def meta_on_rank(rank: int) -> None:
     parts = [pretrained, nn.Linear(8, 8, device="meta")]
     model = TowerModel(towers_of(make_tables([8, 8]), [Mixed(["f0"], *parts), PassThrough(["f1"])]), 16)
     sharded = distribute(model, TowerCollectionSharder(mesh))
-    state = full_state(sharded)
+    state = gather_plain_state(sharded)
     assert (state["sparse_arch.towers.0.interaction.parts.0.weight"] == 3).all()
     fresh = state["sparse_arch.towers.0.interaction.parts.1.weight"]
     assert 0.1 < fresh.abs().max() <= 8**-0.5  # nn.Linear draws from +-1/sqrt(8)
@@ -169,7 +170,7 @@ def dtypes_on_rank(rank: int) -> None:
     plain = TowerModel(towers_of(tables, modules), 13)
     start = plain.state_dict()
     model = distribute(copy.deepcopy(plain), TowerCollectionSharder(mesh))
-    load_full(model, start)
+    load_plain_state(model, start)
     ids, _ = Batches(sizes=(4, 6)).draw(rank, 0, tables)
     with torch.autocast("cpu", torch.bfloat16):  # the linear tower puts out bf16, the other one fp32
         got = model.module.sparse_arch(ids).wait()
@@ -218,7 +219,7 @@ def position_on_rank(rank: int) -> None:
     plain = TowerModel(towers, 40)
     start = plain.state_dict()
     model = distribute(copy.deepcopy(plain), TowerCollectionSharder(mesh))
-    load_full(model, start)
+    load_plain_state(model, start)
     ids, _ = Batches(sizes=(4, 6)).draw(rank, 0, tables)
     assert torch.equal(model.module.sparse_arch(ids).wait(), plain.sparse_arch(ids))
 
@@ -236,7 +237,7 @@ def doubled_feature_on_rank(rank: int) -> None:
     plain = TowerModel(towers_of(tables, modules), 20)
     start = plain.state_dict()
     model = distribute(copy.deepcopy(plain), TowerCollectionSharder(mesh, placement=[0, 0, 1]))
-    load_full(model, start)
+    load_plain_state(model, start)
     ids = KeyedJaggedTensor(keys=["f0", "f2"], values=torch.arange(6) + rank, lengths=torch.ones(6, dtype=torch.long))
     assert torch.equal(model.module.sparse_arch(ids).wait(), plain.sparse_arch(ids))
 

@@ -33,7 +33,8 @@ from dmt import (
     TrafficMeter,
 )
 from dmt.sharding.schemes import TablePlacement
-from tests.parity import Batches, FlatModel, PassThrough, TowerModel, full_state, load_full, loss_of, make_tables
+from dmt.testing import gather_plain_state, load_plain_state
+from tests.parity import Batches, FlatModel, PassThrough, TowerModel, load_ramps, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import FUSED, Case, build, shard
 
@@ -57,7 +58,7 @@ def flat_torchrec(tables: list[Any], state: dict[str, torch.Tensor]) -> Distribu
     )
     plan = ShardingPlan(plan={"sparse_arch": module_plan})
     flat = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
-    load_full(flat, state)
+    load_plain_state(flat, state)
     return flat
 
 
@@ -65,7 +66,7 @@ def bitwise_on_rank(rank: int, pooling: str) -> None:
     case = Case(towers=2, ranks=2, kind="flat", pooling=pooling, max_bag=4)
     model = shard(case, build(case), TowerMesh(TWO_BY_TWO))
     tables = make_tables(list(case.dims), pooling=pooling)
-    flat = flat_torchrec(tables, full_state(model))
+    flat = flat_torchrec(tables, gather_plain_state(model))
     for step in range(3):
         ids, _ = case.batches().draw(rank, step, tables)
         ours, theirs = model(ids), flat(ids)
@@ -108,8 +109,7 @@ def pipeline_on_rank(rank: int, case: Case) -> None:
     for pipelined in (False, True):
         torch.manual_seed(0)
         model = shard(case, Trained(build(case)), mesh)
-        start = {n: torch.linspace(-1, 1, v.numel()).view(v.shape) for n, v in full_state(model).items()}
-        load_full(model, start)
+        load_ramps(model)
         dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
         optimizer = torch.optim.Adam(dense, lr=0.05)
         batches: Iterator[PipelinedBatch] = iter(
@@ -125,7 +125,7 @@ def pipeline_on_rank(rank: int, case: Case) -> None:
                 optimizer.zero_grad()
                 model(batch)[0].backward()
                 optimizer.step()
-        results.append(full_state(model))
+        results.append(gather_plain_state(model))
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
 
@@ -139,7 +139,7 @@ def save_on_rank(rank: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
     model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks)))
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    return full_state(model)
+    return gather_plain_state(model)
 
 
 def load_on_rank(rank: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
@@ -150,7 +150,7 @@ def load_on_rank(rank: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
     keys = model.load_state_dict(state["model"])
     assert not keys.missing_keys, keys
     assert not keys.unexpected_keys, keys
-    return full_state(model)
+    return gather_plain_state(model)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the plain module loads in one process
@@ -194,11 +194,12 @@ def optimizer_on_rank(rank: int) -> None:
     )
     plan = TowerShardingPlanner(sharder.mesh.topology).plan(model, [sharder])
     sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
-    before = full_state(sharded)
+    before = gather_plain_state(sharded)
     kjt = KeyedJaggedTensor(keys=["f0", "f1"], values=torch.tensor([0, 1]), lengths=torch.tensor([1, 1]))
     sharded(kjt)[1].sum().backward()
     step = (
-        before["sparse_arch.embedding_bags.t0.weight"] - full_state(sharded)["sparse_arch.embedding_bags.t0.weight"]
+        before["sparse_arch.embedding_bags.t0.weight"]
+        - gather_plain_state(sharded)["sparse_arch.embedding_bags.t0.weight"]
     )[0]
     # d(logit)/d(embedding) is the over arch's weight; both ranks looked up the same row, the mean is the same
     weight = before["over_arch.weight"][0, :8]
@@ -215,7 +216,9 @@ def traffic_on_rank(rank: int) -> tuple[Any, Any]:
     batches = Batches(sizes=(6, 6, 6, 6))
     found = []
     tower = shard(Case(towers=2, ranks=2), build(Case(towers=2, ranks=2)), mesh)
-    flat = flat_torchrec(tables, full_state(shard(Case(towers=2, ranks=2, kind="flat"), FlatModel(tables), mesh)))
+    flat = flat_torchrec(
+        tables, gather_plain_state(shard(Case(towers=2, ranks=2, kind="flat"), FlatModel(tables), mesh))
+    )
     for model in (tower, flat):
         for step in range(2):  # the first step also exchanges sizes that never change again
             ids, labels = batches.draw(rank, step, tables)
@@ -321,7 +324,7 @@ def meta_on_rank(rank: int) -> None:
     with torch.device("meta"):
         model = build(Case(towers=2, ranks=2))
     torch.manual_seed(rank)
-    state = full_state(shard(Case(towers=2, ranks=2), model, mesh))
+    state = gather_plain_state(shard(Case(towers=2, ranks=2), model, mesh))
     tower = state[f"sparse_arch.towers.{mesh.tower}.interaction.linear.weight"]
     assert tower.isfinite().all()
     assert tower.std() > 0

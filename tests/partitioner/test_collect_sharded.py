@@ -42,7 +42,7 @@ from dmt import (
     TowerTopology,
 )
 from dmt.partitioner import FeatureAffinity
-from tests.parity import load_full
+from dmt.testing import load_plain_state
 from tests.partitioner.planted import FlatModel, batch
 from tests.ranks import run_ranks
 
@@ -116,7 +116,7 @@ def world() -> dist.ProcessGroup:
 
 def sharded_copy(kind: str, source: FlatModel, **more: Any) -> DistributedModelParallel:
     model = shard_sptt(plain(**more)) if kind == "sptt" else shard(plain(**more), kind)
-    load_full(model, source.state_dict())
+    load_plain_state(model, source.state_dict())
     return model
 
 
@@ -224,7 +224,7 @@ def broken(rank: int) -> dict[str, str]:
     """What each rank raises where only one of them is at fault."""
     messages = {}
     model = shard(plain(), "table_wise")
-    load_full(model, plain().state_dict())
+    load_plain_state(model, plain().state_dict())
 
     def collect(batches: Any, model: nn.Module = model, **more: Any) -> FeatureAffinity:
         return FeatureAffinity.collect(model, batches, **({"process_group": world()} | more))
@@ -297,7 +297,7 @@ class _Task(nn.Module):
 def of_a_pipeline() -> tuple[str, int | None]:
     """What is said while the model is attached to a train pipeline, and the samples collected once it is not."""
     task = shard_two(_Task(plain()), "model.sparse_arch.ebc_0")
-    load_full(task, _Task(plain()).state_dict())
+    load_plain_state(task, _Task(plain()).state_dict())
     mine = [_Batch(one) for one in batches_of(0)]
 
     def collect() -> FeatureAffinity:
@@ -405,7 +405,7 @@ def others_on_rank(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     # Ranks with 1, 2 and 3 batches: two ranks, two batches of the second are left out.
     model = shard_two(plain())
-    load_full(model, plain().state_dict())
+    load_plain_state(model, plain().state_dict())
     uneven = FeatureAffinity.collect(model, iter(batches_of(rank, 1 + 2 * rank)), process_group=world())
     found["uneven"] = uneven
     # Replicated models, each rank with its own batches; in DDP, where its features are those of the plain model.

@@ -14,13 +14,13 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
 from dmt.training.job import build_model, build_optimizer, count_model, fused_params, shard_model
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord
-from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.small import ARCHS, NUM_DENSE, plain, small, source
 
@@ -73,12 +73,12 @@ def every_optimizer_on_rank(rank: int) -> list[str]:
         )
         model = shard_model(config, source(config).tables, NUM_DENSE, mesh=mesh)
         optimizer = build_optimizer(config.optimizer, model)
-        before = full_state(model)
+        before = gather_plain_state(model)
         for batch in itertools.islice(batches(config, rank, 2), 3):
             optimizer.zero_grad()
             model(batch)[0].backward()
             optimizer.step()
-        after = full_state(model)
+        after = gather_plain_state(model)
         case = f"{arch} {dataflow} {sparse} {dense}: "
         still += [case + name for name, old in before.items() if torch.equal(old, after[name])]
         still += [case + name + " is not finite" for name, new in after.items() if not new.isfinite().all()]
@@ -106,7 +106,7 @@ def parity_on_rank(rank: int, steps: int) -> dict[str, tuple[State, State]]:
         model = shard_model(config, source(config).tables, NUM_DENSE, mesh=mesh)
         torch.manual_seed(5)
         oracle = plain(config)
-        load_full(model, oracle.state_dict())
+        load_plain_state(model, oracle.state_dict())
         Trainer(
             config=config.train,
             data=source(config),
@@ -124,7 +124,10 @@ def parity_on_rank(rank: int, steps: int) -> dict[str, tuple[State, State]]:
             optimizer.zero_grad()
             oracle(batch)[0].backward()
             optimizer.step()
-        found[f"{arch} {dataflow}"] = (full_state(model), {n: p.detach() for n, p in oracle.state_dict().items()})
+        found[f"{arch} {dataflow}"] = (
+            gather_plain_state(model),
+            {n: p.detach() for n, p in oracle.state_dict().items()},
+        )
     return found
 
 
@@ -154,12 +157,12 @@ def learning_rates(rank: int, arch: str, warmup: int, steps: int, tower_lr: floa
     oracle = plain(config)
     rates = []
     for _ in range(steps):
-        before = full_state(model)
+        before = gather_plain_state(model)
         oracle.load_state_dict(before)
         oracle.zero_grad()
         oracle(next(union))[0].backward()
         pipeline.progress(mine)
-        after = full_state(model)
+        after = gather_plain_state(model)
         products: dict[str, list[float]] = {}
         for name, parameter in oracle.named_parameters():
             assert parameter.grad is not None, name
@@ -208,7 +211,7 @@ def start_on_rank(rank: int) -> dict[str, tuple[State, State, list[State]]]:
         for seed in (0, 0, 1) if arch == "dmt-dlrm" else (0,):
             config = small(arch, dataflow, train={"seed": seed})
             model = shard_model(config, source(config).tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
-            starts.append(full_state(model))
+            starts.append(gather_plain_state(model))
         dense = {name: v.clone() for name, v in model.state_dict().items() if not isinstance(v, ShardedTensor)}
         found[f"{arch} {dataflow}"] = (starts[0], dense, starts[1:])
     return found
@@ -260,7 +263,7 @@ def few_tables(rank: int, folder: str, arch: str, dataflow: str) -> tuple[int, S
     data = source(config)
     model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
     optimizer = build_optimizer(config.optimizer, model)
-    before = full_state(model)
+    before = gather_plain_state(model)
     Trainer(
         config=config.train,
         data=data,
@@ -269,7 +272,7 @@ def few_tables(rank: int, folder: str, arch: str, dataflow: str) -> tuple[int, S
         optimizer=optimizer,
         record=RunRecord(config, enabled=False),
     ).train()
-    after = full_state(model)
+    after = gather_plain_state(model)
     assert Checkpointer(Path(folder) / arch, mesh).save(model, optimizer, step=3, progress={})
     held = sum(len(v.local_shards()) for v in model.state_dict().values() if isinstance(v, ShardedTensor))
     return held, after, all(not torch.equal(before[name], after[name]) for name in before)

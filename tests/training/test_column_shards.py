@@ -18,6 +18,7 @@ from dmt.models.sparse import whole_tables
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import train as run
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig
@@ -26,7 +27,6 @@ from dmt.training.job import build_optimizer, open_data, shard_model, tower_plan
 from dmt.training.loop import Trainer
 from dmt.training.partition import affinity_of_run
 from dmt.training.records import RunRecord
-from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, plain, small
 
@@ -119,13 +119,13 @@ def trained(rank: int, config: TrainingConfig, start: dict[str, torch.Tensor]) -
     mesh = TowerMesh(config.topology.build())
     data = open_data(config)
     model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
-    load_full(model, start)
+    load_plain_state(model, start)
     optimizer = build_optimizer(config.optimizer, model)
     record = RunRecord(config, enabled=False)
     Trainer(config=config.train, data=data, mesh=mesh, model=model, optimizer=optimizer, record=record).train()
     sparse_arch: Any = model.module.model.sparse_arch
     # A train pipeline puts an object of its own in the place of the method, where it can.
-    return full_state(model), not inspect.ismethod(getattr(sparse_arch, "shards", sparse_arch).forward)
+    return gather_plain_state(model), not inspect.ismethod(getattr(sparse_arch, "shards", sparse_arch).forward)
 
 
 class RowWiseAdagrad:

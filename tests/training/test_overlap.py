@@ -12,8 +12,8 @@ from torchrec.distributed.types import LazyAwaitable
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.results import CachedAwaitable
+from dmt.testing import gather_plain_state
 from dmt.training.job import build_optimizer, open_data, shard_model
-from tests.parity import full_state
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, small
 
@@ -65,7 +65,7 @@ def train(rank: int, arch: str, *, at_once: bool, events: list[str] | None = Non
         optimizer.zero_grad()
         model(batch)[0].backward()
         optimizer.step()
-    return full_state(model)
+    return gather_plain_state(model)
 
 
 def on_rank(rank: int) -> dict[str, tuple[Any, Any, list[str]]]:

@@ -20,6 +20,7 @@ import torch
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import partition
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, load_config, to_toml
@@ -27,7 +28,6 @@ from dmt.training.data import DataConfig, open_source
 from dmt.training.job import shard_model
 from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows, write_affinity
 from dmt.training.train import preflight
-from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain, small, source
@@ -210,8 +210,8 @@ def affinity_on_rank(rank: int) -> tuple[FeatureAffinity, dict[str, torch.Tensor
     mesh = TowerMesh(config.topology.build())
     data = source(config)
     model = shard_model(config, data.tables, len(data.dense_names), mesh=mesh)
-    state = full_state(model)
-    load_full(model, state)
+    state = gather_plain_state(model)
+    load_plain_state(model, state)
     return affinity_of_model(model, data, mesh, config=config.train, steps=20), state
 
 

@@ -13,10 +13,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from dmt import TowerPlan, TrafficMeter
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.job import shard_model, tower_sharding
 from dmt.training.train import preflight
-from tests.parity import full_state, load_full
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, plain, small, source
 
@@ -195,7 +195,7 @@ def trained(
     mesh = TowerMesh(config.topology.build())
     data = source(config)
     model: DistributedModelParallel = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
-    load_full(model, start)
+    load_plain_state(model, start)
     losses = []
     for batch, _ in zip(data.batches("train", rank=rank, world_size=4, batch_size=16, epoch=0), range(3), strict=False):
         meter = TrafficMeter(host_of=lambda r: r // 2)
@@ -205,7 +205,7 @@ def trained(
                 loss.backward()
         losses.append(loss.item())
     traffic = meter.total(mesh.global_group)
-    return full_state(model), losses, (traffic.forward, traffic.backward)
+    return gather_plain_state(model), losses, (traffic.forward, traffic.backward)
 
 
 @pytest.mark.ranks

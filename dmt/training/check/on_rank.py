@@ -22,15 +22,16 @@ from dmt.testing.bounds import (
     allowed_outputs,
     allowed_weights,
 )
-from dmt.testing.plain import is_table, is_tower_module
+from dmt.testing.plain import is_table
 from dmt.testing.ranks import Say
-from dmt.testing.state import LocalPart, TableKinds, copy_parts, digest, load_start, local_parts, table_kinds
+from dmt.testing.state import LocalPart, TableLayout, copy_parts, digest, load_plain_state, local_parts, table_layout
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.findings import Finding
 from dmt.training.check.oracle import (
     Expected,
     Forward,
     compute_expected,
+    is_tower_module,
     plain_task,
     table_of,
 )
@@ -135,7 +136,7 @@ class _Checks:
     def forward_and_gradients(self) -> None:
         """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
         model = self._shard(_probe(self.run.config))
-        self._expected = self._meet_expected(table_kinds(model))
+        self._expected = self._meet_expected(table_layout(model))
         self._begin(model, self.run.config)
         watch = Watch(model)
         for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
@@ -165,7 +166,8 @@ class _Checks:
                 start,
                 wanted,
                 is_table=is_table(part.name),
-                optimizer=self.run.config.optimizer,
+                table_optimizer=self.run.config.optimizer.sparse,
+                dense_optimizer=self.run.config.optimizer.dense,
                 steps=steps,
                 is_half=part.tensor.dtype == torch.float16,
             )
@@ -255,14 +257,14 @@ class _Checks:
 
     def _begin(self, model: DistributedModelParallel, config: TrainingConfig) -> ReplicaSync | None:
         """Gives a model the first weights; returns what keeps it equal to its replicas, if it has some."""
-        load_start(model, self.expected.start)
+        load_plain_state(model, self.expected.start)
         return replica_sync(config.replicas, model, self.mesh)
 
-    def _meet_expected(self, kinds: TableKinds) -> Expected:
+    def _meet_expected(self, layout: TableLayout) -> Expected:
         """Rank 0 runs the plain module, and the others read what it came to."""
         path = Path(self.run.folder) / "expected.pt"
         if self.rank == 0:
-            torch.save(compute_expected(self.run, kinds), path)
+            torch.save(compute_expected(self.run, layout), path)
         dist.barrier()
         # Written a moment ago by this program.
         expected: Expected = torch.load(path, weights_only=False, mmap=True)

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmt.errors import InputError
-from dmt.testing.plain import PlainTraining, is_table
-from dmt.testing.state import TableKinds
+from dmt.testing.plain import PlainTraining, is_table, table_name, warmup_share
+from dmt.testing.state import TableLayout
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.rounding import as_sent
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.check.watch import Watch
-from dmt.training.job import ClickTask, build_model
+from dmt.training.config import OptimizerConfig
+from dmt.training.job import ClickTask, build_model, fused_params
 
-__all__ = ["Expected", "Forward", "compute_expected", "plain_task", "table_of"]
+__all__ = ["Expected", "Forward", "compute_expected", "is_tower_module", "plain_task", "table_of"]
 
 State = dict[str, Tensor]
+
+_DENSE = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +81,12 @@ class _Replica(NamedTuple):
     ranks: Sequence[int]
 
 
-def compute_expected(run: CheckedRun, kinds: TableKinds) -> Expected:
+def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
     """Runs the plain module.
 
     Args:
         run: what is checked.
-        kinds: how its tables are spread.
+        layout: of its tables.
 
     Raises:
         InputError: a loss is not finite.
@@ -97,11 +107,11 @@ def compute_expected(run: CheckedRun, kinds: TableKinds) -> Expected:
     ]
     watch = replicas[0].watch
     forward = {index: _forward(run, watch, sent, index) for index in (SINGLE_IDS, UNEVEN_BAGS)}
-    training = PlainTraining(run.config, tasks, kinds)
+    training = _plain_training(run, tasks, layout)
     gradients: list[list[State]] = []
     for sent.is_rounded in (True, False):
         _backward(run, replicas, UNEVEN_BAGS)
-        training.share_gradients()
+        training.average_gradients()
         gradients.append(
             [{name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None} for task in tasks]
         )
@@ -109,8 +119,9 @@ def compute_expected(run: CheckedRun, kinds: TableKinds) -> Expected:
     losses = []
     for step in range(run.limits.steps):
         losses.append(_backward(run, replicas, step))
-        training.step(step)
-    training.average()
+        _set_rates(training, run.config.optimizer, step)
+        training.step()
+    training.sync()
     with torch.no_grad():
         losses.append([float(watch.run(draw_batch(run, r, run.limits.steps))) for r in _ranks(run)])
     _check_finite(run, losses)
@@ -127,6 +138,37 @@ def compute_expected(run: CheckedRun, kinds: TableKinds) -> Expected:
     )
 
 
+def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: TableLayout) -> PlainTraining:
+    optimizer, replicas = run.config.optimizer, run.config.replicas
+    return PlainTraining(
+        tasks,
+        fused_params=fused_params(optimizer),
+        make_optimizer=partial(_dense_optimizer, optimizer),
+        layout=layout,
+        moment_scale=replicas.moment_scale,
+        interval=replicas.sync_every,
+        optimizer_state=replicas.optimizer_state,
+        has_half_tables=run.config.sharding.table_precision == "fp16",
+    )
+
+
+def _dense_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    groups = []
+    for of_towers, rate in ((True, config.tower_lr), (False, config.dense_lr)):
+        rate = config.dense_lr if rate is None else rate
+        members = [p for name, p in parameters.items() if is_tower_module(name) is of_towers]
+        groups += [{"params": members, "lr": rate, "initial_lr": rate}] if members else []
+    return _DENSE[config.dense](groups)
+
+
+def _set_rates(training: PlainTraining, config: OptimizerConfig, step: int) -> None:
+    share = warmup_share(step, config.warmup_steps)
+    training.learning_rate = config.sparse_lr * share
+    for optimizer in training.dense_optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
+
+
 def _check_finite(run: CheckedRun, losses: Sequence[Sequence[float]]) -> None:
     for step, by_rank in enumerate(losses):
         for rank, loss in enumerate(by_rank):
@@ -139,9 +181,14 @@ def _check_finite(run: CheckedRun, losses: Sequence[Sequence[float]]) -> None:
                 )
 
 
+def is_tower_module(name: str) -> bool:
+    """Returns whether a parameter of this name belongs to a tower module."""
+    return re.search(r"\.towers\.\d+\.interaction\.", name) is not None
+
+
 def table_of(name: str) -> str:
     """What to call a parameter: a table by its own name, others in full."""
-    return f"table {name.split('.')[-2]}" if is_table(name) else name.removeprefix("model.")
+    return f"table {table_name(name)}" if is_table(name) else name.removeprefix("model.")
 
 
 def _ranks(run: CheckedRun) -> range:

@@ -20,6 +20,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.errors import InputError
+from dmt.sharding.schemes import column_widths
 
 __all__ = ["Piece", "State", "collect_state"]
 
@@ -139,12 +140,9 @@ def _add_row_wise(state: State, name: str, value: Tensor, weight: Tensor, table:
 
 def _column_widths(weight: Tensor) -> tuple[int, ...]:
     """Returns the widths of a table's column shards from left to right; one width for a table not cut by columns."""
-    num_columns = _size(weight)[1]
     if not isinstance(weight, ShardedTensor):
-        return (num_columns,)
-    shards = sorted(weight.metadata().shards_metadata, key=lambda shard: shard.shard_offsets[1])
-    is_cut = len(shards) > 1 and shards[0].shard_sizes[1] < num_columns
-    return tuple(shard.shard_sizes[1] for shard in shards) if is_cut else (num_columns,)
+        return (_size(weight)[1],)
+    return tuple(column_widths(weight.metadata().shards_metadata))
 
 
 def _shards(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:

@@ -141,7 +141,7 @@ def gradients_scaled(read: Change) -> Change:
 
 # name -> what is patched, the checks that must fail, and what the first of them must name
 FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
-    "rows": (on_rank, "load_start", rows_swapped_on_rank_1, {"embeddings", "bags"}, "table of C1"),
+    "rows": (on_rank, "load_plain_state", rows_swapped_on_rank_1, {"embeddings", "bags"}, "table of C1"),
     "towers": (SPTTModule, "_connect", towers_exchanged, {"tower outputs", "logits", "reload"}, "output of tower 0"),
     "tower gradient": (on_rank, "shard_model", tower_gradient_doubled, {"tower gradients"}, "sparse_arch.towers.1.int"),
     "table gradient": (SPTTModule, "compute", table_gradient_doubled, {"table gradients"}, "table t_C"),

@@ -21,6 +21,9 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
+from dmt.collectives import gather_objects
+from dmt.testing import gather_plain_state, table_layout
+from dmt.testing.state import LocalPart, join_parts
 from dmt.training.config import OptimizerConfig
 from dmt.training.job import build_optimizer
 from tests.parity import Batches, loss_of, make_tables
@@ -155,24 +158,11 @@ class Job:
 
     def cuts(self) -> dict[str, list[int]]:
         """Widths of the column shards of each table."""
-        cuts = {f"t{i}": [dim] for i, dim in enumerate(DIMS)}
-        for of_module in self.model.plan.plan.values():
-            for name, sharding in of_module.items():
-                if sharding.sharding_type == "column_wise":
-                    cuts[name] = [shard.shard_sizes[1] for shard in sharding.sharding_spec.shards]
-        return cuts
+        return {f"t{i}": [dim] for i, dim in enumerate(DIMS)} | dict(table_layout(self.model).column_widths)
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and tables."""
-        parts = []
-        for name, value in self.model.state_dict().items():
-            if not isinstance(value, ShardedTensor):
-                parts.append((name, tuple(value.shape), (0,) * value.dim(), value.detach().clone()))
-                continue
-            for part in value.local_shards():
-                size, offsets = tuple(value.metadata().size), part.metadata.shard_offsets
-                parts.append((name, size, tuple(offsets), part.tensor.detach().clone()))
-        return gathered(parts)
+        return gather_plain_state(self.model, num_replicas=self.layout.replicas)
 
     def moments(self) -> dict[str, Tensor]:
         """Row-wise AdaGrad's moments as [rows, columns]: what is kept for a row of a shard, in each of its columns."""
@@ -185,15 +175,18 @@ class Job:
                     continue
                 dim = DIMS[int(table[1:])]
                 if not isinstance(value, ShardedTensor):
-                    parts.append((table, (len(value), dim), (0, 0), value.unsqueeze(1).repeat(1, dim)))
+                    whole = (slice(0, len(value)), slice(0, dim))
+                    parts.append(LocalPart(table, value.unsqueeze(1).repeat(1, dim), whole, (len(value), dim), False))
                     continue
                 rows = weight.metadata().size[0]
                 for part in value.local_shards():
                     number, row = divmod(part.metadata.shard_offsets[0], rows)
-                    widths = cuts[table]
-                    shard = part.tensor.unsqueeze(1).repeat(1, widths[number])
-                    parts.append((table, (rows, dim), (row, sum(widths[:number])), shard))
-        return gathered(parts)
+                    width, column = cuts[table][number], sum(cuts[table][:number])
+                    shard = part.tensor.unsqueeze(1).repeat(1, width)
+                    where = (slice(row, row + len(shard)), slice(column, column + width))
+                    parts.append(LocalPart(table, shard, where, (rows, dim), True))
+        everyone = gather_objects(parts, self.mesh.global_group)
+        return join_parts([part for of_rank in everyone for part in of_rank], num_replicas=self.layout.replicas)
 
     def dense_state(self) -> dict[str, Tensor]:
         """State of tower modules, dense parts and schedules, from whichever rank has it."""
@@ -203,23 +196,8 @@ class Job:
             for name, value in states.items()
             if "momentum1" not in name
         }
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = gather_objects(mine, self.mesh.global_group)
         return {name: value for part in everyone for name, value in part.items()}
-
-
-def gathered(parts: list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors of all ranks' (name, size, offsets, part); what several ranks hold must be equal."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, parts)
-    whole: dict[str, Tensor] = {}
-    for name, size, offsets, part in (one for of_rank in everyone for one in of_rank):
-        target = whole.setdefault(name, torch.full(size, float("nan")))
-        place = tuple(slice(offset, offset + length) for offset, length in zip(offsets, part.shape, strict=True))
-        assert target[place].isnan().all() or torch.equal(target[place], part), f"{name}: ranks hold other numbers"
-        target[place] = part
-    assert not any(tensor.isnan().any() for tensor in whole.values()), "shards are missing"
-    return whole
 
 
 def moments_in(cuts: dict[str, list[int]], moments: dict[str, Tensor]) -> dict[str, Tensor]:

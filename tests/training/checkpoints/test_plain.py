@@ -11,9 +11,9 @@ import torch
 
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing import gather_plain_state
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.job import build_optimizer, shard_model
-from tests.parity import full_state
 from tests.ranks import run_ranks
 from tests.training.small import NUM_DENSE, plain, small, source
 
@@ -35,7 +35,7 @@ def save_on_rank(rank: int, folder: str) -> dict[str, State]:
         if rank == 0 and (target / STEP).exists():
             (target / STEP / "left_over").touch()
         assert Checkpointer(target, mesh).save(model, optimizer, step=7, progress={})
-        states[arch] = full_state(model)
+        states[arch] = gather_plain_state(model)
     return states
 
 
