@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from tests.training.small import small
 
+# As a name of the package it is the click command.
+check_command = importlib.import_module("dmt.training.commands.check")
 FEATURES = [f"C{i}" for i in range(1, 7)]
 
 

@@ -26,8 +26,8 @@ from dmt.testing import gather_plain_state, table_layout
 from dmt.testing.state import LocalPart, join_parts
 from dmt.training.config import OptimizerConfig
 from dmt.training.job import build_optimizer
-from tests.parity import Batches, loss_of, make_tables
-from tests.sptt_case import EPS, FUSED, LR, Case, build
+from tests.parity import EPS, FUSED, LR, Batches, loss_of, make_tables
+from tests.sptt_case import Case, build
 
 DIMS = (8, 8, 16, 12, 8, 8)
 TOWERS = ((0, 4), (1,), (2, 5), (3,))
