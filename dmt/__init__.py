@@ -20,51 +20,37 @@ if TYPE_CHECKING:
     from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder as SPTTEmbeddingBagCollectionSharder
     from dmt.sptt.mesh import TowerMesh as TowerMesh
     from dmt.sptt.micro_batches import MicroBatches as MicroBatches
+    from dmt.sptt.micro_batches import run_in_micro_batches as run_in_micro_batches
     from dmt.sptt.precision import ExchangePrecision as ExchangePrecision
     from dmt.sptt.towers import TowerCollectionSharder as TowerCollectionSharder
     from dmt.traffic import TrafficMeter as TrafficMeter
 
 _HOME = {
-    "ExchangePrecision": "dmt.sptt.precision",
-    "HierarchicalDataParallel": "dmt.replicas.dense_reduce",
-    "InputError": "dmt.errors",
-    "MicroBatches": "dmt.sptt.micro_batches",
-    "ReplicaSync": "dmt.replicas.sync",
-    "SPTTEmbeddingBagCollectionSharder": "dmt.sptt.flat",
-    "TablePlacement": "dmt.sharding.schemes",
-    "TableSpec": "dmt.plan.tables",
-    "TowerCollectionSharder": "dmt.sptt.towers",
-    "TowerMesh": "dmt.sptt.mesh",
-    "TowerPlan": "dmt.plan.towers",
-    "TowerShardingPlanner": "dmt.sharding.planner",
-    "TowerTopology": "dmt.plan.topology",
-    "TrafficMeter": "dmt.traffic",
+    "ExchangePrecision": "sptt.precision",
+    "HierarchicalDataParallel": "replicas.dense_reduce",
+    "InputError": "errors",
+    "MicroBatches": "sptt.micro_batches",
+    "ReplicaSync": "replicas.sync",
+    "SPTTEmbeddingBagCollectionSharder": "sptt.flat",
+    "TablePlacement": "sharding.schemes",
+    "TableSpec": "plan.tables",
+    "TowerCollectionSharder": "sptt.towers",
+    "TowerMesh": "sptt.mesh",
+    "TowerPlan": "plan.towers",
+    "TowerShardingPlanner": "sharding.planner",
+    "TowerTopology": "plan.topology",
+    "TrafficMeter": "traffic",
+    "run_in_micro_batches": "sptt.micro_batches",
 }
-
-__all__ = [
-    "ExchangePrecision",
-    "HierarchicalDataParallel",
-    "InputError",
-    "MicroBatches",
-    "ReplicaSync",
-    "SPTTEmbeddingBagCollectionSharder",
-    "TablePlacement",
-    "TableSpec",
-    "TowerCollectionSharder",
-    "TowerMesh",
-    "TowerPlan",
-    "TowerShardingPlanner",
-    "TowerTopology",
-    "TrafficMeter",
-]
+__all__ = [*_HOME]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'dmt' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(f"dmt.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__all__)

@@ -1,4 +1,4 @@
-"""THE ONE FILE that touches private names of TorchRec and FBGEMM. Written for TorchRec 1.8.0.
+"""Private names of TorchRec, FBGEMM and torch under public ones; no other file touches them. For TorchRec 1.8.0.
 
 ``tests/dmt/test_torchrec_seam.py`` fails with a clear message when one of the names below moves.
 """
@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
-
-from dmt.sharding.optimizers import moment_scaled
 
 __all__ = [
     "PRIVATE_NAMES",
-    "ReplaceableKeyedTensor",
+    "OpenShardedEBC",
     "PipelinedModule",
+    "ReplaceableKeyedTensor",
     "add_dense_hook",
     "at_end_of_backward",
     "fused_settings",
@@ -34,6 +33,7 @@ __all__ = [
     "key_mismatch",
     "mark_updated_in_backward",
     "place_globally",
+    "settings_on_parameters",
 ]
 
 PRIVATE_NAMES: Mapping[str, str] = {
@@ -44,9 +44,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.sparse.jagged_tensor.KeyedTensor": "_values",
     "torch.autograd.Variable": "_execution_engine",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
-        "_embedding_shardings _embedding_bag_configs _lookups _input_dists _output_dists _embedding_names "
-        "_embedding_dims _has_mean_pooling_callback _optim _device _create_input_dist _create_output_dist "
-        "_pre_load_state_dict_hook"
+        "_embedding_shardings _sharding_types _lookups _input_dists _output_dists _embedding_names _embedding_dims "
+        "_create_input_dist _pre_load_state_dict_hook"
     ),
     "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
@@ -72,7 +71,7 @@ class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
 
     @property
     def id_exchange(self) -> nn.Module | None:
-        """The module that sends ids, None before the first batch is seen."""
+        """Module that sends ids; None before the first batch."""
         return self._input_dists[0] if self._input_dists else None
 
     def set_id_exchange(self, exchange: nn.Module) -> None:
@@ -85,6 +84,50 @@ class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields this module only: DMP's data parallel must not see the one inside."""
         yield prefix, self
+
+
+class OpenShardedEBC(ShardedEmbeddingBagCollection):
+    """TorchRec's sharded collection with those private parts under public names that a subclass reads or adjusts."""
+
+    @property
+    def tables_by_lookup(self) -> list[tuple[str, list[Any]]]:
+        """Scheme of each lookup, and the sharded tables that it reads on this rank, in its order."""
+        groups = [sharding._grouped_embedding_configs for sharding in self._embedding_shardings]
+        tables = [[table for group in of_lookup for table in group.embedding_tables] for of_lookup in groups]
+        return list(zip(self._sharding_types, tables, strict=True))
+
+    @property
+    def lookups(self) -> list[Any]:
+        """The lookups; entries may be replaced."""
+        return self._lookups
+
+    @property
+    def output_dists(self) -> list[nn.Module]:
+        """Output exchange of each lookup; entries may be replaced."""
+        return self._output_dists
+
+    @property
+    def output_columns(self) -> list[tuple[str, int]]:
+        """Name and width of each output embedding, from left to right."""
+        return list(zip(self._embedding_names, self._embedding_dims, strict=True))
+
+    def adjust_input_dists(self, exchanges: Sequence[Any]) -> None:
+        """Called once with the new id exchange of each lookup."""
+
+    def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
+        """Called before TorchRec reads a state dict; takes out what the module is to load as it is, by key."""
+        return {}
+
+    def _create_input_dist(self, input_feature_names: list[str]) -> None:
+        super()._create_input_dist(input_feature_names)
+        self.adjust_input_dists(self._input_dists)
+
+    @staticmethod
+    def _pre_load_state_dict_hook(self: OpenShardedEBC, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # TorchRec registers it as a function of the module.
+        taken = self.take_local_shards(state_dict, prefix)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *rest)
+        state_dict.update(taken)
 
 
 class ReplaceableKeyedTensor(KeyedTensor):
@@ -107,12 +150,12 @@ class ReplaceableKeyedTensor(KeyedTensor):
 
 
 def key_mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> Any:
-    """What ``load_state_dict`` returns: the keys that did not match."""
+    """Builds the result of ``load_state_dict``: the keys that did not match."""
     return nn.modules.module._IncompatibleKeys(list(missing), list(unexpected))
 
 
 def group_env(group: ProcessGroup) -> ShardingEnv:
-    """A TorchRec environment that shards over ``group``.
+    """Returns a TorchRec environment that shards over ``group``.
 
     ``ShardingEnv(...)`` itself would build a device mesh of the ranks 0..size-1, whatever ranks the group has.
     """
@@ -157,7 +200,7 @@ def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
 
 
 def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Fused optimizer settings of a table: those of the sharder, then those given on its parameter.
+    """Returns the fused-optimizer settings of a table; settings on the parameter override the sharder's.
 
     Args:
         parameter: of the unsharded module; ``apply_optimizer_in_backward`` leaves class and arguments on it.
@@ -166,7 +209,7 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
     classes, arguments = (getattr(parameter, f"_optimizer_{part}", []) for part in ("classes", "kwargs"))
     settings = dict(fused_params or {})
     for kind, kwargs in zip(classes, arguments, strict=True):
-        # PyTorch's name of the learning rate goes before FBGEMM's, as in TorchRec.
+        # PyTorch's name of the learning rate overrides FBGEMM's, as in TorchRec.
         rate = {"learning_rate": kwargs["lr"]} if "lr" in kwargs else {}
         others = {key: value for key, value in kwargs.items() if key != "lr"}
         settings |= {"optimizer": optimizer_type_to_emb_opt_type(kind), **others, **rate}
@@ -174,19 +217,15 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
 
 
 @contextmanager
-def _moment_scaled(
-    module: EmbeddingBagCollection, scales: Mapping[str, float], fused_params: Mapping[str, Any] | None
-) -> Iterator[None]:
-    """Leaves scaled settings on the parameters of these tables, as ``apply_optimizer_in_backward`` would, for a while.
+def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Iterator[None]:
+    """Leaves fused-optimizer settings on table parameters for a while, like ``apply_optimizer_in_backward`` would.
 
-    Settings on a parameter go before those of the sharder, so each table can have its own.
+    TorchRec gives them precedence over the sharder's, so each table can have its own.
     """
     before = []
-    for name, scale in scales.items():
-        parameter = module.embedding_bags[name].weight
-        settings = moment_scaled(fused_settings(parameter, fused_params), scale)
+    for parameter, own in settings:
         before.append((parameter, dict(vars(parameter))))
-        parameter._optimizer_classes, parameter._optimizer_kwargs = [None], [settings]
+        parameter._optimizer_classes, parameter._optimizer_kwargs = [None], [own]  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ __all__ = [
     "broadcast_tensor",
     "gather_objects",
     "gather_parts",
+    "profiler_range",
     "ranks_that_differ",
     "reason_of",
     "run_on_all_or_raise",
@@ -36,6 +37,11 @@ __all__ = [
 ]
 
 Value = TypeVar("Value")
+
+
+def profiler_range(step: str, *, backward: bool = False) -> torch.profiler.record_function:
+    """Returns a context manager that names a step in profiles, ``## dmt:<step> ##`` or ``## dmt:<step>:bwd ##``."""
+    return torch.profiler.record_function(f"## dmt:{step}{':bwd' if backward else ''} ##")
 
 
 def broadcast_tensor(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -19,13 +19,13 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt import (
-    MicroBatches,
     SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
     TowerMesh,
     TowerPlan,
     TowerShardingPlanner,
     TowerTopology,
+    run_in_micro_batches,
 )
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.sharding.schemes import TablePlacement
@@ -178,7 +178,7 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
     oracle = plain_training(plain, layout=table_layout(model), optimizer=case.optimizer)
     load_plain_state(model, start)
     if case.micro_batches > 1:
-        MicroBatches(model, num_micro_batches=case.micro_batches)
+        run_in_micro_batches(model, case.micro_batches)
     assert set(gather_plain_state(model)) == set(start), "the sharded state has other names than the unsharded one"
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter((n, p) for n, p in model.named_parameters() if p.requires_grad)),

@@ -18,7 +18,7 @@ from benchmarks.steps.inputs import Batches, benchmark_tables
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.torchrec_towers import NOTES, startable_on_cpu, tower_plan_by_hand, tower_sharders
 from benchmarks.steps.towers import own_planner, own_sharders, own_topology, own_towers, own_wrapper
-from dmt import MicroBatches, ReplicaSync, TowerMesh, TowerTopology
+from dmt import ReplicaSync, TowerMesh, TowerTopology, run_in_micro_batches
 from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
 from dmt.models.presets import CRITEO_DENSE_FEATURES
 from dmt.training.config import OptimizerConfig
@@ -144,7 +144,7 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
             data_parallel_wrapper=None if mesh is None else own_wrapper(contender, mesh, setting),
         )
     if contender.num_micro_batches > 1:
-        MicroBatches(sharded.module.model, num_micro_batches=contender.num_micro_batches)
+        run_in_micro_batches(sharded.module.model, contender.num_micro_batches)
     optimizer = build_optimizer(OPTIMIZER, sharded)
     pipeline = TrainPipelineSparseDist if contender.prefetch else TrainPipelineBase
     # The interval is beyond any run: the benchmark averages when it wants to measure that.

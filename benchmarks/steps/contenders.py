@@ -13,7 +13,7 @@ name                    what it is
 ``...+prefetch``        TorchRec's ``TrainPipelineSparseDist``: ids travel one batch ahead
 ``...+hier``            dense gradients reduced host by host (`dmt.HierarchicalDataParallel`)
 ``...+bf16-dense``      the same with BF16 between hosts; goes with ``+fp16``, and is in no full run
-``...+mb8``             8 micro-batches (`dmt.MicroBatches`); ``+mb2``, ``+mb4`` likewise
+``...+mb8``             8 micro-batches (`dmt.run_in_micro_batches`); ``+mb2``, ``+mb4`` likewise
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
 ``...+global``          ids take the global route (`dmt.sptt.input_dist`)

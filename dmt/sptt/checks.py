@@ -1,9 +1,9 @@
-"""What must hold before tables are sharded: ranks agree, and every tower can carry out what the plan says."""
+"""Checks before tables are sharded: ranks agree, and every tower can carry out the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torchrec.distributed.types import ParameterSharding
@@ -13,52 +13,44 @@ from dmt.collectives import ranks_that_differ
 from dmt.errors import InputError
 from dmt.sharding.optimizers import moment_scale_of
 from dmt.sharding.schemes import SCHEMES, why_not
-from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.sharder import Exchange
+
+if TYPE_CHECKING:
+    from dmt.sptt.sharder import TowerSharder
 
 __all__ = ["check_agreement", "check_sharding"]
 
 
-def check_agreement(sharder: Any, module: nn.Module, sharding: Mapping[str, ParameterSharding]) -> None:
+def check_agreement(sharder: TowerSharder[Any], module: nn.Module, sharding: Mapping[str, ParameterSharding]) -> None:
     """Checks that ranks agree and that every tower can do what it is told; collective over the job.
 
     Every rank looks at the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
 
     Args:
-        sharder: one of the tower sharders; its mesh, exchange and ``fused_params`` are read.
-        module: what it shards.
-        sharding: of each table, with ranks and placements local to its tower (0..L-1).
+        sharder: the sharder with its settings.
+        module: the module that it shards.
+        sharding: sharding of each table, with ranks and placements local to its tower (0..L-1).
 
     Raises:
         InputError: ranks differ in towers, tables, plan, exchange or moment scale; a table has no sharding, an
             unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format or optimizer
             that its scheme does not have; its optimizer has no moment to scale.
     """
-    mesh: TowerMesh = sharder.mesh
-    exchange: Exchange = sharder.exchange
-    tables_by_tower: list[list[Any]] = sharder.tables_by_tower(module)
+    mesh = sharder.mesh
+    tables_by_tower = sharder.tables_by_tower(module)
     tables = [[_table_record(table) for table in of_tower] for of_tower in tables_by_tower]
-    if differing := ranks_that_differ(tables, mesh.global_group):
-        raise InputError(
-            f"Ranks {differing} have other towers or tables than rank 0. Every rank must build the same model and "
-            "load the same tower plan."
-        )
-    if differing := ranks_that_differ(exchange, mesh.global_group):
-        raise InputError(
-            f"Ranks {differing} have another id_route or peer_precision than rank 0 ({exchange}). Give every rank "
-            "the same."
-        )
-    if differing := ranks_that_differ(sharder.optimizer.moment_scale, mesh.global_group):
-        raise InputError(
-            f"Ranks {differing} have another moment_scale than rank 0 ({sharder.optimizer.moment_scale!r}). Give every "
-            "rank the same."
-        )
     plan = [_sharding_record(sharding.get(table.name)) for of_tower in tables_by_tower for table in of_tower]
-    if differing := ranks_that_differ(plan, mesh.global_group):
-        raise InputError(
-            f"Ranks {differing} have another sharding plan than rank 0. Make the plan from the same arguments on every "
-            "rank."
-        )
+    exchange, scale = sharder.exchange, sharder.optimizer.moment_scale
+    for value, what in (
+        (
+            tables,
+            "other towers or tables than rank 0. Build the same model and load the same tower plan on every rank.",
+        ),
+        (exchange, f"another id_route or peer_precision than rank 0 ({exchange}). Give every rank the same."),
+        (scale, f"another moment_scale than rank 0 ({scale!r}). Give every rank the same."),
+        (plan, "another sharding plan than rank 0. Make the plan from the same arguments on every rank."),
+    ):
+        if differing := ranks_that_differ(value, mesh.global_group):
+            raise InputError(f"Ranks {differing} have {what}")
     parameters = sharder.shardable_parameters(module)
     for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
         check_sharding(table, sharding.get(table.name), tower=tower, num_ranks=mesh.topology.ranks_per_tower)

@@ -1,18 +1,21 @@
-"""The semantic-preserving tower transform (SPTT) as a TorchRec sharded module: what every tower dataflow shares.
+"""Semantic-preserving tower transform (SPTT), step by step: the dataflow that every tower sharder's module shares.
 
-DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps become as below; see
-`dmt.sptt.input_dist` for the other one and docs/sptt.md for a worked example.
+DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps are these; see
+`dmt.sptt.input_dist` for the other route and docs/sptt.md for a worked example.
 
-======  ==================================================================  ==========  =====================
-step    what                                                                group       who does it
-======  ==================================================================  ==========  =====================
-a, c    ids of each feature to the peer whose tower owns it, in peer order  peer        `PeerInputDist`
-a       from there to the rank that holds the table (or column shard)       tower       TorchRec's sharded EBC
-b       lookup                                                              -           FBGEMM
-d, e    partial embeddings to the tower's ranks, [sum of B, F_t, N]         tower       TorchRec's sharded EBC
--       tower module, [sum of B, F_t, N] -> [sum of B, O_t]                 tower       `ShardedTowerCollection`
-f       outputs to peers, [sum of B, O_t] -> [B, sum of O_t]                peer        `PeerExchange`
-======  ==================================================================  ==========  =====================
+======  ===========================================================  =====  ==================  ========================
+step    what                                                         group  method              who does it
+======  ===========================================================  =====  ==================  ========================
+a, c    ids to the peer whose tower owns the feature, in peer order  peer   `_exchange_ids`     `PeerInputDist`
+a       from there to the rank that holds the table or shard         tower  `look_up`           TorchRec's sharded EBC
+b       lookup                                                       -      `look_up`           FBGEMM
+d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           TorchRec's sharded EBC
+-       tower module: [P, N] -> [P, O]                               -      `run_towers`        `ShardedTowerCollection`
+f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  `PeerExchange`
+======  ===========================================================  =====  ==================  ========================
+
+Shape suffixes: B samples of this rank; P samples of all T peers, in tower order (the sum of their B); N columns of the
+embeddings of this tower's features side by side; O columns of this tower's output; S sum of O over the towers.
 
 Only bytes move: the result is the unsharded module's, in its column order, on any placement. Gradients divide by T
 crossing the peers and by L crossing the tower, so tables, tower modules and dense parts all see the mean over ranks of
@@ -23,53 +26,65 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
-from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from dmt._torchrec import PipelinedModule, fused_settings, place_globally
-from dmt.collectives import broadcast_tensor, gather_objects
+from dmt.collectives import gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.tables import feature_names
-from dmt.sharding.data_parallel import DataParallelTables
-from dmt.sharding.group_ebc import GroupShardedEBC, RowWiseOutputs
-from dmt.sharding.optimizers import TableOptimizer, moment_scale_of
-from dmt.sptt.input_dist import GlobalIdRoute, PeerInputDist
-from dmt.sptt.mesh import TowerMesh
+from dmt.sharding.group_ebc import GroupShardedEBC
+from dmt.sptt.input_dist import GlobalIdRoute, PeerIdRoute
 from dmt.sptt.output_dist import PeerExchange
-from dmt.sptt.parts import ResultInParts, in_micro_batch_order, micro_batch_sizes
-from dmt.sptt.results import CachedAwaitable, split_rows
-from dmt.sptt.sharder import Exchange
+from dmt.sptt.results import CachedAwaitable
+from dmt.sptt.sharder import TowerSharder, TowerState
 
-__all__ = ["Piece", "SPTTContext", "SPTTModule", "model_parallel_tables", "shard_in_tower"]
-
+__all__ = ["AgreedOutputs", "Piece", "SPTTContext", "SPTTModule", "TowerOutput"]
 
 Piece = tuple[Any, int]
-"""A part of a tower's output: its name, and how many columns it has."""
+"""Name and number of columns of a part of a tower's output."""
+
+
+class TowerOutput(NamedTuple):
+    """Output of this rank's tower for some samples of its peers."""
+
+    columns_PO: Tensor
+    """[P, O]."""
+    pieces: list[Piece]
+    """Parts of its columns, from left to right."""
+
+
+@dataclass(frozen=True)
+class AgreedOutputs:
+    """What the peers told each other about their outputs in the first batch; later batches must be alike."""
+
+    own_pieces: list[Piece]
+    """Pieces of this tower's output."""
+    all_pieces: list[Piece]
+    """Pieces of all towers' outputs, in tower order."""
+    exchange: PeerExchange
+    """The exchange made for them (step f); its dtype is the widest of all towers' outputs."""
 
 
 @dataclass
 class SPTTContext(Multistreamable):
-    """What one batch carries from the id exchange to the output exchange."""
+    """State of one batch from the id exchange to the output exchange."""
 
     sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=lambda: [EmbeddingShardingContext()])
     """TorchRec's own; the id exchange writes the batch sizes of the ranks it crosses into it."""
     peers: slice = field(default_factory=lambda: slice(None))
-    """Where the peers, in tower order, stand among those ranks."""
-    pieces: list[Piece] = field(default_factory=list)
-    """Of this tower's output."""
+    """Positions of the peers, in tower order, among those ranks."""
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Nothing here lives on a device."""
+        """Does nothing: a context holds no tensors on a device."""
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -77,20 +92,19 @@ class SPTTContext(Multistreamable):
         return self.sharding_contexts[0].batch_size_per_rank[self.peers]
 
 
-class SPTTModule(PipelinedModule, FusedOptimizerModule):
-    """TorchRec's ``ShardedModule`` protocol over a `TowerMesh`; subclasses say what a tower computes.
+class SPTTModule(TowerState):
+    """TorchRec's ``ShardedModule`` protocol over a `TowerMesh`; subclasses define what a tower computes.
 
-    A tower's output consists of pieces side by side (the outputs of its logical towers, or the embeddings of its
-    features); subclasses put them in order by their names, wherever they were computed. Subclasses put the names of
-    all towers' tables that are not data-parallel into ``sharded_tables``.
+    TorchRec calls `input_dist`, maybe one batch ahead (train pipelines), then `compute` and `output_dist`. A tower's
+    output consists of pieces side by side (the outputs of its logical towers, or the embeddings of its features);
+    subclasses put them in order by their names, wherever they were computed.
 
     Args:
-        mesh: the groups.
+        sharder: the sharder that makes the module; its mesh and settings are used.
+        sharding: of each table of all towers.
         tables_by_tower: the table configs of each mesh tower.
-        is_weighted: whether the ids carry weights.
-        exchange: how ids and outputs travel.
+        is_weighted: True if the ids carry weights.
         device: this rank's device.
-        qcomm_codecs_registry: TorchRec's quantised communication, inside the tower.
 
     Raises:
         InputError: the device cannot do a number format.
@@ -98,96 +112,53 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
 
     def __init__(
         self,
+        sharder: TowerSharder[Any],
+        sharding: Mapping[str, ParameterSharding],
         *,
-        mesh: TowerMesh,
         tables_by_tower: Sequence[Sequence[Any]],
         is_weighted: bool,
-        exchange: Exchange,
         device: torch.device | None,
-        qcomm_codecs_registry: dict[str, Any] | None,
     ) -> None:
-        super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
-        self.mesh = mesh
-        self._exchange = exchange
-        # A feature that several tables of a tower look up is sent there once.
-        self._features_by_tower = [list(dict.fromkeys(feature_names(tables))) for tables in tables_by_tower]
+        super().__init__(sharder, sharding)
+        self.exchange = sharder.exchange
         self._is_weighted = is_weighted
         self._target_device = device or torch.device("cpu")
-        self._input_features: list[str] = []
-        self._outputs_to_peers: PeerExchange | None = None
-        self._output_dtype = torch.float32
-        self._own_pieces: list[Piece] = []
-        self._all_pieces: list[Piece] = []
-        self._collections: list[GroupShardedEBC] = []
-        self._global_route: GlobalIdRoute | None = None
-        self._replicas_ready: Callable[[bool], None] | None = None
-        self._num_micro_batches = 1
-        self._tag = mesh.new_tag()
-        self.sharded_tables: list[str] = []
-        exchange.precision.check_device(self._target_device)
+        # A feature that several tables of a tower look up is sent there once.
+        self._features_by_tower = [list(dict.fromkeys(feature_names(tables))) for tables in tables_by_tower]
+        self._route: PeerIdRoute | GlobalIdRoute = PeerIdRoute(self.mesh, [], self._features_by_tower)
+        self._outputs: AgreedOutputs | None = None
+        self._tag = next(self.mesh.tags)
+        self.exchange.precision.check_device(self._target_device)
 
-    def build_input_dist(self, embeddings: Iterable[GroupShardedEBC]) -> None:
-        """Says how ids get to the sharded collections of this rank's tower; subclasses call it when they have them.
+    def build_input_dist(self, collections: Iterable[GroupShardedEBC]) -> None:
+        """Chooses the id route into the sharded collections of this rank's tower; subclasses call it once they exist.
 
         Raises:
             InputError: the global route cannot serve a table.
         """
-        # A plain list: they are registered by the subclass, under its own names.
-        self._collections = list(embeddings)
-        if self._exchange.id_route == "global":
-            self._global_route = GlobalIdRoute(self.mesh, self._collections)
-
-    def set_micro_batches(self, number: int) -> None:
-        """Called by `dmt.MicroBatches` once checked: outputs are exchanged in so many parts, all under way at once."""
-        self._num_micro_batches = number
-
-    def check_micro_batches(self, number: int) -> None:
-        """Refuses what cannot be.
-
-        Raises:
-            InputError: ids travel by the global route, which brings them to the ranks in another order.
-        """
-        if number > 1 and self._global_route is not None:
-            raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")
-
-    @property
-    def collections(self) -> Sequence[GroupShardedEBC]:
-        """The sharded collections of this rank's tower."""
-        return self._collections
-
-    def set_replica_hook(self, ready: Callable[[bool], None]) -> None:
-        """Sets the function that `dmt.ReplicaSync` runs before tables are read; it is told if a training pass reads them."""
-        self._replicas_ready = ready
-
-    def wait_for_replicas(self, *, is_training_pass: bool = False) -> None:
-        """Waits until this rank's tables may be read."""
-        if self._replicas_ready is not None:
-            self._replicas_ready(is_training_pass)
-
-    def _check_replicas(self) -> None:
-        if self._replicas_ready is None and self.mesh.topology.num_replicas > 1:
-            raise InputError(
-                f"num_replicas={self.mesh.topology.num_replicas}, but nothing keeps the replicas equal: they would "
-                "drift apart. Make dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every "
-                "training step."
-            )
+        # A plain list: subclasses register them, under their own names.
+        self.collections = list(collections)
+        if self.exchange.id_route == "global":
+            self._route = GlobalIdRoute(self.mesh, self.collections)
+        else:
+            self._route = PeerIdRoute(self.mesh, self.collections, self._features_by_tower)
 
     @abc.abstractmethod
-    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[Piece]]:
-        """This tower's output [samples, O_t] for some samples, and its pieces from left to right.
+    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
+        """Computes this tower's output for some samples.
 
         Args:
-            embeddings: of each sharded collection given to `build_input_dist` [samples, columns].
-            num_samples: how many samples.
+            embeddings: embeddings of each sharded collection given to `build_input_dist`, [samples, columns].
+            num_samples: number of samples.
         """
 
     @abc.abstractmethod
-    def result(self, columns: Tensor, pieces: Sequence[Piece]) -> Any:
-        """Turns [B, sum of O_t] with the pieces of all towers, as they arrived, into what the unsharded one returns."""
+    def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
+        """Turns the columns of all towers, with their pieces as they arrived, into the unsharded module's result."""
 
     def create_context(self) -> SPTTContext:
-        """A fresh context for one batch."""
-        return SPTTContext() if self._global_route is None else SPTTContext(peers=self._global_route.peers)
+        """Makes a context for one batch."""
+        return SPTTContext(peers=self._route.peers)
 
     def input_dist(
         self,
@@ -195,7 +166,7 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         features: KeyedJaggedTensor | None = None,
         weighted_features: KeyedJaggedTensor | None = None,
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Starts the id exchange of one batch.
+        """Starts the id exchange of one batch (steps a, c).
 
         Args:
             ctx: the batch's context.
@@ -212,89 +183,87 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
             raise InputError("No sparse features were given; pass a KeyedJaggedTensor.")
         self._check_batch(ids)
         if not self._is_weighted and ids.weights_or_none() is not None:
-            # TorchRec's sharded lookups would apply them; the plain module does not.
+            # TorchRec's sharded lookups would apply them; the unsharded module does not.
             ids = KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), stride=ids.stride())
-        if self.id_exchange is None:
-            device = ids.device() if self._target_device.type == "meta" else self._target_device
-            self.set_id_exchange(
-                PeerInputDist(self.mesh.peer_group, self._features_by_tower, ids.keys(), device)
-                if self._global_route is None
-                else self._global_route.exchange(ids.keys(), device)
-            )
-            self._input_features = ids.keys()
-        exchange = self.id_exchange
-        assert exchange is not None, "the id exchange was just installed"
-        with torch.no_grad():
-            return KJTListSplitsAwaitable([exchange(ids)], ctx)
+        return self._exchange_ids(ctx, ids)
 
-    def compute(self, ctx: SPTTContext, dist_input: KJTList) -> Iterator[Tensor]:
-        """This tower's output [sum of B, O_t], micro-batch by micro-batch, each computed when it is asked for.
+    def compute(self, ctx: SPTTContext, dist_input: KJTList) -> TowerOutput:
+        """Computes this tower's output for the samples of all peers (steps b, d, e and the tower module)."""
+        embeddings = self.look_up(ctx, dist_input[0])
+        return self.run_towers(embeddings, sum(ctx.batch_sizes))
 
-        So the exchange of the first is under way while the tower computes the next.
-        """
-        self._check_replicas()
-        self.wait_for_replicas(is_training_pass=self.training and torch.is_grad_enabled())
-        ids = dist_input[0]
-        if self._num_micro_batches > 1:
-            ids = in_micro_batch_order(ids, ctx.batch_sizes, self._num_micro_batches)
-        if self._global_route is None:
-            embeddings = [embedding(ids) for embedding in self._collections]
-        else:
-            embeddings = self._global_route.look_up(ids, ctx.sharding_contexts[0].batch_size_per_rank)
-        rows = [sum(sizes) for sizes in self._batch_sizes(ctx)]
-        by_collection = [split_rows(lazy.wait(), rows) for lazy in embeddings]
-        for number, count in enumerate(rows):
-            output, ctx.pieces = self.tower_output([parts[number] for parts in by_collection], count)
-            yield output
-
-    def output_dist(self, ctx: SPTTContext, output: Iterable[Tensor]) -> LazyAwaitable[Any]:
-        """Starts the return of the outputs to the peers whose samples they belong to.
+    def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
+        """Starts the return of the outputs to the peers whose samples they belong to (step f).
 
         Raises:
             InputError: a tower's output has another width or a wider dtype than in the first batch.
         """
-        sizes = self._batch_sizes(ctx)
-        started = [self._start_exchange(ctx, part, of_peers) for part, of_peers in zip(output, sizes, strict=True)]
-        return CachedAwaitable(started[0], self._finish) if len(started) == 1 else ResultInParts(started, self._finish)
+        return CachedAwaitable(self.exchange_outputs(output, ctx.batch_sizes), self.finish)
 
-    def _batch_sizes(self, ctx: SPTTContext) -> list[list[int]]:
-        """Samples of every peer in each micro-batch."""
-        by_peer = [micro_batch_sizes(size, self._num_micro_batches) for size in ctx.batch_sizes]
-        return [list(sizes) for sizes in zip(*by_peer, strict=True)]
+    def _exchange_ids(self, ctx: SPTTContext, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, samples in peer order."""
+        exchange = self.id_exchange
+        if exchange is None:
+            device = ids.device() if self._target_device.type == "meta" else self._target_device
+            exchange = self._route.exchange(ids.keys(), device)
+            self.set_id_exchange(exchange)
+        with profiler_range("exchange_ids"), torch.no_grad():
+            return KJTListSplitsAwaitable([exchange(ids)], ctx)
 
-    def _start_exchange(self, ctx: SPTTContext, output: Tensor, batch_sizes: list[int]) -> Awaitable[Tensor]:
-        if self._outputs_to_peers is None:
-            self._outputs_to_peers = self._connect(ctx.pieces, output)
-        is_wider = torch.promote_types(output.dtype, self._output_dtype) != self._output_dtype
-        if is_wider or ctx.pieces != self._own_pieces:
-            raise InputError(
-                f"Tower {self.mesh.tower} put out columns {_widths(ctx.pieces)} of {output.dtype}, but "
-                f"{_widths(self._own_pieces)} of {self._output_dtype} were agreed on with the other towers in the "
-                "first batch; they must stay."
-            )
-        assert output.shape[0] == sum(batch_sizes), (
-            f"tower {self.mesh.tower} computed {output.shape[0]} rows for peers with {batch_sizes}"
-        )
-        return self._outputs_to_peers(output.to(self._output_dtype), batch_sizes)
+    def look_up(self, ctx: SPTTContext, ids: KeyedJaggedTensor) -> list[KeyedTensor]:
+        """Steps b, d and e: looks up, and brings embeddings to the tower's ranks: [P, columns] of each collection."""
+        self.check_replicas()
+        self.wait_for_replicas(is_training_pass=self.training and torch.is_grad_enabled())
+        with profiler_range("look_up"):
+            pending = self._route.look_up(ids, ctx.sharding_contexts[0].batch_size_per_rank)
+            return [lazy.wait() for lazy in pending]
 
-    def _connect(self, pieces: list[Piece], output: Tensor) -> PeerExchange:
-        """Asks the peers once what their pieces are, and of which dtype: a tower module may put out anything."""
-        peers = gather_objects((pieces, output.dtype), self.mesh.peer_group)
-        self._own_pieces = list(pieces)
-        self._all_pieces = [piece for of_tower, _ in peers for piece in of_tower]
-        # Under autocast a tower with a matrix product puts out another dtype than one that passes through.
-        self._output_dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in peers))
-        return PeerExchange(
+    def run_towers(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
+        """Runs the tower module: the embeddings of this tower's features [P, N] -> [P, O]."""
+        with profiler_range("run_towers"):
+            return self.tower_output(embeddings, num_samples)
+
+    def exchange_outputs(self, output: TowerOutput, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
+        """Step f: starts the exchange of rows for columns among peers, [P, O] -> [B, S].
+
+        Args:
+            output: this tower's.
+            batch_sizes: B of every peer, in tower order; their sum is P.
+        """
+        self._outputs = agreed = self._outputs or self._connect(output)
+        self._check_output(output, sum(batch_sizes))
+        return agreed.exchange(output.columns_PO.to(agreed.exchange.dtype), batch_sizes)
+
+    def finish(self, columns_BS: Tensor) -> Any:
+        """Turns the columns that step f delivered into the unsharded module's result."""
+        assert self._outputs is not None, "something was exchanged"
+        return self.result(columns_BS, self._outputs.all_pieces)
+
+    def _connect(self, output: TowerOutput) -> AgreedOutputs:
+        """Gathers the peers' pieces and dtypes, once: only running a tower module shows what it returns."""
+        peers = gather_objects((output.pieces, output.columns_PO.dtype), self.mesh.peer_group)
+        exchange = PeerExchange(
             self.mesh.peer_group,
-            [sum(_widths(of_tower)) for of_tower, _ in peers],
-            dtype=self._output_dtype,
-            device=output.device,
-            precision=self._exchange.precision,
+            [sum(_widths(pieces)) for pieces, _ in peers],
+            # Under autocast a tower with a matrix product has another output dtype than one that passes through.
+            dtype=functools.reduce(torch.promote_types, (dtype for _, dtype in peers)),
+            device=output.columns_PO.device,
+            precision=self.exchange.precision,
             tag=self._tag,
         )
+        return AgreedOutputs(list(output.pieces), [piece for pieces, _ in peers for piece in pieces], exchange)
 
-    def _finish(self, columns: Tensor) -> Any:
-        return self.result(columns, self._all_pieces)
+    def _check_output(self, output: TowerOutput, num_samples: int) -> None:
+        assert self._outputs is not None, "the peers have agreed"
+        columns_PO, pieces = output
+        agreed, dtype = self._outputs.own_pieces, self._outputs.exchange.dtype
+        if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != agreed:
+            raise InputError(
+                f"Tower {self.mesh.tower} returned columns {_widths(pieces)} of {columns_PO.dtype}, but "
+                f"{_widths(agreed)} of {dtype} were agreed on with the other towers in the first batch; they must stay."
+            )
+        found = columns_PO.shape[0]
+        assert found == num_samples, f"tower {self.mesh.tower} computed {found} rows for {num_samples} samples"
 
     def _check_batch(self, ids: KeyedJaggedTensor) -> None:
         if ids.variable_stride_per_key():
@@ -305,10 +274,11 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
         if self._is_weighted and ids.weights_or_none() is None:
             raise InputError("The bags are weighted, but the KeyedJaggedTensor has no weights.")
         if self.id_exchange is not None:
-            if ids.keys() != self._input_features:
+            expected = self.id_exchange.input_features
+            if ids.keys() != expected:
                 raise InputError(
-                    f"The batch has features {ids.keys()}, but earlier ones had {self._input_features}; the keys and "
-                    "their order must stay."
+                    f"The batch has features {ids.keys()}, but earlier ones had {expected}; the keys and their order "
+                    "must stay."
                 )
             return
         known = set(ids.keys())
@@ -322,54 +292,3 @@ class SPTTModule(PipelinedModule, FusedOptimizerModule):
 
 def _widths(pieces: Sequence[Piece]) -> list[int]:
     return [width for _, width in pieces]
-
-
-def model_parallel_tables(sharding: Mapping[str, ParameterSharding]) -> list[str]:
-    """Names of the tables that each rank of a tower holds a part of, or nothing."""
-    return [name for name, of_table in sharding.items() if of_table.sharding_type != "data_parallel"]
-
-
-def shard_in_tower(
-    embedding: nn.Module,
-    sharding: Mapping[str, ParameterSharding],
-    mesh: TowerMesh,
-    *,
-    optimizer: TableOptimizer,
-    device: torch.device | None,
-    qcomm_codecs_registry: dict[str, Any] | None,
-) -> GroupShardedEBC:
-    """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d).
-
-    Args:
-        embedding: the collection.
-        sharding: for each table its scheme, with ranks and placements local to the tower (0..L-1); see
-            `dmt.sptt.checks.check_agreement`.
-        mesh: the groups.
-        optimizer: of the tables.
-        device: this rank's device.
-        qcomm_codecs_registry: TorchRec's quantised communication.
-    """
-    ranks = mesh.tower_ranks()
-    tables = embedding.embedding_bag_configs()  # type: ignore[operator]
-    devices = gather_objects(str(device or "cpu"), mesh.tower_group)
-    bags: Any = embedding.embedding_bags
-    settings = {t.name: fused_settings(bags[t.name].weight, optimizer.fused_params) for t in tables}
-    placed = {table.name: place_globally(sharding[table.name], ranks, devices) for table in tables}
-    return GroupShardedEBC(
-        embedding,
-        placed,
-        group=mesh.tower_group,
-        # Data-parallel tables of all replicas must stay equal, like the tower's dense module.
-        make_data_parallel=functools.partial(DataParallelTables, group=mesh.tower_module_group),
-        start_equal=functools.partial(broadcast_tensor, group=mesh.tower_module_group),
-        make_row_wise_output=functools.partial(RowWiseOutputs, rank=mesh.local),
-        moment_scales={
-            name: moment_scale_of(optimizer.moment_scale, settings[name], mesh.topology.num_replicas)
-            for name in model_parallel_tables(placed)
-        },
-        options={
-            "fused_params": optimizer.fused_params,
-            "device": device,
-            "qcomm_codecs_registry": qcomm_codecs_registry,
-        },
-    )

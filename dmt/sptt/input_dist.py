@@ -1,24 +1,32 @@
-"""`GlobalIdRoute`: ids straight to the ranks that hold the tables, in one exchange over the sharding group.
+"""Id routes of SPTT: `PeerIdRoute` through the peers (steps a and c in two hops), `GlobalIdRoute` in one hop.
 
-DMT (arXiv 2403.00877) sections 3.1.1 and 3.1.3; docs/sptt.md follows one batch through all steps. The peer route
-sends ids to the own peer in each tower first and lets TorchRec's exchange inside the tower carry them on; this route
-needs one hop, and pays with a copy for every column shard and a length for every row shard across the slow links:
+DMT (arXiv 2403.00877) sections 3.1.1 and 3.1.3; docs/sptt.md follows one batch through all steps. A route sends the
+ids of a batch to the ranks that hold the tables. From the lookup (step b) on nothing differs, so the results of both
+have the same bits.
+
+The peer route, the default, sends ids to the own peer in each tower; TorchRec's sharded collection carries them on:
+
+======  ==================================================================  ==============  =====================
+step    what                                                                group           who does it
+======  ==================================================================  ==============  =====================
+a, c    ids of each feature to the peer whose tower owns it, in peer order  peer            `PeerInputDist`
+a       from there to the rank that holds the table (or column shard)       tower           TorchRec's sharded EBC
+======  ==================================================================  ==============  =====================
+
+The global route needs one hop, and pays with a copy for every column shard and a length for every row shard across the
+slow links:
 
 ======  ==================================================================  ==============  =====================
 step    what                                                                group           who does it
 ======  ==================================================================  ==============  =====================
 a       ids of each feature to the rank that holds the table or shard       sharding        `GlobalInputDist`
 c       peer permute, on ids: blocks of samples from rank into peer order   -               `GlobalInputDist`
-b       lookup                                                              -               FBGEMM
-d, e    partial embeddings to the tower's ranks                             tower           TorchRec's sharded EBC
 ======  ==================================================================  ==============  =====================
-
-From step b on nothing differs from the peer route, so every result is bitwise the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,17 +35,16 @@ from torch import nn
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, bucketize_kjt_before_all2all
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import gather_objects
+from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.sharding.group_ebc import LookupTable, lookup_tables
+from dmt.sharding.group_ebc import GroupShardedEBC, row_starts
 from dmt.sharding.schemes import why_not
 from dmt.sptt.mesh import TowerMesh
 
-__all__ = ["GlobalIdRoute", "GlobalInputDist", "PeerInputDist", "WantedIds"]
+__all__ = ["GlobalIdRoute", "GlobalInputDist", "PeerIdRoute", "PeerInputDist", "WantedIds"]
 
 
 class PeerInputDist(nn.Module):
@@ -65,6 +72,7 @@ class PeerInputDist(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.input_features = list(input_features)
         position = {feature: i for i, feature in enumerate(input_features)}
         self._order = [position[f] for features in features_by_tower for f in features]
         self.register_buffer(
@@ -75,12 +83,47 @@ class PeerInputDist(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the exchange; the first ``wait`` has the sizes, the second the ids."""
-        with torch.profiler.record_function("## dmt:ids_to_towers ##"):
-            return self._dist(ids.permute(self._order, self._order_tensor))
+        return self._dist(ids.permute(self._order, self._order_tensor))
+
+
+class PeerIdRoute:
+    """The peer id route into the sharded collections of this rank's tower.
+
+    Args:
+        mesh: the groups.
+        collections: the sharded collections of this rank's tower.
+        features_by_tower: the features that each tower looks up, each once.
+    """
+
+    peers = slice(None)
+    """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
+
+    def __init__(
+        self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC], features_by_tower: Sequence[Sequence[str]]
+    ) -> None:
+        self._mesh = mesh
+        self._collections = collections
+        self._features_by_tower = features_by_tower
+
+    def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> PeerInputDist:
+        """Makes the id exchange for batches with these keys, see `PeerInputDist`."""
+        return PeerInputDist(self._mesh.peer_group, self._features_by_tower, input_features, device)
+
+    def look_up(self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> list[Any]:
+        """Starts id exchanges, lookups and exchanges of partial embeddings inside the tower (SPTT steps a, b, d, e).
+
+        Args:
+            ids: ids that `exchange` delivered to this rank, samples in any order.
+            batch_sizes: B of every peer.
+
+        Returns:
+            For each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], samples in the order of the ids.
+        """
+        return [collection(ids) for collection in self._collections]
 
 
 class WantedIds(NamedTuple):
-    """What a rank asks the others for: the ids of one feature, all of them or those of its row shard."""
+    """Ids that a rank asks the others for: those of one feature, all of them or those of its row shard."""
 
     feature: str
     """The feature."""
@@ -106,7 +149,7 @@ class GlobalInputDist(nn.Module):
 
     Args:
         group: the sharding group; rank (tower, local) of it is tower * ranks_per_tower + local.
-        wanted: what every rank of the group wants, in the order its lookups read.
+        wanted: ids that every rank of the group wants, in the order its lookups read.
         input_features: keys of the batch, the order the ids arrive in; may hold more features than are used.
         num_towers: T.
         device: where the bookkeeping tensors live.
@@ -122,6 +165,7 @@ class GlobalInputDist(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        self.input_features = list(input_features)
         self._ranks_per_tower = len(wanted) // num_towers
         position = {feature: i for i, feature in enumerate(input_features)}
         everything = [(rank % self._ranks_per_tower, w) for rank, of_rank in enumerate(wanted) for w in of_rank]
@@ -151,74 +195,52 @@ class GlobalInputDist(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the exchange; the first ``wait`` has the sizes, the second the ids."""
-        with torch.profiler.record_function("## dmt:ids_to_owners ##"):
-            if self._cut:
-                buckets, _ = bucketize_kjt_before_all2all(
-                    ids.permute(self._cut, self._cut_tensor),
-                    num_buckets=self._ranks_per_tower,
-                    block_sizes=self._blocks,
-                    block_bucketize_row_pos=self._row_starts,
-                )
-                whole = [ids.permute(self._whole, self._whole_tensor)] if self._whole else []
-                ids = KeyedJaggedTensor.concat([*whole, buckets])
-            return self._dist(ids.permute(self._order, self._order_tensor))
+        if self._cut:
+            buckets, _ = bucketize_kjt_before_all2all(
+                ids.permute(self._cut, self._cut_tensor),
+                num_buckets=self._ranks_per_tower,
+                block_sizes=self._blocks,
+                block_bucketize_row_pos=self._row_starts,
+            )
+            whole = [ids.permute(self._whole, self._whole_tensor)] if self._whole else []
+            ids = KeyedJaggedTensor.concat([*whole, buckets])
+        return self._dist(ids.permute(self._order, self._order_tensor))
 
 
 class GlobalIdRoute:
     """The global id route into the sharded collections of this rank's tower.
 
-    The owners are asked: every rank of the sharding group says, once, which ids its lookups read in which order.
-    Collective over the sharding group; a table that cannot be served is refused on all its ranks.
+    Every rank of the sharding group says, once, which ids its lookups read in which order. Collective over the sharding
+    group.
 
     Args:
         mesh: the groups.
-        embeddings: the sharded collections of this rank's tower, one for each logical tower, in the same order on all
+        collections: the sharded collections of this rank's tower, one for each logical tower, in the same order on all
             ranks of the tower.
 
     Raises:
-        InputError: a table is data-parallel, or row-wise with mean pooling; names it and its tower.
+        InputError: a table is data-parallel, or row-wise with mean pooling; names it and its tower, on all ranks.
     """
 
-    def __init__(self, mesh: TowerMesh, embeddings: Iterable[ShardedEmbeddingBagCollection]) -> None:
+    def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC]) -> None:
         self._mesh = mesh
-        self._embeddings = list(embeddings)
-        lookups = [lookup_tables(embedding) for embedding in self._embeddings]
-        self._num_features = [[sum(len(t.features) for t in tables) for tables in of_one] for of_one in lookups]
-        tables = [table for of_one in lookups for of_lookup in of_one for table in of_lookup]
-        fault = next((f"Table {t.name!r} in tower {mesh.tower} {why}" for t in tables if (why := _refusal(t))), None)
-        wanted = [WantedIds(feature, table.row_starts) for table in tables for feature in table.features]
-        # Faults travel with the wishes, so that no rank is left waiting for one that has raised.
-        answers = gather_objects((wanted, fault), mesh.sharding_group)
-        for _, found in answers:
-            if found is not None:
-                raise InputError(found)
-        self._wanted: list[list[WantedIds]] = [wishes for wishes, _ in answers]
+        self._collections = collections
+        self._wanted = run_on_all_or_raise(self._wanted_ids, mesh.sharding_group)
+        self.peers = slice(mesh.local, None, mesh.topology.ranks_per_tower)
+        """Positions of this rank's peers, in tower order, among the ranks of the sharding group."""
 
     def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> GlobalInputDist:
-        """The id exchange for batches with these keys.
-
-        Args:
-            input_features: keys of the batch, in its order; may hold more features than are used.
-            device: where the bookkeeping tensors live.
-        """
+        """Makes the id exchange for batches with these keys, see `GlobalInputDist`."""
+        num_towers = self._mesh.topology.num_towers
         return GlobalInputDist(
-            self._mesh.sharding_group,
-            self._wanted,
-            input_features,
-            num_towers=self._mesh.topology.num_towers,
-            device=device,
+            self._mesh.sharding_group, self._wanted, input_features, num_towers=num_towers, device=device
         )
-
-    @property
-    def peers(self) -> slice:
-        """Where this rank's peers, in tower order, stand among the ranks of the sharding group."""
-        return slice(self._mesh.local, None, self._mesh.topology.ranks_per_tower)
 
     def look_up(self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> list[Any]:
         """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
 
         Args:
-            ids: what `exchange` delivered to this rank.
+            ids: ids that `exchange` delivered to this rank.
             batch_sizes: B of every rank of the sharding group.
 
         Returns:
@@ -228,19 +250,28 @@ class GlobalIdRoute:
         assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"
         # Peer order: every rank of the tower serves one block, the samples of all its peers.
         served = [sum(batch_sizes[local::num_ranks]) for local in range(num_ranks)]
-        parts = iter(ids.split([count for of_one in self._num_features for count in of_one]))
+        counts = [
+            [sum(len(table.feature_names) for table in tables) for _, tables in collection.tables_by_lookup]
+            for collection in self._collections
+        ]
+        parts = iter(ids.split([count for of_collection in counts for count in of_collection]))
         pending = []
-        for embedding, counts in zip(self._embeddings, self._num_features, strict=True):
-            context = embedding.create_context()
-            context.sharding_contexts = [EmbeddingShardingContext(batch_size_per_rank=list(served)) for _ in counts]
-            pending.append(embedding.compute_and_output_dist(context, KJTList([next(parts) for _ in counts])))
+        for collection, of_collection in zip(self._collections, counts, strict=True):
+            context = collection.create_context()
+            context.sharding_contexts = [EmbeddingShardingContext(batch_size_per_rank=[*served]) for _ in of_collection]
+            pending.append(collection.compute_and_output_dist(context, KJTList([next(parts) for _ in of_collection])))
         return pending
 
-
-def _refusal(table: LookupTable) -> str | None:
-    """Why the global route cannot serve a table, and what to do about it."""
-    obstacle = why_not(table, table.scheme, id_route="global")
-    if not obstacle:
-        return None
-    pooling = " with mean pooling" if table.is_mean else ""
-    return f"is {table.scheme}{pooling}, but {obstacle}. Use id_route='peer', or another scheme for this table."
+    def _wanted_ids(self) -> list[WantedIds]:
+        wanted = []
+        lookups = [lookup for collection in self._collections for lookup in collection.tables_by_lookup]
+        for scheme, table in ((scheme, table) for scheme, tables in lookups for table in tables):
+            if obstacle := why_not(table, scheme, id_route="global"):
+                pooling = " with mean pooling" if "MEAN" in str(table.pooling) else ""
+                raise InputError(
+                    f"Table {table.name!r} in tower {self._mesh.tower} is {scheme}{pooling}, but {obstacle}. Use "
+                    "id_route='peer', or another scheme for this table."
+                )
+            starts = tuple(row_starts(table)) if scheme == "row_wise" else ()
+            wanted += [WantedIds(feature, starts) for feature in table.feature_names]
+        return wanted

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch.distributed as dist
 
 from dmt.errors import InputError
@@ -28,6 +31,8 @@ class TowerMesh:
         replica_group: R ranks that hold this rank's shard.
         tower_module_group: R * L ranks that hold a copy of this tower's dense module.
         global_group: all ranks.
+        tags: ``next(mesh.tags)`` tags one module's messages to its peers, so that those of several modules do not mix;
+            the same on every rank if all make their modules in one order.
 
     Raises:
         InputError: no default process group, or another world size than R * T * L.
@@ -51,10 +56,10 @@ class TowerMesh:
         world = dist.group.WORLD
         assert world is not None, "the default group exists once torch.distributed is initialized"
         self.global_group = world
-        self._tags = 0
+        self.tags: Iterator[int] = itertools.count(1)
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """This rank's group of several that cover all ranks; collective."""
+        """Creates several groups that cover all ranks, and returns the one of this rank; collective."""
         # new_group is collective over the whole job: every rank creates every group, its own or not.
         mine = None
         for ranks in groups:
@@ -63,11 +68,6 @@ class TowerMesh:
                 mine = group
         assert mine is not None, f"rank {self.rank} is in none of the groups {groups}"
         return mine
-
-    def new_tag(self) -> int:
-        """A number for the messages of one module, the same on every rank if all make their modules in one order."""
-        self._tags += 1
-        return self._tags
 
     def tower_ranks(self) -> list[int]:
         """Global ranks of this rank's tower group, by local index."""

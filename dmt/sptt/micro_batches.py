@@ -1,12 +1,16 @@
-"""`MicroBatches`: the exchange of one micro-batch runs while the dense part of the model computes another.
+"""`run_in_micro_batches`: the exchange of one micro-batch runs while the dense part of the model computes another.
 
 A batch crosses the slow links twice, as tower outputs and as their gradients, and the dense part of the model computes
 in between: links and processors wait for each other. Cut into micro-batches (the term of GPipe, arXiv 1811.06965), the
-outputs of all are sent at once, and the dense part computes each as soon as it has arrived; in the backward pass the
-gradients of one are on their way while those of the next are computed. Unlike gradient accumulation nothing changes in
-what is computed: one lookup, one loss, one backward pass, one update of the tables and of the dense part for the batch.
+outputs of each are sent as soon as its towers have computed them, and the dense part computes each as soon as it has
+arrived; in the backward pass the gradients of one are in flight while those of the next are computed. Unlike gradient
+accumulation nothing changes in what is computed: one id exchange, one lookup, one loss, one backward pass, one update
+of the tables and of the dense part for the batch.
 
-Legend: B the local batch, K micro-batches, T peers (one rank of each tower).
+Everything here wraps the dataflow (`dmt.sptt.dataflow`): between the lookup and the result its steps `run_towers` and
+`exchange_outputs` are called once for each micro-batch.
+
+Legend: B the local batch, K micro-batches, P samples of all peers (one rank of each tower).
 """
 
 from __future__ import annotations
@@ -17,33 +21,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt.collectives import ranks_that_differ
 from dmt.errors import InputError
-from dmt.sptt.dataflow import SPTTModule
-from dmt.sptt.parts import ResultInParts, micro_batch_sizes
+from dmt.sptt.dataflow import SPTTContext, SPTTModule
+from dmt.sptt.results import CachedAwaitable, split_rows
 
-__all__ = ["MicroBatches"]
+__all__ = ["MicroBatches", "ResultInParts", "in_micro_batch_order", "micro_batch_sizes", "run_in_micro_batches"]
 
 
-class MicroBatches:
+def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
     """Makes a sharded model run in micro-batches; training loop and pipelines stay as they are.
 
     The module must map samples to samples: every tensor it is given or returns has one row for each sample, and no row
     depends on another (no batch norm). So it is the model without its loss. Tensors among its arguments are cut, also
-    inside lists, tuples, dicts and dataclasses; the ``KeyedJaggedTensor`` is handed on whole, to the towers, and so is
-    what is no tensor, or a single number. Collective: every rank makes one.
+    inside lists, tuples, dicts and dataclasses; the ``KeyedJaggedTensor`` is handed on whole, to the towers, and so are
+    single numbers and everything that is no tensor. Collective: every rank calls it.
 
     Results are those without micro-batches but for rounding: a matrix product of fewer rows may round differently, and
     gradients of the dense part are summed micro-batch by micro-batch. INT8 exchanges share scales among other numbers.
 
     Args:
-        module: what ``DistributedModelParallel`` made of the model, or the module inside whose forward is to be run in
+        module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in
             micro-batches, such as ``model.module.model`` of a task that adds the loss.
-        num_micro_batches: K; the same on every rank. Any batch size goes, also one smaller than K.
+        num_micro_batches: K; the same on every rank. Any batch size works, including one smaller than K.
+
+    Returns:
+        A handle; its ``detach()`` makes the module run on whole batches again.
 
     Raises:
         InputError: K is not positive, or not the same on all ranks; the module has no tower sharder's module inside, or
@@ -52,8 +60,16 @@ class MicroBatches:
     Example::
 
         model = DistributedModelParallel(task, plan=plan, sharders=[TowerCollectionSharder(mesh)])
-        MicroBatches(model.module.model, num_micro_batches=4)
+        run_in_micro_batches(model.module.model, num_micro_batches=4)
         loss, _ = model(batch)
+    """
+    return MicroBatches(module, num_micro_batches=num_micro_batches)
+
+
+class MicroBatches:
+    """Handle of a module that runs in micro-batches; made by `run_in_micro_batches`, which has the same arguments.
+
+    Making one directly, ``MicroBatches(module, num_micro_batches=4)``, is the spelling of earlier releases.
     """
 
     def __init__(self, module: nn.Module, *, num_micro_batches: int) -> None:
@@ -66,27 +82,15 @@ class MicroBatches:
         self._module = module
         self._num = num_micro_batches
         self._sparse = [part for part in module.modules() if isinstance(part, SPTTModule)]
-        others = [type(p).__name__ for p in module.modules() if isinstance(p, ShardedModule) and p not in self._sparse]
-        if others or not self._sparse:
-            found = f"holds a {others[0]}, which would look up and send K times" if others else "has none inside"
-            raise InputError(
-                f"MicroBatches needs a model whose sharded modules are all from dmt's sharders, after "
-                f"DistributedModelParallel; this {type(module).__name__} {found}."
-            )
-        if ranks := ranks_that_differ(num_micro_batches, self._sparse[0].mesh.global_group):
-            raise InputError(
-                f"num_micro_batches={num_micro_batches} on this rank, but ranks {ranks} were given another than "
-                "the first rank; make them equal."
-            )
-        for part in self._sparse:
-            part.check_micro_batches(num_micro_batches)
-        for part in self._sparse:
-            part.set_micro_batches(num_micro_batches)
-        self._replaced = _ReplacedForward(module, self)
-        self._forward: Callable[..., Any] = self._replaced.forward
+        self._check()
+        self._replaced = [_Replaced(module, "forward", self)]
+        self._forward: Callable[..., Any] = self._replaced[0].original
+        if num_micro_batches > 1:
+            towers = [_TowersInMicroBatches(part, num_micro_batches) for part in self._sparse]
+            self._replaced += [_Replaced(t.module, "compute_and_output_dist", t) for t in towers]
 
     def detach(self) -> None:
-        """Takes the module back to whole batches, and to the forward that it had.
+        """Makes the module run on whole batches again, with the forward that it had.
 
         Raises:
             InputError: somebody has replaced the module's forward since.
@@ -96,12 +100,11 @@ class MicroBatches:
                 f"The forward of this {type(self._module).__name__} is no longer that of these MicroBatches: they are "
                 "detached already, or another has been put over them, which must be taken off first."
             )
-        self._replaced.restore()
-        for part in self._sparse:
-            part.set_micro_batches(1)
+        for replaced in self._replaced:
+            replaced.restore()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, micro-batch by micro-batch.
+        """Runs the module's forward micro-batch by micro-batch.
 
         Raises:
             InputError: no ``KeyedJaggedTensor`` among the arguments, an argument or output that has not one row for
@@ -113,9 +116,9 @@ class MicroBatches:
             return self._forward(*args, **kwargs)
         if len(batch_sizes) != 1:
             raise InputError(
-                f"MicroBatches reads the batch size off the KeyedJaggedTensor that {type(self._module).__name__} is "
-                f"given; its arguments hold {len(batch_sizes)} different ones. Put them around the module that is "
-                "given the sparse features."
+                f"Micro-batches need the batch size of the KeyedJaggedTensor that {type(self._module).__name__} is "
+                f"given; its arguments hold {len(batch_sizes)} different ones. Call run_in_micro_batches with the "
+                "module that is given the sparse features."
             )
         sizes = micro_batch_sizes(batch_sizes.pop(), self._num)
         parts = _split((args, kwargs), sizes, type(self._module).__name__)
@@ -131,39 +134,79 @@ class MicroBatches:
                 server.remove()
         return _join(outputs, sizes, type(self._module).__name__)
 
+    def _check(self) -> None:
+        own, modules = type(self._module).__name__, self._module.modules()
+        others = [type(m).__name__ for m in modules if isinstance(m, ShardedModule) and m not in self._sparse]
+        if others or not self._sparse:
+            found = f"holds a {others[0]}, which would look up and send K times" if others else "has none inside"
+            raise InputError(
+                f"run_in_micro_batches needs a model whose sharded modules are all from dmt's sharders, after "
+                f"DistributedModelParallel; this {own} {found}."
+            )
+        if ranks := ranks_that_differ(self._num, self._sparse[0].mesh.global_group):
+            raise InputError(
+                f"num_micro_batches={self._num} on this rank, but ranks {ranks} were given another than the first "
+                "rank. Give every rank the same."
+            )
+        # The global route brings samples to the ranks in another order.
+        if self._num > 1 and any(part.exchange.id_route == "global" for part in self._sparse):
+            raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")
 
-class _ReplacedForward:
-    """A forward put on a module, and the one that was there."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+class _Replaced:
+    """A method replaced on one module, and the original."""
+
+    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self._module = module
-        self._own = vars(module).get("forward")
-        self.forward: Callable[..., Any] = module.forward
-        module.forward = forward
+        self._name = name
+        self._own = vars(module).get(name)
+        self.original: Callable[..., Any] = getattr(module, name)
+        setattr(module, name, method)
 
     def restore(self) -> None:
-        del self._module.forward
+        delattr(self._module, self._name)
         if self._own is not None:
-            self._module.forward = self._own
+            setattr(self._module, self._name, self._own)
+
+
+class _TowersInMicroBatches:
+    """Runs ``compute_and_output_dist`` of a sharded module: one lookup, then tower and exchange of each micro-batch."""
+
+    def __init__(self, module: SPTTModule, num: int) -> None:
+        self.module = module
+        self._num = num
+
+    def __call__(self, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
+        module, num = self.module, self._num
+        by_peer = [micro_batch_sizes(size, num) for size in ctx.batch_sizes]
+        sizes = [list(of_all_peers) for of_all_peers in zip(*by_peer, strict=True)]
+        rows = [sum(of_all_peers) for of_all_peers in sizes]
+        embeddings = module.look_up(ctx, in_micro_batch_order(dist_input[0], ctx.batch_sizes, num))
+        by_micro_batch = zip(*(split_rows(of_collection, rows) for of_collection in embeddings), strict=True)
+        started = []
+        for part, num_samples, batch_sizes in zip(by_micro_batch, rows, sizes, strict=True):
+            # In flight while the tower computes the next.
+            started.append(module.exchange_outputs(module.run_towers(part, num_samples), batch_sizes))
+        return ResultInParts(started, module.finish)
 
 
 class _Server:
-    """Stands in for a sharded module's forward: exchanges at the first call, hands out one after another."""
+    """Stands in for a sharded module's forward: exchanges at the first call, then returns part after part."""
 
     def __init__(self, module: SPTTModule) -> None:
         self._module = module
         self._result: ResultInParts | None = None
         self._calls = 0
-        self._replaced = _ReplacedForward(module, self)  # of a train pipeline, perhaps
+        self._replaced = _Replaced(module, "forward", self)  # of a train pipeline, perhaps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._result is None:
-            self._result = self._replaced.forward(*args, **kwargs)
+            self._result = self._replaced.original(*args, **kwargs)
             assert isinstance(self._result, ResultInParts), "the module was told to send in parts"
         self._calls += 1
-        if self._calls > self._result.num_parts:
-            raise self._wrong_calls(self._result.num_parts)
-        return self._result.part(self._calls - 1)
+        if self._calls > len(self._result.parts):
+            raise self._wrong_calls(len(self._result.parts))
+        return self._result.parts[self._calls - 1]
 
     def check_calls(self, expected: int) -> None:
         if self._calls != expected:
@@ -179,6 +222,66 @@ class _Server:
         )
 
 
+class ResultInParts(CachedAwaitable):
+    """Result of several exchanges in flight, used as a whole or part by part.
+
+    Args:
+        exchanges: awaitables of [B of the micro-batch, columns], in order.
+        finish: turns [B, columns] into the result.
+    """
+
+    def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any]) -> None:
+        arrived = [CachedAwaitable(exchange) for exchange in exchanges]
+        super().__init__(_Rows(arrived), finish)
+        self.parts = [CachedAwaitable(exchange, finish) for exchange in arrived]
+        """Result of each micro-batch."""
+
+
+class _Rows:
+    def __init__(self, parts: Sequence[CachedAwaitable]) -> None:
+        self._parts = parts
+
+    def wait(self) -> Tensor:
+        return torch.cat([part.wait() for part in self._parts])
+
+
+def micro_batch_sizes(batch_size: int, num: int) -> list[int]:
+    """Returns the samples of each micro-batch, the first ones one larger where it does not divide; any may be 0.
+
+    Example:
+        >>> micro_batch_sizes(10, 4), micro_batch_sizes(1, 2)
+        ([3, 3, 2, 2], [1, 0])
+    """
+    small, rest = divmod(batch_size, num)
+    return [small + 1] * rest + [small] * (num - rest)
+
+
+def in_micro_batch_order(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: int) -> KeyedJaggedTensor:
+    """Brings samples, peer by peer, into the order (micro-batch, peer), so that a micro-batch is contiguous rows.
+
+    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3).
+
+    Args:
+        ids: ids of P = sum(batch_sizes) samples.
+        batch_sizes: B of every peer.
+        num: micro-batches.
+
+    Example:
+        >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
+        >>> in_micro_batch_order(ids, [2, 3], 2).values().tolist()  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
+        [0, 2, 3, 1, 4]
+    """
+    num_samples = sum(batch_sizes)
+    blocks = torch.arange(num_samples).split([size for b in batch_sizes for size in micro_batch_sizes(b, num)])
+    order = torch.cat([block for k in range(num) for block in blocks[k::num]])
+    starts = torch.arange(len(ids.keys())).unsqueeze(1) * num_samples
+    bags = (starts + order).flatten().to(device=ids.device(), dtype=torch.int32)
+    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+        bags, ids.lengths(), ids.values(), ids.weights_or_none(), ids.values().numel()
+    )
+    return KeyedJaggedTensor(keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=num_samples)
+
+
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for part in value.values() for leaf in _leaves(part)]
@@ -190,7 +293,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
-    """The same structure for each micro-batch, with tensors cut."""
+    """Makes the same structure for each micro-batch, with tensors cut."""
     if isinstance(value, Tensor) and value.dim() > 0:
         if value.shape[0] != sum(sizes):
             # Handed on whole, it would be cut one day, in the batch that happens to have as many samples.
@@ -223,7 +326,7 @@ def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
         if any(shape[:1] != [size] for shape, size in zip(shapes, sizes, strict=True)):
             raise InputError(
                 f"{owner} returned tensors of shape {shapes} for micro-batches of {list(sizes)} samples; it must "
-                "return one row for each. Put MicroBatches around the model inside that computes no loss."
+                "return one row for each. Call run_in_micro_batches with the model inside that computes no loss."
             )
         return torch.cat(list(outputs))
     if all(output is None for output in outputs):

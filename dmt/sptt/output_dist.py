@@ -1,8 +1,8 @@
 """`PeerExchange`: returns each peer's rows of a tower's output to it (SPTT step f), in any number format.
 
 TorchRec's pooled all-to-all does the same over NCCL, where this one takes as long. Over gloo its ``all_to_all`` asks
-for a peer's rows only after its own are sent, so that the two directions of a link take turns, and exchanges that are
-under way at once all end together; here every rank first asks, then sends, and the one begun first ends first.
+for a peer's rows only after its own are sent, so that the two directions of a link take turns, and exchanges in flight
+at the same time all end together; here every rank first asks, then sends, and the exchange begun first ends first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.types import Awaitable, NoWait
 
-from dmt.collectives import PendingExchange, start_exchange
+from dmt.collectives import PendingExchange, profiler_range, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.precision import ExchangePrecision
 
@@ -41,8 +41,8 @@ class PeerExchange(nn.Module):
         output_sizes: O_t for each tower (rank of the group).
         dtype: of every tower's outputs.
         device: of the outputs.
-        precision: the formats; None sends as is. Rows are padded where a format needs whole groups of numbers.
-        tag: tells exchanges over one group apart that ranks may wait for in different orders; the same on all ranks.
+        precision: number formats; None sends as is. Rows are padded where a format needs whole groups of numbers.
+        tag: tag of the messages, the same on all ranks; tells exchanges over one group apart.
 
     Raises:
         InputError: the device cannot do a format.
@@ -92,30 +92,30 @@ class PeerExchange(nn.Module):
             blocks = zip(outputs.split(list(batch_sizes)), padded, strict=True)
             outputs = torch.cat([nn.functional.pad(block, (0, 0, 0, rows - len(block))) for block, rows in blocks])
         self._end_abandoned()
-        transfer = _AllToAllRequest(self, padded)
+        request = _AllToAllRequest(self, padded)
         # Wants a gradient even if a frozen tower does not, for its peers wait for this rank in the backward pass.
         anchor = torch.empty(0, device=outputs.device, requires_grad=torch.is_grad_enabled())
-        with torch.profiler.record_function("## dmt:outputs_to_peers ##"):
-            started = _AllToAllStart.apply(outputs, anchor, transfer)
-        return _AllToAllAwaitable(started, transfer, batch_sizes[rank])
+        with profiler_range("exchange_outputs"):
+            started = _AllToAllStart.apply(outputs, anchor, request)
+        return _AllToAllAwaitable(started, request, batch_sizes[rank])
 
-    def keep(self, transfer: _AllToAllRequest, pending: PendingExchange) -> None:
-        """Called by a transfer that has begun to send.
+    def keep(self, request: _AllToAllRequest, pending: PendingExchange) -> None:
+        """Called by a request that has begun to send.
 
         Messages that nobody holds any more would be lost on their way, and the ranks' next exchanges with them.
         """
         self._begun = [(owner, begun) for owner, begun in self._begun if not begun.is_done]
-        self._begun.append((weakref.ref(transfer), pending))
+        self._begun.append((weakref.ref(request), pending))
 
     def _end_abandoned(self) -> None:
-        """Waits for what no one will wait for: a result was dropped, or something raised before it was used."""
+        """Waits for exchanges that nobody else waits for: a result was dropped, or something raised before its use."""
         for owner, begun in self._begun:
             if owner() is None:
                 begun.wait()
 
 
 class _AllToAllRequest:
-    """One exchange, forward and then backward: what is under way, and where it arrives."""
+    """One exchange in flight, forward and then backward, and the buffers where it arrives."""
 
     def __init__(self, exchange: PeerExchange, batch_sizes: Sequence[int]) -> None:
         self.exchange = exchange
@@ -175,36 +175,37 @@ class _AllToAllRequest:
 
 class _AllToAllStart(Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, anchor: Tensor, transfer: _AllToAllRequest) -> Tensor:
-        ctx.transfer = transfer
-        transfer.start_forward(outputs)
+    def forward(ctx: Any, outputs: Tensor, anchor: Tensor, request: _AllToAllRequest) -> Tensor:
+        ctx.request = request
+        request.start_forward(outputs)
         return torch.empty_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> Any:
-        return ctx.transfer.end_backward(), None, None
+        return ctx.request.end_backward(), None, None
 
 
 class _AllToAllWait(Function):
     @staticmethod
-    def forward(ctx: Any, started: Tensor, transfer: _AllToAllRequest) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.end_forward()
+    def forward(ctx: Any, started: Tensor, request: _AllToAllRequest) -> Tensor:
+        ctx.request = request
+        return request.end_forward()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.transfer.start_backward(gradients[0])
+        with profiler_range("exchange_outputs", backward=True):
+            ctx.request.start_backward(gradients[0])
         # Autograd goes on with other work before it comes to the end of the exchange, which was begun earlier.
         return gradients[0].new_empty(0), None
 
 
 class _AllToAllAwaitable(Awaitable[Tensor]):
-    def __init__(self, started: Tensor, transfer: _AllToAllRequest, rows: int) -> None:
+    def __init__(self, started: Tensor, request: _AllToAllRequest, rows: int) -> None:
         super().__init__()
         self._started = started
-        self._transfer = transfer
+        self._request = request
         self._rows = rows
 
     def _wait_impl(self) -> Tensor:
-        columns: Tensor = _AllToAllWait.apply(self._started, self._transfer)
+        columns: Tensor = _AllToAllWait.apply(self._started, self._request)
         return columns if len(columns) == self._rows else columns[: self._rows]

@@ -1,4 +1,4 @@
-"""`LazyKeyedTensor`: embeddings that arrived in one order of columns, read by key without a copy, or whole in another."""
+"""Results of sharded modules: `LazyKeyedTensor`, read by key without a copy; `CachedAwaitable`, waited for once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CachedAwaitable(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
         self._value: Any = None
 
     def _wait_impl(self) -> Any:
-        # TorchRec's exchange may be waited for once only, but a user may call wait() and use the result as well.
+        # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.
         if self._awaitable is not None:
             value: Tensor = self._awaitable.wait()
             self._value = value if self._finish is None else self._finish(value)
@@ -65,7 +65,7 @@ class LazyKeyedTensor(ReplaceableKeyedTensor):
         self._ordered: Tensor | None = None
 
     def replace_values(self, values: Tensor) -> None:
-        """Puts other embeddings in, [B, columns] in the order of the keys."""
+        """Replaces the embeddings by others, [B, columns] in the order of the keys."""
         self._hold(KeyedTensor(self.keys(), self.length_per_key(), values))
 
     def values(self) -> Tensor:
@@ -88,16 +88,16 @@ class LazyKeyedTensor(ReplaceableKeyedTensor):
         return self.to_dict()[key]
 
     def device(self) -> torch.device:
-        """Where the embeddings are."""
+        """Returns the device of the embeddings."""
         return self.arrived.device()
 
     def to(self, *args: Any, **kwargs: Any) -> LazyKeyedTensor:
-        """The same on another device."""
+        """Moves the embeddings to another device."""
         return LazyKeyedTensor(self.arrived.to(*args, **kwargs), self.keys())
 
 
 def split_rows(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:
-    """The same embeddings, for so many samples at a time."""
+    """Splits embeddings [sum(rows), columns] into blocks of these numbers of samples."""
     if len(rows) == 1:
         return [embeddings]
     keys, widths = embeddings.keys(), embeddings.length_per_key()

@@ -2,57 +2,42 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding_types import BaseEmbeddingSharder
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import ParameterSharding
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt._torchrec import key_mismatch
 from dmt.collectives import broadcast_module
 from dmt.errors import InputError
 from dmt.plan.tables import feature_names
-from dmt.sharding.optimizers import MomentScale, TableOptimizer, check_moment_scale
-from dmt.sharding.schemes import IdRoute
-from dmt.sptt.checks import check_agreement
-from dmt.sptt.dataflow import Piece, SPTTModule, model_parallel_tables, shard_in_tower
+from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.results import LazyKeyedTensor
-from dmt.sptt.sharder import Exchange
+from dmt.sptt.sharder import SharderSettings, TowerSharder
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]
 
 
-class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
+class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     """Shards ``EmbeddingTowerCollection`` for ``DistributedModelParallel`` (DMT sections 3.1 and 3.2).
 
     Each tower's tables and tower module live on the ranks of one mesh tower; only the tower's output crosses
     between towers. The result has the columns of the unsharded module, in its order.
 
-    The sharder carries the mesh; leave DMP's ``env`` alone, it is for the dense parts. Tables get fresh weights from
-    their ``init_fn``: load weights after constructing DMP.
-
     Args:
         mesh: the groups of this job.
         placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
             logical towers may share one mesh tower, none may stay empty.
-        fused_params: of FBGEMM's fused optimizer, e.g. ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}``.
-        qcomm_codecs_registry: TorchRec's quantised communication, for the exchanges inside a tower.
-        id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.sptt.input_dist`); the result is the same.
-        peer_precision: number formats of the exchange of outputs between towers; None sends as is.
-        moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default their
-            number. Settings in ``fused_params`` stay the user's: learning rate and epsilon are scaled for the kernel.
+        settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision`` and ``moment_scale``,
+            see `dmt.sptt.sharder.TowerSharder`.
 
     Example::
 
@@ -63,46 +48,19 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
     """
 
     def __init__(
-        self,
-        mesh: TowerMesh,
-        *,
-        placement: Sequence[int] | None = None,
-        fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
-        id_route: IdRoute = "peer",
-        peer_precision: ExchangePrecision | None = None,
-        moment_scale: MomentScale = "num_replicas",
+        self, mesh: TowerMesh, *, placement: Sequence[int] | None = None, **settings: Unpack[SharderSettings]
     ) -> None:
-        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
-        check_moment_scale(moment_scale, mesh.topology.num_replicas)
-        self.mesh = mesh
+        super().__init__(mesh, **settings)
         self.placement = None if placement is None else tuple(placement)
-        self.exchange = Exchange(id_route=id_route, precision=peer_precision or ExchangePrecision())
-        self.optimizer = TableOptimizer(fused_params=fused_params, moment_scale=moment_scale)
 
-    def shard(
-        self,
-        module: EmbeddingTowerCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
+    def sharded(
+        self, module: EmbeddingTowerCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
     ) -> ShardedTowerCollection:
-        """Called by DMP; ``env`` is ignored, the mesh says where things go."""
-        check_agreement(self, module, params)
-        return ShardedTowerCollection(
-            module,
-            params,
-            mesh=self.mesh,
-            placement=self.mesh_towers(module),
-            optimizer=self.optimizer,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            exchange=self.exchange,
-        )
+        """Makes the sharded collection."""
+        return ShardedTowerCollection(self, module, sharding, device)
 
     def mesh_towers(self, module: EmbeddingTowerCollection) -> tuple[int, ...]:
-        """The mesh tower of each logical tower.
+        """Returns the mesh tower of each logical tower.
 
         Raises:
             InputError: the placement has another length than the collection, names an unknown mesh tower, or leaves a
@@ -129,14 +87,14 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
         return placement
 
     def tables_by_tower(self, module: EmbeddingTowerCollection) -> list[list[Any]]:
-        """The table configs that each mesh tower holds."""
+        """Returns the table configs that each mesh tower holds."""
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
         for tower, mesh_tower in zip(module.towers, self.mesh_towers(module), strict=True):
             tables[mesh_tower].extend(_tables(tower))
         return tables
 
     def shardable_parameters(self, module: EmbeddingTowerCollection) -> dict[str, nn.Parameter]:
-        """The table weights of all towers, by table name."""
+        """Returns the table weights of all towers, by table name."""
         return {
             name.split(".")[-2]: parameter
             for tower in module.towers
@@ -145,7 +103,7 @@ class TowerCollectionSharder(BaseEmbeddingSharder[EmbeddingTowerCollection]):
 
     @property
     def module_type(self) -> type[EmbeddingTowerCollection]:
-        """What this sharder shards."""
+        """The unsharded module type."""
         return EmbeddingTowerCollection
 
 
@@ -158,56 +116,34 @@ class ShardedTowerCollection(SPTTModule):
 
     def __init__(
         self,
+        sharder: TowerCollectionSharder,
         module: EmbeddingTowerCollection,
         sharding: Mapping[str, ParameterSharding],
-        *,
-        mesh: TowerMesh,
-        exchange: Exchange,
-        placement: Sequence[int],
-        optimizer: TableOptimizer,
         device: torch.device | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
     ) -> None:
+        placement = sharder.mesh_towers(module)
         _check_towers(module, placement)
-        by_mesh_tower = [
-            [i for i, t in enumerate(placement) if t == mesh_tower] for mesh_tower in range(mesh.topology.num_towers)
-        ]
         super().__init__(
-            mesh=mesh,
-            tables_by_tower=[[t for i in logical for t in _tables(module.towers[i])] for logical in by_mesh_tower],
+            sharder,
+            sharding,
+            tables_by_tower=sharder.tables_by_tower(module),
             is_weighted=module.towers[0].embedding.is_weighted(),
-            exchange=exchange,
             device=device,
-            qcomm_codecs_registry=qcomm_codecs_registry,
         )
-        mine = by_mesh_tower[mesh.tower]
+        mine = [i for i, mesh_tower in enumerate(placement) if mesh_tower == self.mesh.tower]
         self._features = {str(i): feature_names(_tables(module.towers[i])) for i in mine}
         self.embeddings = nn.ModuleDict(
-            {
-                str(i): shard_in_tower(
-                    module.towers[i].embedding,
-                    sharding,
-                    mesh,
-                    optimizer=optimizer,
-                    device=device,
-                    qcomm_codecs_registry=qcomm_codecs_registry,
-                )
-                for i in mine
-            }
+            {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
         )
-        self.sharded_tables = model_parallel_tables(sharding)
         self.build_input_dist(self.embeddings.values())  # type: ignore[arg-type]
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
-        self._data_parallel = _data_parallel(self.interactions, mesh)
+        self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> tuple[Tensor, list[Piece]]:
-        """Outputs of this rank's towers side by side, in logical order: [samples, O_t]."""
+    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
+        """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
         # In the order of the tables, so that a tower module may also read embeddings by position.
-        ordered = [
-            LazyKeyedTensor(of_one, self._features[i]) for i, of_one in zip(self.embeddings, embeddings, strict=True)
-        ]
-        with torch.profiler.record_function("## dmt:tower_modules ##"):
-            outputs: list[Tensor] = self._data_parallel(ordered)
+        ordered = [LazyKeyedTensor(e, self._features[i]) for i, e in zip(self.embeddings, embeddings, strict=True)]
+        outputs: list[Tensor] = self._data_parallel(ordered)
         for name, output in zip(self.embeddings, outputs, strict=True):
             if output.dim() != 2 or output.shape[0] != num_samples:
                 raise InputError(
@@ -215,81 +151,27 @@ class ShardedTowerCollection(SPTTModule):
                     "it must return [samples, output dim]."
                 )
         columns = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        return columns, [(int(i), output.shape[1]) for i, output in zip(self.embeddings, outputs, strict=True)]
+        widths = [output.shape[1] for output in outputs]
+        return TowerOutput(columns, list(zip(map(int, self.embeddings), widths, strict=True)))
 
-    def result(self, columns: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """The towers' columns in logical order: [B, sum of O_t]."""
+    def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """Brings the towers' columns into logical order: [B, S]."""
         arrived = [number for number, _ in pieces]
         if arrived == sorted(arrived):
-            return columns
-        outputs = dict(zip(arrived, columns.split([width for _, width in pieces], dim=1), strict=True))
+            return columns_BS
+        outputs = dict(zip(arrived, columns_BS.split([width for _, width in pieces], dim=1), strict=True))
         return torch.cat([outputs[number] for number in sorted(outputs)], dim=1)
 
-    def _parts(self, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+        """Yields the sharded collections and tower modules of this rank's towers."""
         for i, embedding in self.embeddings.items():
             yield append_prefix(prefix, f"towers.{i}.embedding"), embedding
         for i, interaction in self.interactions.by_tower.items():
             yield append_prefix(prefix, f"towers.{i}.interaction"), interaction
 
-    def state_dict(
-        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """Tables as sharded tensors and tower modules, of this rank's towers."""
-        self.wait_for_replicas()
-        state: Any = OrderedDict() if destination is None else destination
-        for name, part in self._parts(prefix.removesuffix(".")):
-            part.state_dict(destination=state, prefix=f"{name}.", keep_vars=keep_vars)
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's towers from a state dict with the keys of `state_dict`."""
-        self.wait_for_replicas()
-        missing: list[str] = []
-        unexpected = set(state_dict)
-        for name, part in self._parts(""):
-            own = {
-                key.removeprefix(f"{name}."): value for key, value in state_dict.items() if key.startswith(f"{name}.")
-            }
-            unexpected -= {f"{name}.{key}" for key in own}
-            result = part.load_state_dict(OrderedDict(own), strict=strict)
-            missing += [f"{name}.{key}" for key in result.missing_keys]
-            unexpected |= {f"{name}.{key}" for key in result.unexpected_keys}
-        if strict and unexpected:
-            raise InputError(f"State of tower {self.mesh.tower} has unknown keys {sorted(unexpected)[:3]}.")
-        return key_mismatch(missing, sorted(unexpected))
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under the unsharded module's names."""
-        for name, part in self._parts(prefix):
-            yield from part.named_parameters(name, recurse)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers under the unsharded module's names."""
-        for name, part in self._parts(prefix):
-            yield from part.named_buffers(name, recurse)
-
-    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Everything DMP's data parallel must leave alone: tables and tower modules."""
-        for name, part in self._parts(prefix):
-            if isinstance(part, ShardedEmbeddingBagCollection):
-                yield from part.sharded_parameter_names(name)
-            else:
-                yield from (key for key, _ in part.named_parameters(name))
-
-    @property
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """The tables' optimizers, which update in the backward pass."""
-        return CombinedOptimizer(
-            [(f"towers.{i}.embedding", embedding.fused_optimizer) for i, embedding in self.embeddings.items()]
-        )
-
     @property
     def unsharded_module_type(self) -> type[EmbeddingTowerCollection]:
-        """What this module was before sharding."""
+        """The unsharded module type."""
         return EmbeddingTowerCollection
 
 
@@ -298,7 +180,7 @@ class _TowerModules(nn.Module):
 
     def __init__(self, modules: Mapping[int, nn.Module], device: torch.device) -> None:
         super().__init__()
-        self.by_tower = nn.ModuleDict({str(i): _materialise(module, device) for i, module in modules.items()})
+        self.by_tower = nn.ModuleDict({str(i): _materialize(module, device) for i, module in modules.items()})
 
     def forward(self, embeddings: list[Any]) -> list[Tensor]:
         return [module(e) for module, e in zip(self.by_tower.values(), embeddings, strict=True)]
@@ -329,7 +211,7 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int]) ->
         raise InputError(f"Table {doubled[0]!r} occurs in more than one tower; give tables unique names.")
 
 
-def _materialise(module: nn.Module, device: torch.device) -> nn.Module:
+def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
     """Moves a tower module to the device; parts built on meta get memory and their own initial values."""
     if device.type == "meta":
         return module

@@ -32,10 +32,9 @@ from dmt import (
     TrafficMeter,
 )
 from dmt.collectives import gather_objects
-from dmt.sharding.optimizers import TableOptimizer
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
-from dmt.sptt.dataflow import SPTTContext, shard_in_tower
+from dmt.sptt.dataflow import SPTTContext
 from dmt.sptt.input_dist import GlobalIdRoute, GlobalInputDist, PeerInputDist, WantedIds
 from dmt.testing import gather_plain_state
 from tests import sptt_case
@@ -145,14 +144,12 @@ def plain_collections(case: Case, tower: list[list[Placed]]) -> list[EmbeddingBa
 
 
 def shard_all(case: Case, tower: list[list[Placed]], mesh: TowerMesh) -> list[Any]:
+    sharder = TowerCollectionSharder(mesh, fused_params=FUSED)
     return [
-        shard_in_tower(
+        sharder.shard_in_tower(
             collection,
             {p.table.name: parameter_sharding(p.table, p.placement) for p in tables},
-            mesh,
-            optimizer=TableOptimizer(fused_params=FUSED),
-            device=torch.device("cpu"),
-            qcomm_codecs_registry=None,
+            torch.device("cpu"),
         )
         for collection, tables in zip(plain_collections(case, tower), tower, strict=True)
     ]

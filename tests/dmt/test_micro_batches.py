@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dmt import InputError, MicroBatches, TowerMesh, TowerTopology, TrafficMeter
+from dmt import InputError, MicroBatches, TowerMesh, TowerTopology, TrafficMeter, run_in_micro_batches
 from dmt.collectives import PendingExchange
-from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.input_dist import PeerInputDist
 from dmt.sptt.output_dist import PeerExchange, _AllToAllRequest
 from dmt.testing import gather_plain_state
@@ -135,32 +134,32 @@ def drawn(rank: int, step: int, size: int = 5) -> tuple[KeyedJaggedTensor, torch
 def check_constructor(mesh: TowerMesh, rank: int) -> None:
     model = shard(TWO, build(TWO), mesh)
     with pytest.raises(InputError, match="num_micro_batches=0 must be at least 1"):
-        MicroBatches(model, num_micro_batches=0)
+        run_in_micro_batches(model, num_micro_batches=0)
     with pytest.raises(InputError, match="this Linear has none inside"):
         MicroBatches(nn.Linear(2, 2), num_micro_batches=2)
     own = 2 if rank == 0 else 3
     with pytest.raises(InputError, match=rf"num_micro_batches={own} on this rank, but ranks \[1\] were given another"):
-        MicroBatches(model, num_micro_batches=own)
+        run_in_micro_batches(model, num_micro_batches=own)
     assert "forward" not in vars(model.module), "what was refused has left nothing"
-    MicroBatches(model, num_micro_batches=2)
+    run_in_micro_batches(model, num_micro_batches=2)
     with pytest.raises(InputError, match=r"This TowerModel runs in micro-batches already; detach\(\) the first ones"):
-        MicroBatches(model.module, num_micro_batches=2)
+        run_in_micro_batches(model.module, num_micro_batches=2)
     flat = replace(TWO, kind="flat")
     theirs = flat_torchrec(make_tables(list(TWO.dims)), gather_plain_state(shard(flat, build(flat), mesh)))
     with pytest.raises(InputError, match="holds a ShardedEmbeddingBagCollection, which would look up and send K times"):
-        MicroBatches(theirs, num_micro_batches=2)
+        run_in_micro_batches(theirs, num_micro_batches=2)
     routed = shard(replace(TWO, id_route="global"), build(TWO), mesh)
     with pytest.raises(InputError, match="Micro-batches need id_route='peer'"):
-        MicroBatches(routed, num_micro_batches=2)
+        run_in_micro_batches(routed, num_micro_batches=2)
     assert "forward" not in vars(routed.module)
-    MicroBatches(routed, num_micro_batches=1)
+    run_in_micro_batches(routed, num_micro_batches=1)
 
 
 def check_calls(mesh: TowerMesh, rank: int) -> None:
     model = shard(TWO, Flawed(TWO), mesh)
     ids, labels = drawn(rank, 0, size=4)
     expected = model(ids).detach()
-    MicroBatches(model, num_micro_batches=2)
+    run_in_micro_batches(model, num_micro_batches=2)
     named = {
         "no call": "ShardedTowerCollection inside was called 0 times",
         "two calls": "inside was called 2 times in 1 .* must call its sharded modules exactly once in each",
@@ -201,7 +200,7 @@ def check_detach(mesh: TowerMesh, rank: int) -> None:
     for own in (None, counted):
         if own is not None:
             model.module.forward = own
-        parts = MicroBatches(model, num_micro_batches=3)
+        parts = MicroBatches(model, num_micro_batches=3)  # the spelling of earlier releases
         torch.testing.assert_close(model(ids)[1], whole)
         over = model.module.forward = functools.partial(parts)
         with pytest.raises(InputError, match="another has been put over them, which must be taken off first"):
@@ -210,12 +209,12 @@ def check_detach(mesh: TowerMesh, rank: int) -> None:
         model.module.forward = parts
         parts.detach()
         assert vars(model.module).get("forward") is own
-        assert all(part._num_micro_batches == 1 for part in model.module.modules() if isinstance(part, SPTTModule))
+        assert not any("compute_and_output_dist" in vars(part) for part in model.module.modules())
         assert torch.equal(model(ids)[1], whole), "whole batches again"
         with pytest.raises(InputError, match="they are detached already"):
             parts.detach()
     assert calls == [5] * 4, "three micro-batches, and the whole batch"
-    MicroBatches(model, num_micro_batches=1)
+    run_in_micro_batches(model, num_micro_batches=1)
     assert torch.equal(model(ids)[1], whole)
     assert len(calls) == 5, "one micro-batch is the whole batch"
 
@@ -232,7 +231,7 @@ def check_containers(mesh: TowerMesh, rank: int) -> None:
         "rate": torch.tensor(2.0),
     }
     whole = model(ids, extra, **others)
-    MicroBatches(model, num_micro_batches=2)
+    run_in_micro_batches(model, num_micro_batches=2)
     joined = model(ids, extra, **others)
     assert model.module.rows == [[5] * 7, [3] * 7, [2] * 7], "rows of each argument in the whole batch, then in parts"
     assert isinstance(joined["embeddings"], KeyedTensor)
@@ -294,7 +293,7 @@ def train(mesh: TowerMesh, rank: int, *, num: int, sizes: tuple[int, int], distu
     model = shard(TWO, Breakable(TWO), mesh)
     load_ramps(model)
     optimizer = torch.optim.SGD(model.module.inner.over_arch.parameters(), lr=0.05)
-    MicroBatches(model, num_micro_batches=num)
+    run_in_micro_batches(model, num_micro_batches=num)
     batches = Batches(sizes=sizes, max_bag=3)
     tables = make_tables(list(TWO.dims))
     for step in range(3):
@@ -334,7 +333,7 @@ def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Te
     torch.manual_seed(0)
     model = shard(TWO, Trained(build(TWO)), mesh)
     load_ramps(model)
-    MicroBatches(model.module.model, num_micro_batches=2)
+    run_in_micro_batches(model.module.model, num_micro_batches=2)
     optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "embedding_bags" not in n], lr=0.05)
     sent = []
     send = PeerInputDist.forward
@@ -365,7 +364,7 @@ def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Te
 
 def bytes_sent(mesh: TowerMesh, rank: int, num: int) -> Traffic:
     model = shard(TWO, build(TWO), mesh)
-    MicroBatches(model, num_micro_batches=num)
+    run_in_micro_batches(model, num_micro_batches=num)
     for step in range(2):  # the first step also exchanges sizes that never change again
         ids, labels = drawn(rank, step)
         meter = TrafficMeter(host_of=lambda r: r)
@@ -437,7 +436,7 @@ def order_on_rank(rank: int) -> tuple[list[str], list[str]]:
     """Events of the second step, and its sends and receives."""
     case = Case(towers=3, ranks=1, dims=(8,) * 5, plan=THREE_TOWERS)
     model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=3, ranks_per_tower=1)))
-    MicroBatches(model, num_micro_batches=2)
+    run_in_micro_batches(model, num_micro_batches=2)
     events: list[str] = []
     before = watched(events, model)
     try:

@@ -198,7 +198,7 @@ def width_on_rank(rank: int) -> None:
     ids, _ = Batches(sizes=(4, 4)).draw(rank, 0, tables)
     model(ids)
     module.width = 6
-    with pytest.raises(InputError, match=r"put out columns \[6\] of torch.float32, but \[4\]"):
+    with pytest.raises(InputError, match=r"returned columns \[6\] of torch.float32, but \[4\]"):
         model(ids)
 
 

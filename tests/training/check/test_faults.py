@@ -55,9 +55,8 @@ def rows_swapped_on_rank_1(load: Change) -> Change:
 
 def towers_exchanged(connect: Change) -> Change:
     def faulty(self: SPTTModule, *args: Any) -> Any:
-        exchange = connect(self, *args)
-        self._all_pieces = self._all_pieces[::-1]
-        return exchange
+        agreed = connect(self, *args)
+        return replace(agreed, all_pieces=agreed.all_pieces[::-1])
 
     return faulty
 
@@ -79,10 +78,10 @@ def tower_gradient_doubled(shard: Change) -> Change:
 
 def table_gradient_doubled(compute: Change) -> Change:
     def faulty(self: SPTTModule, *args: Any) -> Any:
-        for output in compute(self, *args):
-            if self.mesh.tower == 1 and output.requires_grad:
-                output.register_hook(lambda gradient: 2 * gradient)
-            yield output
+        output = compute(self, *args)
+        if self.mesh.tower == 1 and output.columns_PO.requires_grad:
+            output.columns_PO.register_hook(lambda gradient: 2 * gradient)
+        return output
 
     return faulty
 
@@ -144,7 +143,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = 
     "rows": (on_rank, "load_plain_state", rows_swapped_on_rank_1, {"embeddings", "bags"}, "table of C1"),
     "towers": (SPTTModule, "_connect", towers_exchanged, {"tower outputs", "logits", "reload"}, "output of tower 0"),
     "tower gradient": (on_rank, "shard_model", tower_gradient_doubled, {"tower gradients"}, "sparse_arch.towers.1.int"),
-    "table gradient": (SPTTModule, "compute", table_gradient_doubled, {"table gradients"}, "table t_C"),
+    "table gradient": (SPTTModule, "run_towers", table_gradient_doubled, {"table gradients"}, "table t_C"),
     "warm-up": (on_rank, "build_optimizer", warm_up_left_out, {"dense weights", "table weights", "losses"}, "step 1"),
     "pipeline": (TrainPipelineSparseDist, "progress", old_batch_in_pipeline, {"pipeline"}, "the logits"),
     "drift": (on_rank, "copy_parts", drift_on_rank_3, {"replicas"}, "table t_C4 (ranks [3] differ from rank 2)"),
