@@ -136,7 +136,7 @@ def check_constructor(mesh: TowerMesh, rank: int) -> None:
     with pytest.raises(InputError, match="num_micro_batches=0 must be at least 1"):
         run_in_micro_batches(model, num_micro_batches=0)
     with pytest.raises(InputError, match="this Linear has none inside"):
-        MicroBatches(nn.Linear(2, 2), num_micro_batches=2)
+        run_in_micro_batches(nn.Linear(2, 2), num_micro_batches=2)
     own = 2 if rank == 0 else 3
     with pytest.raises(InputError, match=rf"num_micro_batches={own} on this rank, but ranks \[1\] were given another"):
         run_in_micro_batches(model, num_micro_batches=own)
