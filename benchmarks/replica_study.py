@@ -24,7 +24,7 @@ from benchmarks.replicas.findings import whole_seeds
 from benchmarks.replicas.report import write_results
 from benchmarks.replicas.runs import Progress, study_runs, tune_runs, tuned_rates
 from benchmarks.replicas.verify import verify
-from benchmarks.study.trials import STUDY_SETS
+from benchmarks.towers.trials import STUDY_SETS
 from dmt.training.records import versions
 
 __all__ = ["PARTS", "Study", "main"]

@@ -19,9 +19,9 @@ from typing import Any
 import click
 
 from benchmarks.provenance import processor
-from benchmarks.study.report import write_study
-from benchmarks.study.runs import Study
-from benchmarks.study.trials import STUDY_SETS
+from benchmarks.towers.report import write_study
+from benchmarks.towers.runs import Study
+from benchmarks.towers.trials import STUDY_SETS
 
 __all__ = ["main"]
 

@@ -22,12 +22,12 @@ from typing import Any
 
 import click
 
-from benchmarks.hosts import EmulatedHosts
+from benchmarks.emulation.hosts import EmulatedHosts
+from benchmarks.emulation.wire import WireCheck, measure_wire
 from benchmarks.provenance import commit, processor
 from benchmarks.steps.contenders import Contender, all_contenders, select
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.table import run_table
-from benchmarks.wire import WireCheck, measure_wire
 from dmt.errors import InputError
 from dmt.files import atomic_write
 from dmt.training.records import versions

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.replicas.runs import MOMENT_SCALES, Records, ReplicaRun
-from benchmarks.study.statistics import holm
+from benchmarks.towers.statistics import holm
 from dmt.errors import InputError
 
 __all__ = [

@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.replicas.simulation import simulate
-from benchmarks.study.clicks import Clicks, read_clicks
-from benchmarks.study.trials import STUDY_SETS, trial_config
+from benchmarks.towers.clicks import Clicks, read_clicks
+from benchmarks.towers.trials import STUDY_SETS, trial_config
 from dmt.errors import InputError
 from dmt.training.config import OptimizerConfig, TrainingConfig
 

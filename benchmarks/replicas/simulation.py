@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.study.clicks import Clicks
-from benchmarks.study.trials import build_trial_model, row_order, this_process_alone
+from benchmarks.towers.clicks import Clicks
+from benchmarks.towers.trials import build_trial_model, row_order, this_process_alone
 from dmt.errors import InputError
 from dmt.testing.plain import warmup_share
 from dmt.training.config import TrainingConfig

@@ -13,8 +13,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from benchmarks.replicas.runs import Progress
 from benchmarks.replicas.simulation import Simulation
-from benchmarks.study.clicks import Clicks
-from benchmarks.study.trials import STUDY_SETS, build_trial_model, row_order, this_process_alone
+from benchmarks.towers.clicks import Clicks
+from benchmarks.towers.trials import STUDY_SETS, build_trial_model, row_order, this_process_alone
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import load_plain_state

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.hosts import sent_bytes
+from benchmarks.emulation.hosts import sent_bytes
 from benchmarks.steps.build import Built
 from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.data.batch import ClickBatch

@@ -8,7 +8,7 @@ from benchmarks.steps_report.compare import best_flat, speedup
 from benchmarks.steps_report.goals import Goal
 from benchmarks.steps_report.measures import KINDS, Measured
 from benchmarks.steps_report.sweeps import Sweep, value_name
-from benchmarks.study.report import markdown_table
+from benchmarks.towers.report import markdown_table
 
 __all__ = ["bytes_table", "compute_table", "goals_table", "replicas_table", "sweep_table", "times_table"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import hosts as module
-from benchmarks import namespaces
-from benchmarks.agents import run_agents
-from benchmarks.hosts import EmulatedHosts, sent_bytes
-from benchmarks.wire import PATTERNS, sends
+from benchmarks.emulation import hosts as module
+from benchmarks.emulation import namespaces
+from benchmarks.emulation.agents import run_agents
+from benchmarks.emulation.hosts import EmulatedHosts, sent_bytes
+from benchmarks.emulation.wire import PATTERNS, sends
 from dmt.errors import InputError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -221,7 +221,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
 
 MAKER = """
 import subprocess
-from benchmarks.hosts import EmulatedHosts
+from benchmarks.emulation.hosts import EmulatedHosts
 with EmulatedHosts(1, mbit_per_s=100) as hosts:
     sleep = ["ip", "netns", "exec", hosts.namespace(0), "sleep", "60"]
     child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL)

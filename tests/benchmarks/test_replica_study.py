@@ -22,8 +22,8 @@ from benchmarks.replicas.findings import (
 from benchmarks.replicas.runs import Progress, ReplicaRun, study_runs, tune_runs, tuned_rates
 from benchmarks.replicas.simulation import ReplicaTables
 from benchmarks.replicas.verify import compare
-from benchmarks.study.clicks import Clicks
-from benchmarks.study.trials import STUDY_SETS, trial_config
+from benchmarks.towers.clicks import Clicks
+from benchmarks.towers.trials import STUDY_SETS, trial_config
 from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
 from dmt.testing.plain import PlainTraining, warmup_share

@@ -7,7 +7,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from benchmarks.study.statistics import compare_arms, holm, mean_correlation, mean_rand_index, pair_effects
+from benchmarks.towers.statistics import compare_arms, holm, mean_correlation, mean_rand_index, pair_effects
 from dmt.errors import InputError
 
 ARM = {0: 0.7712, 1: 0.7733, 2: 0.7721, 3: 0.7705, 4: 0.7740, 5: 0.7729}

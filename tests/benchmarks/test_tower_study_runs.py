@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.study.runs import Study, affinity_of_pairs, random_plan
+from benchmarks.towers.runs import Study, affinity_of_pairs, random_plan
 from dmt.errors import InputError
 
 

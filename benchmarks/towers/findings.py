@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study.runs import ARCHS, CONTROL_ARMS, LEARNED_ARMS, Run, affinity_of_pairs
-from benchmarks.study.statistics import compare_arms, holm, mean_correlation, mean_rand_index, pair_effects
-from benchmarks.study.trials import STUDY_SETS
+from benchmarks.towers.runs import ARCHS, CONTROL_ARMS, LEARNED_ARMS, Run, affinity_of_pairs
+from benchmarks.towers.statistics import compare_arms, holm, mean_correlation, mean_rand_index, pair_effects
+from benchmarks.towers.trials import STUDY_SETS
 from dmt.partitioner import TowerPartitioner
 
 __all__ = ["Records", "auc_by_seed", "control_findings", "main_findings", "pair_findings", "stability_findings"]
 
 Records = Mapping[Run, Mapping[str, Any]]
-"""Return value of `benchmarks.study.runs.Study.train`."""
+"""Return value of `benchmarks.towers.runs.Study.train`."""
 
 
 def auc_by_seed(records: Records, dataset: str, arch: str, arm: str) -> dict[int, float]:

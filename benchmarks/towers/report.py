@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study.findings import (
+from benchmarks.towers.findings import (
     Records,
     auc_by_seed,
     control_findings,
@@ -17,8 +17,8 @@ from benchmarks.study.findings import (
     pair_findings,
     stability_findings,
 )
-from benchmarks.study.runs import ARCHS, CONTROL_ARMS, LEARNED_ARMS
-from benchmarks.study.trials import STUDY_SETS
+from benchmarks.towers.runs import ARCHS, CONTROL_ARMS, LEARNED_ARMS
+from benchmarks.towers.trials import STUDY_SETS
 
 __all__ = ["markdown_table", "plot_arms", "write_study"]
 

@@ -16,7 +16,7 @@ from typing import TextIO
 
 __all__ = ["run_agents"]
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)

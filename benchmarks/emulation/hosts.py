@@ -1,16 +1,16 @@
 """Hosts played on one machine: Linux network namespaces joined by wires of a set rate. Needs root, `ip` and `tc`.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.hosts --hosts 2 --ranks-per-host 2 --mbit 200
+    OMP_NUM_THREADS=1 python -m benchmarks.emulation.hosts --hosts 2 --ranks-per-host 2 --mbit 200
 
 makes hosts and prints how close the wire comes to bytes / rate.
 
 Measured on two busy cores (load 7 to 13) at 200 Mbit/s, 2 hosts of 2 ranks, 25 or 50 MB each way: all-to-all and pairs
 1.01 to 1.05 times bytes / rate, one flow and two flows 1.01, of which headers are 0.007; of flows at once the first
 is done at 0.99 of the last's time. Four hosts of one rank: 1.06. That is the wire; `all_to_all_single` of Gloo takes
-1.0 to 2.1 times bytes / rate on it, see `benchmarks.wire`. How the settings were chosen, with plain sockets on the idle
-machine: packets of 1,500 bytes 1.046, of 9,000 bytes 1.008; a queue of 0.4 MB 1.04 and unfair (0.63 to 0.95), of 1 to
-16 MB 1.008; bursts of 0.5 to 8 ms alike. A small message beside four large flows came back after 43 ms, and after
-6.5 ms with little queued per connection (`benchmarks.namespaces.set_packets`).
+1.0 to 2.1 times bytes / rate on it, see `benchmarks.emulation.wire`. The settings were chosen with plain sockets on the
+idle machine: packets of 1,500 bytes took 1.046, of 9,000 bytes 1.008; a queue of 0.4 MB 1.04 and was unfair (0.63 to
+0.95), of 1 to 16 MB 1.008; bursts of 0.5 to 8 ms made no difference. A small message beside four large flows came
+back after 43 ms, and after 6.5 ms with little queued per connection (`benchmarks.emulation.namespaces.set_packets`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any
 
 import click
 
-from benchmarks.agents import run_agents
-from benchmarks.namespaces import (
+from benchmarks.emulation.agents import run_agents
+from benchmarks.emulation.namespaces import (
     MTU,
     add_namespace,
     check_machine,
@@ -94,7 +94,7 @@ class EmulatedHosts:
     Example::
 
         with EmulatedHosts(2, mbit_per_s=200) as hosts:
-            hosts.torchrun(["-m", "benchmarks.wire", "spec.json"], ranks_per_host=2, timeout=60)
+            hosts.torchrun(["-m", "benchmarks.emulation.wire", "spec.json"], ranks_per_host=2, timeout=60)
     """
 
     def __init__(self, num_hosts: int, *, mbit_per_s: float | None) -> None:
@@ -255,7 +255,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 @click.option("--megabytes", type=click.FloatRange(0.1), default=25.0, help="What a rank sends in one all-to-all.")
 def main(*, num_hosts: int, ranks_per_host: int, mbit: float, megabytes: float) -> None:
     """Holds the emulated wire against bytes / rate."""
-    from benchmarks.wire import check_table, wire_checks
+    from benchmarks.emulation.wire import check_table, wire_checks
 
     try:
         with EmulatedHosts(num_hosts, mbit_per_s=mbit) as hosts:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.study.clicks import Clicks, read_clicks
-from benchmarks.study.trials import STUDY_SETS, StudySet, run_trial
+from benchmarks.towers.clicks import Clicks, read_clicks
+from benchmarks.towers.trials import STUDY_SETS, StudySet, run_trial
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner, tower_affinity
 from dmt.plan.towers import TowerPlan

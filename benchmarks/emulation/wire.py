@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from benchmarks.hosts import EmulatedHosts
+    from benchmarks.emulation.hosts import EmulatedHosts
 
 __all__ = ["PATTERNS", "WireCheck", "check_table", "measure_wire", "sends", "wire_checks"]
 
@@ -115,7 +115,7 @@ def measure_wire(
         Path(folder, "spec.json").write_text(json.dumps({"sends": matrix, "exchanges": exchanges}))
         # Twice the wire's seconds and half as much again, for two ways; no limit counts as a second.
         timeout = 60 + 2 * 3 * (exchanges + 1) * (wire or 1.0)
-        hosts.torchrun(["-m", "benchmarks.wire", folder], ranks_per_host=ranks_per_host, timeout=timeout)
+        hosts.torchrun(["-m", "benchmarks.emulation.wire", folder], ranks_per_host=ranks_per_host, timeout=timeout)
         ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(len(matrix))]
     first, library = _seconds(ranks, "receives first"), _seconds(ranks, "all_to_all_single")
     sent = [round(rank["sent_bytes"] / exchanges) for rank in ranks[::ranks_per_host]]
@@ -214,7 +214,7 @@ def _rank_main(folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.hosts import sent_bytes
+    from benchmarks.emulation.hosts import sent_bytes
 
     spec = json.loads((folder / "spec.json").read_text())
     dist.init_process_group("gloo")

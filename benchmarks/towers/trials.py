@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.study.clicks import Clicks
+from benchmarks.towers.clicks import Clicks
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.towers import TowerPlan
 from dmt.training.config import ModelConfig, OptimizerConfig, TopologyConfig, TowersConfig, TrainConfig, TrainingConfig
