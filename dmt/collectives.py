@@ -76,7 +76,7 @@ def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
 
 
 class PendingExchange:
-    """What `start_exchange` has begun; keeps the tensors alive."""
+    """Handle of an exchange that `start_exchange` began; keeps the tensors alive."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         self._works = works
@@ -84,7 +84,7 @@ class PendingExchange:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has been waited for."""
+        """True once it has been waited for."""
         return not self._tensors
 
     def wait(self) -> None:
@@ -185,5 +185,5 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed, in one line."""
+    """Returns the reason of an error in one line."""
     return str(error) if isinstance(error, InputError | RankError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What goes where, as pure data: the mesh of ranks, tables, towers of features, column shards. No TorchRec."""
+"""Plans of what goes where, as pure data: topology, tables, towers of features, column shards. No TorchRec."""
 
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology

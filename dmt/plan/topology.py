@@ -14,7 +14,7 @@ __all__ = ["RankCoordinates", "TowerTopology"]
 
 
 class RankCoordinates(NamedTuple):
-    """Where a rank stands on the mesh axes ``"replica"``, ``"tower"`` and ``"local"``."""
+    """Position of a rank on the mesh axes ``"replica"``, ``"tower"`` and ``"local"``."""
 
     replica: int
     tower: int

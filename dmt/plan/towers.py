@@ -52,7 +52,7 @@ class TowerPlan:
     towers: tuple[TowerFeatures, ...]
     """The towers, in output order."""
     strategy: str = "manual"
-    """How the assignment came about: ``manual``, ``strided``, ``coherent``, ``diverse``."""
+    """Origin of the assignment: ``manual``, ``strided``, ``coherent``, ``diverse``."""
     seed: int | None = None
     """The seed of a learned assignment."""
     affinity: Mapping[str, Any] = field(default_factory=dict)

@@ -28,28 +28,28 @@ _BUCKET_MB = 1.0
 
 
 class HierarchicalDataParallel(DefaultDataParallelWrapper):
-    """What ``DistributedModelParallel`` wraps the dense part in: TorchRec's DDP with another all-reduce.
+    """Wrapper of the dense part for ``DistributedModelParallel``: TorchRec's DDP with a hierarchical all-reduce.
 
     ========= ============================================================================ ===========================
     step      what                                                                         group
     ========= ============================================================================ ===========================
     1         reduce-scatter of a bucket of gradients, [n] -> [n / ranks per host]         ranks of a host
-    2         all-reduce of that part; under way while the rest of the backward pass runs  same part on all hosts
+    2         all-reduce of that part; in flight while the rest of the backward pass runs  same part on all hosts
     3         all-gather, at the end of the backward pass, [n]                             ranks of a host
     ========= ============================================================================ ===========================
 
-    The result is the mean over all W ranks, the same bits on each. A host is here what `TowerTopology.host` says: the
-    ranks of a tower, with ``"intra_host"`` replicas those of all its replicas.
+    The result is the mean over all W ranks, bitwise equal on each. A host is that of `TowerTopology.host`: the ranks of a
+    tower or, with ``"intra_host"`` replicas, of all replicas of a tower.
 
     Collective: every rank makes one at the same point, for the process groups.
 
     Args:
-        mesh: of the job.
-        precision: of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` rounds them to 8 bits.
-        ranks_per_host: where hosts are larger or smaller than that: so many neighbouring ranks are a host.
-        bucket_cap_mb: how much is reduced at once; smaller than DDP's 25, so that the first is on its way early.
+        mesh: groups of the job.
+        precision: number format of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` rounds them to 8 bits.
+        ranks_per_host: ranks per host, if it differs from the tower size; consecutive ranks share a host.
+        bucket_cap_mb: MB reduced at once; smaller than DDP's 25, so that the first bucket is sent early.
             DDP's own first bucket has 1 MB at least.
-        options: others of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
+        options: further arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
 
     Raises:
         InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, or hosts that do not divide the

@@ -28,19 +28,19 @@ from dmt.number_formats import SyncPrecision
 
 __all__ = ["RunningMean"]
 
-# Tensors go together into collectives of about so many bytes; gloo copies what it is given into one buffer.
+# Size of a collective that carries several tensors; gloo copies its input into one buffer.
 _BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass
 class _Averaged:
-    """One tensor and what its mean needs."""
+    """One tensor and the buffers of its mean."""
 
     live: Tensor
     base: Tensor | None
     """b, with a reduced precision."""
     snapshot: Tensor | None = None
-    """s, while a delayed mean is under way."""
+    """s, while a delayed mean is in flight."""
     sent: Tensor | None = None
 
 
@@ -54,8 +54,8 @@ class RunningMean:
         tensors: floating-point tensors, of the same shapes in the same order on every rank of the group, and equal
             there to begin with.
         group: the ranks.
-        delayed: whether the tensors change between `start` and `finish`.
-        precision: of what is sent.
+        delayed: True if the tensors change between `start` and `finish`.
+        precision: number format that is sent.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RunningMean:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and not finished."""
+        """True between `start` and `finish`."""
         return bool(self._works)
 
     @property
@@ -80,7 +80,7 @@ class RunningMean:
         return sum(one.live.numel() * self._dtype.itemsize for one in self._averaged)
 
     def forget(self) -> None:
-        """Waits for the round under way and drops its result."""
+        """Waits for the round in flight and drops its result."""
         for work in self._works:
             work.wait()
         for one in self._averaged:
@@ -89,7 +89,7 @@ class RunningMean:
 
     @torch.no_grad()
     def rebase(self) -> None:
-        """Takes the tensors as they are, equal on all ranks, for what was last agreed on."""
+        """Takes the present tensors, equal on all ranks, as the last agreed values."""
         for one in self._averaged:
             if one.base is not None:
                 one.base.copy_(one.live)
@@ -106,7 +106,7 @@ class RunningMean:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the round under way and takes the mean over; does nothing without one."""
+        """Waits for the round in flight and adopts its mean; does nothing without one."""
         for work in self._works:
             work.wait()
         for one in self._averaged if self._works else ():

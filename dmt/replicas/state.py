@@ -26,14 +26,15 @@ class TableTensor:
     """A tensor that the fused optimizer of a table updates."""
 
     name: str
-    """``t_ad.weight``, ``t_ad.momentum1``; a second shard of the table on this rank has ``#1`` after it."""
+    """``t_ad.weight``, ``t_ad.momentum1``; the n-th further shard on this rank gets the suffix ``#n``."""
     tensor: Tensor
-    """What the kernels read and write, not a copy."""
+    """Live tensor that the kernels read and write, not a copy."""
     is_weight: bool
+    """True for the table's weights, False for optimizer state."""
     is_replicated: bool
-    """Whether each replica trains its own; false for data-parallel tables, whose gradients are averaged."""
+    """True if each replica trains its own copy; False for data-parallel tables, whose gradients are averaged."""
     shard: HeldShard | None = None
-    """Which part of the table a weight is; None for states and data-parallel tables."""
+    """Part of the table that a weight holds; None for states and data-parallel tables."""
 
 
 def table_tensors(module: SPTTModule, prefix: str = "") -> list[TableTensor]:
@@ -41,12 +42,12 @@ def table_tensors(module: SPTTModule, prefix: str = "") -> list[TableTensor]:
 
     Args:
         module: made by a tower sharder.
-        prefix: goes before the names, to tell modules of one model apart.
+        prefix: prefix of the names, to distinguish modules of one model.
     """
-    return [one for collection in module.collections for one in _of_collection(collection, prefix)]
+    return [one for collection in module.collections for one in _collection_tensors(collection, prefix)]
 
 
-def _of_collection(collection: Any, prefix: str) -> Iterator[TableTensor]:
+def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
     optimizer = collection.fused_optimizer
     for key, weight in optimizer.params.items():
         table = prefix + key.split(".")[-2]
@@ -94,7 +95,7 @@ class HeldShard(NamedTuple):
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number that hangs on every bit of a tensor and on its place, modulo 2**64; equal tensors have equal ones.
+    """Position-dependent checksum of a tensor's bits, modulo 2**64; equal tensors have equal checksums.
 
     Args:
         tensor: contiguous, floating point, on any device.

@@ -122,11 +122,11 @@ class ReplicaSync:
 
     @property
     def is_running(self) -> bool:
-        """Whether collectives of an asynchronous or delayed sync are under way."""
+        """True while collectives of an asynchronous or delayed sync are in flight."""
         return self._weights.is_running or self._states.is_running
 
     def restart(self, *, steps: int = 0) -> None:
-        """Gives every replica the weights and states of replica 0, and forgets what is under way.
+        """Gives every replica the weights and states of replica 0, and drops collectives in flight.
 
         Call it after loading weights or states into the model. Collective over the replicas.
 

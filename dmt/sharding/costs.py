@@ -1,4 +1,4 @@
-"""What one step costs a rank under each sharding scheme (Neo, section 4.1): `CostModel`. Pure arithmetic.
+"""`CostModel`: costs of one step on a rank under each sharding scheme (Neo, section 4.1). Pure arithmetic.
 
 Legend: B samples per rank, T towers, L ranks per tower, R replicas; G = T * L * B, the samples whose ids one tower
 looks up in a step; P ids per sample of a table, F its features, N columns of a shard.
@@ -33,7 +33,7 @@ _EXCHANGES: dict[Scheme, int] = {"table_wise": 3, "column_wise": 3, "row_wise": 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWorkload:
-    """What a training step asks of the tables.
+    """Workload of the tables in one training step.
 
     Raises:
         InputError: a batch below 1, a pooling factor that is not positive, or an unknown optimizer.
@@ -50,7 +50,7 @@ class StepWorkload:
     pooling_factors: Mapping[str, float] = field(default_factory=dict)
     """Mean number of ids per sample, by feature; 1.0 for the others."""
     optimizer: SparseOptimizer = "rowwise_adagrad"
-    """Of the tables; decides the memory of its state."""
+    """Optimizer of the tables; determines the size of the optimizer state."""
 
     def __post_init__(self) -> None:
         batch = self.batch_size
@@ -70,7 +70,7 @@ class StepWorkload:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a rank has and how fast it is: Neo's scalar weights, as rates, so that costs are seconds.
+    """Memory and speed of a rank: Neo's scalar weights, as rates, so that costs are seconds.
 
     The default rates are half of the data sheet's peak of an 80 GB A100 (memory; NVLink in one direction). Only their
     ratios decide the plan. Measure your own.
@@ -112,10 +112,10 @@ class Hardware:
 
 
 class ShardLoad(NamedTuple):
-    """What one shard asks of its rank."""
+    """Load of one shard on its rank."""
 
     seconds: float
-    """Of one step: lookup work and message volume, each over its rate."""
+    """Seconds of one step: lookup work and message volume, each over its rate."""
     memory: int
     """Bytes: weights, optimizer state, and the dense gradient of a data-parallel table."""
     lookups: float
@@ -159,7 +159,7 @@ class CostModel:
         return sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
 
     def shard(self, table: Any, scheme: Scheme, rows: int, columns: int) -> ShardLoad:
-        """What a shard of ``rows`` x ``columns`` asks of its rank."""
+        """Returns the load of a shard of ``rows`` x ``columns`` on its rank, for one step."""
         ranks, samples, pooling = self.topology.ranks_per_tower, self.global_batch, self.pooling(table)
         features, number = len(table.feature_names), number_bytes(table)
         remote = (ranks - 1) / ranks

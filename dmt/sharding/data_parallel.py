@@ -81,7 +81,7 @@ class DataParallelOptimizer(FusedOptimizer):
             self._rates[name] = group["lr"]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """As `step`, in the way of FBGEMM's fused optimizers: there are no gradients to clear."""
+        """Same as `step`; like FBGEMM's fused optimizers, there are no gradients to clear."""
         self.step()
 
     def _direction(self, name: str, weight: Tensor, grad: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 FUSED_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
-"""What FBGEMM takes for settings that are left out."""
+"""FBGEMM's values of settings that are left out."""
 
 _NAMES = {
     "exact_row_wise_adagrad": "rowwise_adagrad",
@@ -49,7 +49,7 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
 
 
 def data_parallel_obstacle(settings: Mapping[str, Any]) -> str:
-    """Why a table with these ``fused_params`` cannot be data-parallel; empty if it can.
+    """Returns the reason why a table with these ``fused_params`` cannot be data-parallel; empty if it can.
 
     Example:
         >>> data_parallel_obstacle({"optimizer": "adam", "beta1": 0.9})
@@ -74,10 +74,10 @@ _WITH_MOMENTS = ("rowwise_adagrad", "adagrad")
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptimizer:
-    """What a sharder was told of its tables' fused optimizer."""
+    """A sharder's settings for its tables' fused optimizer."""
 
     fused_params: dict[str, Any] | None = None
-    """FBGEMM's settings; those on a table's parameter go before them."""
+    """FBGEMM's settings; those on a table's parameter override them."""
     moment_scale: MomentScale = "num_replicas"
     """Factor c of AdaGrad's moments."""
 

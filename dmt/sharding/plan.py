@@ -26,13 +26,13 @@ class TableSharding:
     """One table of the plan."""
 
     name: str
-    """Of the table."""
+    """Name of the table."""
     tower: int
     """Mesh tower that holds it."""
     placement: TablePlacement
     """Scheme and ranks inside the tower."""
     reason: str
-    """Why, in one line."""
+    """Reason for the placement, in one line."""
     seconds: float
     """Cost of a step, summed over the ranks of the tower."""
     memory: int
@@ -41,7 +41,7 @@ class TableSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoad:
-    """What the tables ask of one rank; the same in every replica."""
+    """Load of the tables on one rank; equal in every replica."""
 
     tower: int
     """Mesh tower."""
@@ -66,7 +66,7 @@ class TowerLoad:
     num_tables: int
     """Tables that it holds."""
     method: str
-    """How its tables were placed."""
+    """Method that placed its tables."""
     imbalance: float
     """Cost of its busiest rank over the mean."""
     peer_bytes: float
@@ -86,7 +86,7 @@ class TowerShardingPlan:
     """Tower by tower, local rank by local rank."""
     towers: tuple[TowerLoad, ...]
     notes: tuple[str, ...] = ()
-    """What the reader should know besides."""
+    """Further notes for the reader."""
 
     @property
     def placements(self) -> dict[str, TablePlacement]:
@@ -95,7 +95,7 @@ class TowerShardingPlan:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why, by table name."""
+        """Reasons by table name."""
         return {table.name: table.reason for table in self.tables}
 
     @property
@@ -111,7 +111,7 @@ class TowerShardingPlan:
 
     @property
     def tables_by_scheme(self) -> dict[str, int]:
-        """How many tables have each scheme; those that none has are left out."""
+        """Number of tables of each scheme in use."""
         counts = Counter(table.placement.scheme for table in self.tables)
         return {scheme: counts[scheme] for scheme in SCHEMES if counts[scheme]}
 

@@ -51,7 +51,7 @@ class Reasons:
             return f"{_words(placement)}: {allowed.why}, of which it evens out the ranks best"
         mean = float(rank_seconds.mean())
         if scheme == "table_wise":
-            return self._of_whole(table, whole.seconds / mean if mean else 0.0)
+            return self._whole_table_reason(table, whole.seconds / mean if mean else 0.0)
         if scheme == "data_parallel":
             own = self._model.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim)
             exchanged = (whole.id_bytes + 2 * whole.output_bytes) / self._model.topology.ranks_per_tower
@@ -80,7 +80,7 @@ class Reasons:
         used = {placement.scheme for placement in self._placements.values()}
         return sum(self._model.fixed_seconds(scheme) for scheme in (used - without) | more)
 
-    def _of_whole(self, table: Any, share: float) -> str:
+    def _whole_table_reason(self, table: Any, share: float) -> str:
         if self._model.topology.ranks_per_tower == 1:
             return "table_wise: its tower has one rank"
         if len(self._allowed[table.name].schemes) == 1:
@@ -89,7 +89,7 @@ class Reasons:
 
 
 def notes_on(tables: Sequence[TableSharding], model: CostModel) -> tuple[str, ...]:
-    """What a reader should know of the schemes in use."""
+    """Notes on the schemes in use."""
     count = {scheme: sum(table.placement.scheme == scheme for table in tables) for scheme in SCHEMES}
     notes = []
     if count["column_wise"] and model.workload.optimizer == "rowwise_adagrad":

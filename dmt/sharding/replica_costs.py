@@ -1,4 +1,4 @@
-"""What replicas of the tables cost (2D sparse parallelism, Zhang et al. 2025, section 5): `ReplicaCosts`.
+"""`ReplicaCosts`: memory and time of replicas of the tables (2D sparse parallelism, Zhang et al. 2025, section 5).
 
 Pure arithmetic. Legend: M replicas, W ranks of the whole job (the paper's T), S bytes of one copy of the tables, B the
 rate at which a rank sends to its replicas.
@@ -51,15 +51,15 @@ class ReplicaCosts:
     num_ranks: int
     """W = M x towers x ranks per tower."""
     weight_bytes: int
-    """Of one copy of the tables that are synchronised."""
+    """Bytes of the weights of one copy of the synchronised tables."""
     state_bytes: int
-    """Of their optimizer state; row-wise AdaGrad has 4 bytes per row and column shard."""
+    """Bytes of their optimizer state; row-wise AdaGrad has 4 bytes per row and column shard."""
     fullest_bytes: int
-    """Weights and state of them on the rank that holds most."""
+    """Bytes of their weights and state on the rank that holds most."""
     sent_bytes: float
-    """Of one copy, as it is sent."""
+    """Bytes of one copy in the format that is sent."""
     most_sent_bytes: float
-    """Of the rank that sends most, as it is sent."""
+    """Bytes of the rank that sends most, in the format that is sent."""
     data_parallel_tables: int
     """Tables that are not counted."""
     sync_gb_per_s: float | None
@@ -92,7 +92,7 @@ class ReplicaCosts:
 
     @property
     def fullest_overhead_bytes(self) -> float:
-        """The same share of what the fullest rank holds."""
+        """Overhead on the fullest rank: the same share of its bytes."""
         return self.fullest_bytes * (self.num_replicas - 1) / self.num_replicas
 
     @property
@@ -105,7 +105,7 @@ class ReplicaCosts:
 
     @property
     def fullest_sync_seconds(self) -> float | None:
-        """The same of the rank that sends most."""
+        """Seconds of one averaging on the rank that sends most."""
         return self._ring_seconds(self.most_sent_bytes)
 
     @property
@@ -141,7 +141,7 @@ def replica_costs(
     sync_every: int = 1,
     precision: SyncPrecision = "fp32",
 ) -> ReplicaCosts:
-    """What the replicas of a plan cost; its topology says how many there are.
+    """Returns the costs of the replicas of a plan; its topology determines their number.
 
     Args:
         plan: where every table lies in one replica.

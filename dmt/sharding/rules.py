@@ -17,12 +17,12 @@ Rule = Scheme | Sequence[Scheme] | TablePlacement
 
 
 class Allowed(NamedTuple):
-    """What the planner may do with one table."""
+    """Choices that the planner has for one table."""
 
     schemes: tuple[Scheme, ...]
     """At least one."""
     placement: TablePlacement | None
-    """Where the user put it."""
+    """Placement that the user gave; None if there is none."""
     why: str
     """For the reason of the choice; empty where nothing was asked."""
 
@@ -45,7 +45,7 @@ class ShardingRules:
     """
 
     schemes: Sequence[Scheme] = SCHEMES
-    """What tables without a rule of their own may use."""
+    """Schemes for tables without a rule of their own."""
     tables: Mapping[str, Rule] = field(default_factory=dict)
     """By table name or pattern (``"t_ad*"``): one scheme, several to choose from, or the whole placement."""
 
@@ -80,7 +80,7 @@ class ShardingRules:
             )
 
     def resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
-        """What may be done with ``table`` in a tower of ``num_ranks`` ranks.
+        """Returns the planner's choices for ``table`` in a tower of ``num_ranks`` ranks.
 
         Raises:
             InputError: its rules contradict each other, or the table or the tower cannot take what they ask for.

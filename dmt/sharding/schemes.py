@@ -37,7 +37,7 @@ _COLUMN_QUANTUM = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TablePlacement:
-    """Where one table lives inside its tower (Neo, section 4; DMT, section 3.1.3).
+    """Placement of one table inside its tower (Neo, section 4; DMT, section 3.1.3).
 
     ================  ==========================================================================================
     ``table_wise``    whole on one rank; exchange: all-to-all of pooled embeddings
@@ -48,7 +48,7 @@ class TablePlacement:
     """
 
     scheme: Scheme
-    """How the table is cut."""
+    """Scheme by which the table is cut."""
     ranks: tuple[int, ...]
     """Local ranks 0..L-1 of the tower, one for each shard, in the order of the rows or columns."""
     sizes: tuple[int, ...] = ()

@@ -64,7 +64,7 @@ class TowerOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class AgreedOutputs:
-    """What the peers told each other about their outputs in the first batch; later batches must be alike."""
+    """Shapes and dtype of the outputs that the peers exchanged in the first batch; later batches must match."""
 
     own_pieces: list[Piece]
     """Pieces of this tower's output."""

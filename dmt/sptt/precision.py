@@ -30,7 +30,7 @@ _DEFAULT_SCALE = 4096.0
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePrecision:
-    """How tower outputs (forward) and their gradients (backward) are sent between towers.
+    """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
     ========  ================  ===============================================================================
     format    bytes per number  largest relative error of one number, unless said otherwise
@@ -64,9 +64,9 @@ class ExchangePrecision:
     """
 
     forward: ExchangeFormat = "fp32"
-    """Of the tower outputs."""
+    """Number format of the tower outputs."""
     backward: ExchangeFormat = "fp32"
-    """Of their gradients. ``"bf16"`` is the safe choice: it needs no scale."""
+    """Number format of their gradients. ``"bf16"`` is the safe choice: it needs no scale."""
     loss_scale: float | None = None
     """Gradients are multiplied by this power of two before they are encoded and divided by it, in FP32, after; None
     means 4096 for FP16, FP8 and INT8, 1 otherwise. FP16 then keeps all its digits from 1.5e-8 to 16; larger gradients
@@ -96,7 +96,7 @@ class ExchangePrecision:
 
     @property
     def backward_scale(self) -> float:
-        """What gradients are multiplied by on the way."""
+        """Factor on gradients while they are sent."""
         if self.loss_scale is not None:
             return self.loss_scale
         return _DEFAULT_SCALE if self.backward in _SCALED else 1.0
@@ -169,7 +169,7 @@ class ExchangePrecision:
 
 
 class _ExactFrame:
-    """What FBGEMM's codec leaves open: dtypes other than FP32, an exact scale, and numbers that are not finite.
+    """Wrapper of FBGEMM's codec for dtypes other than FP32, an exact scale, and numbers that are not finite.
 
     Args:
         codec: FBGEMM's.

@@ -34,7 +34,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How ids and outputs travel; the same on every rank.
+    """Route of the ids and number formats of the outputs; equal on every rank.
 
     Raises:
         InputError: ``id_route`` is unknown.

@@ -109,11 +109,11 @@ class PlainTraining:
         scale = moment_scale_of(moment_scale, settings, len(modules))
         self.modules = list(modules)
         self.learning_rate: float = settings["learning_rate"]
-        """Of the tables; may change between steps."""
+        """Learning rate of the tables; may change between steps."""
         self.dense_optimizers: list[torch.optim.Optimizer] = []
         """One for each replica."""
         self.tables: list[dict[str, PlainTable]] = []
-        """Of each replica, by the names of their parameters."""
+        """Tables of each replica, by parameter name."""
         self._interval, self._is_delayed, self._steps = interval, optimizer_state == "delayed", 0
         self._has_half_tables = has_half_tables
         self._snapshots: dict[tuple[str, int, int], list[Tensor]] = {}
