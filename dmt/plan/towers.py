@@ -61,7 +61,8 @@ class TowerPlan:
     """The tables the plan was made for, column shards one by one; checked against the model's when given."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Columns of each shard, by feature, where tables are cut so that their shards can be in different towers. The
-    towers then list the shards, as ``ad[0:64]``; `split_tables` cuts the tables, `dmt.plan.column_shards.split_ids` the ids."""
+    towers then list the shards, as ``ad[0:64]``; `split_tables` cuts the tables, and
+    `dmt.plan.column_shards.split_ids` the ids."""
     command: str = ""
     """The command that made the plan."""
 
@@ -137,7 +138,8 @@ class TowerPlan:
             raise InputError(
                 f"The tower plan cuts the table of feature {uncut[0]!r} into column shards "
                 f"{shard_names(uncut[0], self.column_splits[uncut[0]])}, but the model has the whole table. Build the "
-                "model from plan.split_tables(tables), and give it dmt.plan.column_shards.split_ids(ids, plan.column_splits)."
+                "model from plan.split_tables(tables), and give it dmt.plan.column_shards.split_ids(ids, "
+                "plan.column_splits)."
             )
         missing = [f for f in model_features if f not in placed]
         unknown = [f for f in self.features if f not in known]

@@ -38,8 +38,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     3         all-gather, at the end of the backward pass, [n]                             ranks of a host
     ========= ============================================================================ ===========================
 
-    The result is the mean over all W ranks, bitwise equal on each. A host is that of `TowerTopology.host`: the ranks of a
-    tower or, with ``"intra_host"`` replicas, of all replicas of a tower.
+    The result is the mean over all W ranks, bitwise equal on each. A host is that of `TowerTopology.host`: the ranks of
+    a tower or, with ``"intra_host"`` replicas, of all replicas of a tower.
 
     Collective: every rank makes one at the same point, for the process groups.
 

@@ -2,8 +2,8 @@
 
 Each replica trains its tables on its own samples with FBGEMM's fused optimizer, so there are no gradients to average;
 weights and optimizer states are averaged over the replica group instead (section 3, Algorithm 1, lines 9 and 10).
-Dense parts and tower modules have their gradients averaged over all replicas by data parallel, and so have data-parallel
-tables: these are equal at every step and are not touched here.
+Data parallelism averages the gradients of dense parts, tower modules and data-parallel tables over all replicas: they
+are equal at every step and are not touched here.
 
 Legend: M replicas; w, v the weights and optimizer states of this rank's shards; s a snapshot of v.
 
@@ -168,8 +168,8 @@ class ReplicaSync:
     def check(self) -> None:
         """Checks what must hold after `sync`: replicas have the same bits, and shards cover every table.
 
-        Compares a checksum of each shard and of its states; data-parallel tables are checked too. Collective over the job,
-        and reads every table once.
+        Compares a checksum of each shard and of its states; data-parallel tables are checked too. Collective over the
+        job; reads every table once.
 
         Raises:
             ReplicaMismatchError: on every rank, naming tensors and ranks.
@@ -193,8 +193,8 @@ class ReplicaSync:
         found = sorted({text for texts in gather_objects(problems, self._mesh.global_group) for text in texts})
         if found:
             raise ReplicaMismatchError(
-                f"Replicas are not what they must be: {shorten(found)}. Do not save this state, but go back to the last "
-                "checkpoint."
+                f"Replicas are not what they must be: {shorten(found)}. Do not save this state, but go back to the "
+                "last checkpoint."
             )
 
     def _before_tables_are_read(self, is_training_pass: bool) -> None:

@@ -3,8 +3,8 @@
 Neo (arXiv 2104.05158, section 4, "Data parallelism"): no exchange of ids or embeddings, an all-reduce of the table's
 gradient instead. TorchRec leaves such tables to the dense optimizer and drops the fused one they were given; here they
 are updated as FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains
-alike whatever its scheme. One difference: FBGEMM updates once for each forward pass, a data-parallel table once for each
-backward pass, also when that goes through several forward passes.
+alike under any scheme. One difference: FBGEMM updates once for each forward pass, a data-parallel table once for each
+backward pass, even if that goes through several forward passes.
 """
 
 from __future__ import annotations

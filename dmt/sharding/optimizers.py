@@ -33,7 +33,8 @@ _NAMES = {
     "exact_sgd": "sgd",
 }
 _FBGEMM_DEFAULT = "exact_sgd"
-# What `dmt.sharding.data_parallel` carries out, and what says nothing about the update; both in FBGEMM's and PyTorch's spelling.
+# Settings that `dmt.sharding.data_parallel` applies, and settings without effect on the update; in FBGEMM's and
+# PyTorch's spelling.
 _CARRIED_OUT = {"optimizer", "learning_rate", "lr", "eps", "beta1", "beta2", "betas"}
 _NOT_THE_UPDATE = ("output_dtype", "cache_", "bounds_check", "enforce_hbm", "prefetch_", "stochastic_rounding", "uvm_")
 

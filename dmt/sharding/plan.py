@@ -1,4 +1,4 @@
-"""`TowerShardingPlan`: where every table lives and why, what that asks of every rank, as data that is saved and loaded."""
+"""`TowerShardingPlan`: place of every table, with its reason and the load of every rank; saved as ``sharding.json``."""
 
 from __future__ import annotations
 

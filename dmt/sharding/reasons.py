@@ -99,8 +99,8 @@ def notes_on(tables: Sequence[TableSharding], model: CostModel) -> tuple[str, ..
         )
     if count["data_parallel"] and model.topology.num_replicas > 1:
         notes.append(
-            f"{_tables(count['data_parallel'])} data-parallel: the all-reduce also crosses the {model.topology.num_replicas} "
-            "replicas, and is counted at the tower's link rate."
+            f"{_tables(count['data_parallel'])} data-parallel: the all-reduce also crosses the "
+            f"{model.topology.num_replicas} replicas, and is counted at the tower's link rate."
         )
     return tuple(notes)
 

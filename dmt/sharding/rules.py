@@ -75,8 +75,8 @@ class ShardingRules:
             if any(mark in key for mark in "*?["):
                 raise InputError(f"The rule for tables {key!r} matches none of the {len(known)} tables. Fix it.")
             raise InputError(
-                f"Table {key!r} is pinned but not in the model ({len(known)} tables).{did_you_mean(key, known)} Fix the "
-                "name or drop the rule."
+                f"Table {key!r} is pinned but not in the model ({len(known)} tables).{did_you_mean(key, known)} Fix "
+                "the name or drop the rule."
             )
 
     def resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:

@@ -1,4 +1,4 @@
-"""The four sharding schemes: `TablePlacement` of a table in its tower, `table_shards`, and `why_not`. Pure arithmetic."""
+"""Sharding schemes: `TablePlacement` of a table in its tower, `table_shards`, and `why_not`. Pure arithmetic."""
 
 from __future__ import annotations
 

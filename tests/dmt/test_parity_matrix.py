@@ -1,7 +1,8 @@
 """The parity matrix: scheme x pooling x weighted x dims x topology x id route x precision, against the plain module.
 
 `make test` runs every 37th case; `make parity` runs them all. Batches are even and uneven in turn, optimizers take
-turns too. What the global route refuses (data-parallel tables, mean-pooled row-wise ones) is tested in test_id_routes.py.
+turns too. What the global route refuses (data-parallel tables, mean-pooled row-wise ones) is tested in
+test_id_routes.py.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "one rank per tower": ("dmt-dlrm", {"topology": {"num_towers": 4, "ranks_per_tower": 1}}),
 }
 MIX = {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise", "t_C[36]": "table_wise"}
-# Two replicas. Gradients of data-parallel tables and tower modules cross hosts only between hosts, those of dense parts do
-# in both placements.
+# Two replicas. Gradients of data-parallel tables and tower modules cross hosts only between hosts, those of dense parts
+# do in both placements.
 for _placement in ("inter_host", "intra_host"):
     for _name, _arch, _sizes, _tables in (
         ("2 x 2 x 2", "dmt-dlrm", (2, 2), MIX),
