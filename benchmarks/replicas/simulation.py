@@ -20,8 +20,8 @@ from benchmarks.towers.clicks import Clicks
 from benchmarks.towers.trials import build_trial_model, row_order, this_process_alone
 from dmt.errors import InputError
 from dmt.testing.plain import warmup_share
+from dmt.training.build import ClickTask
 from dmt.training.config import TrainingConfig
-from dmt.training.job import ClickTask
 from dmt.training.metrics import ClickMetrics, MetricValues
 
 __all__ = ["ReplicaTables", "Simulation", "simulate"]

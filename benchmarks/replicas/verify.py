@@ -18,8 +18,9 @@ from benchmarks.towers.trials import STUDY_SETS, build_trial_model, row_order, t
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import load_plain_state
+from dmt.training.build import build_optimizer, shard_model
 from dmt.training.config import OptimizerConfig, TrainingConfig
-from dmt.training.job import build_optimizer, shard_model
+from dmt.training.job import make_job
 
 __all__ = ["FusedReplicas", "compare", "verify"]
 
@@ -53,7 +54,7 @@ class FusedReplicas:
         mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=1))
         self._models, self._optimizers = [], []
         for _ in range(num_replicas):
-            model = shard_model(config, clicks.tables, clicks.train[0].shape[1], mesh=mesh)
+            model = shard_model(make_job(config, clicks.tables, clicks.train[0].shape[1]), mesh)
             load_plain_state(model, {f"model.{name}": value for name, value in plain.items()})
             self._models.append(model)
             self._optimizers.append(build_optimizer(config.optimizer, model))

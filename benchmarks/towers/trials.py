@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from benchmarks.towers.clicks import Clicks
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.towers import TowerPlan
+from dmt.training.build import ClickTask, build_model, count_model
 from dmt.training.config import ModelConfig, OptimizerConfig, TopologyConfig, TowersConfig, TrainConfig, TrainingConfig
-from dmt.training.job import ClickTask, build_model, count_model
+from dmt.training.job import Job, tower_plan
 from dmt.training.metrics import ClickMetrics, MetricValues
 
 __all__ = [
@@ -106,13 +107,18 @@ def trial_config(name: str, arch: str, *, study_set: StudySet, plan: str | None)
     )
 
 
+def _job(config: TrainingConfig, clicks: Clicks) -> Job:
+    towers = tower_plan(config, clicks.tables)
+    return Job(config=config, tables=tuple(clicks.tables), num_dense=clicks.train[0].shape[1], towers=towers)
+
+
 def build_trial_model(config: TrainingConfig, clicks: Clicks, seed: int) -> nn.Module:
     """The plain model, its weights drawn module by module from the seed and the module's name.
 
     So two models of one seed start equal wherever they have the same module with the same shapes: all tables and MLPs
     of the arms, whatever their towers are.
     """
-    model = build_model(config, clicks.tables, clicks.train[0].shape[1])
+    model = build_model(_job(config, clicks))
     for name, module in model.named_modules():
         if isinstance(module, nn.EmbeddingBag):
             torch.manual_seed(_seed_of(seed, name.rpartition(".")[2]))
@@ -201,7 +207,7 @@ def run_trial(
             plan.save(path)
         config = trial_config(name, arch, study_set=study_set, plan=None if plan is None else str(path))
         model, metrics = train_and_test(config, clicks, seed)
-        size = count_model(config, clicks.tables, clicks.train[0].shape[1])
+        size = count_model(_job(config, clicks))
     record: dict[str, Any] = {
         "auc": metrics.auc,
         "ne": metrics.ne,

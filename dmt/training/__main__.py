@@ -41,7 +41,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         get_error_handler().record_exception(error)
         sys.exit(2)
     if rank == 0:
-        from dmt.training.summary import print_summary
+        from dmt.training.console import print_summary
 
         print_summary({settings.model.arch: result})
 

@@ -1,16 +1,49 @@
-"""What reaches the terminal: our own messages, on rank 0."""
+"""The terminal: log messages of rank 0, the sharding plan in a sentence, and the table of a run's numbers."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-__all__ = ["quiet_libraries", "table_console"]
+from dmt.formatting import human_bytes
+from dmt.partitioner.report.style import counted
+from dmt.sharding.plan import TowerShardingPlan
+
+__all__ = [
+    "ROWS",
+    "SYNC_ROW",
+    "cells",
+    "print_summary",
+    "quiet_libraries",
+    "rows_of",
+    "sharding_sentence",
+    "table_console",
+]
 
 _PIPE_WIDTH = 140
+# name, path in the result, format, which direction is better (for the reader)
+ROWS: tuple[tuple[str, str, str], ...] = (
+    ("AUC", "eval_auc", "{:.4f}"),
+    ("NE", "eval_ne", "{:.4f}"),
+    ("MFLOPs/sample", "mflops_per_sample", "{:.3f}"),
+    ("parameters", "parameters", "{:,.0f}"),
+    ("compression ratio", "compression_ratio", "{:.2f}"),
+    ("samples/s", "samples_per_second", "{:,.0f}"),
+    ("bytes/sample across hosts: ids", "bytes_per_sample.ids", "{:,.0f}"),
+    ("bytes/sample across hosts: forward", "bytes_per_sample.forward", "{:,.0f}"),
+    ("bytes/sample across hosts: backward", "bytes_per_sample.backward", "{:,.0f}"),
+    ("bytes/sample across hosts: dense all-reduce", "bytes_per_sample.dense", "{:,.0f}"),
+    ("bytes/sample inside hosts", "bytes_per_sample.inside", "{:,.0f}"),
+)
+# Only of runs with replicas. Across hosts where the replicas are on different ones, else inside.
+SYNC_ROW = ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}")
 
 
 def table_console(*, markup: bool) -> Console:
@@ -44,3 +77,65 @@ def quiet_libraries(*, rank: int) -> None:
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     # PyTorch sets its loggers' levels itself, but leaves those that have one.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def sharding_sentence(plan: TowerShardingPlan) -> str:
+    """Tables, schemes, the largest rank and the imbalance of a sharding plan.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> from dmt.plan.topology import TowerTopology
+        >>> from dmt.sharding.plan_tables import plan_tables
+        >>> table = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
+        >>> sharding_sentence(plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=1)))
+        '1 table in 1 tower of 1 rank: 1 table_wise. A rank holds at most 260 kB. The busiest rank costs 1.00 times \
+the mean of all ranks.'
+    """
+    topology = plan.topology
+    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in plan.tables_by_scheme.items())
+    return (
+        f"{counted(len(plan.tables), 'table')} in {counted(topology.num_towers, 'tower')} of "
+        f"{counted(topology.ranks_per_tower, 'rank')}: {schemes}. A rank holds at most "
+        f"{human_bytes(max(rank.memory for rank in plan.ranks))}. The busiest rank costs {plan.imbalance:.2f} times "
+        "the mean of all ranks."
+    )
+
+
+def rows_of(results: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
+    """`ROWS`, and `SYNC_ROW` where one of the runs had replicas.
+
+    Example:
+        >>> rows_of([{"eval_auc": 0.75}]) == ROWS
+        True
+        >>> rows_of([{"eval_auc": 0.75}, {"replicas": {"bytes_per_sample": 96.0}}])[-1][0]
+        "bytes/sample replicas' sync"
+    """
+    return (*ROWS, SYNC_ROW) if any(result.get("replicas") for result in results) else ROWS
+
+
+def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS) -> list[str]:
+    """The values of one run, formatted, in the order of the rows.
+
+    Example:
+        >>> cells({"eval_auc": 0.75})[:2]
+        ['0.7500', '-']
+    """
+    formatted = []
+    for _, path, form in rows:
+        value: Any = result
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        undefined = value is None or math.isnan(value)
+        formatted.append("-" if undefined else form.format(value))
+    return formatted
+
+
+def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Prints runs side by side, one column each."""
+    table, rows = Table(title="evaluation and cost"), rows_of(results.values())
+    table.add_column("")
+    for name in results:
+        table.add_column(name, justify="right")
+    for (label, _, _), *values in zip(rows, *(cells(result, rows) for result in results.values()), strict=True):
+        table.add_row(label, *values)
+    Console(width=110).print(table)

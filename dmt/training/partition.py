@@ -16,10 +16,11 @@ from dmt.models.sparse import whole_tables
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
 from dmt.sptt.mesh import TowerMesh
+from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, TrainingConfig, load_config
 from dmt.training.data import ClickBatch, ClickData, open_source
-from dmt.training.job import ClickTask, build_model, tower_plan
+from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
 
 __all__ = ["affinity_of_model", "affinity_of_run", "spread_batches", "trained_rows", "write_affinity"]
@@ -69,11 +70,12 @@ def affinity_of_run(
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
     if check is not None:
         check(data.tables)
-    task = ClickTask(build_model(config, data.tables, len(data.dense_names)))
+    plan = tower_plan(config, data.tables)
+    job = Job(config=config, tables=tuple(data.tables), num_dense=len(data.dense_names), towers=plan)
+    task = ClickTask(build_model(job))
     load_plain(task, checkpoint)
     model: nn.Module = task.model
     forward: Callable[[nn.Module, ClickBatch], object] | None = None
-    plan = tower_plan(config, data.tables) if config.dataflow == "sptt" else None
     if plan is not None and plan.column_splits:
         # A new partition may cut other tables, or none: it is of the whole ones.
         model = whole_tables(task, data.tables, plan.column_splits)

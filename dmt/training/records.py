@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,26 @@ from dmt.files import atomic_write
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import TrainingConfig, to_toml
 
-__all__ = ["RunRecord", "read_curves", "read_result", "sharding_summary", "to_json", "versions"]
+__all__ = [
+    "RunRecord",
+    "auc_warning",
+    "log_warnings",
+    "read_curves",
+    "read_result",
+    "result_warnings",
+    "sharding_summary",
+    "to_json",
+    "traffic_warning",
+    "versions",
+]
 
 logger = logging.getLogger(__name__)
 # TensorBoard gets a new file when a disk that was full has as much room again.
 _BOARD_BYTES = 1_000_000
+# Nearer to chance than this, an AUC is called chance.
+_CHANCE = 0.02
+# Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a warning.
+_TOLERANCE = 0.1
 
 
 def versions() -> dict[str, str]:
@@ -200,6 +216,60 @@ def sharding_summary(plan: TowerShardingPlan) -> dict[str, Any]:
         "tables_by_scheme": plan.tables_by_scheme,
         "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
     }
+
+
+def result_warnings(result: Mapping[str, Any]) -> list[str]:
+    """Returns warnings for the reader of a run's result: an AUC near chance, traffic other than planned."""
+    texts = [auc_warning(result["eval_auc"])]
+    if "sharding" in result:
+        texts.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
+    return [text for text in texts if text]
+
+
+def log_warnings(result: Mapping[str, Any]) -> None:
+    """Logs `result_warnings`."""
+    for text in result_warnings(result):
+        logger.warning(text)
+
+
+def auc_warning(auc: float) -> str:
+    """A text that says so, and why, when an AUC is no better than chance; else an empty string."""
+    if math.isnan(auc):
+        return "AUC is undefined: the evaluation rows have one label only. Check data.label and the split."
+    if abs(auc - 0.5) > _CHANCE:
+        return ""
+    return (
+        f"AUC {auc:.4f} is close to chance (0.5). Likely causes: too few training steps or too small a learning rate "
+        "(train.max_steps, optimizer.*_lr); labels not aligned with the features or drawn from another column "
+        "(data.label); categorical values that never repeat, so nothing can be learned of them; training and "
+        "evaluation files from unrelated sources."
+    )
+
+
+def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    """A text that says so when a step sends more or less than planned; else an empty string.
+
+    Args:
+        planned: bytes per sample by the names of `Traffic`.
+        measured: the same.
+
+    Example:
+        >>> traffic_warning({"ids": 208.0, "inside": 3000.0}, {"ids": 624.0, "inside": 3010.0})[:65]
+        'The sharding plan expected other bytes per sample: ids 208, measu'
+        >>> traffic_warning({"ids": 208.0}, {"ids": 209.0})
+        ''
+    """
+    apart = [
+        f"{name} {number:,.0f}, measured {measured[name]:,.0f}"
+        for name, number in planned.items()
+        if abs(measured[name] - number) > max(_TOLERANCE * number, 1.0)
+    ]
+    if not apart:
+        return ""
+    return (
+        f"The sharding plan expected other bytes per sample: {'; '.join(apart)}. Features with more or fewer ids than "
+        "one per sample need sharding.pooling_factors, or the planner weighs them wrongly."
+    )
 
 
 def to_json(result: Any) -> str:

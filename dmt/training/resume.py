@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
+import time
 import tomllib
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from pydantic import ValidationError
 
 from dmt.errors import InputError
@@ -19,7 +26,17 @@ from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.loop import Position
 
-__all__ = ["Start", "TrainingFiles", "begin_anew", "checkpoint_folder", "is_restart", "start_with", "starting_point"]
+__all__ = [
+    "Start",
+    "TrainingFiles",
+    "begin_anew",
+    "checkpoint_folder",
+    "folder_lock",
+    "is_restart",
+    "restart_safe_store",
+    "start_with",
+    "starting_point",
+]
 
 # Sections that say what the parameters are; another value is another model.
 _SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
@@ -243,3 +260,73 @@ def _changes_rows(key: str, old: Any, new: Any) -> bool:
 
 def _is_under(key: str, sections: tuple[str, ...]) -> bool:
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
+
+
+_POLL_S = 0.05
+
+
+def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
+    """A part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
+
+    Rank 0 names the part. It answers each greeting that it finds, also one that an earlier attempt has left, until
+    all ranks have thanked it for the name.
+
+    Args:
+        store: shared with earlier attempts.
+        rank: of this process.
+        world_size: ranks of the attempt.
+        timeout: how long rank 0 waits for the others; they wait as long as the store does.
+
+    Raises:
+        TimeoutError: on rank 0, some rank has not come.
+    """
+    own = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"dmt/greeting/{rank}", own)
+        name = store.get(f"dmt/answer/{own}").decode()
+        store.set(f"dmt/thanks/{name}/{rank}", "")
+        return dist.PrefixStore(name, store)
+    waiting = set(range(1, world_size))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while waiting:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {timeout}.")
+        for other in sorted(waiting):
+            if store.check([f"dmt/thanks/{own}/{other}"]):
+                waiting.remove(other)
+            elif store.check([f"dmt/greeting/{other}"]):
+                store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", own)
+        time.sleep(_POLL_S if waiting else 0)
+    return dist.PrefixStore(own, store)
+
+
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Holds a folder, which exists, for this process; the end of the process frees it, also a kill.
+
+    A file system without locks cannot be held; then nothing is checked.
+
+    Raises:
+        InputError: another job holds it.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, folder_lock(Path(folder)):
+        ...     with folder_lock(Path(folder)):
+        ...         pass
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: Another job is running in ...
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                raise InputError(
+                    f"Another job is running in {folder}. Wait for its end, or give another train.output_dir."
+                ) from error
+        yield

@@ -1,131 +1,60 @@
-"""One training run on this rank, from a checked config to ``result.json``."""
+"""One training run on this rank, top to bottom: from a config to ``result.json``."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import logging
-import math
 import os
-import time
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_writable
-from dmt.plan.tables import TableSpec
-from dmt.plan.towers import TowerPlan
 from dmt.replicas.sync import ReplicaSync, moment_scales
 from dmt.sharding.optimizers import moment_scale_of
-from dmt.sharding.plan import TowerShardingPlan
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints import Checkpointer, restore, whole_checkpoint
-from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.data import ClickData, ValidationReport
-from dmt.training.data.batch import ClickBatch
-from dmt.training.job import (
+from dmt.training.build import (
     build_model,
     build_optimizer,
     count_model,
     fused_params,
     in_micro_batches,
-    open_data,
     replica_sync,
     shard_model,
-    tower_plan,
-    tower_sharding,
 )
+from dmt.training.checkpoints import Checkpointer, restore, whole_checkpoint
+from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.console import sharding_sentence
+from dmt.training.data import ValidationReport
+from dmt.training.data.batch import ClickBatch
+from dmt.training.job import Job, make_job, open_data
 from dmt.training.loop import Position, Trainer
 from dmt.training.partition import write_affinity
-from dmt.training.planned import planned_traffic, traffic_warning
-from dmt.training.records import RunRecord, sharding_summary, versions
+from dmt.training.planned import expected_traffic
+from dmt.training.records import RunRecord, log_warnings, sharding_summary, versions
 from dmt.training.resume import (
     Start,
     TrainingFiles,
     begin_anew,
     checkpoint_folder,
+    folder_lock,
     is_restart,
+    restart_safe_store,
     start_with,
     starting_point,
 )
-from dmt.training.summary import sharding_sentence
 
-__all__ = [
-    "folder_lock",
-    "auc_warning",
-    "check_rows",
-    "check_output_dir",
-    "restart_safe_store",
-    "preflight",
-    "rows_at_most",
-    "train",
-    "train_on",
-]
+__all__ = ["check_output_dir", "check_rows", "resolve", "rows_at_most", "train", "train_job"]
 
-logger = logging.getLogger(__name__)
-# Nearer to chance than this, an AUC is called chance.
-_CHANCE = 0.02
-# For a rank to wait for the others: rank 0 reads the data ahead.
+# Time that a rank waits for the others: rank 0 reads the data ahead.
 _TIMEOUT = timedelta(minutes=30)
-
-
-def preflight(config: TrainingConfig, world_size: int) -> ClickData:
-    """Finds what is wrong with a run before any rank trains: sizes, plan, data columns, layer sizes, optimizer.
-
-    Args:
-        config: the run.
-        world_size: ranks of the job.
-
-    Returns:
-        The opened data source.
-
-    Raises:
-        InputError: anything the user can fix.
-    """
-    config.topology.build().check_world_size(world_size)
-    if config.train.affinity_rows and config.model.has_towers:
-        raise InputError(
-            f"train.affinity_rows={config.train.affinity_rows} needs a flat model, but model.arch is "
-            f"{config.model.arch!r}: the embeddings of a tower's features stay on its ranks, so no rank ever sees "
-            "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
-            "dmt partition --checkpoint."
-        )
-    data = open_data(config)
-    tables = data.tables
-    if config.dataflow == "sptt":
-        plan = tower_plan(config, tables)
-        if config.train.affinity_rows and plan.column_splits:
-            raise InputError(
-                f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
-                f"{config.towers.plan} cuts that of feature {next(iter(plan.column_splits))!r} into column shards. "
-                "Leave it 0 and run dmt partition --checkpoint, which joins them."
-            )
-        if plan.num_towers != config.topology.num_towers:
-            raise InputError(
-                f"The tower plan {config.towers.plan} has {plan.num_towers} towers, but topology.num_towers="
-                f"{config.topology.num_towers}. Make them equal."
-            )
-    if not data.dense_names:
-        raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
-    check_rows(config, world_size, data.num_rows("train"))
-    moment_scale_of(config.replicas.moment_scale, fused_params(config.optimizer), config.topology.num_replicas)
-    if config.dataflow == "sptt":
-        tower_sharding(config, tables)
-    config.sharding.precision.check_device(torch.device("cpu"))
-    build_model(config, tables, len(data.dense_names), device="meta")
-    return data
 
 
 def train(config: TrainingConfig) -> dict[str, Any]:
@@ -137,52 +66,50 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
+    # Resolve. Rank 0 alone reads ahead; the others wait at the rendezvous, and torchrun stops them if it fails.
     rank, world_size = _place()
+    job = None
     if rank == 0:
-        data = preflight(config, world_size)
-        # Rank 0 alone reads ahead; the others wait at the rendezvous, and torchrun stops them if it fails.
-        check_rows(config, world_size, rows_at_most(config, data.validate()))
+        job = resolve(config, world_size)
+        check_rows(config, world_size, rows_at_most(config, job.data.validate()))
         check_output_dir(Path(config.train.output_dir))
         print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
-    # A second job in the folder would delete what this one is writing.
+
+    # Process group. A second job in the folder would delete what this one is writing.
     held = folder_lock(Path(config.train.output_dir)) if rank == 0 else nullcontext()
     with held, _process_group():
-        if rank != 0:
-            data = preflight(config, world_size)
-        return train_on(config, data, TowerMesh(config.topology.build()))
+        job = job or resolve(config, world_size)
+        return train_job(job, TowerMesh(job.topology))
 
 
-def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[str, Any]:
-    """The run itself, on a mesh that exists; collective. See `train`.
+def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
+    """Trains a resolved job on a mesh of its topology; collective. See `train`."""
+    config = job.config
+    complexity, sharding = count_model(job), _sharding_result(job)
 
-    Args:
-        config: the run, which has passed `preflight`.
-        data: what that opened.
-        mesh: of the config's topology.
-    """
-    tables, num_dense = data.tables, len(data.dense_names)
-    # Read before training: the files may change while this run trains with what they held.
-    plan = tower_plan(config, tables) if config.dataflow == "sptt" else None
-    sharding = tower_sharding(config, tables) if config.dataflow == "sptt" else None
-    of_sharding = _of_sharding(config, tables, num_dense, sharding)
-    complexity = count_model(config, tables, num_dense)
-    # As they are now: they may grow while this run reads them.
-    files = data.training_files()
-    start = _start(config, files, plan, mesh)
-    record = _begin_record(config, sharding, start, mesh)
-    model = shard_model(config, tables, num_dense, mesh=mesh, sharding=sharding)
+    # The start, and the records. Files of data as they are now: they may grow while this run reads them.
+    files = job.data.training_files()
+    start = _find_start(job, files, mesh)
+    record = _begin_record(job, start, mesh)
+
+    # Model, optimizer, replicas.
+    model = shard_model(job, mesh)
     micro_batches = in_micro_batches(config.train, model)
     optimizer = build_optimizer(config.optimizer, model)
     replicas = replica_sync(config.replicas, model, mesh)
+
+    # Restore.
     if start is not None:
         own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": config.train.batch_size}
-        _settle_gradient_buckets(model, optimizer, data.batches("train", **own))
+        _settle_gradient_buckets(model, optimizer, job.data.batches("train", **own))
         restore(start.folder, model, optimizer, mesh=mesh, moment_scales=moment_scales(model), is_verified=True)
         if replicas is not None:
             replicas.restart(steps=start.position.step)
+
+    # The loop, which saves on the way and at its end.
     trainer = Trainer(
         config=config.train,
-        data=data,
+        data=job.data,
         mesh=mesh,
         model=model,
         optimizer=optimizer,
@@ -195,21 +122,34 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         mesh,
         keep=config.train.keep_checkpoints,
         asynchronous=config.train.async_save,
-        describe=partial(_describe, config, plan, sharding, tables),
+        describe=lambda folder: _describe(job, folder),
     )
-    save = partial(_save, saver, trainer, model=model, optimizer=optimizer, replicas=replicas, files=files)
+
+    def save() -> bool:
+        if replicas is not None:
+            replicas.sync()
+            replicas.check()
+        at = trainer.position
+        progress = {"epoch": at.epoch, "row": at.row, "files": files}
+        return saver.save(model, optimizer, step=at.step, progress=progress, moment_scales=moment_scales(model))
+
     try:
         time = trainer.train(save)
         is_saved = save() and saver.wait()
     finally:
         saver.close()
+
+    # Evaluate and measure. Tables change in the measured pass: it comes last.
     metrics = trainer.evaluate()
     if config.train.affinity_rows:
         trainer.detach()
         if micro_batches is not None:
             micro_batches.detach()  # collecting needs all embeddings of a batch at once
-        write_affinity(model, data, mesh, config=config.train, steps=time.steps, path=record.folder / "affinity.npz")
+        path = record.folder / "affinity.npz"
+        write_affinity(model, job.data, mesh, config=config.train, steps=time.steps, path=path)
     traffic = trainer.measure_traffic()
+
+    # Report.
     rows = config.train.batch_size * mesh.topology.world_size
     result = {
         "arch": config.model.arch,
@@ -219,29 +159,77 @@ def train_on(config: TrainingConfig, data: ClickData, mesh: TowerMesh) -> dict[s
         **asdict(complexity),
         **asdict(time),
         "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
-        "bad_lines": data.bad_lines,
-        **_of_replicas(config, replicas, mesh),
-        **of_sharding,
+        "bad_lines": job.data.bad_lines,
+        **_replica_result(config, replicas, mesh),
+        **sharding,
     }
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
-    _conclude(config, record, result, is_saved=is_saved, mesh=mesh)
+    run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
+    if mesh.rank == 0:
+        log_warnings(result)
+    if not is_saved:
+        raise InputError(
+            f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see "
+            "the warning above). Make room and run again: it continues from the checkpoint before."
+        )
     return result
 
 
-def _start(config: TrainingConfig, files: TrainingFiles, plan: TowerPlan | None, mesh: TowerMesh) -> Start | None:
-    """The checkpoint to begin with, said to the user by rank 0; None to begin anew. Collective."""
+def resolve(config: TrainingConfig, world_size: int) -> Job:
+    """Opens the data, resolves the plans, and finds what is wrong with a run before any rank trains.
+
+    Args:
+        config: the run.
+        world_size: ranks of the job.
+
+    Raises:
+        InputError: anything the user can fix: sizes, plans, data columns, layer sizes, optimizer.
+    """
+    config.topology.build().check_world_size(world_size)
+    if config.train.affinity_rows and config.model.has_towers:
+        raise InputError(
+            f"train.affinity_rows={config.train.affinity_rows} needs a flat model, but model.arch is "
+            f"{config.model.arch!r}: the embeddings of a tower's features stay on its ranks, so no rank ever sees "
+            "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
+            "dmt partition --checkpoint."
+        )
+    data, towers = open_data(config)
+    if towers is not None:
+        if config.train.affinity_rows and towers.column_splits:
+            raise InputError(
+                f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
+                f"{config.towers.plan} cuts that of feature {next(iter(towers.column_splits))!r} into column shards. "
+                "Leave it 0 and run dmt partition --checkpoint, which joins them."
+            )
+        if towers.num_towers != config.topology.num_towers:
+            raise InputError(
+                f"The tower plan {config.towers.plan} has {towers.num_towers} towers, but topology.num_towers="
+                f"{config.topology.num_towers}. Make them equal."
+            )
+    if not data.dense_names:
+        raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
+    check_rows(config, world_size, data.num_rows("train"))
+    moment_scale_of(config.replicas.moment_scale, fused_params(config.optimizer), config.topology.num_replicas)
+    job = make_job(config, data.tables, len(data.dense_names), towers=towers, source=data)
+    config.sharding.precision.check_device(torch.device("cpu"))
+    build_model(job, device="meta")
+    return job
+
+
+def _find_start(job: Job, files: TrainingFiles, mesh: TowerMesh) -> Start | None:
+    """Returns the checkpoint to start from, printed by rank 0; None for a new run. Collective."""
     restarted = any(gather_objects(is_restart(), mesh.global_group))
 
     def look() -> Path | None:
         if not restarted:
-            begin_anew(config)
-        return starting_point(config)
+            begin_anew(job.config)
+        return starting_point(job.config)
 
     # Rank 0 looks, or a checkpoint that another rank does not see yet would part them.
     source = run_on_all_or_raise(look if mesh.rank == 0 else lambda: None, mesh.global_group)[0]
     if source is None:
         return None
-    start = start_with(whole_checkpoint(source, mesh), config, files, plan)
+    start = start_with(whole_checkpoint(source, mesh), job.config, files, job.towers)
     if mesh.rank == 0:
         at = start.position
         begins = at == Position()
@@ -251,39 +239,19 @@ def _start(config: TrainingConfig, files: TrainingFiles, plan: TowerPlan | None,
     return start
 
 
-def _begin_record(
-    config: TrainingConfig, sharding: TowerShardingPlan | None, start: Start | None, mesh: TowerMesh
-) -> RunRecord:
+def _begin_record(job: Job, start: Start | None, mesh: TowerMesh) -> RunRecord:
     own_step = start.position.step if start is not None and start.is_own else None
     try:
-        record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=own_step)
+        record = RunRecord(job.config, enabled=mesh.rank == 0, resumed_step=own_step)
     except OSError as error:
-        raise _unwritable(config.train.output_dir, error) from error
-    record.sharding(sharding)
-    if mesh.rank == 0 and sharding is not None:
-        _say([f"sharding: {sharding_sentence(sharding)}", *sharding.notes])
-    if mesh.rank == 0 and config.train.affinity_rows:
-        # What an earlier run left would be taken for this one's, should none be written.
+        raise _unwritable(job.config.train.output_dir, error) from error
+    record.sharding(job.sharding)
+    if mesh.rank == 0 and job.sharding is not None:
+        _say([f"sharding: {sharding_sentence(job.sharding)}", *job.sharding.notes])
+    if mesh.rank == 0 and job.config.train.affinity_rows:
+        # A file of an earlier run would be taken for this one's, should none be written.
         (record.folder / "affinity.npz").unlink(missing_ok=True)
     return record
-
-
-def _save(
-    saver: Checkpointer,
-    trainer: Trainer,
-    *,
-    model: DistributedModelParallel,
-    optimizer: CombinedOptimizer,
-    replicas: ReplicaSync | None,
-    files: TrainingFiles,
-) -> bool:
-    """Saves a checkpoint of this moment, with all replicas equal; collective."""
-    if replicas is not None:
-        replicas.sync()
-        replicas.check()
-    at = trainer.position
-    progress = {"epoch": at.epoch, "row": at.row, "files": files}
-    return saver.save(model, optimizer, step=at.step, progress=progress, moment_scales=moment_scales(model))
 
 
 def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, batches: Iterator[ClickBatch]) -> None:
@@ -300,22 +268,8 @@ def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, ba
         optimizer.zero_grad()
 
 
-def _conclude(
-    config: TrainingConfig, record: RunRecord, result: dict[str, Any], *, is_saved: bool, mesh: TowerMesh
-) -> None:
-    """Writes the result and says what should give its reader pause; collective."""
-    run_on_all_or_raise(partial(record.close, result), mesh.global_group)
-    if mesh.rank == 0:
-        _warn(result)
-    if not is_saved:
-        raise InputError(
-            f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see "
-            "the warning above). Make room and run again: it goes on from the checkpoint before."
-        )
-
-
-def _of_replicas(config: TrainingConfig, replicas: ReplicaSync | None, mesh: TowerMesh) -> dict[str, Any]:
-    """What the result says of replicas; collective."""
+def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: TowerMesh) -> dict[str, Any]:
+    """The result's section on replicas; collective."""
     if replicas is None:
         return {}
     sizes = gather_objects(replicas.bytes_per_sync, mesh.global_group)
@@ -329,43 +283,17 @@ def _of_replicas(config: TrainingConfig, replicas: ReplicaSync | None, mesh: Tow
     }
 
 
-def _of_sharding(
-    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, sharding: TowerShardingPlan | None
-) -> dict[str, Any]:
-    """What the result says of the sharding plan."""
-    if sharding is None:
+def _sharding_result(job: Job) -> dict[str, Any]:
+    """The result's section on the sharding plan."""
+    if job.sharding is None:
         return {}
-    rows = config.train.batch_size * sharding.topology.world_size
-    planned = asdict(planned_traffic(config, tables, num_dense, sharding))
-    per_sample = {name: number / rows for name, number in planned.items()}
-    return {"sharding": {**sharding_summary(sharding), "planned_bytes_per_sample": per_sample}}
-
-
-def _warn(result: Mapping[str, Any]) -> None:
-    """Logs what should give a reader of the result pause."""
-    warnings = [auc_warning(result["eval_auc"])]
-    if "sharding" in result:
-        warnings.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
-    for warning in filter(None, warnings):
-        logger.warning(warning)
+    rows = job.config.train.batch_size * job.topology.world_size
+    per_sample = {name: number / rows for name, number in asdict(expected_traffic(job)).items()}
+    return {"sharding": {**sharding_summary(job.sharding), "planned_bytes_per_sample": per_sample}}
 
 
 def _say(lines: Iterable[str]) -> None:
     print("".join(f"# {line}\n" for line in lines), end="", flush=True)
-
-
-def auc_warning(auc: float) -> str:
-    """A text that says so, and why, when an AUC is no better than chance; else an empty string."""
-    if math.isnan(auc):
-        return "AUC is undefined: the evaluation rows have one label only. Check data.label and the split."
-    if abs(auc - 0.5) > _CHANCE:
-        return ""
-    return (
-        f"AUC {auc:.4f} is close to chance (0.5). Likely causes: too few training steps or too small a learning rate "
-        "(train.max_steps, optimizer.*_lr); labels not aligned with the features or drawn from another column "
-        "(data.label); categorical values that never repeat, so nothing can be learned of them; training and "
-        "evaluation files from unrelated sources."
-    )
 
 
 def rows_at_most(config: TrainingConfig, report: ValidationReport) -> int | None:
@@ -396,19 +324,13 @@ def _unwritable(folder: str, error: OSError) -> InputError:
     return InputError(f"train.output_dir={folder!r} cannot be written: {error.strerror}.")
 
 
-def _describe(
-    config: TrainingConfig,
-    plan: TowerPlan | None,
-    sharding: TowerShardingPlan | None,
-    tables: Sequence[TableSpec],
-    folder: Path,
-) -> None:
-    """Lays the run's own config and plans into a checkpoint: its files elsewhere may change or move."""
-    if plan is not None:
-        replace(plan, tables=tuple(plan.split_tables(tables))).save(folder / "towers.json")
-    if sharding is not None:
-        sharding.save(folder / "sharding.json")
-    (folder / "config.toml").write_text(to_toml(config))
+def _describe(job: Job, folder: Path) -> None:
+    """Writes the run's own config and plans into a checkpoint: its files elsewhere may change or move."""
+    if job.towers is not None:
+        replace(job.towers, tables=job.split_tables).save(folder / "towers.json")
+    if job.sharding is not None:
+        job.sharding.save(folder / "sharding.json")
+    (folder / "config.toml").write_text(to_toml(job.config))
 
 
 def _place() -> tuple[int, int]:
@@ -433,73 +355,3 @@ def _process_group() -> Iterator[None]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-_POLL_S = 0.05
-
-
-def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
-    """A part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
-
-    Rank 0 names the part. It answers each greeting that it finds, also one that an earlier attempt has left, until
-    all ranks have thanked it for the name.
-
-    Args:
-        store: shared with earlier attempts.
-        rank: of this process.
-        world_size: ranks of the attempt.
-        timeout: how long rank 0 waits for the others; they wait as long as the store does.
-
-    Raises:
-        TimeoutError: on rank 0, some rank has not come.
-    """
-    own = uuid.uuid4().hex
-    if rank != 0:
-        store.set(f"dmt/greeting/{rank}", own)
-        name = store.get(f"dmt/answer/{own}").decode()
-        store.set(f"dmt/thanks/{name}/{rank}", "")
-        return dist.PrefixStore(name, store)
-    waiting = set(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while waiting:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {timeout}.")
-        for other in sorted(waiting):
-            if store.check([f"dmt/thanks/{own}/{other}"]):
-                waiting.remove(other)
-            elif store.check([f"dmt/greeting/{other}"]):
-                store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", own)
-        time.sleep(_POLL_S if waiting else 0)
-    return dist.PrefixStore(own, store)
-
-
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
-
-
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Holds a folder, which exists, for this process; the end of the process frees it, also a kill.
-
-    A file system without locks cannot be held; then nothing is checked.
-
-    Raises:
-        InputError: another job holds it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, folder_lock(Path(folder)):
-        ...     with folder_lock(Path(folder)):
-        ...         pass
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: Another job is running in ...
-    """
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _HELD:
-                raise InputError(
-                    f"Another job is running in {folder}. Wait for its end, or give another train.output_dir."
-                ) from error
-        yield

@@ -26,7 +26,7 @@ from benchmarks.steps.torchrec_towers import tower_plan_by_hand, tower_sharders
 from benchmarks.steps.towers import own_topology
 from benchmarks.train_step import main, run_setting
 from dmt.errors import InputError
-from dmt.training.job import fused_params
+from dmt.training.build import fused_params
 from tests.ranks import run_ranks
 
 SMALL = {"hosts": 2, "ranks_per_host": 2, "mbit_per_s": None, "batch_size": 16, "rounds": 1, "rows_cap": 50}

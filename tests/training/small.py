@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from dmt.training.build import ClickTask, build_model
 from dmt.training.config import TrainingConfig
 from dmt.training.data import ClickData
-from dmt.training.job import ClickTask, build_model, open_data
+from dmt.training.job import Job, open_data
 
 NUM_DENSE = 3
 # Every model with every dataflow it can take.
@@ -39,10 +40,15 @@ def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, 
 
 def source(config: TrainingConfig) -> ClickData:
     """The data of a run."""
-    return open_data(config)
+    return open_data(config)[0]
 
 
 def plain(config: TrainingConfig) -> ClickTask:
     """The model of a run in one process, unsharded."""
-    data = source(config)
-    return ClickTask(build_model(config, data.tables, len(data.dense_names)))
+    return ClickTask(build_model(unsharded(config)))
+
+
+def unsharded(config: TrainingConfig) -> Job:
+    """The job of a run that is not sharded."""
+    data, towers = open_data(config)
+    return Job(config=config, tables=data.tables, num_dense=len(data.dense_names), towers=towers)

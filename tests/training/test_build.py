@@ -15,14 +15,15 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
+from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
-from dmt.training.job import build_model, build_optimizer, count_model, fused_params, shard_model
+from dmt.training.job import open_job
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord
 from tests.ranks import run_ranks
-from tests.training.small import ARCHS, NUM_DENSE, plain, small, source
+from tests.training.small import ARCHS, plain, small, source, unsharded
 
 CPU = torch.device("cpu")
 SPARSE = ["rowwise_adagrad", "adagrad", "sgd"]
@@ -41,9 +42,9 @@ def batches(config: TrainingConfig, rank: int, world_size: int) -> Iterator[Clic
 @pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"])
 def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
     config = small(arch)
-    tables = source(config).tables
-    built = build_model(config, tables, NUM_DENSE, device="meta")
-    assert count_model(config, tables, NUM_DENSE).parameters == sum(p.numel() for p in built.parameters())
+    job = unsharded(config)
+    built = build_model(job, device="meta")
+    assert count_model(job).parameters == sum(p.numel() for p in built.parameters())
     assert all(p.is_meta for p in built.parameters())
 
 
@@ -71,7 +72,7 @@ def every_optimizer_on_rank(rank: int) -> list[str]:
             topology={"ranks_per_tower": 1},
             optimizer={"sparse": sparse, "dense": dense, "warmup_steps": 2},
         )
-        model = shard_model(config, source(config).tables, NUM_DENSE, mesh=mesh)
+        model = shard_model(open_job(config), mesh)
         optimizer = build_optimizer(config.optimizer, model)
         before = gather_plain_state(model)
         for batch in itertools.islice(batches(config, rank, 2), 3):
@@ -103,7 +104,7 @@ def parity_on_rank(rank: int, steps: int) -> dict[str, tuple[State, State]]:
             train={"max_steps": steps},
         )
         mesh = TowerMesh(config.topology.build())
-        model = shard_model(config, source(config).tables, NUM_DENSE, mesh=mesh)
+        model = shard_model(open_job(config), mesh)
         torch.manual_seed(5)
         oracle = plain(config)
         load_plain_state(model, oracle.state_dict())
@@ -149,7 +150,7 @@ def learning_rates(rank: int, arch: str, warmup: int, steps: int, tower_lr: floa
     """The learning rates of each part at each step: what SGD did, over the gradient of the plain model."""
     sgd = {"sparse": "sgd", "sparse_lr": 0.5, "dense": "sgd", "dense_lr": 0.25, "tower_lr": tower_lr}
     config = small(arch, topology={"ranks_per_tower": 1}, optimizer={**sgd, "warmup_steps": warmup})
-    model = shard_model(config, source(config).tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
+    model = shard_model(open_job(config), TowerMesh(config.topology.build()))
     # The pipeline the trainer uses: it decides when zero_grad and step are called.
     pipeline = TrainPipelineSparseDist(model, build_optimizer(config.optimizer, model), CPU, execute_all_batches=True)
     mine = itertools.islice(batches(config, rank, 2), steps)
@@ -210,7 +211,7 @@ def start_on_rank(rank: int) -> dict[str, tuple[State, State, list[State]]]:
         starts = []
         for seed in (0, 0, 1) if arch == "dmt-dlrm" else (0,):
             config = small(arch, dataflow, train={"seed": seed})
-            model = shard_model(config, source(config).tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
+            model = shard_model(open_job(config), TowerMesh(config.topology.build()))
             starts.append(gather_plain_state(model))
         dense = {name: v.clone() for name, v in model.state_dict().items() if not isinstance(v, ShardedTensor)}
         found[f"{arch} {dataflow}"] = (starts[0], dense, starts[1:])
@@ -261,7 +262,7 @@ def few_tables(rank: int, folder: str, arch: str, dataflow: str) -> tuple[int, S
     )
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
+    model = shard_model(open_job(config), mesh)
     optimizer = build_optimizer(config.optimizer, model)
     before = gather_plain_state(model)
     Trainer(

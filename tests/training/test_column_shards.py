@@ -20,15 +20,16 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import train as run
+from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig
 from dmt.training.data import open_source
-from dmt.training.job import build_optimizer, open_data, shard_model, tower_plan
+from dmt.training.job import open_data, open_job, tower_plan
 from dmt.training.loop import Trainer
 from dmt.training.partition import affinity_of_run
 from dmt.training.records import RunRecord
 from tests.ranks import run_ranks
-from tests.training.small import NUM_DENSE, plain, small
+from tests.training.small import plain, small
 
 FEATURES = [f"C{i}" for i in range(1, 7)]
 # Every table in both towers, and the towers of different dimensions.
@@ -87,23 +88,23 @@ REST = FEATURES[1:]
 )
 def test_a_plan_with_wrong_cuts_is_refused(arch: str, plan: TowerPlan, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
-        run.preflight(config_of(tmp_path, arch, plan), 4)
+        run.resolve(config_of(tmp_path, arch, plan), 4)
 
 
 def test_a_tower_of_shards_of_two_widths_is_refused_by_models_with_towers_only(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Table 't_C1\[12:16\]' has embedding_dim=4, but DMTDLRM, tower 'tower_0'"):
-        run.preflight(config_of(tmp_path, "dmt-dlrm", SOME_CUT), 4)
-    run.preflight(config_of(tmp_path, "dlrm", SOME_CUT), 4)
+        run.resolve(config_of(tmp_path, "dmt-dlrm", SOME_CUT), 4)
+    run.resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4)
 
 
 def test_an_affinity_of_shards_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, "dlrm", SOME_CUT, train={"affinity_rows": 8})
     with pytest.raises(InputError, match=r"train\.affinity_rows=8 needs whole tables, but .* that of feature 'C1'"):
-        run.preflight(config, 4)
+        run.resolve(config, 4)
 
 
 def test_batches_name_the_shards_and_tables_stay_whole(tmp_path: Path) -> None:
-    data = run.preflight(config_of(tmp_path, "dlrm", SOME_CUT), 4)
+    data = run.resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4).data
     assert [table.embedding_dim for table in data.tables] == [16] * 6
     for split in ("train", "eval"):
         ids = next(data.batches(split, rank=0, world_size=1, batch_size=8)).sparse_features
@@ -117,8 +118,9 @@ def test_batches_name_the_shards_and_tables_stay_whole(tmp_path: Path) -> None:
 def trained(rank: int, config: TrainingConfig, start: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
     """The weights after training, and whether the pipeline runs the id exchange ahead."""
     mesh = TowerMesh(config.topology.build())
-    data = open_data(config)
-    model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
+    job = open_job(config)
+    data = job.data
+    model = shard_model(job, mesh)
     load_plain_state(model, start)
     optimizer = build_optimizer(config.optimizer, model)
     record = RunRecord(config, enabled=False)
@@ -159,7 +161,7 @@ def oracle_of(config: TrainingConfig, steps: int, start: Any) -> dict[str, torch
     else:
         tables = RowWiseAdagrad(groups[True], lr=rate, eps=eps)
     dense = torch.optim.SGD(groups[False], lr=config.optimizer.dense_lr)
-    union = open_data(config).batches("train", rank=0, world_size=1, batch_size=4 * config.train.batch_size)
+    union = open_data(config)[0].batches("train", rank=0, world_size=1, batch_size=4 * config.train.batch_size)
     for batch in itertools.islice(union, steps):
         model.zero_grad()
         model(batch)[0].backward()
@@ -265,11 +267,11 @@ def test_a_whole_run_with_cut_tables(runs: tuple[Path, list[dict[str, Any]]]) ->
         saved = TowerPlan.load(checkpoint / "towers.json")
         assert saved.column_splits == plan.column_splits
         config = config_of(folder / arch, arch, saved, synthetic={"num_eval_rows": 150, "num_multi_hot": 1})
-        assert len(saved.tables) == len(tower_plan(config, open_data(config).tables).features)
+        assert len(saved.tables) == len(open_job(config).towers.features)
         model = plain(config)
         load_plain(model, checkpoint)
         # The evaluation of the run is that of its checkpoint in one process.
-        batch = next(open_data(config).batches("eval", rank=0, world_size=1, batch_size=150))
+        batch = next(open_data(config)[0].batches("eval", rank=0, world_size=1, batch_size=150))
         assert model(batch)[0].item() == pytest.approx(result["eval_loss"], rel=1e-5)
         assert result["parameters"] == sum(p.numel() for p in model.parameters())
         assert math.isfinite(result["eval_auc"])

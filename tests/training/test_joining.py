@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from dmt.errors import InputError
-from dmt.training.train import folder_lock, restart_safe_store
+from dmt.training.resume import folder_lock, restart_safe_store
 
 
 def attempt(store: dist.Store, world_size: int, order: list[int]) -> list[str]:

@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 
 from dmt.errors import InputError
 from dmt.training.metrics import ClickMetrics, MetricValues
-from dmt.training.train import auc_warning
+from dmt.training.records import auc_warning
 from tests.ranks import run_ranks
 
 Batch = tuple[list[float], list[float], list[float]]  # logits, labels, weights

@@ -14,7 +14,7 @@ from dmt.training.check.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.records import RunRecord
-from dmt.training.train import preflight, train_on
+from dmt.training.train import resolve, train_job
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -52,9 +52,7 @@ def runs_on_rank(rank: int, runs: list[tuple[dict[str, Any], int | None]]) -> li
         RunRecord.scalars = scalars  # type: ignore[method-assign]
         run = TrainingConfig.model_validate(values)
         try:
-            results.append(
-                train_on(run, preflight(run, run.topology.build().world_size), TowerMesh(run.topology.build()))
-            )
+            results.append(train_job(resolve(run, run.topology.build().world_size), TowerMesh(run.topology.build())))
         except Interrupted:
             results.append(None)
     return results

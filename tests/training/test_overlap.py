@@ -13,9 +13,10 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.results import CachedAwaitable
 from dmt.testing import gather_plain_state
-from dmt.training.job import build_optimizer, open_data, shard_model
+from dmt.training.build import build_optimizer, shard_model
+from dmt.training.job import open_job
 from tests.ranks import run_ranks
-from tests.training.small import NUM_DENSE, small
+from tests.training.small import small
 
 ARCHS = ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"]
 
@@ -50,8 +51,9 @@ def watch(model: torch.nn.Module, events: list[str]) -> None:
 def train(rank: int, arch: str, *, at_once: bool, events: list[str] | None = None) -> dict[str, torch.Tensor]:
     """The weights after three steps; ``at_once``: the exchange is waited for before the dense arch runs."""
     config = small(arch, "sptt", topology={"ranks_per_tower": 1}, train={"seed": 3})
-    data = open_data(config)
-    model = shard_model(config, data.tables, NUM_DENSE, mesh=TowerMesh(config.topology.build()))
+    job = open_job(config)
+    data = job.data
+    model = shard_model(job, TowerMesh(config.topology.build()))
     optimizer = build_optimizer(config.optimizer, model)
     if at_once:
 

@@ -22,12 +22,13 @@ from dmt.partitioner import FeatureAffinity
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import partition
+from dmt.training.build import shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, load_config, to_toml
 from dmt.training.data import DataConfig, open_source
-from dmt.training.job import shard_model
+from dmt.training.job import open_job
 from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows, write_affinity
-from dmt.training.train import preflight
+from dmt.training.train import resolve
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain, small, source
@@ -109,8 +110,8 @@ def test_rows_of_a_run_are_those_of_its_steps_in_one_epoch() -> None:
 
 def test_the_affinity_of_towers_at_the_end_of_training_is_refused() -> None:
     with pytest.raises(InputError, match=r"train\.affinity_rows=100 needs a flat model, but model\.arch is 'dmt-dlrm'"):
-        preflight(small(train={"affinity_rows": 100}), 4)
-    assert preflight(small("dlrm", train={"affinity_rows": 100}), 4)
+        resolve(small(train={"affinity_rows": 100}), 4)
+    assert resolve(small("dlrm", train={"affinity_rows": 100}), 4)
 
 
 def finished_run(folder: Path, data: dict[str, Any], *, steps: int | None) -> Path:
@@ -173,7 +174,7 @@ def written_on_rank(rank: int, folder: str) -> list[tuple[bool, list[str]]]:
     config = small("dlrm", topology={"ranks_per_tower": 1}, train={"affinity_rows": 300})
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, len(data.dense_names), mesh=mesh)
+    model = shard_model(open_job(config), mesh)
     logger = logging.getLogger("dmt.training.partition")
     found = []
     for name in ("good.npz", "file/bad.npz", "nan.npz"):
@@ -209,7 +210,7 @@ def affinity_on_rank(rank: int) -> tuple[FeatureAffinity, dict[str, torch.Tensor
     config = small("dlrm", synthetic={"num_rows": 1600, "num_multi_hot": 2}, train={"affinity_rows": 300})
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, len(data.dense_names), mesh=mesh)
+    model = shard_model(open_job(config), mesh)
     state = gather_plain_state(model)
     load_plain_state(model, state)
     return affinity_of_model(model, data, mesh, config=config.train, steps=20), state

@@ -17,9 +17,9 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands import main
 from dmt.training.commands.plan import print_sharding, read_tables, run_plan
 from dmt.training.config import to_toml
-from dmt.training.job import tower_sharding
+from dmt.training.job import open_job
 from tests.test_house import run_without_torchrec
-from tests.training.small import small, source
+from tests.training.small import small
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_a_config_is_planned_as_the_trainer_will(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(to_toml(config))
     result = plan(tmp_path / "run.toml", "--json")
     assert result.exit_code == 0, result.output
-    expected = tower_sharding(config, source(config).tables).to_record()
+    expected = open_job(config).sharding.to_record()
     assert json.loads(result.output) == json.loads(json.dumps(expected))
 
 

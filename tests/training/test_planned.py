@@ -10,12 +10,14 @@ import pytest
 from dmt.plan.towers import TowerPlan
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
+from dmt.training.build import build_optimizer, shard_model
 from dmt.training.config import TrainingConfig
-from dmt.training.job import build_optimizer, shard_model, tower_sharding
+from dmt.training.job import open_job
 from dmt.training.loop import Trainer
-from dmt.training.planned import planned_traffic, traffic_warning
+from dmt.training.planned import expected_traffic
+from dmt.training.records import traffic_warning
 from tests.ranks import run_ranks
-from tests.training.small import NUM_DENSE, small, source
+from tests.training.small import small, source
 
 # C1 whole, C6 in both towers.
 CUT = TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]"]], column_splits={"C6": (4, 4)})
@@ -87,7 +89,7 @@ def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[
         config = config_of(name, folder)
         mesh = TowerMesh(config.topology.build())
         data = source(config)
-        model = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
+        model = shard_model(open_job(config), mesh)
         silent: Any = Silent()
         trainer = Trainer(
             config=config.train,
@@ -119,8 +121,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, d
 def test_a_step_sends_what_was_planned(name: str, measured: tuple[str, dict[str, dict[str, int]]]) -> None:
     folder, traffic = measured
     config = config_of(name, folder)
-    topology, tables = config.topology.build(), source(config).tables
-    planned = asdict(planned_traffic(config, tables, NUM_DENSE, tower_sharding(config, tables)))
+    topology = config.topology.build()
+    planned = asdict(expected_traffic(open_job(config)))
     found = traffic[name]
     assert any(found.values())
     for kind in ("forward", "backward", "dense"):
@@ -147,8 +149,7 @@ def test_more_ids_than_planned_are_told_and_pooling_factors_mend_it() -> None:
     told = small("dmt-dlrm", **bags)
 
     def planned(config: TrainingConfig) -> dict[str, int]:
-        tables = source(config).tables
-        return asdict(planned_traffic(config, tables, NUM_DENSE, tower_sharding(config, tables)))
+        return asdict(expected_traffic(open_job(config)))
 
     without, with_factors = planned(plain), planned(told)
     # Half of 64 samples, 6 features: a length each, and 1 or 1.5 ids.

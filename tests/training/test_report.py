@@ -20,9 +20,9 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import TablePlacement
+from dmt.training.console import ROWS
 from dmt.training.report import auc_standard_error, compare_runs, plot_curves, write_report
 from dmt.training.report.curves import RUN_COLORS, smooth
-from dmt.training.summary import ROWS
 
 AFFINITY = {"within_towers": 0.4567, "between_towers": 0.3214, "within_strided_towers": 0.3456}
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -18,7 +18,7 @@ from dmt.training.job import tower_plan
 from dmt.training.loop import Position, Trainer
 from dmt.training.records import RunRecord
 from dmt.training.resume import Start, begin_anew, checkpoint_folder, is_restart, start_with, starting_point
-from dmt.training.train import preflight, train_on
+from dmt.training.train import resolve, train_job
 from tests.ranks import run_ranks
 from tests.training.small import small, source
 
@@ -32,7 +32,7 @@ class Interrupted(Exception):
 def run_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> dict[str, Any] | None:
     """One attempt at a run, which may be interrupted at a step; None if it was."""
     config = TrainingConfig.model_validate(values)
-    data = preflight(config, config.topology.build().world_size)
+    job = resolve(config, config.topology.build().world_size)
     if stop_at is not None:
         log = RunRecord.scalars
 
@@ -43,7 +43,7 @@ def run_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> dict[
 
         RunRecord.scalars = interrupt  # type: ignore[method-assign]
     try:
-        return train_on(config, data, TowerMesh(config.topology.build()))
+        return train_job(job, TowerMesh(job.topology))
     except Interrupted:
         return None
 

@@ -19,13 +19,14 @@ from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sptt.mesh import TowerMesh
+from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config
-from dmt.training.job import build_optimizer, shard_model, tower_sharding
+from dmt.training.console import ROWS, cells, sharding_sentence
+from dmt.training.job import open_job
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
-from dmt.training.summary import ROWS, cells, sharding_sentence
-from dmt.training.train import check_output_dir, preflight, train
+from dmt.training.train import check_output_dir, resolve, train
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 
@@ -54,7 +55,7 @@ def plan_file(folder: Path, towers: list[list[str]]) -> str:
 def test_a_bad_plan_is_refused(towers: list[list[str]], message: str, arch: str, dataflow: str, tmp_path: Path) -> None:
     config = small(arch, dataflow, towers={"plan": plan_file(tmp_path, towers)})
     with pytest.raises(InputError, match=message):
-        preflight(config, 4)
+        resolve(config, 4)
 
 
 def test_a_plan_of_other_tables_is_refused(tmp_path: Path) -> None:
@@ -63,12 +64,12 @@ def test_a_plan_of_other_tables_is_refused(tmp_path: Path) -> None:
     features = [table.feature_names[0] for table in other]
     TowerPlan.from_lists([features[:3], features[3:]], tables=tuple(other)).save(tmp_path / "towers.json")
     with pytest.raises(InputError, match=r"Table 't_C1' is 11 x 8 .* was made for 12 x 8"):
-        preflight(config, 4)
+        resolve(config, 4)
 
 
 def test_an_absent_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Tower plan .*nowhere\.json: cannot be read"):
-        preflight(small(towers={"plan": str(tmp_path / "nowhere.json")}), 4)
+        resolve(small(towers={"plan": str(tmp_path / "nowhere.json")}), 4)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +86,11 @@ def test_an_absent_plan_is_refused(tmp_path: Path) -> None:
 )
 def test_sizes_that_cannot_be_are_refused(sections: dict[str, Any], world_size: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        preflight(small(**sections), world_size)
+        resolve(small(**sections), world_size)
 
 
 def test_a_fit_run_passes() -> None:
-    assert preflight(small(), 4).feature_names == ("C1", "C2", "C3", "C4", "C5", "C6")
+    assert resolve(small(), 4).data.feature_names == ("C1", "C2", "C3", "C4", "C5", "C6")
 
 
 def csv(folder: Path, ids: list[int]) -> dict[str, Any]:
@@ -109,13 +110,13 @@ def csv(folder: Path, ids: list[int]) -> dict[str, Any]:
 def test_an_id_beyond_its_table_is_told_with_feature_id_and_rows(tmp_path: Path) -> None:
     config = small("dlrm", data=csv(tmp_path, [*range(30), 40, 1]))
     with pytest.raises(InputError, match=r"c_1.*\b40\b.*(\b40 rows|rows)"):
-        preflight(config, 4).validate()
+        resolve(config, 4).data.validate()
 
 
 def test_a_column_that_is_absent_is_told(tmp_path: Path) -> None:
     config = small("dlrm", data={**csv(tmp_path, [1, 2]), "label": "lable"})
     with pytest.raises(InputError, match=r"rows\.csv: label 'lable' matches no column\. Did you mean 'label'\?"):
-        preflight(config, 4)
+        resolve(config, 4)
 
 
 def test_training_without_torchrun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +156,7 @@ def loop_on_rank(rank: int, folder: str, **settings: Any) -> tuple[list[int], li
     )
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, 1, mesh=mesh)
+    model = shard_model(open_job(config), mesh)
     seen: list[int] = []
 
     def look(module: Any, inputs: tuple[Any, ...]) -> None:
@@ -201,7 +202,7 @@ def losses_on_rank(arch: str, seed: int, prefetch_ids: bool = True) -> list[floa
     )
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model = shard_model(config, data.tables, len(data.dense_names), mesh=mesh)
+    model = shard_model(open_job(config), mesh)
     record: Any = Recorder()
     trainer = Trainer(
         config=config.train,
@@ -349,7 +350,7 @@ def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any],
         assert not list(folder.rglob("sharding.json")), "that of an earlier run is removed"
         assert "sharding" not in result
         return
-    found = tower_sharding(config, source(config).tables)
+    found = open_job(config).sharding
     for place in (folder, newest(folder / "checkpoint")):
         assert place is not None
         assert TowerShardingPlan.load(place / "sharding.json") == found
@@ -362,7 +363,7 @@ def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any],
     assert f"# sharding: {sharding_sentence(found)}" in printed.splitlines()
     # The plan is one that a run can be given.
     again = load_config(folder / "config.toml", [f'sharding.plan="{folder / "sharding.json"}"'])
-    assert tower_sharding(again, source(again).tables).placements == found.placements
+    assert open_job(again).sharding.placements == found.placements
 
 
 def read_errors(output: str) -> list[str]:

@@ -14,11 +14,12 @@ from dmt import TowerPlan, TrafficMeter
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
+from dmt.training.build import shard_model
 from dmt.training.config import TrainingConfig, load_config
-from dmt.training.job import shard_model, tower_sharding
-from dmt.training.train import preflight
+from dmt.training.job import open_job
+from dmt.training.train import resolve
 from tests.ranks import run_ranks
-from tests.training.small import NUM_DENSE, plain, small, source
+from tests.training.small import plain, small, source
 
 MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
 
@@ -84,7 +85,7 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
 def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
     config = small(**sections)
     with pytest.raises(InputError, match=message):
-        preflight(config, 4)
+        resolve(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -108,15 +109,15 @@ def test_a_flat_run_refuses_what_only_towers_have(sharding: dict[str, Any], mess
 
 def test_a_saved_plan_is_carried_out_as_it_is(tmp_path: Path) -> None:
     config = small(sharding={"tables": {"t_C*": "row_wise"}})
-    found = tower_sharding(config, source(config).tables)
+    found = open_job(config).sharding
     found.save(tmp_path / "sharding.json")
     again = small(sharding={"plan": str(tmp_path / "sharding.json")})
-    assert tower_sharding(again, source(again).tables).placements == found.placements
+    assert open_job(again).sharding.placements == found.placements
     assert {p.scheme for p in found.placements.values()} == {"row_wise"}
     one_tower = {"num_towers": 1, "ranks_per_tower": 4}
     other = small(sharding={"plan": str(tmp_path / "sharding.json")}, topology=one_tower)
     with pytest.raises(InputError, match=r"was made for TowerTopology\(num_towers=2.* but the run has"):
-        preflight(other, 4)
+        resolve(other, 4)
     with pytest.raises(ValueError, match=r"says where tables go; leave out sharding\.scheme"):
         small(sharding={"plan": "sharding.json", "scheme": "row_wise"})
 
@@ -130,13 +131,13 @@ def saved_without(file: Path, *names: str) -> None:
 
 def test_a_saved_plan_must_be_for_the_tables_of_the_run(tmp_path: Path) -> None:
     file = tmp_path / "sharding.json"
-    tower_sharding(small(), source(small()).tables).save(file)
+    open_job(small()).sharding.save(file)
     fewer = small(sharding={"plan": str(file)}, synthetic={"num_features": 4})
     with pytest.raises(InputError, match=r"sharding\.json places tables that the run lacks: 't_C5', 't_C6'\. Re-run"):
-        preflight(fewer, 4)
+        resolve(fewer, 4)
     saved_without(file, "t_C2", "t_C4", "t_C3", "t_C6")
     with pytest.raises(InputError, match=r"sharding\.json lacks tables that the run has: 't_C2', 't_C3', 't_C4', \.\."):
-        preflight(small(sharding={"plan": str(file)}), 4)
+        resolve(small(sharding={"plan": str(file)}), 4)
 
 
 def cut(tmp_path: Path, **sharding: Any) -> TrainingConfig:
@@ -167,13 +168,13 @@ def test_what_is_said_of_a_table_that_is_cut_holds_for_its_shards(
     rules: dict[str, str], expected: dict[str, str], tmp_path: Path
 ) -> None:
     config = cut(tmp_path, tables=rules)
-    found = tower_sharding(config, source(config).tables).placements
+    found = open_job(config).sharding.placements
     assert {name: found[name].scheme for name in expected} == expected
 
 
 def test_rules_and_factors_of_tables_that_are_cut_are_checked(tmp_path: Path) -> None:
     config = cut(tmp_path, pooling_factors={"C2[4:8]": 5.0, "C1": 3.0, "C2": 2.0, "C3": 1.5})
-    found = tower_sharding(config, source(config).tables).workload.pooling_factors
+    found = open_job(config).sharding.workload.pooling_factors
     assert found == {"C1[0:4]": 3.0, "C1[4:8]": 3.0, "C2[0:4]": 2.0, "C2[4:8]": 5.0, "C3": 1.5}
     for sharding, message in (
         ({"tables": {"t_C1": "row_wise", "t_C?": "row_wise", "x": "row_wise"}}, "Table 'x' is pinned but not in"),
@@ -185,7 +186,7 @@ def test_rules_and_factors_of_tables_that_are_cut_are_checked(tmp_path: Path) ->
     ):
         config = cut(tmp_path, **sharding)
         with pytest.raises(InputError, match=message):
-            preflight(config, 4)
+            resolve(config, 4)
 
 
 def trained(
@@ -194,7 +195,7 @@ def trained(
     """Weights and losses after three steps, and the bytes between hosts of the last one."""
     mesh = TowerMesh(config.topology.build())
     data = source(config)
-    model: DistributedModelParallel = shard_model(config, data.tables, NUM_DENSE, mesh=mesh)
+    model: DistributedModelParallel = shard_model(open_job(config), mesh)
     load_plain_state(model, start)
     losses = []
     for batch, _ in zip(data.batches("train", rank=rank, world_size=4, batch_size=16, epoch=0), range(3), strict=False):
@@ -259,10 +260,10 @@ def test_fp16_tables_train_within_their_rounding() -> None:
 
 @pytest.mark.parametrize("sharding", [{"id_route": "global"}, {"table_precision": "fp16"}], ids=str)
 def test_the_planner_chooses_only_what_can_be_carried_out(sharding: dict[str, Any]) -> None:
-    free = tower_sharding(small(), source(small()).tables)
+    free = open_job(small()).sharding
     assert "data_parallel" in {placement.scheme for placement in free.placements.values()}
     config = small(sharding=sharding)
-    found = tower_sharding(config, source(config).tables)
+    found = open_job(config).sharding
     assert "data_parallel" not in {placement.scheme for placement in found.placements.values()}
 
 
@@ -270,6 +271,6 @@ def test_the_planner_chooses_only_what_can_be_carried_out(sharding: dict[str, An
 def test_tables_of_the_demo_stay_whole_where_cutting_them_gains_little(setting: str) -> None:
     """7 and 6 tables on two ranks: halves of all 13 would cost 2 % less."""
     config = load_config("demo", [setting])
-    found = tower_sharding(config, source(config).tables)
+    found = open_job(config).sharding
     assert {placement.scheme for placement in found.placements.values()} == {"table_wise"}
     assert "saves" not in str(found.reasons)

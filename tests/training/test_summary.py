@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dmt.training.summary import ROWS, SYNC_ROW, cells, print_summary, rows_of
+from dmt.training.console import ROWS, SYNC_ROW, cells, print_summary, rows_of
 
 
 def test_the_sync_of_replicas_has_a_row_only_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def draw_batch(run: CheckedRun, rank: int, index: int) -> ClickBatch:
         stride=size,
     )
     return ClickBatch(
-        dense_features=torch.randn(size, run.num_dense, generator=generator),
+        dense_features=torch.randn(size, run.job.num_dense, generator=generator),
         sparse_features=ids,
         labels=torch.rand(size, generator=generator).round(),
         weights=torch.ones(size),

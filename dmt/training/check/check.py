@@ -18,7 +18,7 @@ from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.oracle import table_of
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
 from dmt.training.config import TrainingConfig
-from dmt.training.train import preflight
+from dmt.training.train import resolve
 
 __all__ = ["check_run", "compare_ranks"]
 
@@ -45,9 +45,9 @@ def check_run(
     """
     began = time.perf_counter()
     limits = limits or CheckLimits()
-    data = preflight(config, config.topology.build().world_size)
+    job = resolve(config, config.topology.build().world_size)
     with TemporaryDirectory(prefix="dmt-check-") as folder:
-        run = shrink(config, data.tables, len(data.dense_names), limits=limits, folder=Path(folder))
+        run = shrink(job, limits=limits, folder=Path(folder))
         reports = run_on_ranks(on_rank, run.topology.world_size, run, timeout_s=limits.timeout_s)
     return compare_ranks(run, reports, seconds=time.perf_counter() - began)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dmt.testing.bounds import (
 from dmt.testing.plain import is_table
 from dmt.testing.ranks import Say
 from dmt.testing.state import LocalPart, TableLayout, copy_parts, digest, load_plain_state, local_parts, table_layout
+from dmt.training.build import ClickTask, build_model, build_optimizer, in_micro_batches, replica_sync, shard_model
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.findings import Finding
 from dmt.training.check.oracle import (
@@ -40,7 +41,6 @@ from dmt.training.check.shrink import CheckedRun, with_values
 from dmt.training.check.watch import Watch, sparse_part
 from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from dmt.training.config import TrainingConfig
-from dmt.training.job import ClickTask, build_model, build_optimizer, in_micro_batches, replica_sync, shard_model
 
 __all__ = ["RankReport", "Trained", "check_on_rank"]
 
@@ -224,11 +224,11 @@ class _Checks:
         saved = {name: value.detach() for name, value in task.state_dict().items()}
         for part in trained.parts:
             self._found("checkpoint", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
-        model = self._shard(self.run.other, placement=self.run.other_placement)
+        model = shard_model(self.run.other, self.mesh)
         restore(folder, model, None, mesh=self.mesh)
         for part in local_parts(model):
             self._found("reload", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
-        replica_sync(self.run.other.replicas, model, self.mesh)
+        replica_sync(self.run.other.config.replicas, model, self.mesh)
         ours, plain = Watch(model), Watch(task)
         seen = [watch.run_and_see(draw_batch(self.run, self.rank, SINGLE_IDS)) for watch in (ours, plain)]
         if self.run.config.model.has_towers:
@@ -250,10 +250,9 @@ class _Checks:
                 still[check] = f"training moved nothing, in the plain module too; raise {rates}"
         return still
 
-    def _shard(self, config: TrainingConfig, placement: Sequence[int] | None = None) -> DistributedModelParallel:
-        run = self.run
-        placement = run.placement if config is not run.other else placement
-        return shard_model(config, run.tables, run.num_dense, mesh=self.mesh, placement=placement)
+    def _shard(self, config: TrainingConfig) -> DistributedModelParallel:
+        """The sharded model of the run with other settings; its plans stay."""
+        return shard_model(replace(self.run.job, config=config), self.mesh)
 
     def _begin(self, model: DistributedModelParallel, config: TrainingConfig) -> ReplicaSync | None:
         """Gives a model the first weights; returns what keeps it equal to its replicas, if it has some."""
@@ -334,7 +333,7 @@ class _Checks:
             self._found(check, f"output of tower {tower}", _distance(mine, its), allowed)
 
     def _tower_widths(self) -> list[int]:
-        model = build_model(self.run.config, self.run.tables, self.run.num_dense, device="meta")
+        model = build_model(self.run.job, device="meta")
         return [tower.interaction.out_features for tower in sparse_part(ClickTask(model)).towers]
 
     def _compare_forward_format(self, watch: Watch, embeddings: Mapping[str, Tensor], outputs: Tensor) -> None:

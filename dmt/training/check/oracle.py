@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from dmt.errors import InputError
 from dmt.testing.plain import PlainTraining, is_table, table_name, warmup_share
 from dmt.testing.state import TableLayout
+from dmt.training.build import ClickTask, build_model, fused_params
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.rounding import as_sent
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.check.watch import Watch
 from dmt.training.config import OptimizerConfig
-from dmt.training.job import ClickTask, build_model, fused_params
 
 __all__ = ["Expected", "Forward", "compute_expected", "is_tower_module", "plain_task", "table_of"]
 
@@ -69,8 +69,8 @@ class Expected:
 
 def plain_task(run: CheckedRun) -> ClickTask:
     """The model in one process, with FP32 tables."""
-    tables = [replace(table, data_type="FP32") for table in run.tables]
-    return ClickTask(build_model(run.config, tables, run.num_dense))
+    tables = tuple(replace(table, data_type="FP32") for table in run.tables)
+    return ClickTask(build_model(replace(run.job, tables=tables)))
 
 
 class _Replica(NamedTuple):

@@ -20,7 +20,7 @@ from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import Rule, ShardingRules
 from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
 from dmt.training.config import ReplicasConfig, TrainingConfig
-from dmt.training.job import tower_plan, tower_sharding
+from dmt.training.job import Job
 
 __all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
 
@@ -66,20 +66,10 @@ class CheckLimits:
 class CheckedRun:
     """What is run on every rank; plain data."""
 
-    config: TrainingConfig
-    """The run, shrunk."""
-    other: TrainingConfig
-    """The same under another placement, to load its checkpoint into."""
-    tables: tuple[TableSpec, ...]
-    """Whole tables, shrunk; their order is that of the features."""
-    splits: Mapping[str, tuple[int, ...]]
-    """Columns of each shard of the tables that the tower plan cuts, by feature."""
-    num_dense: int
-    """Dense columns."""
-    placement: tuple[int, ...] | None
-    """Mesh tower of each tower of a multi-tower model where several share one; else None."""
-    other_placement: tuple[int, ...] | None
-    """The same in the other placement."""
+    job: Job
+    """The run, shrunk; the order of its tables is that of the features."""
+    other: Job
+    """The same run under another placement, to load its checkpoint into."""
     limits: CheckLimits
     """As given."""
     folder: str
@@ -90,33 +80,44 @@ class CheckedRun:
     """The schemes that are run, by number of tables; then the tables that cannot have the one asked for, and why."""
 
     @property
+    def config(self) -> TrainingConfig:
+        """The config of the run, shrunk."""
+        return self.job.config
+
+    @property
+    def tables(self) -> tuple[TableSpec, ...]:
+        """The uncut tables, shrunk."""
+        return self.job.tables
+
+    @property
+    def splits(self) -> Mapping[str, tuple[int, ...]]:
+        """Columns of each shard of the tables that the tower plan cuts, by feature."""
+        return {} if self.job.towers is None else self.job.towers.column_splits
+
+    @property
     def topology(self) -> TowerTopology:
         """The mesh that is run."""
         return self.config.topology.build()
 
 
-def shrink(
-    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, *, limits: CheckLimits, folder: Path
-) -> CheckedRun:
+def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     """Makes the run small and keeps what it is made of: every table its scheme, every tower its module.
 
     The sharding plan is made for the full size, under the config's memory limit, and its schemes are pinned; where
     towers keep their number of ranks, so are the ranks of every shard.
 
     Args:
-        config: the run.
-        tables: of its data, whole.
-        num_dense: dense columns of its data.
+        job: the run.
         limits: how small.
         folder: where the plans are written.
 
     Raises:
-        InputError: the towers or the sharding plan do not fit the tables or the memory.
+        InputError: the shrunk tables cannot be placed.
     """
-    full = config.topology.build()
+    config, tables, full = job.config, job.tables, job.topology
     topology = fewer_ranks(full, limits.max_ranks)
     most = max(limits.max_rows, topology.ranks_per_tower)
-    small = [replace(table, num_embeddings=min(table.num_embeddings, most)) for table in tables]
+    small = tuple(replace(table, num_embeddings=min(table.num_embeddings, most)) for table in tables)
     asked = config
     config = with_values(config, "optimizer", warmup_steps=min(config.optimizer.warmup_steps, _WARMUP_STEPS))
     config = with_values(
@@ -132,25 +133,22 @@ def shrink(
     said = [*_said_of_ranks(full, topology), *_said_of_replicas(asked, config)]
     reduced = [*said, *_said_of_sizes(asked, tables, most, config)]
     shared: dict[str, Any] = {
-        "tables": tuple(small),
-        "num_dense": num_dense,
         "limits": limits,
         "folder": str(folder),
         "reduced": tuple(reduced),
     }
     if config.dataflow == "flat":
         other = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
+        shrunk = Job(config=config, tables=small, num_dense=job.num_dense)
         return CheckedRun(
-            config=config,
-            other=with_values(config, "sharding", scheme=other),
+            job=shrunk,
+            other=replace(shrunk, config=with_values(config, "sharding", scheme=other)),
             schemes=(f"schemes: {len(tables)} {_flat_scheme(config)}",),
-            splits={},
-            placement=None,
-            other_placement=None,
             **shared,
         )
-    towers = _Towers(tower_plan(asked, tables), config.model.has_towers, topology)
-    whole = tower_sharding(asked, tables)
+    assert job.towers is not None, "resolved with the config"
+    assert job.sharding is not None, "resolved with the config"
+    towers, whole = _Towers(job.towers, config.model.has_towers, topology), job.sharding
     pinned = _pins(whole.placements, towers.plan.split_tables(tables), small, full, topology)
     others: dict[str, Rule] = {name: _other_schemes(rule, topology) for name, rule in pinned.items()}
     workload = StepWorkload(batch_size=limits.batch_size, optimizer=config.optimizer.sparse)
@@ -161,7 +159,7 @@ def shrink(
         made = plan_tables(by_tower, topology, workload=workload, rules=ShardingRules(tables=rules))
         made.save(folder / f"{name}.sharding.json")
         schemes.setdefault(name, _said_of_schemes(made, whole))
-        runs[name] = with_values(
+        own = with_values(
             with_values(config, "towers", plan=str(folder / f"{name}.towers.json")),
             "sharding",
             plan=str(folder / f"{name}.sharding.json"),
@@ -169,15 +167,15 @@ def shrink(
             tables={},
             memory_gib=None,
         )
-    return CheckedRun(
-        config=runs["run"],
-        other=runs["other"],
-        schemes=schemes["run"],
-        splits=dict(towers.plan.column_splits),
-        placement=towers.placement(is_swapped=False),
-        other_placement=towers.placement(is_swapped=True),
-        **shared,
-    )
+        runs[name] = Job(
+            config=own,
+            tables=small,
+            num_dense=job.num_dense,
+            towers=plan,
+            sharding=made,
+            placement=towers.placement(is_swapped=is_swapped),
+        )
+    return CheckedRun(job=runs["run"], other=runs["other"], schemes=schemes["run"], **shared)
 
 
 def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:

@@ -61,7 +61,7 @@ def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...
 
         click.echo(to_json(results))
         return
-    from dmt.training.summary import print_summary
+    from dmt.training.console import print_summary
 
     print_summary(results)
 

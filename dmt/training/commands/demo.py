@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.data.textfile import text_blocks
 from dmt.training.partition import affinity_of_run
-from dmt.training.planned import traffic_warning
-from dmt.training.records import read_result
+from dmt.training.records import read_result, result_warnings
 from dmt.training.report import plot_curves, write_report
-from dmt.training.train import auc_warning, check_output_dir, check_rows, preflight, rows_at_most
+from dmt.training.train import check_output_dir, check_rows, resolve, rows_at_most
 
 __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
@@ -64,7 +63,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
         raise InputError(
             f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
         )
-    checked = preflight(config, ranks).validate()
+    checked = resolve(config, ranks).data.validate()
     check_output_dir(out)
     if data is not None:
         settings += step_settings(checked.train_rows, ranks)
@@ -103,21 +102,13 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
         data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
         notes=[
             *partition.notes,
-            *(f"{name}: {text}" for name, run in runs.items() for text in _warnings(run)),
+            *(f"{name}: {text}" for name, run in runs.items() for text in result_warnings(run)),
         ],
     )
     for tower in plan.towers:
         console.print(f"{tower.name}: {' '.join(tower.features)}")
     console.print(f"Report: {page}   towers: {out / 'towers.json'}, {towers_page}   curves: tensorboard --logdir {out}")
     return runs
-
-
-def _warnings(run: Mapping[str, Any]) -> Iterator[str]:
-    """What should give a reader of the run's numbers pause."""
-    texts = [auc_warning(run["eval_auc"])]
-    if "sharding" in run:
-        texts.append(traffic_warning(run["sharding"]["planned_bytes_per_sample"], run["bytes_per_sample"]))
-    yield from filter(None, texts)
 
 
 def demo_settings(data: Path) -> list[str]:

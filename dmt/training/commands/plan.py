@@ -182,7 +182,7 @@ def _of_config(
             f"{_CONFIG_KEYS[given[0]]} there, or append section.key=value."
         )
     from dmt.training.config import load_config
-    from dmt.training.job import fused_params, open_data, tower_plan, tower_sharding
+    from dmt.training.job import check_table_optimizer, open_job
 
     replicas = options["num_replicas"]
     run = load_config(config, overrides if replicas is None else [*overrides, f"topology.num_replicas={replicas}"])
@@ -192,9 +192,10 @@ def _of_config(
             "places. Append sharding.dataflow=sptt to plan its towers."
         )
     # Refuses an optimizer that the trainer would.
-    fused_params(run.optimizer)
-    tables = open_data(run).tables
-    return tower_sharding(run, tables), tower_plan(run, tables).split_tables(tables), run.replicas
+    check_table_optimizer(run.optimizer)
+    job = open_job(run)
+    assert job.sharding is not None, "not flat"
+    return job.sharding, job.split_tables, run.replicas
 
 
 def _of_files(options: Mapping[str, Any]) -> tuple[TowerShardingPlan, Sequence[TableSpec], ReplicasConfig]:

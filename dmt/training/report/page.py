@@ -1,6 +1,6 @@
 """The report page: one HTML file with its pictures inside, which opens anywhere and loads nothing else.
 
-Numbers come from `dmt.training.report.finding` and the rows of `dmt.training.summary`; the words around them are in
+Numbers come from `dmt.training.report.finding` and the rows of `dmt.training.console`; the words around them are in
 ``page.html`` beside this file, within the frame that all pages share (`dmt.partitioner.report.frame`).
 """
 
@@ -15,10 +15,10 @@ from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.style import tower_color, tower_ink
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.console import cells, rows_of
 from dmt.training.report.curves import RUN_COLORS
 from dmt.training.report.finding import Finding, compare_runs, lookup, ratio
 from dmt.training.report.sharding import sharding_context
-from dmt.training.summary import cells, rows_of
 
 __all__ = ["write_report"]
 

@@ -10,8 +10,8 @@ from dmt.partitioner.report.style import counted, tower_color, tower_ink
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
+from dmt.training.console import ROWS, sharding_sentence
 from dmt.training.report.finding import lookup, ratio
-from dmt.training.summary import ROWS, sharding_sentence
 
 __all__ = ["sharding_context"]
 

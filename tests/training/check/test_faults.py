@@ -25,8 +25,8 @@ from dmt.training.check.findings import CheckReport, Finding, make_rows
 from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_values
 from dmt.training.checkpoints import Checkpointer
-from dmt.training.job import open_data
-from tests.training.small import NUM_DENSE, small
+from dmt.training.job import open_job
+from tests.training.small import small
 
 pytestmark = pytest.mark.ranks
 
@@ -245,8 +245,7 @@ def forward_and_backward(rank: int, say: Say, run: CheckedRun) -> dict[str, list
 
 def test_unused_formats_and_scales_are_found_in_int8(tmp_path: Path) -> None:
     config = small("dmt-dlrm", sharding={"forward_precision": "int8", "backward_precision": "int8"})
-    tables = open_data(config).tables
-    run = shrink(config, tables, NUM_DENSE, limits=CheckLimits(), folder=tmp_path)
+    run = shrink(open_job(config), limits=CheckLimits(), folder=tmp_path)
     by_rank = run_on_ranks(forward_and_backward, 4, run, timeout_s=60)
     failed = {}
     for name in by_rank[0]:
@@ -281,9 +280,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
     schemes = {f"t_C{i + 1}": s for i, s in enumerate(["row_wise", "column_wise", "table_wise", "data_parallel"])}
     config = small("dmt-dlrm", sharding={"tables": schemes}, optimizer={"warmup_steps": 2})
     run = shrink(
-        config,
-        open_data(config).tables,
-        NUM_DENSE,
+        open_job(config),
         limits=CheckLimits(steps=2, batch_size=8),
         folder=tmp_path_factory.mktemp("faults"),
     )
@@ -298,9 +295,7 @@ def checked_replicas(tmp_path_factory: pytest.TempPathFactory) -> Checked:
         replicas={"optimizer_state": "delayed"},
     )
     run = shrink(
-        config,
-        open_data(config).tables,
-        NUM_DENSE,
+        open_job(config),
         limits=CheckLimits(steps=4, batch_size=8),
         folder=tmp_path_factory.mktemp("replicas"),
     )

@@ -13,11 +13,12 @@ from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
+from dmt.training.build import build_model
 from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.shrink import CheckedRun, CheckLimits, fewer_ranks, shrink
 from dmt.training.config import TrainingConfig
-from dmt.training.job import build_model, open_data, tower_plan, tower_sharding
-from tests.training.small import NUM_DENSE, small
+from dmt.training.job import make_job, open_job, tower_plan
+from tests.training.small import NUM_DENSE, small, source
 
 TABLES = [f"t_C{i}" for i in range(1, 7)]
 SCHEMES: dict[str, Any] = dict(
@@ -26,8 +27,7 @@ SCHEMES: dict[str, Any] = dict(
 
 
 def shrunk(config: TrainingConfig, folder: Path, **limits: Any) -> CheckedRun:
-    tables = open_data(config).tables
-    return shrink(config, tables, NUM_DENSE, limits=CheckLimits(**limits), folder=folder)
+    return shrink(open_job(config), limits=CheckLimits(**limits), folder=folder)
 
 
 def placements(config: TrainingConfig) -> dict[str, TablePlacement]:
@@ -60,14 +60,14 @@ def test_two_replicas_stay_of_several(replicas: int, most: int, left: tuple[int,
 def test_nothing_is_changed_that_fits(tmp_path: Path) -> None:
     config = small("dmt-dlrm", sharding={"tables": SCHEMES})
     run = shrunk(config, tmp_path)
-    assert (run.reduced, run.placement) == ((), None)
-    assert placements(run.config) == tower_sharding(config, open_data(config).tables).placements
+    assert (run.reduced, run.job.placement) == ((), None)
+    assert placements(run.config) == open_job(config).sharding.placements
 
 
 def test_large_tables_keep_their_schemes_and_ranks(tmp_path: Path) -> None:
     synthetic = {"rows_per_table": 20_000}
     config = small("dmt-dlrm", synthetic=synthetic, sharding={"tables": SCHEMES, "memory_gib": 0.01})
-    full = tower_sharding(config, open_data(config).tables).placements
+    full = open_job(config).sharding.placements
     run = shrunk(config, tmp_path, max_rows=50)
     assert {table.num_embeddings for table in run.tables} == {50}
     assert placements(run.config) == full
@@ -80,7 +80,7 @@ def test_fewer_ranks_keep_schemes_and_several_towers_share_a_mesh_tower(tmp_path
     config = small("dmt-dlrm", topology=topology, sharding={"tables": SCHEMES | {"t_C4": "row_wise"}})
     run = shrunk(config, tmp_path, max_ranks=4)
     assert (run.topology.num_towers, run.topology.ranks_per_tower) == (2, 2)
-    assert (run.placement, run.other_placement) == ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
+    assert (run.job.placement, run.other.placement) == ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
     assert tower_plan(run.config, list(run.tables)).num_towers == 6, "every tower keeps its module"
     assert {n: p.scheme for n, p in placements(run.config).items()} == SCHEMES | {"t_C4": "row_wise"}
     assert run.reduced[:2] == ("checked with 2 of 4 ranks per tower", "the 6 towers share 2 mesh towers")
@@ -89,30 +89,30 @@ def test_fewer_ranks_keep_schemes_and_several_towers_share_a_mesh_tower(tmp_path
 def test_the_towers_of_a_flat_model_are_joined(tmp_path: Path) -> None:
     config = small("dlrm", "sptt", topology={"num_towers": 3, "ranks_per_tower": 4})
     run = shrunk(config, tmp_path, max_ranks=4)
-    assert run.placement is None
+    assert run.job.placement is None
     assert tower_plan(run.config, list(run.tables)).to_lists() == [["C1", "C4", "C2", "C5"], ["C3", "C6"]]
-    assert tower_plan(run.other, list(run.tables)).to_lists() == [["C3", "C6"], ["C1", "C4", "C2", "C5"]]
+    assert tower_plan(run.other.config, list(run.tables)).to_lists() == [["C3", "C6"], ["C1", "C4", "C2", "C5"]]
 
 
 def test_the_other_placement_has_other_schemes_and_towers(tmp_path: Path) -> None:
     run = shrunk(small("dmt-dlrm", sharding={"tables": SCHEMES}), tmp_path)
-    here, there = placements(run.config), placements(run.other)
+    here, there = placements(run.config), placements(run.other.config)
     assert all(here[name].scheme != there[name].scheme for name in TABLES)
-    assert run.other_placement == (1, 0)
+    assert run.other.placement == (1, 0)
 
 
 def test_a_plan_made_for_larger_tables_still_builds(tmp_path: Path) -> None:
     config = small("dmt-dlrm", synthetic={"rows_per_table": 3000})
-    tables = open_data(config).tables
+    tables = source(config).tables
     TowerPlan.from_lists([["C1", "C2"], ["C3", "C4", "C5", "C6"]], tables=tuple(tables)).save(tmp_path / "t.json")
     config = small("dmt-dlrm", synthetic={"rows_per_table": 3000}, towers={"plan": str(tmp_path / "t.json")})
     run = shrunk(config, tmp_path, max_rows=20)
-    build_model(run.config, run.tables, NUM_DENSE, device="meta")
+    build_model(run.job, device="meta")
 
 
 def test_row_shards_of_given_sizes_keep_their_proportions(tmp_path: Path) -> None:
     config = small("dmt-dlrm", synthetic={"rows_per_table": 1000}, sharding={"scheme": "row_wise"})
-    made = tower_sharding(config, open_data(config).tables)
+    made = open_job(config).sharding
     tables = tuple(
         type(t)(**{**vars(t), "placement": TablePlacement(scheme="row_wise", ranks=(0, 1), sizes=(900, 100))})
         for t in made.tables
@@ -131,8 +131,8 @@ def test_the_memory_limit_is_that_of_the_full_size(tmp_path: Path) -> None:
 
 def test_schemes_are_told_and_what_cannot_have_the_one_asked_for(tmp_path: Path) -> None:
     config = small("dmt-dlrm", sharding={"scheme": "row_wise"})
-    tables = [replace(t, num_embeddings=50 if i else 1) for i, t in enumerate(open_data(small("dmt-dlrm")).tables)]
-    run = shrink(config, tables, NUM_DENSE, limits=CheckLimits(), folder=tmp_path)
+    tables = [replace(t, num_embeddings=50 if i else 1) for i, t in enumerate(source(small("dmt-dlrm")).tables)]
+    run = shrink(make_job(config, tables, NUM_DENSE), limits=CheckLimits(), folder=tmp_path)
     assert run.schemes[0] == "schemes: 1 table_wise, 5 row_wise"
     assert len(run.schemes) == 2
     assert run.schemes[1].startswith("t_C1: table_wise: row_wise asked for, but ")

@@ -24,8 +24,8 @@ from dmt import (
 from dmt.collectives import gather_objects
 from dmt.testing import gather_plain_state, table_layout
 from dmt.testing.state import LocalPart, join_parts
+from dmt.training.build import build_optimizer
 from dmt.training.config import OptimizerConfig
-from dmt.training.job import build_optimizer
 from tests.parity import EPS, FUSED, LR, Batches, loss_of, make_tables
 from tests.sptt_case import Case, build
 

@@ -12,10 +12,11 @@ import torch
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state
+from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoints import Checkpointer, load_plain
-from dmt.training.job import build_optimizer, shard_model
+from dmt.training.job import open_job
 from tests.ranks import run_ranks
-from tests.training.small import NUM_DENSE, plain, small, source
+from tests.training.small import plain, small
 
 pytestmark = pytest.mark.ranks
 SAVED = [("dlrm", "flat"), ("dmt-dlrm", "sptt"), ("dcn", "sptt")]
@@ -29,7 +30,7 @@ def save_on_rank(rank: int, folder: str) -> dict[str, State]:
     for seed, (arch, dataflow) in [(1, SAVED[0]), *((2, case) for case in SAVED)]:
         config = small(arch, dataflow, train={"seed": seed})
         mesh = TowerMesh(config.topology.build())
-        model = shard_model(config, source(config).tables, NUM_DENSE, mesh=mesh)
+        model = shard_model(open_job(config), mesh)
         optimizer = build_optimizer(config.optimizer, model)
         target = Path(folder) / arch
         if rank == 0 and (target / STEP).exists():

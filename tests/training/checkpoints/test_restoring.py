@@ -25,11 +25,11 @@ from dmt import (
     TowerTopology,
 )
 from dmt.errors import InputError
+from dmt.training.build import build_optimizer
 from dmt.training.checkpoints import Checkpointer, read_manifest, restore, whole_checkpoint
 from dmt.training.checkpoints.files import MANIFEST_NAME
 from dmt.training.checkpoints.state import collect_state
 from dmt.training.config import OptimizerConfig
-from dmt.training.job import build_optimizer
 from tests.parity import Batches, FlatModel, loss_of
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import alone

@@ -1,0 +1,299 @@
+"""Models and optimizers of a `Job`: the plain model, its sharded form, what trains it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import CommOp, ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+from dmt.models import (
+    DCN,
+    DLRM,
+    DMTDCN,
+    DMTDLRM,
+    Complexity,
+    ModelOptions,
+    count_complexity,
+    flat_sparse_arch,
+    tower_sparse_arch,
+)
+from dmt.models.complexity import MetaTables, MetaTowers
+from dmt.models.sparse import joined_sparse_arch
+from dmt.plan.tables import feature_names
+from dmt.plan.topology import TowerTopology
+from dmt.plan.towers import TowerPlan
+from dmt.replicas.dense_reduce import HierarchicalDataParallel
+from dmt.replicas.sync import ReplicaSync
+from dmt.sharding.costs import StepWorkload
+from dmt.sharding.planner import TowerShardingPlanner
+from dmt.sharding.schemes import Scheme
+from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.micro_batches import MicroBatches
+from dmt.sptt.towers import TowerCollectionSharder
+from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig, TrainingConfig
+from dmt.training.data.batch import ClickBatch
+from dmt.training.job import Job, check_table_optimizer
+
+__all__ = [
+    "ClickTask",
+    "build_model",
+    "build_optimizer",
+    "count_model",
+    "fused_params",
+    "in_micro_batches",
+    "replica_sync",
+    "shard_model",
+]
+
+_DENSE = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+_FUSED = {
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+    "sgd": EmbOptimType.EXACT_SGD,
+}
+# Schemes that TorchRec's flat dataflow is given to choose from.
+_FLAT_SCHEMES: list[Scheme] = ["table_wise", "column_wise"]
+# The parameters of tower modules, by name as in the unsharded model.
+_TOWER_MODULE = re.compile(r"\.towers\.\d+\.interaction\.")
+
+
+class ClickTask(nn.Module):
+    """A click model with its loss, in the form TorchRec's train pipelines take.
+
+    Args:
+        model: ``model(dense_features, sparse_features) -> logits [B, 1]``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: ClickBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The mean binary cross entropy of the batch, and (logits, labels, weights) of [B] each."""
+        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        return loss, (logits.detach(), batch.labels, batch.weights)
+
+
+def build_model(job: Job, *, device: str | None = None, without_tables: bool = False) -> nn.Module:
+    """Builds the plain single-process model of a job.
+
+    Tables that the tower plan cuts are column shards in it; a flat model concatenates their outputs again
+    (`dmt.models.sparse`).
+
+    Args:
+        job: the run.
+        device: where parameters are made; ``"meta"`` makes none.
+        without_tables: use the complexity counter's stand-ins for TorchRec's tables.
+
+    Raises:
+        InputError: sizes or the tower plan do not fit.
+    """
+    model, plan = job.config.model, job.towers
+    options = ModelOptions(
+        dense_arch_layer_sizes=model.dense_arch, over_arch_layer_sizes=model.over_arch, device=device
+    )
+    shared: dict[str, Any] = {"tables": job.tables, "dense_in_features": job.num_dense, "options": options}
+    if "dcn" in model.arch:
+        shared |= {"num_cross_layers": model.cross_layers, "cross_rank": model.cross_rank}
+    if plan is None or not model.has_towers:
+        flat = MetaTables if without_tables else flat_sparse_arch
+        splits = {} if plan is None else plan.column_splits
+        shared["make_sparse_arch"] = joined_sparse_arch(splits, flat) if splits else flat
+        return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
+    shared |= {"tables": job.split_tables, "tower_plan": plan, "tower_dim": model.tower_dim}
+    shared["make_sparse_arch"] = MetaTowers if without_tables else tower_sparse_arch
+    return DMTDLRM(**shared, c=model.c, p=model.p) if model.arch == "dmt-dlrm" else DMTDCN(**shared)
+
+
+def count_model(job: Job) -> Complexity:
+    """Counts MFLOPs per sample, parameters and compression ratio of a job's model, on the meta device."""
+    model = build_model(job, device="meta", without_tables=True)
+    ids = torch.empty(1, dtype=torch.long, device="meta")
+    return count_complexity(model, torch.empty(1, job.num_dense, device="meta"), ids)
+
+
+def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
+    """The optimizer of everything: the tables' fused ones, one for tower modules and one for the other dense parts.
+
+    The three learning rates rise linearly over ``warmup_steps``.
+    """
+    trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    rates = {"towers": config.dense_lr if config.tower_lr is None else config.tower_lr, "dense": config.dense_lr}
+    parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in rates}
+    for name, parameter in in_backward_optimizer_filter(trainable):
+        parameters["towers" if _TOWER_MODULE.search(name) else "dense"][name] = parameter
+    parts: list[tuple[str, KeyedOptimizer, float]] = [("tables", model.fused_optimizer, config.sparse_lr)]
+    for part, rate in rates.items():
+        # A flat model has no tower modules, and PyTorch's optimizers refuse to have nothing to do.
+        if parameters[part]:
+            make = partial(_DENSE[config.dense], lr=rate)
+            parts.append((part, KeyedOptimizerWrapper(parameters[part], make), rate))
+    # Also without a warm-up, at the full rate: a checkpoint then has the same state with and without.
+    steps = max(1, config.warmup_steps)
+    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=steps, value=1 / steps)]
+    return CombinedOptimizer([(part, WarmupOptimizer(optimizer, stages, lr=rate)) for part, optimizer, rate in parts])
+
+
+def fused_params(config: OptimizerConfig) -> dict[str, Any]:
+    """Returns FBGEMM's settings of the tables' fused optimizer.
+
+    Data-parallel tables take the same settings (`dmt.sharding.data_parallel`).
+
+    Raises:
+        InputError: FBGEMM has no kernel of this optimizer for the CPU, where the tables live.
+    """
+    check_table_optimizer(config)
+    return {"optimizer": _FUSED[config.sparse], "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
+
+
+def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
+    """Builds the model of a job and distributes it over the mesh, ready to train.
+
+    Everything is built on the meta device, so a rank never holds tables that are not its own. Dense parts start equal
+    on all ranks (data parallel broadcasts them). Tables are drawn by the rank that holds them, each rank from a seed of
+    its own: with a shared one, tables of equal size would start equal, and features look alike that are not.
+    """
+    config = job.config
+    model = ClickTask(build_model(job, device="meta"))
+    torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
+    if config.dataflow == "flat":
+        flat = _flat if config.topology.num_replicas == 1 else _flat_replicas
+        sharders, plan = flat(job, model, mesh)
+    else:
+        assert job.towers is not None, "resolved by make_job"
+        assert job.sharding is not None, "resolved by make_job"
+        options: dict[str, Any] = {
+            "fused_params": fused_params(config.optimizer),
+            "id_route": config.sharding.id_route,
+            "peer_precision": config.sharding.precision,
+            "moment_scale": config.replicas.moment_scale,
+        }
+        if config.model.has_towers:
+            sharders = [TowerCollectionSharder(mesh, placement=job.placement, **options)]
+        else:
+            sharders = [SPTTEmbeddingBagCollectionSharder(mesh, job.towers, **options)]
+        # A planner that has nothing left to decide.
+        planner = TowerShardingPlanner(
+            job.sharding.topology,
+            pinned=job.sharding.placements,
+            workload=replace(job.sharding.workload, optimizer=config.optimizer.sparse),
+            hardware=job.sharding.hardware,
+        )
+        plan = planner.plan(model, sharders)
+    return DistributedModelParallel(
+        model,
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=sharders,
+        data_parallel_wrapper=_dense_reduce(config.train, mesh),
+    )
+
+
+def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:
+    """Makes the model of a sharded `ClickTask` run in the config's micro-batches; None where that is the whole batch.
+
+    Raises:
+        InputError: the model was sharded with the flat dataflow or the global id route.
+    """
+    if config.micro_batches == 1:
+        return None
+    task: Any = model.module  # the loss is of the whole batch
+    return MicroBatches(task.model, num_micro_batches=config.micro_batches)
+
+
+def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
+    """What keeps the replicas of a sharded model equal, None for a single one; to be made once weights are loaded."""
+    if mesh.topology.num_replicas == 1:
+        return None
+    return ReplicaSync(
+        model,
+        mesh,
+        interval=config.sync_every,
+        optimizer_state=config.optimizer_state,
+        asynchronous=config.asynchronous,
+        precision=config.precision,
+    )
+
+
+def _dense_reduce(config: TrainConfig, mesh: TowerMesh) -> HierarchicalDataParallel | None:
+    """What averages the gradients of the dense part; None is TorchRec's own, DDP's ring. Collective."""
+    if config.dense_reduce == "ring":
+        return None
+    return HierarchicalDataParallel(mesh, precision=config.dense_reduce_precision)
+
+
+def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
+    """TorchRec's own sharding over all ranks."""
+    config = job.config
+    sharders: list[Any] = [
+        EmbeddingBagCollectionSharder(
+            fused_params=fused_params(config.optimizer), qcomm_codecs_registry=_codecs_of_all_ranks(config)
+        )
+    ]
+    schemes = _FLAT_SCHEMES if config.sharding.scheme == "auto" else [config.sharding.scheme]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=dist.get_world_size(),
+            local_world_size=config.topology.ranks_per_tower,
+            compute_device="cpu",
+        ),
+        # Left free, it makes small tables data parallel: TorchRec then drops their fused optimizer, and the dense
+        # one trains them at the dense learning rate, without a word.
+        constraints={table.name: ParameterConstraints(sharding_types=schemes) for table in job.tables},
+    )
+    return sharders, planner.collective_plan(model, sharders, mesh.global_group)
+
+
+def _flat_replicas(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
+    """TorchRec's exchange over all ranks of a replica: one tower that spans them."""
+    config, topology = job.config, _flat_topology(mesh.topology)
+    sharder = SPTTEmbeddingBagCollectionSharder(
+        TowerMesh(topology),
+        TowerPlan.from_lists([feature_names(job.tables)]),
+        fused_params=fused_params(config.optimizer),
+        qcomm_codecs_registry=_codecs_of_all_ranks(config),
+        moment_scale=config.replicas.moment_scale,
+    )
+    planner = TowerShardingPlanner(
+        topology,
+        # Its own choice would have data-parallel tables too, which the flat dataflow has not.
+        scheme=_FLAT_SCHEMES[0] if config.sharding.scheme == "auto" else config.sharding.scheme,
+        workload=StepWorkload(batch_size=config.train.batch_size, optimizer=config.optimizer.sparse),
+    )
+    return [sharder], planner.plan(model, [sharder])
+
+
+def _codecs_of_all_ranks(config: TrainingConfig) -> dict[str, Any] | None:
+    codecs = config.sharding.precision.codecs(torch.device("cpu"))
+    return None if codecs is None else {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
+
+
+def _flat_topology(topology: TowerTopology) -> TowerTopology:
+    """The same replicas on the same ranks, each one tower of all its ranks.
+
+    Example:
+        >>> _flat_topology(TowerTopology(num_replicas=2, num_towers=2, ranks_per_tower=4)).tower_groups()
+        [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
+    """
+    return replace(topology, num_towers=1, ranks_per_tower=topology.num_towers * topology.ranks_per_tower)
