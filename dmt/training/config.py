@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,11 +29,14 @@ __all__ = [
     "TowersConfig",
     "TrainConfig",
     "TrainingConfig",
+    "accept_old_names",
+    "current_override",
     "load_config",
     "shipped_configs",
     "to_toml",
 ]
 
+logger = logging.getLogger(__name__)
 
 SHARDING_OF_TOWERS = (
     "tables",
@@ -45,6 +49,15 @@ SHARDING_OF_TOWERS = (
     "id_route",
 )
 """Keys of the section sharding that only the tower dataflow has."""
+
+# Names of configs that were written for earlier versions.
+_OLD_KEYS = {
+    "exchange_us": "collective_latency_us",
+    "lookup_gb_per_s": "memory_gb_per_s",
+    "link_gb_per_s": "intra_tower_gb_per_s",
+}
+_OLD_SCHEMES = {"data_wise": "data_parallel"}
+_noted: set[str] = set()
 
 
 class _Section(BaseModel):
@@ -126,8 +139,8 @@ class ShardingConfig(_Section):
     """Of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each table
     (``dmt plan`` shows why). The flat dataflow spreads over all ranks and has ``table_wise`` and ``column_wise``. A
     column-wise table under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
-    tables: dict[str, Scheme] = Field(default_factory=dict)
-    """The scheme of single tables, by name or pattern: ``"t_ad*" = "row_wise"``."""
+    tables: dict[str, Scheme | tuple[Scheme, ...]] = Field(default_factory=dict)
+    """The scheme of single tables, or several to choose from, by name or pattern: ``"t_ad*" = "row_wise"``."""
     plan: str | None = None
     """A sharding plan that ``dmt plan --out`` wrote, to be carried out as it is."""
     memory_gib: float | None = Field(default=None, gt=0)
@@ -369,8 +382,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
             has the wrong type or range.
     """
     values = _read(path)
+    accept_old_names(values)
     for override in overrides:
-        _apply(values, override)
+        _apply(values, current_override(override))
+    accept_old_names(values)
     _check_keys(values, TrainingConfig, ())
     try:
         return TrainingConfig.model_validate(values)
@@ -380,6 +395,52 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
         reason = first["msg"].removeprefix("Value error, ")
         got = f" (got {first['input']!r})" if first["type"] != "value_error" else ""
         raise InputError(f"Config {path}: {key + ': ' if key else ''}{reason}{got}") from error
+
+
+def accept_old_names(values: dict[str, Any]) -> None:
+    """Replaces names of earlier versions in the section ``sharding``, in place; logs each one once in a process.
+
+    Example:
+        >>> values = {"sharding": {"scheme": "data_wise", "exchange_us": 5.0}}
+        >>> accept_old_names(values)
+        >>> values
+        {'sharding': {'scheme': 'data_parallel', 'collective_latency_us': 5.0}}
+    """
+    section = values.get("sharding")
+    if not isinstance(section, dict):
+        return
+    for old, new in _OLD_KEYS.items():
+        if old in section:
+            _note(f"sharding.{old}", f"sharding.{new}")
+            value = section.pop(old)
+            section.setdefault(new, value)
+    tables = section.get("tables")
+    for place in (section, tables if isinstance(tables, dict) else {}):
+        for key, value in place.items():
+            if (place is tables or key == "scheme") and isinstance(value, str) and value in _OLD_SCHEMES:
+                _note(repr(value), repr(_OLD_SCHEMES[value]))
+                place[key] = _OLD_SCHEMES[value]
+
+
+def current_override(override: str) -> str:
+    """Returns a ``section.key=value`` override with the key's name of today; see `accept_old_names`.
+
+    Example:
+        >>> current_override("sharding.exchange_us=5"), current_override("train.epochs=2")
+        ('sharding.collective_latency_us=5', 'train.epochs=2')
+    """
+    key, equals, value = override.partition("=")
+    section, _, name = key.strip().rpartition(".")
+    if section != "sharding" or name not in _OLD_KEYS:
+        return override
+    _note(f"sharding.{name}", f"sharding.{_OLD_KEYS[name]}")
+    return f"sharding.{_OLD_KEYS[name]}{equals}{value}"
+
+
+def _note(old: str, new: str) -> None:
+    if old not in _noted:
+        _noted.add(old)
+        logger.warning("Config: %s is the old name of %s and is accepted for now; write the new one.", old, new)
 
 
 def to_toml(config: BaseModel) -> str:

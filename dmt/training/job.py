@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from dmt.errors import InputError
 from dmt.plan.column_shards import shard_names, split_tables
@@ -18,6 +19,7 @@ from dmt.sharding.rules import Rule, ShardingRules
 from dmt.sharding.schemes import SCHEMES, TablePlacement
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, open_source
+from dmt.training.data.tables import read_tables
 
 __all__ = ["Job", "check_table_optimizer", "make_job", "open_data", "open_job", "tower_plan"]
 
@@ -66,15 +68,17 @@ class Job:
     @property
     def split_tables(self) -> tuple[TableSpec, ...]:
         """Tables with those that the tower plan cuts replaced by their column shards."""
-        return self.tables if self.towers is None else tuple(self.towers.split_tables(self.tables))
+        return self.tables if self.towers is None else tuple(split_tables(self.tables, _cuts(self.towers, self.tables)))
 
 
 def open_job(config: TrainingConfig) -> Job:
-    """Opens the data of a run and resolves its plans.
+    """Opens the data of a run, or reads the tables that ``data.tables`` lists, and resolves its plans.
 
     Raises:
         InputError: the data do not fit the config, or a plan or a rule does not fit the tables or the memory.
     """
+    if config.data.tables is not None:
+        return make_job(config, read_tables(Path(config.data.tables)), 0)
     data, towers = open_data(config)
     return make_job(config, data.tables, len(data.dense_names), towers=towers, source=data)
 
@@ -100,6 +104,11 @@ def make_job(
         InputError: a plan or a rule does not fit the tables or the memory.
     """
     towers = towers or tower_plan(config, tables)
+    if towers is not None and towers.num_towers != config.topology.num_towers:
+        raise InputError(
+            f"The tower plan {config.towers.plan} has {towers.num_towers} towers, but topology.num_towers="
+            f"{config.topology.num_towers}. Make them equal."
+        )
     sharding = None if towers is None else _plan_sharding(config, tables, towers)
     return Job(
         config=config, tables=tuple(tables), num_dense=num_dense, towers=towers, sharding=sharding, source=source
@@ -144,7 +153,7 @@ def tower_plan(
     if config.dataflow == "flat":
         return None
     if config.towers.plan == "strided":
-        plan = TowerPlan.strided(feature_names(tables), config.topology.num_towers)
+        plan = _strided(tables, config.topology.num_towers)
     else:
         plan = loaded or TowerPlan.load(config.towers.plan)
     for feature, widths in plan.column_splits.items():
@@ -154,8 +163,22 @@ def tower_plan(
                 f"{list(widths)} columns; each must be a multiple of 4 (FBGEMM's kernels). Make a plan with other "
                 "shards."
             )
-    plan.tables_by_tower(plan.split_tables(tables))
+    plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
     return plan
+
+
+def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
+    """Table i in tower i mod T; over features, a shared table could fall to two towers."""
+    features = {table.name: table.feature_names for table in tables}
+    towers = TowerPlan.strided([table.name for table in tables], num_towers).to_lists()
+    groups = [[feature for name in names for feature in features[name]] for names in towers]
+    return TowerPlan.from_lists(groups, strategy="strided")
+
+
+def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Splits:
+    """The plan's column splits; none for tables that are its column shards already, as a ``towers.json`` records them."""
+    features = set(feature_names(tables))
+    return plan.column_splits if any(feature in features for feature in plan.column_splits) else {}
 
 
 def check_table_optimizer(config: OptimizerConfig) -> None:
@@ -174,10 +197,11 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
     its shards that has no rule or factor of its own.
     """
     sharding, topology = config.sharding, config.topology.build()
-    splits = towers.column_splits
-    rules = _rules_of_shards(sharding.tables, tables, splits)
+    splits, cuts = towers.column_splits, _cuts(towers, tables)
+    whole, tables = tables, split_tables(tables, cuts)
+    rules = _rules_of_shards(sharding.tables, whole, cuts)
     if sharding.plan is not None:
-        rules |= _loaded_placements(sharding.plan, topology, split_tables(tables, splits))
+        rules |= _loaded_placements(sharding.plan, topology, tables)
     factors: dict[str, float] = {}
     for feature, factor in sharding.pooling_factors.items():
         if feature in splits:
@@ -185,7 +209,7 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
         else:
             factors[feature] = factor
     return plan_tables(
-        towers.tables_by_tower(towers.split_tables(tables)),
+        towers.tables_by_tower(tables),
         topology,
         workload=StepWorkload(
             batch_size=config.train.batch_size, pooling_factors=factors, optimizer=config.optimizer.sparse

@@ -23,7 +23,7 @@ from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.plan.towers import TowerPlan
 from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest
-from dmt.training.config import TrainingConfig
+from dmt.training.config import TrainingConfig, accept_old_names
 from dmt.training.loop import Position
 
 __all__ = [
@@ -211,6 +211,7 @@ def _saved_config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder} has no readable config.toml ({error}). Use another checkpoint.") from error
     try:
         # Keys that are newer than the checkpoint have their defaults.
+        accept_old_names(saved)
         return TrainingConfig.model_validate(saved).model_dump(mode="json")
     except ValidationError:
         return saved

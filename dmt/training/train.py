@@ -193,19 +193,17 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
             "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
             "dmt partition --checkpoint."
         )
+    if config.data.tables is not None:
+        raise InputError(
+            f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."
+        )
     data, towers = open_data(config)
-    if towers is not None:
-        if config.train.affinity_rows and towers.column_splits:
-            raise InputError(
-                f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
-                f"{config.towers.plan} cuts that of feature {next(iter(towers.column_splits))!r} into column shards. "
-                "Leave it 0 and run dmt partition --checkpoint, which joins them."
-            )
-        if towers.num_towers != config.topology.num_towers:
-            raise InputError(
-                f"The tower plan {config.towers.plan} has {towers.num_towers} towers, but topology.num_towers="
-                f"{config.topology.num_towers}. Make them equal."
-            )
+    if config.train.affinity_rows and towers is not None and towers.column_splits:
+        raise InputError(
+            f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
+            f"{config.towers.plan} cuts that of feature {next(iter(towers.column_splits))!r} into column shards. "
+            "Leave it 0 and run dmt partition --checkpoint, which joins them."
+        )
     if not data.dense_names:
         raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
     check_rows(config, world_size, data.num_rows("train"))

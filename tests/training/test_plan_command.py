@@ -8,15 +8,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
+import tomli_w
 from click.testing import CliRunner, Result
 
 from dmt import InputError, TableSpec, TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands import main
-from dmt.training.commands.plan import print_sharding, read_tables, run_plan
+from dmt.training.commands.plan import print_sharding, run_plan
 from dmt.training.config import to_toml
+from dmt.training.data.tables import read_tables
 from dmt.training.job import open_job
 from tests.test_house import run_without_torchrec
 from tests.training.small import small
@@ -38,18 +39,36 @@ def specs(number: int = 6) -> tuple[TableSpec, ...]:
     )
 
 
+def config_file(folder: Path, **sections: dict[str, Any]) -> Path:
+    """A config of towers of 8 ranks; paths in ``sections`` become texts."""
+    sections["topology"] = {"ranks_per_tower": 8} | sections.get("topology", {})
+    texts = {
+        name: {key: str(value) if isinstance(value, Path) else value for key, value in section.items()}
+        for name, section in sections.items()
+    }
+    path = folder / "plan.toml"
+    path.write_text(tomli_w.dumps(texts))
+    return path
+
+
 @pytest.fixture
 def towers(tmp_path: Path) -> Path:
+    """A config of two towers, with the tables that their plan records."""
     TowerPlan.strided([f"f{i}" for i in range(6)], 2).save(tmp_path / "bare.json")
     path = tmp_path / "towers.json"
     TowerPlan.from_lists([["f0", "f1", "f2"], ["f3", "f4", "f5"]], tables=specs()).save(path)
-    return path
+    return config_file(tmp_path, towers={"plan": path}, data={"tables": path}, topology={"num_towers": 2})
 
 
 def tables_file(folder: Path, number: int) -> Path:
     path = folder / "tables.json"
     path.write_text(json.dumps([vars(table) for table in specs(number)]))
     return path
+
+
+def tables_config(folder: Path, number: int, **sections: dict[str, Any]) -> Path:
+    """A config of tables without data."""
+    return config_file(folder, data={"tables": tables_file(folder, number)}, **sections)
 
 
 def test_a_config_is_planned_with_its_own_sizes(tmp_path: Path) -> None:
@@ -76,8 +95,9 @@ def test_a_config_is_planned_as_the_trainer_will(tmp_path: Path) -> None:
 
 def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
-    arguments = ["--towers", towers, "--ranks-per-tower", 4, "--batch-size", 4096, "--memory-gib", 1]
-    result = plan(*arguments, "--pin", "t_0=row_wise", "--pin", "t_[12]=table_wise,column_wise", "--out", out)
+    settings = ["topology.ranks_per_tower=4", "train.batch_size=4096", "sharding.memory_gib=1"]
+    rules = 'sharding.tables={t_0 = "row_wise", "t_[12]" = ["table_wise", "column_wise"]}'
+    result = plan(towers, *settings, rules, "--out", out)
     assert result.exit_code == 0, result.output
     found = TowerShardingPlan.load(out)
     assert found.placements["t_0"].scheme == "row_wise"
@@ -92,15 +112,16 @@ def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -
 
 
 def test_many_tables_are_summed_up(tmp_path: Path) -> None:
-    path = tables_file(tmp_path, 300)
-    result = plan("--tables", path, "--num-towers", 4, "--scheme", "table_wise", "--intra-tower-gb-per-s", 50)
+    sharding = {"scheme": "table_wise", "intra_tower_gb_per_s": 50.0}
+    config = tables_config(tmp_path, 300, topology={"num_towers": 4}, sharding=sharding)
+    result = plan(config)
     assert result.exit_code == 0, result.output
     assert "The 20 costliest tables; --all shows 280 more" in result.output
     for word in ("busiest", "idlest", "fullest", "mean of 32"):
         assert word in result.output
     assert "300 tables: 300 table_wise." in result.output
     assert max(map(len, result.output.splitlines())) <= 140
-    everything = plan("--tables", path, "--num-towers", 4, "--scheme", "table_wise", "--all").output
+    everything = plan(config, "--all").output
     assert all(f" t_{i} " in everything for i in range(300))
 
 
@@ -110,7 +131,7 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
         from click.testing import CliRunner
         from dmt.training.commands import main
 
-        run = CliRunner().invoke(main, ["plan", "--towers", {str(towers)!r}, "--json"])
+        run = CliRunner().invoke(main, ["plan", {str(towers)!r}, "--json"])
         print(run.exit_code, '"tables"' in run.output)
         """
     )
@@ -120,45 +141,38 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "There are no tables to plan. Give a CONFIG, or --tables"),
-        (["--towers", "bare.json"], "There are no tables to plan"),
-        (["demo", "--towers", "towers.json"], "--towers and a CONFIG contradict each other"),
-        (["demo", "--memory-gib", "1"], "--memory-gib and a CONFIG contradict each other: the config decides it"),
-        (["demo", "--replicas", "0"], "--replicas 0: must be a whole number of at least 1"),
+        (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json': holds no list of tables"),
+        (["demo", "--towers", "towers.json"], "dmt plan takes a CONFIG and no --towers any more. Write towers.plan="),
+        (["--tables", "two.json"], "no --tables any more. Write data.tables=FILE.json after the CONFIG"),
+        (["demo", "--memory-gib=1"], "no --memory-gib any more. Write sharding.memory_gib=NUMBER after the CONFIG"),
+        (["demo", "--link-gb-per-s", "1"], "Write sharding.intra_tower_gb_per_s=NUMBER"),
+        (["demo", "--replica", "2"], "dmt plan has no option --replica. Did you mean '--replicas'?"),
+        (["demo", "topology.num_replicas=0"], "topology.num_replicas: Input should be greater than or equal to 1"),
         (["demo", "--sync-gb-per-s", "0"], "sync_gb_per_s=0.0 must be a positive number"),
         (["demo", "model.arch=dlrm"], "has the flat dataflow (model.arch='dlrm')"),
+        (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
+        (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "Table 't_9' is pinned but not in the model"),
+        (["plan.toml", "sharding.tables={t_1 = 'x'}"], "sharding.tables.t_1"),
+        (["plan.toml", "sharding.pooling_factors={f0 = 'many'}"], "sharding.pooling_factors.f0: Input should be a"),
+        (["plan.toml", "sharding.pooling_factors={f0 = nan}"], "f0"),
+        (["plan.toml", "sharding.pooling_factors={f9 = 2}"], "'f9'"),
+        (["plan.toml", "topology.num_towers=0"], "topology.num_towers: Input should be greater than or equal to 1"),
         (
-            ["--towers", "towers.json", "--num-towers", "3"],
-            "--num-towers 3 does not fit towers.json, which has 2 towers",
+            ["plan.toml", "data.tables=two.json", "towers.plan=strided", "topology.num_towers=3"],
+            "num_towers=3 must lie between 1 and the number of features, 2",
         ),
-        (["--towers", "towers.json", "--pin", "row_wise"], "--pin 'row_wise' is not of the form TABLES=SCHEME"),
-        (["--towers", "towers.json", "--pin", "t_9=row_wise"], "Table 't_9' is pinned but not in the model"),
-        (["--towers", "towers.json", "--pin", "t_1=x"], "scheme 'x' is unknown"),
-        (["--towers", "towers.json", "--pin", "t_1=row_wise", "--pin", "t_1=data_parallel"], "--pin gives 't_1' twice"),
-        (["--towers", "towers.json", "--pooling", "f0=many"], "--pooling 'f0=many' is not of the form FEATURE=NUMBER"),
-        (["--towers", "towers.json", "--pooling", "=2"], "--pooling '=2' is not of the form FEATURE=NUMBER"),
-        (["--towers", "towers.json", "--pooling", "f0=nan"], "--pooling 'f0=nan' is not of the form FEATURE=NUMBER"),
-        (["--towers", "towers.json", "--pooling", "f9=2"], "--pooling 'f9=2': no table has the feature 'f9' (6 fe"),
-        (["--towers", "towers.json", "--pooling", "f1=3", "--pooling", "f1=4"], "--pooling gives 'f1' twice"),
-        (["--towers", "towers.json", "--num-towers", "0"], "--num-towers 0: must be a whole number of at least 1"),
-        (
-            ["--tables", "two.json", "--num-towers", "3"],
-            "--num-towers 3: must not be more than the tables, which are 2",
-        ),
-        (["--towers", "towers.json", "--tables", "two.json"], "--towers towers.json with --tables two.json: Features"),
-        *(
-            (["--towers", "towers.json", "--memory-gib", gib], f"--memory-gib {gib}: must be a finite number of GiB")
-            for gib in ("nan", "inf", "0", "-1", "1e-12")
-        ),
+        (["plan.toml", "data.tables=two.json"], "Features"),
+        *((["plan.toml", f"sharding.memory_gib={gib}"], "sharding.memory_gib: ") for gib in ("nan", "inf", "0", "-1")),
+        (["plan.toml", "sharding.memory_gib=1e-12"], "memory_per_rank"),
         (["demo", "optimizer.sparse=adam"], "optimizer.sparse='adam': FBGEMM has no CPU kernel for it"),
-        (["--towers", "towers.json", "--scheme", "diagonal"], "scheme 'diagonal' is unknown"),
-        (["--towers", "towers.json", "--batch-size", "0"], "batch_size=0 must be"),
-        (["--towers", "towers.json", "--memory-gib", "0.001"], "but memory_per_rank is 1.07 MB"),
-        (["--towers", "towers.json", "--ranks-per-tower", "0"], "ranks_per_tower=0 must be"),
-        (["--tables", "absent.json"], "--tables absent.json: cannot be read"),
-        (["--tables", "broken.json"], "--tables broken.json, line 1: not JSON"),
-        (["--tables", "empty.json"], "--tables empty.json: holds no list of tables"),
-        (["--tables", "odd.json"], "--tables odd.json, entry 1 ('t'): num_embeddings is missing"),
+        (["plan.toml", "sharding.scheme=diagonal"], "sharding.scheme: Input should be 'auto', 'table_wise'"),
+        (["plan.toml", "train.batch_size=0"], "train.batch_size: Input should be greater than or equal to 1"),
+        (["plan.toml", "sharding.memory_gib=0.001"], "but memory_per_rank is 1.07 MB"),
+        (["plan.toml", "topology.ranks_per_tower=0"], "topology.ranks_per_tower: Input should be greater"),
+        (["plan.toml", "data.tables=absent.json"], "data.tables='absent.json': cannot be read"),
+        (["plan.toml", "data.tables=broken.json"], "data.tables='broken.json', line 1: not JSON"),
+        (["plan.toml", "data.tables=empty.json"], "data.tables='empty.json': holds no list of tables"),
+        (["plan.toml", "data.tables=odd.json"], "data.tables='odd.json', entry 1 ('t'): num_embeddings is missing"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -198,7 +212,7 @@ def test_malformed_tables_are_named(change: str, message: str, tmp_path: Path) -
     entry = '{"name": "a", "num_embeddings": 10, "embedding_dim": 8, "feature_names": ["x"]%s}'
     path = tmp_path / "tables.json"
     path.write_text(f"[{entry % ''}, {entry % f', {change}'}]")
-    with pytest.raises(InputError, match=rf"--tables {path}, entry 2( \('a?'\))?: {message}"):
+    with pytest.raises(InputError, match=rf"data.tables='{path}', entry 2( \('a?'\))?: {message}"):
         read_tables(path)
 
 
@@ -213,7 +227,7 @@ def test_malformed_tables_are_named(change: str, message: str, tmp_path: Path) -
 def test_malformed_files_are_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "tables.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=f"--tables {path}.*{message}"):
+    with pytest.raises(InputError, match=f"data.tables='{path}'.*{message}"):
         read_tables(path)
 
 
@@ -221,9 +235,9 @@ def test_tables_of_a_tower_plan_are_checked_too(tmp_path: Path) -> None:
     path = tmp_path / "towers.json"
     odd = TableSpec(name="t", num_embeddings=10, embedding_dim=6, feature_names=("f",))
     TowerPlan.from_lists([["f"]], tables=(odd,)).save(path)
-    result = plan("--towers", path)
+    result = plan(config_file(tmp_path, towers={"plan": path}, data={"tables": path}))
     assert result.exit_code == 2
-    assert f"--towers {path}, entry 1 ('t'): embedding_dim=6 must be a multiple of 4" in result.output
+    assert f"data.tables='{path}', entry 1 ('t'): embedding_dim=6 must be a multiple of 4" in result.output
 
 
 def test_fp16_tables_take_half_the_weights(tmp_path: Path) -> None:
@@ -232,7 +246,8 @@ def test_fp16_tables_take_half_the_weights(tmp_path: Path) -> None:
     memory = {}
     for kind in ("FP32", "FP16"):
         path.write_text(json.dumps([entry | {"data_type": kind}]))
-        result = plan("--tables", path, "--ranks-per-tower", 1, "--optimizer", "sgd", "--json")
+        one = {"topology": {"ranks_per_tower": 1}, "optimizer": {"sparse": "sgd"}}
+        result = plan(config_file(tmp_path, data={"tables": path}, **one), "--json")
         assert result.exit_code == 0, result.output
         memory[kind] = json.loads(result.output)["ranks"][0]["memory"]
     assert memory == {"FP32": 32000, "FP16": 16000}
@@ -245,7 +260,7 @@ def test_without_towers_the_features_of_a_table_stay_together(tmp_path: Path) ->
         for i in range(5)
     ]
     path.write_text(json.dumps([vars(table) for table in shared]))
-    result = plan("--tables", path, "--num-towers", 3, "--json")
+    result = plan(config_file(tmp_path, data={"tables": path}, topology={"num_towers": 3}), "--json")
     assert result.exit_code == 0, result.output
     towers = {table["name"]: table["tower"] for table in json.loads(result.output)["tables"]}
     assert towers == {"t_0": 0, "t_1": 1, "t_2": 2, "t_3": 0, "t_4": 1}
@@ -255,9 +270,12 @@ def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
     towers, tables = tmp_path / "cut.json", tables_file(tmp_path, 2)
     cut = TowerPlan.from_lists([["f0[0:16]", "f1"], ["f0[16:32]"]], column_splits={"f0": (16, 16)})
     cut.save(towers)
-    pooling = ["--pooling", "f0=5", "--pooling", "f0[16:32]=7"]
-    pins = ["--pin", "t_0=row_wise", "--pin", "t_0[16:32]=table_wise"]
-    result = plan("--towers", towers, "--tables", tables, *pooling, *pins, "--json")
+    sections = {"towers": {"plan": towers}, "data": {"tables": tables}, "topology": {"num_towers": 2}}
+    sharding = {
+        "pooling_factors": {"f0": 5.0, "f0[16:32]": 7.0},
+        "tables": {"t_0": "row_wise", "t_0[16:32]": "table_wise"},
+    }
+    result = plan(config_file(tmp_path, **sections, sharding=sharding), "--json")
     assert result.exit_code == 0, result.output
     record = json.loads(result.output)
     placed = {table["name"]: (table["tower"], table["placement"]["scheme"]) for table in record["tables"]}
@@ -267,16 +285,16 @@ def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
     assert record["workload"]["pooling_factors"] == {"f0[0:16]": 5.0, "f0[16:32]": 7.0}
 
     tables.write_text(json.dumps([vars(table) for table in cut.split_tables(specs(2))]))
-    again = plan("--towers", towers, "--tables", tables, "--json")
+    again = plan(config_file(tmp_path, **sections), "--json")
     assert again.exit_code == 0, again.output
     assert {table["name"] for table in json.loads(again.output)["tables"]} == placed.keys()
 
 
 def test_notes_on_what_was_left_open(towers: Path, tmp_path: Path) -> None:
-    words = " ".join(plan("--towers", towers, "--num-replicas", 2).output.split())
+    words = " ".join(plan(towers, "topology.num_replicas=2").output.split())
     assert "Note: no memory limit given; the fullest rank needs " in words
     assert "M = 2 replicas, T = 32 ranks" in words
-    words = " ".join(plan("--tables", tables_file(tmp_path, 1), "--memory-gib", 1).output.split())
+    words = " ".join(plan(tables_config(tmp_path, 1, sharding={"memory_gib": 1.0})).output.split())
     assert "memory limit" not in words
     assert "replicas" not in words
     assert "sync" not in words
@@ -292,10 +310,10 @@ def test_notes_on_what_was_left_open(towers: Path, tmp_path: Path) -> None:
     ],
 )
 def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tables_file(tmp_path, number)
-    found = json.loads(plan("--tables", path, "--num-towers", 4, "--batch-size", 99999, "--json").output)
+    config = tables_config(tmp_path, number, topology={"num_towers": 4}, train={"batch_size": 99999})
+    found = json.loads(plan(config, "--json").output)
     monkeypatch.setenv("COLUMNS", str(width))
-    output = plan("--tables", path, "--num-towers", 4, "--batch-size", 99999).output
+    output = plan(config).output
     assert max(map(len, output.splitlines())) <= width
     assert "\u2026" not in output
     words = " ".join(output.split())
@@ -309,22 +327,21 @@ def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, m
 
 def test_a_console_too_narrow_for_any_column_still_cuts_none(towers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "12")
-    output = plan("--towers", towers).output
+    output = plan(towers).output
     assert "\u2026" not in output
     assert " memory " in output
 
 
-def options(**given: object) -> dict[str, Any]:
-    """Those of the command, where only some are given."""
-    parameters = main.commands["plan"].params
-    return {p.name: () if isinstance(p, click.Option) and p.multiple else None for p in parameters if p.name} | given
-
-
 def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {"tables": tables_file(tmp_path, 2), "num_towers": 2, "ranks_per_tower": 4, "out": tmp_path / "plan.json"}
-    sync = {"num_replicas": 4, "sync_gb_per_s": 0.5, "sync_every": 10}
-    asked = options(**files, **sync, scheme=("table_wise",), optimizer="adam")
-    found = run_plan(None, (), asked)
+    config = tables_config(
+        tmp_path,
+        2,
+        topology={"num_towers": 2, "ranks_per_tower": 4, "num_replicas": 4},
+        replicas={"sync_every": 10},
+        sharding={"scheme": "table_wise"},
+        optimizer={"sparse": "adam"},
+    )
+    found = run_plan(str(config), sync_gb_per_s=0.5, out=tmp_path / "plan.json")
     record = json.loads(json.dumps(found.to_record()))["replicas"]
     size = 2 * 10**6 * 32 * 4
     assert (record["weight_bytes"], record["state_bytes"], record["table_bytes"]) == (size, 2 * size, 3 * size)
@@ -332,7 +349,7 @@ def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path, capsys: 
     assert record["sync_seconds"] == pytest.approx(2 * 3 * size * 3 / (32 * 0.5e9))
     assert record["step_seconds"] == pytest.approx(record["sync_seconds"] / 10)
     assert record["fullest_overhead_bytes"] == 3 * size / 2 * 3 / 4
-    assert TowerShardingPlan.load(files["out"]).topology.num_replicas == 4
+    assert TowerShardingPlan.load(tmp_path / "plan.json").topology.num_replicas == 4
 
     print_sharding(found, everything=False, out=None)
     words = " ".join(capsys.readouterr().out.split())
@@ -343,7 +360,7 @@ def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path, capsys: 
     assert "S = 768 MB: 256 MB of weights and 512 MB of optimizer state in one copy of the tables." in words
     assert "B = 0.5 GB/s between replicas" in words
 
-    print_sharding(run_plan(None, (), asked | {"sync_gb_per_s": None}), everything=False, out=None)
+    print_sharding(run_plan(str(config)), everything=False, out=None)
     words = " ".join(capsys.readouterr().out.split())
     assert "72.0 MB" in words
     assert "a sync" not in words.replace("How long a sync takes", "")
@@ -351,30 +368,25 @@ def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path, capsys: 
 
 
 def test_options_of_replicas(towers: Path) -> None:
-    sync = ["--sync-gb-per-s", 12.5, "--sync-every", 3]
-    records = [
-        json.loads(plan("--towers", towers, name, 2, *sync, "--json").output)
-        for name in ("--replicas", "--num-replicas")
-    ]
-    assert records[0] == records[1]
-    costs = records[0]["replicas"]
+    settings = ["topology.num_replicas=2", "replicas.sync_every=3"]
+    costs = json.loads(plan(towers, *settings, "--sync-gb-per-s", 12.5, "--json").output)["replicas"]
     assert (costs["num_replicas"], costs["sync_gb_per_s"], costs["sync_every"]) == (2, 12.5, 3)
 
 
 def test_data_parallel_tables_are_said_not_to_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = options(tables=tables_file(tmp_path, 3), num_replicas=2, pin=("t_0=data_parallel", "t_1=table_wise"))
-    found = run_plan(None, (), asked | {"scheme": ("row_wise",)})
+    sharding = {"scheme": "row_wise", "tables": {"t_0": "data_parallel", "t_1": "table_wise"}}
+    config = tables_config(tmp_path, 3, topology={"num_replicas": 2}, sharding=sharding)
+    found = run_plan(str(config))
     assert found.to_record()["replicas"]["weight_bytes"] == 2 * 10**6 * 32 * 4
     print_sharding(found, everything=False, out=None)
     words = " ".join(capsys.readouterr().out.split())
     assert "in one copy of the tables; data-parallel tables (1), which no sync moves, are not counted." in words
 
 
-@pytest.mark.parametrize("asked", [{"num_replicas": 1}, {"sync_gb_per_s": 2.0}, {"sync_every": 3}])
-def test_one_replica_costs_nothing_and_is_shown_where_asked(asked: dict[str, Any], tmp_path: Path) -> None:
-    files = {"tables": tables_file(tmp_path, 2)}
-    assert "replicas" not in run_plan(None, (), options(**files)).to_record()
-    record = run_plan(None, (), options(**files, **asked)).to_record()["replicas"]
+def test_one_replica_costs_nothing_and_is_shown_where_asked(tmp_path: Path) -> None:
+    config = str(tables_config(tmp_path, 2))
+    assert "replicas" not in run_plan(config).to_record()
+    record = run_plan(config, sync_gb_per_s=2.0).to_record()["replicas"]
     assert record["overhead_bytes"] == record["fullest_overhead_bytes"] == 0
     assert not record["sync_seconds"]
 
@@ -382,8 +394,8 @@ def test_one_replica_costs_nothing_and_is_shown_where_asked(asked: dict[str, Any
 def test_replicas_of_a_config_can_be_varied(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(to_toml(small()))
     config = str(tmp_path / "run.toml")
-    assert "replicas" not in run_plan(config, (), options()).to_record()
-    found = run_plan(config, (), options(num_replicas=8, sync_gb_per_s=1.0, out=tmp_path / "plan.json"))
+    assert "replicas" not in run_plan(config).to_record()
+    found = run_plan(config, ["topology.num_replicas=8"], sync_gb_per_s=1.0, out=tmp_path / "plan.json")
     record = found.to_record()
     assert record["topology"]["num_replicas"] == record["replicas"]["num_replicas"] == 8
     assert record["replicas"]["num_ranks"] == 8 * 2 * 2
@@ -396,19 +408,23 @@ def test_replicas_of_a_config_can_be_varied(tmp_path: Path) -> None:
 
     text = to_toml(small(topology={"num_replicas": 2}, replicas={"sync_every": 5}))
     (tmp_path / "run.toml").write_text(text)
-    for asked, replicas, every in (({}, 2, 5), ({"num_replicas": 4}, 4, 5), ({"sync_every": 3}, 2, 3)):
-        costs = run_plan(config, (), options(**asked)).replicas
+    changes: dict[tuple[str, ...], tuple[int, int]] = {
+        (): (2, 5),
+        ("topology.num_replicas=4",): (4, 5),
+        ("replicas.sync_every=3",): (2, 3),
+    }
+    for overrides, (replicas, every) in changes.items():
+        costs = run_plan(config, overrides).replicas
         assert costs is not None
         assert (costs.num_replicas, costs.sync_every) == (replicas, every)
-    again = run_plan(config, ("topology.num_replicas=3",), options(num_replicas=4)).sharding.topology
-    assert again.num_replicas == 4
 
 
 def test_tables_cut_by_the_tower_plan_are_counted_once(tmp_path: Path) -> None:
     cut = TowerPlan.from_lists([["f0[0:16]", "f1"], ["f0[16:32]"]], column_splits={"f0": (16, 16)})
     cut.save(tmp_path / "cut.json")
-    asked = options(towers=tmp_path / "cut.json", tables=tables_file(tmp_path, 2), num_replicas=2)
-    record = run_plan(None, (), asked | {"scheme": ("table_wise",)}).to_record()["replicas"]
+    topology, sharding = {"num_towers": 2, "num_replicas": 2}, {"scheme": "table_wise"}
+    config = tables_config(tmp_path, 2, towers={"plan": tmp_path / "cut.json"}, topology=topology, sharding=sharding)
+    record = run_plan(str(config)).to_record()["replicas"]
     # Row-wise AdaGrad keeps a state for each shard of f0.
     assert (record["weight_bytes"], record["state_bytes"]) == (2 * 10**6 * 32 * 4, 3 * 10**6 * 4)
 
@@ -416,29 +432,20 @@ def test_tables_cut_by_the_tower_plan_are_counted_once(tmp_path: Path) -> None:
 def test_tables_cut_in_a_config_are_counted_once(tmp_path: Path) -> None:
     groups = [["C1[0:4]", "C2", "C3"], ["C1[4:8]", "C4", "C5", "C6"]]
     TowerPlan.from_lists(groups, column_splits={"C1": (4, 4)}).save(tmp_path / "cut.json")
-    config = small(towers={"plan": str(tmp_path / "cut.json")}, sharding={"scheme": "row_wise"})
+    config = small(
+        towers={"plan": str(tmp_path / "cut.json")}, sharding={"scheme": "row_wise"}, topology={"num_replicas": 2}
+    )
     (tmp_path / "run.toml").write_text(to_toml(config))
-    record = run_plan(str(tmp_path / "run.toml"), (), options(num_replicas=2)).to_record()["replicas"]
+    record = run_plan(str(tmp_path / "run.toml")).to_record()["replicas"]
     assert (record["weight_bytes"], record["state_bytes"]) == (6 * 11 * 8 * 4, 7 * 11 * 4)
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"num_replicas": 0}, "--replicas 0: must be a whole number of at least 1"),
-        ({"num_replicas": -2}, "--replicas -2: must be"),
-        ({"sync_gb_per_s": 0.0}, "sync_gb_per_s=0.0 must be a positive number"),
-        ({"sync_gb_per_s": math.nan}, "sync_gb_per_s=nan must be a positive number"),
-        ({"sync_every": 0}, "sync_every=0 must be a whole number of at least 1"),
-    ],
-)
-@pytest.mark.parametrize("config", [None, "demo"])
-def test_numbers_of_replicas_out_of_range(
-    asked: dict[str, Any], message: str, config: str | None, tmp_path: Path
-) -> None:
-    files = {} if config else {"tables": tables_file(tmp_path, 2)}
-    with pytest.raises(InputError, match=re.escape(message)):
-        run_plan(config, (), options(**files, **asked, out=tmp_path / "plan.json"))
+@pytest.mark.parametrize("rate", [0.0, math.nan])
+@pytest.mark.parametrize("has_data", [True, False])
+def test_rates_between_replicas_out_of_range(rate: float, has_data: bool, tmp_path: Path) -> None:
+    config = "demo" if has_data else str(tables_config(tmp_path, 2))
+    with pytest.raises(InputError, match=re.escape(f"sync_gb_per_s={rate} must be a positive number")):
+        run_plan(config, sync_gb_per_s=rate, out=tmp_path / "plan.json")
     assert not (tmp_path / "plan.json").exists()
 
 
@@ -446,8 +453,7 @@ def test_a_narrow_console_cuts_no_cost_of_replicas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "50")
-    asked = options(tables=tables_file(tmp_path, 2), num_replicas=2, sync_gb_per_s=1e-3)
-    found = run_plan(None, (), asked)
+    found = run_plan(str(tables_config(tmp_path, 2, topology={"num_replicas": 2})), sync_gb_per_s=1e-3)
     print_sharding(found, everything=False, out=None)
     output = capsys.readouterr().out
     assert max(map(len, output.splitlines())) <= 50

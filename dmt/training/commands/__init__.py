@@ -124,43 +124,38 @@ def partition(**options: Any) -> None:
 
 
 @main.command(
-    epilog="Example: dmt plan demo sharding.memory_gib=16; or without a config: dmt plan --towers towers.json "
-    "--ranks-per-tower 8 --batch-size 4096 --pin 't_ad*=row_wise' --out plan.json"
+    # Options of earlier versions reach `run_plan`, which says what to write instead.
+    context_settings={"ignore_unknown_options": True},
+    epilog="Example: dmt plan demo sharding.memory_gib=16; or for tables without data: dmt plan CONFIG.toml "
+    "data.tables=tables.json topology.num_towers=4 --out plan.json",
 )
-@click.argument("config", required=False)
+@click.argument("config")
 @click.argument("overrides", nargs=-1)
-@click.option("--tables", type=click.Path(path_type=Path), help="Tables as JSON, where there is no CONFIG.")
-@click.option("--towers", type=click.Path(path_type=Path), help="Tower plan; its recorded tables do without --tables.")
-@click.option("--num-towers", type=int, help="T; by default that of --towers, else 1.")
-@click.option("--ranks-per-tower", type=int, help="L, 8 by default.")
-@click.option("--replicas", "--num-replicas", "num_replicas", type=int, help="M, 1 by default, or the CONFIG's.")
 @click.option("--sync-gb-per-s", type=float, help="Rate at which a rank sends to its replicas, GB/s.")
-@click.option("--sync-every", type=int, help="N, steps from one sync of replicas to the next, 1 by default.")
-@click.option("--batch-size", type=int, help="B, samples per rank, 1024 by default.")
-@click.option("--pooling", multiple=True, metavar="FEATURE=NUMBER", help="Mean ids per sample, where it is not 1.")
-@click.option("--memory-gib", type=float, help="Memory of a rank for tables, in GiB; no limit without it.")
-@click.option("--optimizer", help="Of the tables: rowwise_adagrad, adagrad, adam or sgd.")
-@click.option("--memory-gb-per-s", type=float, help="Rate of lookups and updates, GB/s.")
-@click.option("--intra-tower-gb-per-s", type=float, help="Rate of a rank's link inside its tower, GB/s.")
-@click.option("--collective-latency-us", type=float, help="Fixed cost of a collective, microseconds.")
-@click.option("--scheme", multiple=True, help="Allow only this scheme (repeatable), where a table can have it.")
-@click.option("--pin", multiple=True, metavar="TABLES=SCHEME", help="Scheme of tables by name or pattern (repeatable).")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the plan as JSON.")
 @click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def plan(config: str | None, overrides: tuple[str, ...], *, everything: bool, as_json: bool, **options: Any) -> None:
+def plan(
+    config: str,
+    overrides: tuple[str, ...],
+    *,
+    sync_gb_per_s: float | None,
+    out: Path | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
     """Places the tables of each tower on its ranks, and says why.
 
-    CONFIG is a training config or the name of a shipped one, planned as the trainer will; OVERRIDES are
-    section.key=value. Without a CONFIG, options say what is planned.
+    CONFIG is a training config or the name of a shipped one, planned as the trainer will; with data.tables in it, the
+    tables of that file are planned. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.plan import print_sharding, run_plan
 
-    found = run_plan(config, overrides, options)
+    found = run_plan(config, overrides, sync_gb_per_s=sync_gb_per_s, out=out)
     if as_json:
         click.echo(json.dumps(found.to_record(), indent=1))
     else:
-        print_sharding(found, everything=everything, out=options["out"])
+        print_sharding(found, everything=everything, out=out)
 
 
 @main.command(epilog="Example: dmt check cluster.toml sharding.id_route=global --rows 500")

@@ -17,7 +17,7 @@ from rich.console import Console
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
-from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_toml
+from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.data.textfile import text_blocks
@@ -67,7 +67,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     check_output_dir(out)
     if data is not None:
         settings += step_settings(checked.train_rows, ranks)
-    shared = [*settings, *overrides]
+    shared = [*settings, *map(current_override, overrides)]
     flat_arch = arch.removeprefix("dmt-")
 
     check_rows(load_config("demo", shared), ranks, rows_at_most(config, checked))
@@ -180,7 +180,7 @@ def flat_settings(settings: Sequence[str]) -> list[str]:
     def about_towers(setting: str) -> bool:
         key, _, value = (part.strip() for part in setting.partition("="))
         if key == "sharding.scheme":
-            return value.strip("\"'") in ("row_wise", "data_parallel")
+            return value.strip("\"'") in ("row_wise", "data_parallel", "data_wise")
         return any(f"{key}.".startswith(f"{name}.") for name in _OF_TOWERS)
 
     return [setting for setting in settings if not about_towers(setting)]

@@ -1,14 +1,11 @@
-"""The body of ``dmt plan``: what is read, planned and printed. Needs no TorchRec, unless a CONFIG names the tables."""
+"""``dmt plan``: what is planned and printed. Needs no TorchRec."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -17,304 +14,108 @@ from rich.text import Text
 
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import human_bytes
-from dmt.plan.column_shards import shard_names
-from dmt.plan.tables import TableSpec, feature_names, table_specs
-from dmt.plan.topology import TowerTopology
-from dmt.plan.towers import TowerPlan
-from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.plan import RankLoad, TowerShardingPlan
-from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.replica_costs import ReplicaCosts, replica_costs
-from dmt.sharding.rules import Rule, ShardingRules
-from dmt.sharding.schemes import SCHEMES
+from dmt.training.config import load_config
 from dmt.training.console import table_console
+from dmt.training.job import check_table_optimizer, open_job
 
-if TYPE_CHECKING:
-    from dmt.training.config import ReplicasConfig
-
-__all__ = ["PlannedTables", "print_sharding", "read_tables", "run_plan"]
+__all__ = ["PlannedTables", "print_sharding", "run_plan"]
 
 _SHOWN_RANKS = 16
 _SHOWN_TABLES = 20
 # Characters that names and reasons get at least, before columns of numbers are left out for them.
 _FOLDED = {"table": 12, "why": 24, "replicas": 12}
-_TABLE_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names")
-_DATA_TYPES = ("FP32", "FP16")
 Rows = Sequence[Sequence[str]]
 
-# What a config says, so that an option cannot contradict it.
-_CONFIG_KEYS = {
-    "tables": "data",
-    "towers": "towers.plan",
-    "num_towers": "topology.num_towers",
-    "ranks_per_tower": "topology.ranks_per_tower",
-    "batch_size": "train.batch_size",
-    "pooling": "sharding.pooling_factors",
-    "memory_gib": "sharding.memory_gib",
-    "optimizer": "optimizer.sparse",
-    "memory_gb_per_s": "sharding.memory_gb_per_s",
-    "intra_tower_gb_per_s": "sharding.intra_tower_gb_per_s",
-    "collective_latency_us": "sharding.collective_latency_us",
-    "scheme": "sharding.scheme",
-    "pin": "sharding.tables",
+# Options of earlier versions, and the setting that replaces each.
+_OLD_OPTIONS: Mapping[str, str] = {
+    "--tables": "data.tables=FILE.json",
+    "--towers": "towers.plan=FILE.json, and data.tables=FILE.json for the tables that it records",
+    "--num-towers": "topology.num_towers=T",
+    "--ranks-per-tower": "topology.ranks_per_tower=L",
+    "--replicas": "topology.num_replicas=M",
+    "--num-replicas": "topology.num_replicas=M",
+    "--sync-every": "replicas.sync_every=N",
+    "--batch-size": "train.batch_size=B",
+    "--pooling": "sharding.pooling_factors={FEATURE = NUMBER}",
+    "--memory-gib": "sharding.memory_gib=NUMBER",
+    "--optimizer": "optimizer.sparse=NAME",
+    "--memory-gb-per-s": "sharding.memory_gb_per_s=NUMBER",
+    "--lookup-gb-per-s": "sharding.memory_gb_per_s=NUMBER",
+    "--intra-tower-gb-per-s": "sharding.intra_tower_gb_per_s=NUMBER",
+    "--link-gb-per-s": "sharding.intra_tower_gb_per_s=NUMBER",
+    "--collective-latency-us": "sharding.collective_latency_us=NUMBER",
+    "--exchange-us": "sharding.collective_latency_us=NUMBER",
+    "--scheme": "sharding.scheme=SCHEME",
+    "--pin": "sharding.tables={TABLES = SCHEME}",
 }
 
 
 @dataclass(frozen=True)
 class PlannedTables:
-    """What ``dmt plan`` found."""
+    """The result of ``dmt plan``."""
 
     sharding: TowerShardingPlan
+    """The plan of one replica."""
     replicas: ReplicaCosts | None
-    """None where there is one replica and nobody asked."""
+    """Costs of replicas; None where there is one replica and no rate was given."""
 
     def to_record(self) -> dict[str, Any]:
-        """The plan as JSON writes it, with the costs of replicas under ``replicas``."""
+        """Returns the plan as JSON writes it, with the costs of replicas under ``replicas``."""
         record = self.sharding.to_record()
         return record if self.replicas is None else record | {"replicas": self.replicas.to_record()}
 
 
-def run_plan(config: str | None, overrides: Sequence[str], options: Mapping[str, Any]) -> PlannedTables:
-    """Does what ``dmt plan`` was asked for; writes the plan where ``--out`` says.
+def run_plan(
+    config: str, overrides: Sequence[str] = (), *, sync_gb_per_s: float | None = None, out: Path | None = None
+) -> PlannedTables:
+    """Plans the run of a config as the trainer will, or the tables that its ``data.tables`` lists.
 
     Args:
-        config: a training config, whose run is planned as the trainer will, or None where the tables come from a file.
-        overrides: ``section.key=value`` for the config.
-        options: the command's options by name, with ``-`` as ``_``.
+        config: file or name of a shipped config.
+        overrides: ``section.key=value``.
+        sync_gb_per_s: rate at which a rank sends to its replicas, in 10^9 bytes per second.
+        out: where the plan is written, if anywhere.
 
     Raises:
-        InputError: options contradict each other, a file cannot be read, or the tables cannot be placed as asked.
+        InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
     """
-    number = options["num_replicas"]
-    if number is not None and number < 1:
-        raise InputError(f"--replicas {number}: must be a whole number of at least 1, the copies of the tables.")
-    found, tables, own = _of_config(config, overrides, options) if config else _of_files(options)
-    asked = {name: options[name] for name in ("sync_gb_per_s", "sync_every") if options.get(name) is not None}
-    replicas = None
-    if asked or number is not None or found.topology.num_replicas > 1:
-        replicas = replica_costs(found, tables, precision=own.precision, **({"sync_every": own.sync_every} | asked))
-    if options["out"]:
-        found.save(options["out"])
-    return PlannedTables(found, replicas)
-
-
-def read_tables(path: Path, option: str = "--tables") -> tuple[TableSpec, ...]:
-    """Tables from a JSON file: a list of {name, num_embeddings, embedding_dim, feature_names}, or a tower plan's.
-
-    An entry may have a ``data_type``, ``"FP32"`` (as without it) or ``"FP16"``.
-
-    Args:
-        path: of the file.
-        option: what the user gave it with, for messages.
-
-    Raises:
-        InputError: the file is absent, not JSON, or an entry is malformed; entries are counted from 1.
-    """
-    place = f"{option} {path}"
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{place}: cannot be read ({error}). Name a JSON file.") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{place}, line {error.lineno}: not JSON ({error.msg}).") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise InputError(f"{place}: not JSON that can be read ({error}).") from error
-    entries = record.get("tables") if isinstance(record, dict) else record
-    if not isinstance(entries, list) or not entries:
-        raise InputError(f"{place}: holds no list of tables, as `dmt partition` records them in towers.json.")
-    tables = [_table_of(f"{place}, entry {number}", entry) for number, entry in enumerate(entries, start=1)]
-    with _naming(place):
-        return table_specs(tables)
-
-
-def _table_of(place: str, entry: Any) -> TableSpec:
-    if not isinstance(entry, dict):
-        raise InputError(f"{place}: {entry!r} must be an object with the keys {', '.join(_TABLE_KEYS)}.")
-    if isinstance(entry.get("name"), str):
-        place += f" ({entry['name']!r})"
-    known = (*_TABLE_KEYS, "data_type")
-    unknown, missing = [key for key in entry if key not in known], [key for key in _TABLE_KEYS if key not in entry]
-    if unknown:
-        raise InputError(
-            f"{place}: the key {unknown[0]!r} is unknown; a table has {', '.join(known)}.{did_you_mean(unknown[0], known)}"
-        )
-    if missing:
-        raise InputError(f"{place}: {missing[0]} is missing. Give {', '.join(_TABLE_KEYS)}.")
-    if not _is_name(entry["name"]):
-        raise InputError(f"{place}: name={entry['name']!r} must be a text that is not empty.")
-    for size in ("num_embeddings", "embedding_dim"):
-        value = entry[size]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{place}: {size}={value!r} must be a whole number of at least 1.")
-        if value >= 2**63:
-            raise InputError(f"{place}: {size}={value:.3e} must be below 2**63; ids are int64.")
-    if entry["embedding_dim"] % 4:
-        raise InputError(f"{place}: embedding_dim={entry['embedding_dim']} must be a multiple of 4 (FBGEMM's kernels).")
-    features = entry["feature_names"]
-    if not isinstance(features, list) or not features or not all(map(_is_name, features)):
-        raise InputError(f"{place}: feature_names={features!r} must be a list of one text or more, such as ['ad'].")
-    if entry.get("data_type", "FP32") not in _DATA_TYPES:
-        raise InputError(f"{place}: data_type={entry['data_type']!r} is unknown; use one of {list(_DATA_TYPES)}.")
-    return TableSpec(**{**entry, "feature_names": tuple(features)})
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-@contextmanager
-def _naming(place: str) -> Iterator[None]:
-    """Puts the file in front of what is wrong with its tables."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{place}: {error}") from error
-
-
-def _of_config(
-    config: str, overrides: Sequence[str], options: Mapping[str, Any]
-) -> tuple[TowerShardingPlan, Sequence[TableSpec], ReplicasConfig]:
-    """The plan of a run, its tables, and how its replicas are kept equal."""
-    given = [name for name in _CONFIG_KEYS if options[name] not in (None, ())]
-    if given:
-        raise InputError(
-            f"--{given[0].replace('_', '-')} and a CONFIG contradict each other: the config decides it. Change "
-            f"{_CONFIG_KEYS[given[0]]} there, or append section.key=value."
-        )
-    from dmt.training.config import load_config
-    from dmt.training.job import check_table_optimizer, open_job
-
-    replicas = options["num_replicas"]
-    run = load_config(config, overrides if replicas is None else [*overrides, f"topology.num_replicas={replicas}"])
+    _refuse_options(config, *overrides)
+    run = load_config(config, overrides)
     if run.dataflow == "flat":
         raise InputError(
             f"Config {config} has the flat dataflow (model.arch={run.model.arch!r}), which TorchRec's own planner "
             "places. Append sharding.dataflow=sptt to plan its towers."
         )
-    # Refuses an optimizer that the trainer would.
-    check_table_optimizer(run.optimizer)
+    if run.data.tables is None:
+        check_table_optimizer(run.optimizer)
     job = open_job(run)
-    assert job.sharding is not None, "not flat"
-    return job.sharding, job.split_tables, run.replicas
+    assert job.sharding is not None, "the tower dataflow has a plan"
+    replicas = None
+    if sync_gb_per_s is not None or job.topology.num_replicas > 1:
+        own = run.replicas
+        rate = {} if sync_gb_per_s is None else {"sync_gb_per_s": sync_gb_per_s}
+        replicas = replica_costs(
+            job.sharding, job.split_tables, precision=own.precision, sync_every=own.sync_every, **rate
+        )
+    if out:
+        job.sharding.save(out)
+    return PlannedTables(job.sharding, replicas)
 
 
-def _of_files(options: Mapping[str, Any]) -> tuple[TowerShardingPlan, Sequence[TableSpec], ReplicasConfig]:
-    towers, tables = _towers_and_tables(options)
-    split: list[Any] = list(tables)
-    with _naming(" with ".join(f"--{name} {options[name]}" for name in ("towers", "tables") if options[name])):
-        if any(feature in towers.column_splits for feature in feature_names(tables)):
-            split = towers.split_tables(tables)
-        by_tower = towers.tables_by_tower(split)
-    known = {name: value for name, value in options.items() if value not in (None, ())}
-    rates = {
-        name: known[name]
-        for name in ("memory_gb_per_s", "intra_tower_gb_per_s", "collective_latency_us")
-        if name in known
-    }
-    shards = {
-        t.name: shard_names(t.name, towers.column_splits[t.feature_names[0]])
-        for t in tables
-        if t.feature_names[0] in towers.column_splits
-    }
-    found = plan_tables(
-        by_tower,
-        TowerTopology(
-            num_towers=towers.num_towers,
-            ranks_per_tower=known.get("ranks_per_tower", 8),
-            num_replicas=known.get("num_replicas", 1),
-        ),
-        workload=StepWorkload(
-            batch_size=known.get("batch_size", StepWorkload.batch_size),
-            pooling_factors=_pooling(options["pooling"], towers),
-            optimizer=known.get("optimizer", StepWorkload.optimizer),
-        ),
-        hardware=Hardware(memory_per_rank=_memory(options["memory_gib"]), **rates),
-        rules=ShardingRules(schemes=options["scheme"] or SCHEMES, tables=_pins(options["pin"], shards)),
+def _refuse_options(*arguments: str) -> None:
+    """Raises `InputError` for an option, saying which setting replaces it."""
+    given = next((argument for argument in arguments if argument.startswith("--")), None)
+    if given is None:
+        return
+    option = given.partition("=")[0]
+    if option not in _OLD_OPTIONS:
+        raise InputError(f"dmt plan has no option {option}.{did_you_mean(option, _OLD_OPTIONS)} See dmt plan --help.")
+    raise InputError(
+        f"dmt plan takes a CONFIG and no {option} any more. Write {_OLD_OPTIONS[option]} after the CONFIG, for example "
+        "dmt plan CONFIG.toml data.tables=tables.json topology.num_towers=4."
     )
-    from dmt.training.config import ReplicasConfig
-
-    return found, split, ReplicasConfig()
-
-
-def _towers_and_tables(options: Mapping[str, Any]) -> tuple[TowerPlan, tuple[TableSpec, ...]]:
-    number = options["num_towers"]
-    if number is not None and number < 1:
-        raise InputError(f"--num-towers {number}: must be a whole number of at least 1.")
-    towers = TowerPlan.load(options["towers"]) if options["towers"] else None
-    if options["tables"]:
-        tables = read_tables(options["tables"])
-    elif towers is not None and towers.tables:
-        tables = read_tables(options["towers"], "--towers")
-    else:
-        raise InputError(
-            "There are no tables to plan. Give a CONFIG, or --tables FILE.json, or --towers with a plan that records "
-            "its tables."
-        )
-    if towers is None:
-        return _strided(tables, number or 1), tables
-    if number not in (None, towers.num_towers):
-        raise InputError(
-            f"--num-towers {number} does not fit {options['towers']}, which has {towers.num_towers} towers. Drop it."
-        )
-    return towers, tables
-
-
-def _strided(tables: Sequence[TableSpec], number: int) -> TowerPlan:
-    """Table i in tower i mod T; over features, a shared table could fall to two towers."""
-    if number > len(tables):
-        raise InputError(f"--num-towers {number}: must not be more than the tables, which are {len(tables)}.")
-    return TowerPlan.from_lists([feature_names(tables[i::number]) for i in range(number)], strategy="strided")
-
-
-def _memory(gib: float | None) -> int | None:
-    if gib is None:
-        return None
-    num_bytes = gib * 2**30
-    if not 1 <= num_bytes < math.inf:
-        raise InputError(f"--memory-gib {gib:g}: must be a finite number of GiB above 0. Leave it out for no limit.")
-    return int(num_bytes)
-
-
-def _pins(texts: Sequence[str], shards: Mapping[str, Sequence[str]]) -> dict[str, Rule]:
-    """The rules; one for a table that is cut, by its name, holds for each of its shards that has none of its own."""
-    pins: dict[str, Rule] = {}
-    for text in texts:
-        pattern, equals, schemes = text.rpartition("=")
-        if not equals or not pattern or not schemes:
-            raise InputError(f"--pin {text!r} is not of the form TABLES=SCHEME[,SCHEME], e.g. 't_ad*=row_wise'.")
-        rule: Any = tuple(schemes.split(","))
-        if pins.setdefault(pattern, rule) != rule:
-            raise InputError(f"--pin gives {pattern!r} twice, with different schemes. Keep one.")
-    of_shards = {shard: rule for name, rule in pins.items() for shard in shards.get(name, ())}
-    return of_shards | {name: rule for name, rule in pins.items() if name not in shards}
-
-
-def _pooling(texts: Sequence[str], towers: TowerPlan) -> dict[str, float]:
-    """Ids per sample; of a feature whose table is cut, for each of its shards that has no number of its own."""
-    factors: dict[str, float] = {}
-    known = {*towers.features, *towers.column_splits}
-    for text in texts:
-        feature, _, number = text.rpartition("=")
-        try:
-            factor = float(number)
-        except ValueError:
-            factor = math.nan
-        if not feature or not 0 < factor < math.inf:
-            raise InputError(f"--pooling {text!r} is not of the form FEATURE=NUMBER, NUMBER above 0, e.g. 'ad=12.5'.")
-        if feature not in known:
-            raise InputError(
-                f"--pooling {text!r}: no table has the feature {feature!r} ({len(towers.features)} features)."
-                f"{did_you_mean(feature, known)} Drop it or fix the name."
-            )
-        if factors.setdefault(feature, factor) != factor:
-            raise InputError(f"--pooling gives {feature!r} twice, with different numbers. Keep one.")
-    of_shards = {
-        shard: factors[feature]
-        for feature, widths in towers.column_splits.items()
-        for shard in shard_names(feature, widths)
-        if feature in factors
-    }
-    return of_shards | {name: factor for name, factor in factors.items() if name not in towers.column_splits}
 
 
 def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None) -> None:
@@ -371,7 +172,9 @@ def _print_replicas(console: Console, costs: ReplicaCosts) -> None:
     if costs.sync_gb_per_s is None:
         console.print("How long a sync takes: give --sync-gb-per-s, what a rank sends to its replicas.")
     else:
-        console.print(f"B = {costs.sync_gb_per_s:g} GB/s between replicas; they sync every N steps (--sync-every).")
+        console.print(
+            f"B = {costs.sync_gb_per_s:g} GB/s between replicas; they sync every N steps (replicas.sync_every)."
+        )
 
 
 def _time(seconds: float | None) -> str:
@@ -381,10 +184,7 @@ def _time(seconds: float | None) -> str:
 def _notes(found: TowerShardingPlan) -> Iterator[str]:
     if found.hardware.memory_per_rank is None:
         fullest = human_bytes(max(rank.memory for rank in found.ranks))
-        yield (
-            f"no memory limit given; the fullest rank needs {fullest} (--memory-gib, or sharding.memory_gib of a "
-            "CONFIG)."
-        )
+        yield (f"no memory limit given; the fullest rank needs {fullest} (sharding.memory_gib).")
 
 
 def _print_fitting(

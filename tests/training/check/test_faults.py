@@ -25,7 +25,7 @@ from dmt.training.check.findings import CheckReport, Finding, make_rows
 from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_values
 from dmt.training.checkpoints import Checkpointer
-from dmt.training.job import open_job
+from dmt.training.job import Job, open_job
 from tests.training.small import small
 
 pytestmark = pytest.mark.ranks
@@ -192,8 +192,8 @@ def states_averaged_at_once(keep: Change) -> Change:
 
 
 def moments_not_scaled(shard: Change) -> Change:
-    def faulty(config: Any, *args: Any, **options: Any) -> Any:
-        return shard(with_values(config, "replicas", moment_scale=1.0), *args, **options)
+    def faulty(job: Job, mesh: TowerMesh) -> Any:
+        return shard(replace(job, config=with_values(job.config, "replicas", moment_scale=1.0)), mesh)
 
     return faulty
 
