@@ -102,10 +102,9 @@ def _kind(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
     if origin is tuple:
-        return f"list of {_PLURALS[arguments[0]]}"
+        return f"list of {_PLURALS.get(arguments[0], 'these')}"
     if origin is dict:
-        choices = get_origin(arguments[1]) is Literal
-        return f"table of {_kind(arguments[1]) if choices else _PLURALS[arguments[1]]}"
+        return f"table of {_PLURALS[arguments[1]] if arguments[1] in _PLURALS else _kind(arguments[1])}"
     if origin in (UnionType, Union):
         return " or ".join(_kind(argument) for argument in arguments if argument is not NoneType)
     return _KINDS[annotation]

@@ -188,8 +188,8 @@ class ReplicasConfig(_Section):
     precision: SyncPrecision = "fp32"
     """Number format sent; ``bf16`` sends changes since the last averaging, and keeps one more copy of the tables."""
     moment_scale: MomentScale = "num_replicas"
-    """c: AdaGrad's moments are divided by it, in (0, R]. The noisier the gradients, the nearer to R. Data-parallel tables
-    need none: their gradients are averaged over the replicas."""
+    """c: AdaGrad's moments are divided by it, in (0, R]. The noisier the gradients, the nearer to R. Data-parallel
+    tables need none: their gradients are averaged over the replicas."""
 
     @field_validator("moment_scale", mode="before")
     @classmethod

@@ -176,7 +176,7 @@ def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
 
 
 def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Splits:
-    """The plan's column splits; none for tables that are its column shards already, as a ``towers.json`` records them."""
+    """The plan's column splits; none for tables that are column shards already, as a ``towers.json`` records them."""
     features = set(feature_names(tables))
     return plan.column_splits if any(feature in features for feature in plan.column_splits) else {}
 

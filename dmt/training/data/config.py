@@ -123,8 +123,8 @@ class DataConfig(BaseModel):
     validate_rows: int = Field(default=1_000_000, ge=-1)
     """Rows of each part that are checked before training starts; -1 checks all, 0 none."""
     tables: str | None = None
-    """A JSON list of tables, or a ``towers.json`` that records its tables, which ``dmt plan`` places instead of those of
-    the data ([Sharding](sharding.md)). A training run has no use for it."""
+    """A JSON list of tables, or a ``towers.json`` that records its tables; ``dmt plan`` places them instead of those of
+    the data ([Sharding](sharding.md)). Training refuses it."""
     synthetic: SyntheticConfig = SyntheticConfig()
     """Settings of ``kind="synthetic"``."""
 

@@ -51,7 +51,8 @@ def _table_of(place: str, entry: Any) -> TableSpec:
     unknown, missing = [key for key in entry if key not in known], [key for key in _TABLE_KEYS if key not in entry]
     if unknown:
         raise InputError(
-            f"{place}: the key {unknown[0]!r} is unknown; a table has {', '.join(known)}.{did_you_mean(unknown[0], known)}"
+            f"{place}: the key {unknown[0]!r} is unknown; a table has {', '.join(known)}."
+            f"{did_you_mean(unknown[0], known)}"
         )
     if missing:
         raise InputError(f"{place}: {missing[0]} is missing. Give {', '.join(_TABLE_KEYS)}.")
