@@ -1,8 +1,9 @@
-"""Models and optimizers of a `Job`: the plain model, its sharded form, what trains it."""
+"""Models of a `Job`: plain and sharded, their optimizers, and the bytes that a step should send."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,20 +31,22 @@ from dmt.models import (
     flat_sparse_arch,
     tower_sparse_arch,
 )
-from dmt.models.complexity import MetaTables, MetaTowers
+from dmt.models.complexity import MetaTables, MetaTowers, compression_ratio
 from dmt.models.sparse import joined_sparse_arch
+from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.replicas.sync import ReplicaSync
-from dmt.sharding.costs import StepWorkload
+from dmt.sharding.costs import CostModel, StepWorkload
 from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches
 from dmt.sptt.towers import TowerCollectionSharder
+from dmt.traffic import Traffic
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, check_table_optimizer
@@ -53,6 +56,7 @@ __all__ = [
     "build_model",
     "build_optimizer",
     "count_model",
+    "expected_traffic",
     "fused_params",
     "in_micro_batches",
     "replica_sync",
@@ -73,6 +77,7 @@ _FUSED = {
 }
 # Schemes that TorchRec's flat dataflow is given to choose from.
 _FLAT_SCHEMES: list[Scheme] = ["table_wise", "column_wise"]
+_ID_BYTES = 8  # an id, and a length
 # The parameters of tower modules, by name as in the unsharded model.
 _TOWER_MODULE = re.compile(r"\.towers\.\d+\.interaction\.")
 
@@ -223,7 +228,7 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
-    """What keeps the replicas of a sharded model equal, None for a single one; to be made once weights are loaded."""
+    """Returns the sync of the replicas of a sharded model, None for a single one; call it once weights are loaded."""
     if mesh.topology.num_replicas == 1:
         return None
     return ReplicaSync(
@@ -237,14 +242,14 @@ def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> R
 
 
 def _dense_reduce(config: TrainConfig, mesh: TowerMesh) -> HierarchicalDataParallel | None:
-    """What averages the gradients of the dense part; None is TorchRec's own, DDP's ring. Collective."""
+    """Returns the averaging of the dense part's gradients; None means TorchRec's own, DDP's ring. Collective."""
     if config.dense_reduce == "ring":
         return None
     return HierarchicalDataParallel(mesh, precision=config.dense_reduce_precision)
 
 
 def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
-    """TorchRec's own sharding over all ranks."""
+    """Shards over all ranks as TorchRec does."""
     config = job.config
     sharders: list[Any] = [
         EmbeddingBagCollectionSharder(
@@ -258,15 +263,15 @@ def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], Shard
             local_world_size=config.topology.ranks_per_tower,
             compute_device="cpu",
         ),
-        # Left free, it makes small tables data parallel: TorchRec then drops their fused optimizer, and the dense
-        # one trains them at the dense learning rate, without a word.
+        # Without constraints it makes small tables data parallel: TorchRec then drops their fused optimizer without
+        # a warning, and the dense one trains them at the dense learning rate.
         constraints={table.name: ParameterConstraints(sharding_types=schemes) for table in job.tables},
     )
     return sharders, planner.collective_plan(model, sharders, mesh.global_group)
 
 
 def _flat_replicas(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
-    """TorchRec's exchange over all ranks of a replica: one tower that spans them."""
+    """Shards with TorchRec's exchange over all ranks of a replica: one tower that spans them."""
     config, topology = job.config, _flat_topology(mesh.topology)
     sharder = SPTTEmbeddingBagCollectionSharder(
         TowerMesh(topology),
@@ -277,7 +282,7 @@ def _flat_replicas(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[An
     )
     planner = TowerShardingPlanner(
         topology,
-        # Its own choice would have data-parallel tables too, which the flat dataflow has not.
+        # With "auto" it would choose data-parallel tables too, which the flat dataflow does not have.
         scheme=_FLAT_SCHEMES[0] if config.sharding.scheme == "auto" else config.sharding.scheme,
         workload=StepWorkload(batch_size=config.train.batch_size, optimizer=config.optimizer.sparse),
     )
@@ -290,10 +295,97 @@ def _codecs_of_all_ranks(config: TrainingConfig) -> dict[str, Any] | None:
 
 
 def _flat_topology(topology: TowerTopology) -> TowerTopology:
-    """The same replicas on the same ranks, each one tower of all its ranks.
+    """Returns the topology with the towers of each replica joined into one, on the same ranks.
 
     Example:
         >>> _flat_topology(TowerTopology(num_replicas=2, num_towers=2, ranks_per_tower=4)).tower_groups()
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
     """
     return replace(topology, num_towers=1, ranks_per_tower=topology.num_towers * topology.ranks_per_tower)
+
+
+def expected_traffic(job: Job) -> Traffic:
+    """Returns the bytes that all ranks together should send in one training step, booked as `TrafficMeter` books them.
+
+    Hosts are as `TowerTopology.host` says. Ids and lengths follow the pooling factors of the plan; embeddings or tower
+    outputs and their gradients the formats of the config; data-parallel tables, tower modules and dense parts are
+    reduced in rings. Not counted: the sizes that ranks tell each other before an exchange, rows that pad small number
+    formats to full groups, that the rows of a row-wise table are not read equally often, and the sync of replicas,
+    which is no part of a step.
+
+    Args:
+        job: the run, with the tower dataflow.
+    """
+    sharding, own = job.sharding, job.config.sharding
+    assert sharding is not None, "the flat dataflow has no sharding plan"
+    topology = sharding.topology
+    replicas = topology.num_replicas
+    costs = CostModel(topology=topology, workload=sharding.workload, hardware=sharding.hardware)
+    loads = [
+        (table, load) for table in job.split_tables for _, load in costs.shards(table, sharding.placements[table.name])
+    ]
+    ids, local_ids = _id_bytes(job, costs, loads)
+    model = build_model(job, device="meta", without_tables=True)
+    outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
+    numbers = outputs / sharding.hardware.exchange_bytes
+    of_all, of_towers = _replicated_bytes(model)
+    tables_ring = replicas * sum(load.reduced_bytes for _, load in loads)
+    all_across, all_inside = _dense_bytes(topology, job.config.train, of_all)
+    tower_ring = 2 * (replicas * topology.ranks_per_tower - 1) * of_towers + tables_ring
+    tower_across = tower_ring * _share_across(topology, topology.tower_module_groups()[0])
+    # The plan's bytes hold the rings of data-parallel tables.
+    inside = replicas * sum(rank.bytes_sent for rank in sharding.ranks) - tables_ring + local_ids
+    return Traffic(
+        ids=round(ids),
+        forward=round(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes),
+        backward=round(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes),
+        dense=round(all_across + tower_across),
+        inside=round(inside + all_inside + tower_ring - tower_across),
+    )
+
+
+def _id_bytes(job: Job, costs: CostModel, loads: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
+    """Bytes of ids and lengths between towers, and what must be added to the plan's bytes inside them."""
+    replicas, away = costs.topology.num_replicas, 1 - 1 / costs.topology.num_towers
+    if job.config.sharding.id_route == "peer":
+        numbers = sum(costs.pooling(table) + len(table.feature_names) for table in job.split_tables)
+        return away * replicas * costs.global_batch * numbers * _ID_BYTES, 0.0
+    ids = sum((load.lookups + costs.global_batch * len(table.feature_names)) * _ID_BYTES for table, load in loads)
+    # In one hop, only a tower's own samples send it their ids inside it; the plan counts those of all samples there.
+    return away * replicas * ids, -away * replicas * sum(load.id_bytes for _, load in loads)
+
+
+def _dense_bytes(topology: TowerTopology, train: TrainConfig, of_all: int) -> tuple[float, float]:
+    """Bytes that averaging the dense part's gradients sends between hosts, and inside them."""
+    if train.dense_reduce == "hierarchical":
+        hosts = topology.host_groups()
+        numbers = of_all / NUMBER_FORMATS["fp32"].num_bytes
+        across = 2 * (len(hosts) - 1) * numbers * NUMBER_FORMATS[train.dense_reduce_precision].num_bytes
+        # Each host sums its own gradients, and hands the means out again.
+        return across, 2 * (len(hosts[0]) - 1) * len(hosts) * of_all
+    ring = 2 * (topology.world_size - 1) * of_all
+    across = ring * _share_across(topology, range(topology.world_size))
+    return across, ring - across
+
+
+def _share_across(topology: TowerTopology, ranks: Sequence[int]) -> float:
+    """The share of the links of a ring in host order that lead to another host: one from each host to the next.
+
+    Example:
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2)
+        >>> _share_across(topology, [0, 1, 4, 5]), _share_across(topology, [0, 1])
+        (0.5, 0.0)
+    """
+    hosts = len({topology.host(rank) for rank in ranks})
+    return hosts / len(ranks) if hosts > 1 else 0.0
+
+
+def _replicated_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the dense parts, and of the tower modules of all towers together."""
+    sizes = {"dense": 0, "towers": 0}
+    for name, parameter in model.named_parameters():
+        if not name.startswith("sparse_arch."):
+            sizes["dense"] += parameter.nbytes
+        elif ".interaction." in name:
+            sizes["towers"] += parameter.nbytes
+    return sizes["dense"], sizes["towers"]

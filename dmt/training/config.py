@@ -1,4 +1,4 @@
-"""`TrainingConfig`: everything a run is told, from a TOML file and ``key=value`` overrides, typed and checked."""
+"""`TrainingConfig`: all settings of a run, from a TOML file and ``key=value`` overrides, typed and checked."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """Which model, and its sizes (DESIGN section 7; DMT paper section 4)."""
+    """The model and its sizes (DESIGN section 7; DMT paper section 4)."""
 
     arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"] = "dmt-dlrm"
     """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``)."""
@@ -76,7 +76,7 @@ class ModelConfig(_Section):
     over_arch: tuple[int, ...] | None = None
     """Layers of the over arch, ending in 1; by default the paper's for the arch."""
     tower_dim: int = Field(default=64, ge=1)
-    """D, dimension of what a tower puts out (multi-tower models)."""
+    """D, dimension of a tower's outputs (multi-tower models)."""
     c: int = Field(default=1, ge=0)
     """Outputs of dimension D per feature (``dmt-dlrm``)."""
     p: int = Field(default=0, ge=0)
@@ -88,7 +88,7 @@ class ModelConfig(_Section):
 
     @property
     def has_towers(self) -> bool:
-        """Whether the model is made of towers."""
+        """True for a multi-tower model."""
         return self.arch.startswith("dmt-")
 
     @model_validator(mode="after")
@@ -119,14 +119,14 @@ class TopologyConfig(_Section):
 
 
 class TowersConfig(_Section):
-    """Which features form which tower."""
+    """The tower plan: which features form which tower."""
 
     plan: str = "strided"
     """Path of a ``towers.json`` that ``dmt partition`` wrote, or ``strided``: feature i in tower i mod T."""
 
 
 class ShardingConfig(_Section):
-    """How embedding tables are spread and moved.
+    """Sharding of the embedding tables, and their exchange.
 
     Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``forward_precision``,
     ``backward_precision`` and ``table_precision``, which the flat one has too.
@@ -136,13 +136,13 @@ class ShardingConfig(_Section):
     """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
     multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
     scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel"] = "auto"
-    """Of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each table
-    (``dmt plan`` shows why). The flat dataflow spreads over all ranks and has ``table_wise`` and ``column_wise``. A
+    """Scheme of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each
+    table (``dmt plan`` shows why). The flat dataflow shards over all ranks by ``table_wise`` or ``column_wise``. A
     column-wise table under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
     tables: dict[str, Scheme | tuple[Scheme, ...]] = Field(default_factory=dict)
     """The scheme of single tables, or several to choose from, by name or pattern: ``"t_ad*" = "row_wise"``."""
     plan: str | None = None
-    """A sharding plan that ``dmt plan --out`` wrote, to be carried out as it is."""
+    """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
@@ -154,7 +154,7 @@ class ShardingConfig(_Section):
     collective_latency_us: float = Field(default=20.0, ge=0)
     """Fixed microseconds of a collective; with small tables it decides."""
     id_route: Literal["peer", "global"] = "peer"
-    """How ids get to the tables: by way of the own peer in each tower, or in one exchange over all ranks."""
+    """Route of ids to the tables: through the own peer in each tower, or in one exchange over all ranks."""
     forward_precision: ExchangeFormat = "fp32"
     """Number format of embeddings or tower outputs on their way between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"
@@ -177,7 +177,7 @@ class ShardingConfig(_Section):
 
 
 class ReplicasConfig(_Section):
-    """How replicas of the tables are kept equal (2D sparse parallelism); with one replica nothing of it matters."""
+    """Averaging of the replicas of the tables (2D sparse parallelism); unused with one replica."""
 
     sync_every: int = Field(default=1, ge=1)
     """N, steps from one averaging of weights and optimizer states to the next."""
@@ -200,16 +200,16 @@ class ReplicasConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """One place for tables, tower modules and the dense parts."""
+    """Optimizers of tables, tower modules and the dense parts."""
 
     sparse: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
-    """Of the tables; fused into their backward pass by FBGEMM."""
+    """Optimizer of the tables; FBGEMM fuses it into their backward pass."""
     sparse_lr: float = Field(default=0.05, gt=0)
     """Learning rate of the tables."""
     sparse_eps: float = Field(default=1e-8, gt=0)
     """Epsilon of the tables' optimizer."""
     dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
-    """Of tower modules and all other dense parts."""
+    """Optimizer of tower modules and all other dense parts."""
     dense_lr: float = Field(default=1e-3, gt=0)
     """Learning rate of the dense parts."""
     tower_lr: float | None = Field(default=None, gt=0)
@@ -230,37 +230,38 @@ class TrainConfig(_Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps in all."""
     eval_every: int | None = Field(default=None, ge=1)
-    """Evaluate every so many steps, besides at the end."""
+    """Number of steps from one evaluation to the next; the last one is at the end."""
     log_every: int = Field(default=50, ge=1)
-    """Write the training loss every so many steps."""
+    """Number of steps from one record of the training loss to the next."""
     prefetch_ids: bool = True
     """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``); false: one
     batch after another. The results have the same bits."""
     micro_batches: int = Field(default=1, ge=1)
     """K, parts of a batch: while the dense part of the model computes one, the tower outputs or gradients of others are
-    on their way between hosts. What is trained stays the same but for rounding. Tower dataflow only."""
+    in flight between hosts. Results differ by rounding only. Tower dataflow only."""
     dense_reduce: Literal["ring", "hierarchical"] = "ring"
-    """How gradients of the dense part are averaged over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each
-    host first, then once between hosts, which sends less there. Towers are hosts here."""
+    """Averaging of the dense part's gradients over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each host
+    first, then once between hosts, which sends less there. Towers are hosts here."""
     dense_reduce_precision: SyncPrecision = "fp32"
     """Number format of these gradients between hosts; ``bf16`` needs ``dense_reduce = "hierarchical"``."""
     seed: int = Field(default=0, ge=0)
     """Seed of the weights."""
     affinity_rows: int = Field(default=0, ge=0)
-    """After training a flat model, collect feature affinities on about so many training rows, over all ranks, and write
-    ``affinity.npz`` into ``output_dir``, for ``dmt partition --affinity``; 0: do not."""
+    """Number of training rows, over all ranks, on which feature affinities are collected after training a flat model;
+    ``affinity.npz`` is written into ``output_dir``, for ``dmt partition --affinity``. 0: none."""
     output_dir: str = "runs/latest"
-    """Where the run's config, metrics, TensorBoard files and checkpoints go."""
+    """Folder of the run's config, metrics, TensorBoard files and checkpoints."""
     save_every: int = Field(default=10_000, ge=1)
-    """Save a checkpoint every so many steps (with replicas: at the next averaging), besides at the end."""
+    """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging); the last one is at
+    the end."""
     keep_checkpoints: int = Field(default=3, ge=1)
-    """How many of the latest checkpoints are kept."""
+    """Number of the latest checkpoints that are kept."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in memory of this rank's tables."""
     resume: str = "auto"
-    """``auto``: go on from the newest checkpoint in ``output_dir``, if there is one; ``never``: begin anew and remove
-    the checkpoints there; else the folder of a checkpoint to begin with, such as that of yesterday's run (once
-    ``output_dir`` has its own, it goes on from those)."""
+    """``auto``: continue from the newest checkpoint in ``output_dir``, if there is one; ``never``: start over and
+    remove the checkpoints there; else the folder of a checkpoint to start from, such as that of yesterday's run (once
+    ``output_dir`` has its own, the run continues from those)."""
 
 
 class TrainingConfig(_Section):
@@ -281,9 +282,9 @@ class TrainingConfig(_Section):
     towers: TowersConfig = TowersConfig()
     """The tower plan."""
     sharding: ShardingConfig = ShardingConfig()
-    """How tables are spread."""
+    """Sharding of the tables."""
     replicas: ReplicasConfig = ReplicasConfig()
-    """How replicas are kept equal."""
+    """Averaging of replicas."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizers."""
     train: TrainConfig = TrainConfig()
@@ -348,7 +349,7 @@ class TrainingConfig(_Section):
             )
 
     def _check_flat(self) -> None:
-        """Refuses what only the tower dataflow has; TorchRec would run without it and not say so."""
+        """Raises `InputError` for settings of the tower dataflow; TorchRec would ignore them without a warning."""
         sharding, default = self.sharding, ShardingConfig()
         for key in SHARDING_OF_TOWERS:
             if getattr(sharding, key) != getattr(default, key):

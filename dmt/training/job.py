@@ -46,9 +46,9 @@ class Job:
     num_dense: int
     """Number of dense columns of the data."""
     towers: TowerPlan | None = None
-    """Which features form which tower; None with the flat dataflow."""
+    """The tower plan; None with the flat dataflow."""
     sharding: TowerShardingPlan | None = None
-    """Where tables go inside their towers; None with the flat dataflow, and for a job that is not sharded."""
+    """The plan of tables inside their towers; None with the flat dataflow, and for a job that is not sharded."""
     placement: tuple[int, ...] | None = None
     """Mesh tower of each tower of a multi-tower model; None: one each, in order."""
     source: ClickData | None = field(default=None, repr=False, compare=False)

@@ -35,23 +35,23 @@ _WARM_UP_STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far training has come: what must be known to go on at the right sample, with any number of ranks."""
+    """Position in training: enough to resume at the right sample, with any number of ranks."""
 
     step: int = 0
     """Training steps done."""
     epoch: int = 0
-    """Passes over the training rows that are complete."""
+    """Completed passes over the training rows."""
     row: int = 0
-    """Rows of the pass under way that all ranks together have trained on."""
+    """Rows of the current pass that all ranks together have trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTime:
-    """How long training took."""
+    """Duration and speed of training."""
 
     steps: int
     seconds: float
-    """Wall time, with the evaluations on the way."""
+    """Wall time in seconds, including evaluations and checkpoints before the end."""
     samples_per_second: float
     """Rows of all ranks per second, without the first few steps and without evaluation; NaN after fewer steps."""
 
@@ -61,13 +61,13 @@ class Trainer:
 
     Args:
         config: the loop's settings.
-        data: where batches come from.
+        data: source of batches.
         mesh: the groups.
         model: the sharded `ClickTask`.
         optimizer: of everything.
-        record: where numbers go.
-        position: where training begins.
-        replicas: what keeps the replicas equal, if there are any.
+        record: takes the numbers.
+        position: start of training; by default the first step.
+        replicas: keeps the replicas equal, if there are any.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class Trainer:
         # With replicas, a checkpoint is saved when weights are averaged anyway: saving then changes no weight.
         self._save_every = -(-config.save_every // interval) * interval
         self._timed_steps = 0
-        self._timed_seconds = 0.0
+        self._timed_seconds = self._last_step_ended = 0.0
 
     @property
     def position(self) -> Position:
-        """How far training has come."""
+        """Position in training."""
         return Position(step=self._step, epoch=self._epoch, row=self._row)
 
     def train(self, save: Callable[[], object] | None = None) -> TrainingTime:
-        """Trains for the epochs or steps of the config, evaluating and saving on the way where asked.
+        """Trains for the epochs or steps of the config, evaluating and saving at the intervals it gives.
 
         Args:
             save: called on every rank where ``save_every`` says so, between steps; not at the end.
@@ -130,7 +130,9 @@ class Trainer:
                             self._record.scalars(self._step, _named("eval", self.evaluate()))
                         if save is not None and self._step % self._save_every == 0:
                             save()
-                    self._stretch(chain([first], islice(batches, budget - 1)), bar)
+                    self._last_step_ended = time.perf_counter()
+                    for logits, labels, _ in self._progress(chain([first], islice(batches, budget - 1))):
+                        self._end_step(logits, labels, bar)
         if self._replicas is not None:
             self._replicas.sync()
         if self._step == 0:
@@ -153,14 +155,14 @@ class Trainer:
         return metrics.compute()
 
     def detach(self) -> None:
-        """Takes the pipeline off the model, which can then be run by itself but not be trained further here."""
+        """Detaches the pipeline from the model, which can then be run on its own but not be trained further here."""
         if isinstance(self._pipeline, TrainPipelineSparseDist):
             self._pipeline.detach()
 
     def measure_traffic(self) -> Traffic:
         """Runs one more forward and backward pass and counts the bytes it sends; towers are hosts here. Collective.
 
-        The tables update in their backward pass and the pipeline is taken off: call it when all is trained and saved.
+        The tables update in their backward pass, and the pipeline is detached: call it when all is trained and saved.
         """
         batch = next(self._batches("train", self._config.batch_size))
         self.detach()
@@ -190,24 +192,24 @@ class Trainer:
         left += [every - self._step % every for every in (config.eval_every, self._save_every) if every]
         return min(left)
 
-    def _stretch(self, batches: Iterator[ClickBatch], bar: Any) -> None:
-        start = time.perf_counter()
-        for logits, labels, _ in self._progress(batches):
-            if self._replicas is not None:
-                self._replicas.step()
-            self._step += 1
-            self._row += self._config.batch_size * self._mesh.topology.world_size
-            bar.update(1)
-            now = time.perf_counter()
-            if self._step > self._warm_up:
-                self._timed_steps += 1
-                self._timed_seconds += now - start
-            start = now
-            if self._step % self._config.log_every == 0:
-                loss = self._mean_loss(logits, labels)
-                bar.set_postfix(loss=f"{loss:.4f}")
-                self._record.scalars(self._step, {"train/loss": loss})
-                start = time.perf_counter()
+    def _end_step(self, logits: Tensor, labels: Tensor, bar: Any) -> None:
+        """Averages replicas if it is time to, counts the step, and records its loss if it is time to."""
+        if self._replicas is not None:
+            self._replicas.step()
+        self._step += 1
+        self._row += self._config.batch_size * self._mesh.topology.world_size
+        bar.update(1)
+        now = time.perf_counter()
+        if self._step > self._warm_up:
+            self._timed_steps += 1
+            self._timed_seconds += now - self._last_step_ended
+        self._last_step_ended = now
+        if self._step % self._config.log_every == 0:
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+            mean = float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
+            bar.set_postfix(loss=f"{mean:.4f}")
+            self._record.scalars(self._step, {"train/loss": mean})
+            self._last_step_ended = time.perf_counter()
 
     def _progress(self, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         if not self._config.prefetch_ids:
@@ -218,10 +220,6 @@ class Trainer:
                 yield self._pipeline.progress(batches)
             except StopIteration:
                 return
-
-    def _mean_loss(self, logits: Tensor, labels: Tensor) -> float:
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
-        return float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
 
 
 def _pipeline(

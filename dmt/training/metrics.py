@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torchmetrics.functional.classification import binary_auroc
 from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
 from dmt.collectives import gather_objects
@@ -20,7 +19,7 @@ __all__ = ["ClickMetrics", "MetricValues"]
 
 @dataclass(frozen=True, kw_only=True)
 class MetricValues:
-    """What an evaluation found, over the rows of all ranks."""
+    """Metrics of one evaluation, over the rows of all ranks."""
 
     auc: float
     """Area under the ROC curve; 0.5 is chance. NaN when the labels are all equal."""
@@ -62,6 +61,9 @@ class ClickMetrics:
         mine = (torch.cat(self._logits or [torch.empty(0)]), torch.cat(self._labels or [torch.empty(0)]))
         parts = gather_objects(mine, self._group)
         logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
+        # torchmetrics takes longer to load than the rest of this file: a rank that only trains does without.
+        from torchmetrics.functional.classification import binary_auroc
+
         if not len(labels):
             raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
         if not bool(logits.isfinite().all()):

@@ -80,7 +80,7 @@ def affinity_of_run(
         # A new partition may cut other tables, or none: it is of the whole ones.
         model = whole_tables(task, data.tables, plan.column_splits)
         forward = _look_up
-    # Not more than the run's own batch: there are at least so many rows.
+    # At most the run's own batch: that many rows there are.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
     rows = None if data_path is not None else _rows_of_run(run, config)
     if rows is None:
@@ -192,7 +192,7 @@ def spread_batches(
 
 
 def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
-    """How many rows from the beginning of the stream a run was trained on: those of its steps, in one epoch.
+    """Returns the number of rows, from the beginning of the stream, that a run was trained on in one epoch.
 
     Example:
         >>> trained_rows(TrainConfig(batch_size=10, epochs=2), steps=50, world_size=4)

@@ -1,4 +1,4 @@
-"""What a run leaves behind, written by rank 0: resolved config, metrics, TensorBoard scalars, the result."""
+"""Files of a run, written by rank 0: resolved config, metrics, TensorBoard scalars, the result."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import platform
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.tensorboard import SummaryWriter
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 from dmt.errors import InputError
 from dmt.files import atomic_write
@@ -100,9 +101,13 @@ class RunRecord:
         else:
             self._drop_later(resumed_step)
         _write(self.folder / "config.toml", to_toml(config))
-        self._board: SummaryWriter | None = SummaryWriter(
-            str(self.folder / "tensorboard"), purge_step=None if resumed_step is None else resumed_step + 1
-        )
+        self._board: SummaryWriter | None = self._open_board(None if resumed_step is None else resumed_step + 1)
+
+    def _open_board(self, purge_step: int | None = None) -> SummaryWriter:
+        # Here, or whoever reads a checkpoint or a result would load TensorBoard.
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
 
     def _drop_later(self, step: int) -> None:
         path = self.folder / "metrics.jsonl"
@@ -163,7 +168,7 @@ class RunRecord:
             self._board.close()
 
     def _write_waiting(self) -> None:
-        """Writes what waits, or warns, at the first failure of several."""
+        """Writes the waiting lines, or warns at the first failure of several."""
         shown = self._waiting
         try:
             self._append()
@@ -198,7 +203,7 @@ class RunRecord:
             if shutil.disk_usage(self.folder).free < _BOARD_BYTES:
                 # Its thread would print a traceback at every line.
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
-            board = SummaryWriter(str(self.folder / "tensorboard"))
+            board = self._open_board()
         for line in lines.splitlines():
             values = json.loads(line)
             step = values.pop("step")
@@ -210,7 +215,7 @@ class RunRecord:
 
 
 def sharding_summary(plan: TowerShardingPlan) -> dict[str, Any]:
-    """What ``result.json`` keeps of a sharding plan: imbalance, tables by scheme, bytes of the largest rank."""
+    """Summarizes a sharding plan for ``result.json``: imbalance, tables by scheme, bytes of the largest rank."""
     return {
         "imbalance": plan.imbalance,
         "tables_by_scheme": plan.tables_by_scheme,
@@ -233,7 +238,7 @@ def log_warnings(result: Mapping[str, Any]) -> None:
 
 
 def auc_warning(auc: float) -> str:
-    """A text that says so, and why, when an AUC is no better than chance; else an empty string."""
+    """Returns a warning with likely causes for an AUC no better than chance; else an empty string."""
     if math.isnan(auc):
         return "AUC is undefined: the evaluation rows have one label only. Check data.label and the split."
     if abs(auc - 0.5) > _CHANCE:
@@ -247,7 +252,7 @@ def auc_warning(auc: float) -> str:
 
 
 def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """A text that says so when a step sends more or less than planned; else an empty string.
+    """Returns a warning if a step sends more or less than planned; else an empty string.
 
     Args:
         planned: bytes per sample by the names of `Traffic`.
@@ -273,7 +278,7 @@ def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float])
 
 
 def to_json(result: Any) -> str:
-    """JSON that every parser reads: a number that is undefined (NaN) becomes null.
+    """Writes JSON that every parser reads: a number that is undefined (NaN) becomes null.
 
     Example:
         >>> to_json({"eval_auc": float("nan"), "steps": 3}).split()
@@ -289,13 +294,13 @@ def to_json(result: Any) -> str:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """The result of a finished run; null becomes NaN again."""
+    """Reads the result of a finished run; null becomes NaN again."""
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return {key: math.nan if value is None else value for key, value in result.items()}
 
 
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The curves of a run, also of one under way: for each name its (step, value) pairs."""
+    """Reads the curves of a run, finished or not: for each name its (step, value) pairs."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for line in _finished_lines(folder / "metrics.jsonl"):
         values = json.loads(line)
@@ -306,7 +311,7 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _finished_lines(path: Path) -> list[str]:
-    """The lines of a file, but for one that its writer has not ended, or was killed in."""
+    """Returns the complete lines of a file; its writer may have been killed in the last one."""
     return path.read_text().split("\n")[:-1]
 
 

@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or with a checkpoint of its own or of another run, and whether that fits this run."""
+"""The start of a run: a checkpoint of its own or of another run, and what keeps attempts at one run apart."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dmt.training.loop import Position
 __all__ = [
     "Start",
     "TrainingFiles",
-    "begin_anew",
+    "discard_checkpoints",
     "checkpoint_folder",
     "folder_lock",
     "is_restart",
@@ -38,12 +38,12 @@ __all__ = [
     "starting_point",
 ]
 
-# Sections that say what the parameters are; another value is another model.
+# Sections that define the parameters; another value makes another model.
 _SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
-# What decides which row comes when; another value, and a position among rows means nothing.
+# Settings of the order of rows; with another value, a position among rows has no meaning.
 _SAME_ROWS = "data"
 _NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows", "data.validate_rows")
-# What decides how training goes on, and may be changed on the way.
+# Settings of training that may change between two attempts.
 _TRAINING = (
     "optimizer",
     "replicas",
@@ -64,24 +64,24 @@ class Start:
     folder: Path
     """The checkpoint."""
     position: Position
-    """Where training goes on; its beginning, where only weights and optimizer states are taken over."""
+    """Position to continue at; the first step, where only weights and optimizer states are taken over."""
     notes: tuple[str, ...] = ()
-    """What is different from now on."""
+    """Settings that changed since the checkpoint."""
     is_own: bool = True
-    """Whether the checkpoint is this run's."""
+    """True if the checkpoint is this run's."""
 
 
 def checkpoint_folder(config: TrainingConfig) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Returns the folder of a run's checkpoints."""
     return Path(config.train.output_dir) / "checkpoint"
 
 
-def begin_anew(config: TrainingConfig) -> None:
-    """Removes the run's checkpoints where ``train.resume`` is ``"never"``; not to be called in a restart."""
+def discard_checkpoints(config: TrainingConfig) -> None:
+    """Removes the run's checkpoints if ``train.resume`` is ``"never"``; do not call it in a restart."""
     folder = checkpoint_folder(config)
     if config.train.resume != "never" or not folder.is_dir():
         return
-    # What is in it, and not it: it may be a link to another disk.
+    # Its contents, and not the folder: it may be a link to another disk.
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -90,7 +90,7 @@ def begin_anew(config: TrainingConfig) -> None:
 
 
 def is_restart() -> bool:
-    """Whether torchrun (``--max-restarts``) has started this rank's processes before.
+    """Returns whether torchrun (``--max-restarts``) has started this rank's processes before.
 
     torchrun counts by host, and not where another host failed: ask every rank.
     """
@@ -98,9 +98,9 @@ def is_restart() -> bool:
 
 
 def starting_point(config: TrainingConfig) -> Path | None:
-    """A checkpoint, or a folder of them, that a run begins with; None for a run that begins anew.
+    """Returns a checkpoint, or a folder of them, to start from; None for a run without one.
 
-    Its own come before the one that ``train.resume`` names: a run that began with that and was interrupted goes on.
+    Its own come before the one that ``train.resume`` names: a run that started from that and was interrupted continues.
 
     Raises:
         InputError: ``train.resume`` names a folder without a checkpoint.
@@ -111,7 +111,7 @@ def starting_point(config: TrainingConfig) -> Path | None:
     if is_outdated(own):
         raise InputError(
             f"{own} holds a checkpoint of an older version, which cannot be read. Give another train.output_dir, or "
-            "train.resume=never to begin anew and remove it."
+            "train.resume=never to start over and remove it."
         )
     if asked in ("auto", "never"):
         return None
@@ -125,7 +125,7 @@ def starting_point(config: TrainingConfig) -> Path | None:
 
 
 def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan: TowerPlan | None) -> Start:
-    """How a run goes on from a checkpoint.
+    """Checks a checkpoint against a run, and finds the position to continue at.
 
     Args:
         folder: whole, of `starting_point`.
@@ -160,7 +160,7 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
             f"{folder} is of a run that is finished{settings}: there is nothing left to train. Give more "
             "train.max_steps or train.epochs to go on"
             + (
-                ", another train.output_dir, or train.resume=never to begin anew and remove its checkpoints."
+                ", another train.output_dir, or train.resume=never to start over and remove its checkpoints."
                 if is_own
                 else "."
             )
@@ -182,7 +182,7 @@ def _refuse(folder: Path, changed: Mapping[str, tuple[Any, Any]], *, is_own: boo
         return
     shown = [f"{key} = {old!r}, not {new!r}" for key, (old, new) in changed.items()]
     remedy = (
-        "Give another train.output_dir, or train.resume=never to begin anew and remove the checkpoints there."
+        "Give another train.output_dir, or train.resume=never to start over and remove the checkpoints there."
         if is_own
         else "Give train.resume a checkpoint of the same model."
     )
@@ -218,7 +218,7 @@ def _saved_config(folder: Path) -> dict[str, Any]:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Keys with other values; one that is None now is the same as one that was not saved.
+    """Yields keys whose values differ; None now equals a key that was not saved.
 
     Example:
         >>> list(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": None}}))
@@ -234,7 +234,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "
 
 
 def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> tuple[str, str]:
-    """How many there are, and the first (name, bytes, fingerprint) that is another.
+    """Describes both lists by their lengths and the first (name, bytes, fingerprint) that differs.
 
     Example:
         >>> _first_difference([["a", 5, 1]], [["a", 5, 1], ["b", 7, 255]])
@@ -252,7 +252,7 @@ def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> tuple[str, str]
 
 
 def _changes_rows(key: str, old: Any, new: Any) -> bool:
-    """Whether the training rows are others, or come in another order."""
+    """Returns whether a changed setting changes the training rows or their order."""
     if key == "data.eval_path":
         # Without one, rows of the training files are set apart for evaluation.
         return old is None or new is None
@@ -267,7 +267,7 @@ _POLL_S = 0.05
 
 
 def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
-    """A part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
+    """Returns a part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
 
     Rank 0 names the part. It answers each greeting that it finds, also one that an earlier attempt has left, until
     all ranks have thanked it for the name.

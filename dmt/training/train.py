@@ -24,6 +24,7 @@ from dmt.training.build import (
     build_model,
     build_optimizer,
     count_model,
+    expected_traffic,
     fused_params,
     in_micro_batches,
     replica_sync,
@@ -37,13 +38,12 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, make_job, open_data
 from dmt.training.loop import Position, Trainer
 from dmt.training.partition import write_affinity
-from dmt.training.planned import expected_traffic
 from dmt.training.records import RunRecord, log_warnings, sharding_summary, versions
 from dmt.training.resume import (
     Start,
     TrainingFiles,
-    begin_anew,
     checkpoint_folder,
+    discard_checkpoints,
     folder_lock,
     is_restart,
     restart_safe_store,
@@ -220,7 +220,7 @@ def _find_start(job: Job, files: TrainingFiles, mesh: TowerMesh) -> Start | None
 
     def look() -> Path | None:
         if not restarted:
-            begin_anew(job.config)
+            discard_checkpoints(job.config)
         return starting_point(job.config)
 
     # Rank 0 looks, or a checkpoint that another rank does not see yet would part them.
@@ -295,7 +295,7 @@ def _say(lines: Iterable[str]) -> None:
 
 
 def rows_at_most(config: TrainingConfig, report: ValidationReport) -> int | None:
-    """How many training rows there can be, after a check that saw them all; None after one that did not."""
+    """Returns the number of training rows, after a check that saw them all; None after one that did not."""
     complete = report.train_rows and (config.data.validate_rows < 0 or report.train_rows < config.data.validate_rows)
     return report.train_rows if complete else None
 
@@ -311,7 +311,7 @@ def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> Non
 
 
 def check_output_dir(folder: Path) -> None:
-    """Makes the folder where it is absent; raises `InputError` when nothing can be written there."""
+    """Creates the folder if it is absent; raises `InputError` if nothing can be written there."""
     try:
         check_writable(folder)
     except OSError as error:
@@ -349,7 +349,7 @@ def _process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         yield
-        # Leaving while a peer still talks aborts it now and then.
+        # A rank that leaves while a peer still sends can abort it.
         dist.barrier()
     finally:
         dist.destroy_process_group()

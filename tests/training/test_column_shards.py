@@ -232,7 +232,13 @@ def test_training_on_shards_is_training_the_plain_model_and_the_uncut_one(tmp_pa
 
 def run_on_rank(rank: int, folder: str, archs: list[str]) -> list[dict[str, Any]]:
     run._process_group = contextlib.nullcontext  # type: ignore[assignment]  # the test has made one
-    results = []
+    results, load, reads = [], TowerPlan.load, []
+
+    def count(path: str | Path) -> TowerPlan:
+        reads.append(str(path))
+        return load(path)
+
+    TowerPlan.load = count  # type: ignore[method-assign,assignment]
     for arch in archs:
         config = small(
             arch,
@@ -244,6 +250,10 @@ def run_on_rank(rank: int, folder: str, archs: list[str]) -> list[dict[str, Any]
             train={"epochs": 2, "eval_every": 15, "output_dir": f"{folder}/{arch}"},
         )
         results.append(run.train(config))
+        # Once in a run, on every rank: the file may change while the run trains with what it held.
+        assert reads == [config.towers.plan]
+        reads.clear()
+    TowerPlan.load = load  # type: ignore[method-assign]
     return results
 
 

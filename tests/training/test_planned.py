@@ -10,11 +10,10 @@ import pytest
 from dmt.plan.towers import TowerPlan
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.build import build_optimizer, shard_model
+from dmt.training.build import build_optimizer, expected_traffic, shard_model
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_job
 from dmt.training.loop import Trainer
-from dmt.training.planned import expected_traffic
 from dmt.training.records import traffic_warning
 from tests.ranks import run_ranks
 from tests.training.small import small, source

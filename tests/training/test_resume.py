@@ -17,7 +17,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.job import tower_plan
 from dmt.training.loop import Position, Trainer
 from dmt.training.records import RunRecord
-from dmt.training.resume import Start, begin_anew, checkpoint_folder, is_restart, start_with, starting_point
+from dmt.training.resume import Start, checkpoint_folder, discard_checkpoints, is_restart, start_with, starting_point
 from dmt.training.train import resolve, train_job
 from tests.ranks import run_ranks
 from tests.training.small import small, source
@@ -173,9 +173,9 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path, monkeypatc
     copy = tmp_path / "copy"
     shutil.copytree(finished.train.output_dir, copy)
     anew = changed(finished, train={"output_dir": str(copy), "resume": "never"})
-    begin_anew(changed(finished, train={"output_dir": str(copy)}))
+    discard_checkpoints(changed(finished, train={"output_dir": str(copy)}))
     assert starting_point(anew) == copy / "checkpoint", "as in a restart"
-    begin_anew(anew)
+    discard_checkpoints(anew)
     assert starting_point(anew) is None
     assert list((copy / "checkpoint").iterdir()) == []
     (copy / "checkpoint" / ".metadata").touch()

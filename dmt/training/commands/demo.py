@@ -28,7 +28,7 @@ from dmt.training.train import check_output_dir, check_rows, resolve, rows_at_mo
 
 __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
-_STEPS = 1000  # about so many steps tell the models apart and end within minutes
+_STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
 # Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
 _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
@@ -142,7 +142,7 @@ def demo_settings(data: Path) -> list[str]:
 
 
 def _is_criteo(file: str) -> bool:
-    """Whether a file is in Criteo's format: its name says nothing else, and it begins with a label, not a header."""
+    """Returns whether a file is in Criteo's format: no other suffix, and it begins with a label, not a header."""
     if file.endswith((".parquet", ".pq", ".csv", ".csv.gz")):
         return False
     block = next((block for _, block in text_blocks(file, block_bytes=1 << 16)), b"")

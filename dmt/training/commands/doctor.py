@@ -39,7 +39,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether there is nothing to fix."""
+        """True if there is nothing to fix."""
         return not self.fix
 
 
@@ -56,7 +56,7 @@ def diagnose(
     load_error: Callable[[str], str] | None = None,
     has_gpu: bool | None = None,
 ) -> list[Finding]:
-    """Looks at the installation.
+    """Diagnoses the installation.
 
     Args:
         version: version of a package, None when absent.

@@ -123,7 +123,7 @@ def print_partition(found: Partition, out: Path, report: Path | None) -> None:
 
 
 def _places(found: Partition, out: Path, report: Path | None) -> Iterator[str]:
-    """Where plans and report were written."""
+    """Yields a line for each plan and report that was written."""
     yield f"Written to {out}."
     for other in found.alternatives:
         beside = _beside(out, other.plan.strategy)
