@@ -17,9 +17,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_writable
+from dmt.models import Complexity
 from dmt.replicas.sync import ReplicaSync, moment_scales
 from dmt.sharding.optimizers import moment_scale_of
 from dmt.sptt.mesh import TowerMesh
+from dmt.traffic import Traffic
 from dmt.training.build import (
     build_model,
     build_optimizer,
@@ -36,7 +38,8 @@ from dmt.training.console import sharding_sentence
 from dmt.training.data import ValidationReport
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, make_job, open_data
-from dmt.training.loop import Position, Trainer
+from dmt.training.loop import Position, Trainer, TrainingTime
+from dmt.training.metrics import MetricValues
 from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, log_warnings, sharding_summary, versions
 from dmt.training.resume import (
@@ -150,16 +153,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     traffic = trainer.measure_traffic()
 
     # Report.
-    rows = config.train.batch_size * mesh.topology.world_size
     result = {
-        "arch": config.model.arch,
-        "dataflow": config.dataflow,
-        "world_size": mesh.topology.world_size,
-        **{f"eval_{name}": value for name, value in asdict(metrics).items()},
-        **asdict(complexity),
-        **asdict(time),
-        "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
-        "bad_lines": job.data.bad_lines,
+        **_result(job, metrics=metrics, complexity=complexity, time=time, traffic=traffic),
         **_replica_result(config, replicas, mesh),
         **sharding,
     }
@@ -264,6 +259,22 @@ def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, ba
     for _ in range(3 if batch is not None else 0):
         model(batch)[0].backward()
         optimizer.zero_grad()
+
+
+def _result(
+    job: Job, *, metrics: MetricValues, complexity: Complexity, time: TrainingTime, traffic: Traffic
+) -> dict[str, Any]:
+    rows = job.config.train.batch_size * job.topology.world_size
+    return {
+        "arch": job.config.model.arch,
+        "dataflow": job.config.dataflow,
+        "world_size": job.topology.world_size,
+        **{f"eval_{name}": value for name, value in asdict(metrics).items()},
+        **asdict(complexity),
+        **asdict(time),
+        "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
+        "bad_lines": job.data.bad_lines,
+    }
 
 
 def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: TowerMesh) -> dict[str, Any]:
