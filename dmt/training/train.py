@@ -120,13 +120,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         position=None if start is None else start.position,
         replicas=replicas,
     )
-    saver = Checkpointer(
-        checkpoint_folder(config),
-        mesh,
-        keep=config.train.keep_checkpoints,
-        asynchronous=config.train.async_save,
-        describe=lambda folder: _describe(job, folder),
-    )
+    saver = _make_saver(job, mesh)
 
     def save() -> bool:
         if replicas is not None:
@@ -331,6 +325,16 @@ def check_output_dir(folder: Path) -> None:
 
 def _unwritable(folder: str, error: OSError) -> InputError:
     return InputError(f"train.output_dir={folder!r} cannot be written: {error.strerror}.")
+
+
+def _make_saver(job: Job, mesh: TowerMesh) -> Checkpointer:
+    return Checkpointer(
+        checkpoint_folder(job.config),
+        mesh,
+        keep=job.config.train.keep_checkpoints,
+        asynchronous=job.config.train.async_save,
+        describe=lambda folder: _describe(job, folder),
+    )
 
 
 def _describe(job: Job, folder: Path) -> None:
