@@ -44,7 +44,7 @@ from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.micro_batches import MicroBatches
+from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
 from dmt.sptt.towers import TowerCollectionSharder
 from dmt.traffic import Traffic
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig, TrainingConfig
@@ -224,7 +224,7 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
     if config.micro_batches == 1:
         return None
     task: Any = model.module  # the loss is of the whole batch
-    return MicroBatches(task.model, num_micro_batches=config.micro_batches)
+    return run_in_micro_batches(task.model, config.micro_batches)
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
