@@ -23,8 +23,8 @@ from benchmarks.steps.setting import Setting
 from benchmarks.steps.shares import column_cuts
 from dmt.testing import PlainTraining, load_plain_state
 from dmt.testing.state import TableLayout
+from dmt.training.build import fused_params
 from dmt.training.data.batch import ClickBatch
-from dmt.training.job import fused_params
 
 __all__ = ["PlainModel", "CHECK_STEPS", "check_batches", "check_losses", "load_weights", "losses_of", "plain_weights"]
 

@@ -115,7 +115,7 @@ class Checkpointer:
 
         Args:
             model: the sharded model, or one that every rank holds whole.
-            optimizer: of all parameters, see `dmt.training.job.build_optimizer`; None saves weights only.
+            optimizer: of all parameters, see `dmt.training.build.build_optimizer`; None saves weights only.
             step: training steps so far; an older checkpoint of the same step is replaced.
             progress: what the caller needs to go on; JSON takes it. Rank 0's is saved.
             moment_scales: factor c of the moments of this rank's tables, where it is not 1.
