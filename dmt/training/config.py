@@ -12,6 +12,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dmt.errors import InputError, did_you_mean
+from dmt.files import RENAMED
 from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
@@ -50,13 +51,6 @@ SHARDING_OF_TOWERS = (
 )
 """Keys of the section sharding that only the tower dataflow has."""
 
-# Names of configs that were written for earlier versions.
-_OLD_KEYS = {
-    "exchange_us": "collective_latency_us",
-    "lookup_gb_per_s": "memory_gb_per_s",
-    "link_gb_per_s": "intra_tower_gb_per_s",
-}
-_OLD_SCHEMES = {"data_wise": "data_parallel"}
 _noted: set[str] = set()
 
 
@@ -410,7 +404,7 @@ def accept_old_names(values: dict[str, Any]) -> None:
     section = values.get("sharding")
     if not isinstance(section, dict):
         return
-    for old, new in _OLD_KEYS.items():
+    for old, new in RENAMED.items():
         if old in section:
             _note(f"sharding.{old}", f"sharding.{new}")
             value = section.pop(old)
@@ -418,9 +412,9 @@ def accept_old_names(values: dict[str, Any]) -> None:
     tables = section.get("tables")
     for place in (section, tables if isinstance(tables, dict) else {}):
         for key, value in place.items():
-            if (place is tables or key == "scheme") and isinstance(value, str) and value in _OLD_SCHEMES:
-                _note(repr(value), repr(_OLD_SCHEMES[value]))
-                place[key] = _OLD_SCHEMES[value]
+            if (place is tables or key == "scheme") and isinstance(value, str) and value in RENAMED:
+                _note(repr(value), repr(RENAMED[value]))
+                place[key] = RENAMED[value]
 
 
 def current_override(override: str) -> str:
@@ -432,10 +426,10 @@ def current_override(override: str) -> str:
     """
     key, equals, value = override.partition("=")
     section, _, name = key.strip().rpartition(".")
-    if section != "sharding" or name not in _OLD_KEYS:
+    if section != "sharding" or name not in RENAMED:
         return override
-    _note(f"sharding.{name}", f"sharding.{_OLD_KEYS[name]}")
-    return f"sharding.{_OLD_KEYS[name]}{equals}{value}"
+    _note(f"sharding.{name}", f"sharding.{RENAMED[name]}")
+    return f"sharding.{RENAMED[name]}{equals}{value}"
 
 
 def _note(old: str, new: str) -> None:
