@@ -88,13 +88,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         OSError: it cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_manifest(Path(folder), Manifest(step=7, progress={"epoch": 1}, versions={}, files={}))
-        ...     verify(Path(folder)).progress
-        {'epoch': 1}
     """
     record = {"format": _FORMAT, **asdict(manifest)}
     with (folder / MANIFEST_NAME).open("w") as stream:
@@ -206,15 +199,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def is_outdated(folder: Path) -> bool:
-    """Checks whether a folder is itself the only checkpoint, without a manifest, of a version that is no longer read.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     Path(folder, ".metadata").touch()
-        ...     is_outdated(Path(folder))
-        True
-    """
+    """Checks whether a folder itself is a checkpoint of an older format, without a manifest, no longer read."""
     return (folder / ".metadata").is_file() and not checkpoints(folder)
 
 

@@ -1,5 +1,8 @@
 """`open_source`: one interface to all data. All ranks read the same stream of rows; each decodes only its own.
 
+Files become blocks of rows (`dmt.training.data.readers`), blocks are limited, split and shuffled as a stream
+(`dmt.training.data.rows`), and a rank's own rows of it are decoded (`dmt.training.data.encode`) and made into batches.
+
 Legend: W ranks, B rows of a rank's batch, a global batch has W * B rows.
 """
 
@@ -33,6 +36,7 @@ __all__ = ["ClickData", "Split", "ValidationReport", "open_source", "table_name"
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
+_SPLITS: tuple[Split, ...] = ("train", "eval")
 _END_BYTES = 2**16
 
 
@@ -105,15 +109,11 @@ class ClickData:
         self._files: dict[Split, list[str]] = {"train": [], "eval": []}
         if config.kind == "synthetic":
             self._clicks = SyntheticClicks(config.synthetic)
-            self.dense_names = self._clicks.dense_names
+            self.dense_names, multi_hot = self._clicks.dense_names, self._clicks.multi_hot
             self.num_embeddings = dict.fromkeys(self._clicks.feature_names, config.synthetic.rows_per_table)
-            multi_hot: frozenset[str] = frozenset(
-                self._clicks.feature_names[config.synthetic.num_features - config.synthetic.num_multi_hot :]
-            )
-            self._num_rows = {
-                "train": min(config.synthetic.num_rows, config.max_train_rows or config.synthetic.num_rows),
-                "eval": min(config.synthetic.num_eval_rows, config.max_eval_rows or config.synthetic.num_eval_rows),
-            }
+            for split in _SPLITS:
+                rows = self._clicks.num_rows(split)
+                self._num_rows[split] = min(rows, self._most_rows(split) or rows)
         else:
             columns = config.kind == "columns"
             self._files["train"] = expand_path("train_path", config.train_path or "", columns=columns)
@@ -222,7 +222,7 @@ class ClickData:
             >>> [batch.labels.equal(list(whole)[2].labels) for batch in rest]
             [True]
         """
-        if split not in ("train", "eval"):
+        if split not in _SPLITS:
             raise InputError(f"split={split!r} is unknown; use 'train' or 'eval'.")
         if batch_size < 1 or not 0 <= rank < world_size:
             raise InputError(
@@ -250,8 +250,7 @@ class ClickData:
         if most == 0 or self._clicks:
             return ValidationReport(0, 0, 0)
         # Splits that share files are checked together: the first rows of the files, whichever split they are in.
-        splits: tuple[Split, ...] = ("train", "eval")
-        for split in splits:
+        for split in _SPLITS:
             if not self._files[split]:
                 continue
             blocks = self._read(split, value=None, quiet=rank != 0)
@@ -259,7 +258,7 @@ class ClickData:
                 block.rows(every_row(block))
                 checked[split] += block.num_rows
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
-        for split in splits:
+        for split in _SPLITS:
             self._check_not_empty(split, sum(block.num_rows for block in limit(self._blocks(split, quiet=True), 1)))
         if rank == 0:
             logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
@@ -307,8 +306,11 @@ class ClickData:
 
     def _blocks(self, split: Split, *, quiet: bool) -> Iterator[Block]:
         """Yields the rows of a split, in the order of the files; the same on every rank."""
-        most = self.config.max_train_rows if split == "train" else self.config.max_eval_rows
-        return limit(self._draw(split) if self._clicks else self._read_split(split, quiet=quiet), most)
+        blocks = self._draw(split) if self._clicks else self._read_split(split, quiet=quiet)
+        return limit(blocks, self._most_rows(split))
+
+    def _most_rows(self, split: Split) -> int | None:
+        return self.config.max_train_rows if split == "train" else self.config.max_eval_rows
 
     def _draw(self, split: Split) -> Iterator[Block]:
         assert self._clicks is not None, "files have no generator"

@@ -103,6 +103,9 @@ class BadRows:
             logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", file, self.counts[file])
 
 
+_Checked = tuple[pa.Table, NDArray[np.float64], NDArray[np.bool_]]
+
+
 class _Piece(NamedTuple):
     """Rows as they were read, and the lines that could not be read as rows."""
 
@@ -111,18 +114,6 @@ class _Piece(NamedTuple):
     """1-based line or row number of each row [n]."""
     faults: dict[int, str]
     """Faults by line or row number."""
-
-
-class _Checked(NamedTuple):
-    """Rows with their labels and dense columns as numbers."""
-
-    table: pa.Table
-    labels: NDArray[np.float64]
-    """0 or 1 where the row is good, float64 [n]."""
-    good: NDArray[np.bool_]
-    """True for well-formed rows [n]."""
-    wanted: NDArray[np.bool_] | None = None
-    """True for rows of the split that is read [n]; None: all."""
 
 
 @dataclass(kw_only=True)
@@ -152,9 +143,8 @@ class FileReader(ABC):
             self.bad.start(path)
             unit, pieces = self._open(path)
             for piece in pieces:
-                table, labels, good, wanted = self._check(piece)
+                table, labels, kept = self._check(piece)
                 self.bad.record(path, unit, piece.faults)
-                kept = good if wanted is None else good & wanted
                 numbers = piece.numbers
                 if not kept.all():
                     table, labels, numbers = table.filter(pa.array(kept)), labels[kept], numbers[kept]
@@ -168,7 +158,11 @@ class FileReader(ABC):
 
     @abstractmethod
     def _check(self, piece: _Piece) -> _Checked:
-        """Checks rows, adds the first fault of each to ``piece.faults`` and converts labels and dense columns."""
+        """Checks rows, and adds the first fault of each to ``piece.faults``.
+
+        Returns:
+            The table with dense columns as numbers, the labels, float64 [n], and True for each row to keep, bool [n].
+        """
 
 
 @dataclass(kw_only=True)
@@ -258,11 +252,9 @@ class ColumnReader(FileReader):
                 faults[int(numbers[row])] = f"dense column {name!r}: expected a number, found {found}"
             good &= ~wrong
             table = _with_numbers(table, name, values)
-        return _Checked(table, labels, good, self._in_split(table))
+        return table, labels, good if self.split is None else good & self._in_split(table)
 
-    def _in_split(self, table: pa.Table) -> NDArray[np.bool_] | None:
-        if self.split is None:
-            return None
+    def _in_split(self, table: pa.Table) -> NDArray[np.bool_]:
         column = table.column(self.config.split_column).combine_chunks()
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
@@ -309,7 +301,7 @@ class CriteoReader(FileReader):
         table = table.select((*self.encoder.dense, *self.encoder.num_embeddings))
         for name in self.encoder.dense:
             table = _with_numbers(table, name, _to_numbers(table.column(name).combine_chunks())[0])
-        return _Checked(table, labels, good)
+        return table, labels, good
 
 
 def _text_pieces(path: str, form: TextFormat, *, header: bool = False) -> Iterator[_Piece]:

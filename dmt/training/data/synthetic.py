@@ -55,6 +55,7 @@ class SyntheticClicks:
         self.config = config
         self.dense_names = tuple(f"I{i + 1}" for i in range(config.num_dense))
         self.feature_names = tuple(f"C{i + 1}" for i in range(config.num_features))
+        self.multi_hot = frozenset(self.feature_names[config.num_features - config.num_multi_hot :])
         rng = np.random.default_rng([config.seed, _SETUP])
         # Neither runs nor strides of the feature order make good towers by accident.
         self._group = rng.permutation(np.arange(config.num_features) % config.num_groups)
