@@ -23,7 +23,7 @@ from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder
-from dmt.training.data.readers import BadRows, ColumnReader, CriteoReader
+from dmt.training.data.readers import ColumnReader, CriteoReader, FileReader
 from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, spread_split
 from dmt.training.data.schema import expand_path, resolve_columns
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks
@@ -101,7 +101,7 @@ class ClickData:
         self._embedding_dim = embedding_dim
         self._data_type = data_type
         self._splits = column_splits or {}
-        self._bad: dict[str, BadRows] = {}  # by split: of the latest pass
+        self._bad_lines: dict[str, dict[str, int]] = {}  # of the latest pass over each split, by file
         self._warned: set[str] = set()
         self._splits_seen: set[str] = set()
         self._num_rows: dict[Split, int] = {}
@@ -176,8 +176,8 @@ class ClickData:
     @property
     def bad_lines(self) -> dict[str, int]:
         """Number of malformed rows left out of each file in its latest reading (final once a pass is complete)."""
-        files = {file for bad in self._bad.values() for file in bad.counts}
-        return {file: max(bad.counts.get(file, 0) for bad in self._bad.values()) for file in sorted(files)}
+        files = {file for counts in self._bad_lines.values() for file in counts}
+        return {file: max(counts.get(file, 0) for counts in self._bad_lines.values()) for file in sorted(files)}
 
     def training_files(self) -> list[tuple[str, int, int]]:
         """Returns name without folders, bytes and `fingerprint` of every training file, in the order of reading."""
@@ -333,15 +333,21 @@ class ClickData:
 
     def _read(self, split: Split, *, value: str | None, quiet: bool) -> Iterator[Block]:
         """Reads the files of a split, or only their rows with this value in the split column."""
-        # Each pass has counts of its own: a training and an evaluation pass may run at the same time.
-        bad = self._bad[split] = BadRows(skip=self.config.skip_bad_lines, warned=self._warned)
-        reader = (
-            CriteoReader(encoder=self._encoder, bad=bad)
-            if self.config.kind == "criteo_tsv"
-            else ColumnReader(
-                encoder=self._encoder, bad=bad, config=self.config, split=value, splits_seen=self._splits_seen
+        # Each pass has a reader and counts of its own: training and evaluation passes may run at the same time.
+        skip, warned = self.config.skip_bad_lines, self._warned
+        reader: FileReader
+        if self.config.kind == "criteo_tsv":
+            reader = CriteoReader(encoder=self._encoder, skip_bad_lines=skip, warned=warned)
+        else:
+            reader = ColumnReader(
+                encoder=self._encoder,
+                skip_bad_lines=skip,
+                warned=warned,
+                config=self.config,
+                split=value,
+                splits_seen=self._splits_seen,
             )
-        )
+        self._bad_lines[split] = reader.counts
         return reader.blocks(self._files[split] or self._files["train"], quiet=quiet)
 
     def _no_rows(self) -> Rows:

@@ -34,7 +34,7 @@ from dmt.training.data.schema import (
 )
 from dmt.training.data.textfile import TextFormat, parse_block, text_blocks
 
-__all__ = ["BadRows", "ColumnReader", "CriteoReader", "FileReader"]
+__all__ = ["ColumnReader", "CriteoReader", "FileReader"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,51 +58,6 @@ _CRITEO_RULES = {
 }
 
 
-class BadRows:
-    """Malformed rows of one pass over files: either stops at the first and names it, or counts those left out.
-
-    Args:
-        skip: leave rows out and count them.
-        warned: files that need no warning any more; shared by all passes.
-
-    Example:
-        >>> bad = BadRows(skip=True)
-        >>> bad.start("a.tsv")
-        >>> bad.record("a.tsv", "line", {3: "expected 40 columns, found 39"})
-        >>> bad.counts
-        {'a.tsv': 1}
-    """
-
-    def __init__(self, *, skip: bool, warned: set[str] | None = None) -> None:
-        self.skip = skip
-        self.counts: dict[str, int] = {}
-        self._warned = set() if warned is None else warned
-
-    def start(self, file: str) -> None:
-        """Begins a reading of a file: its count is set to 0."""
-        self.counts[file] = 0
-
-    def record(self, file: str, unit: str, faults: dict[int, str]) -> None:
-        """Takes the faults of a block, by 1-based line or row number.
-
-        Raises:
-            InputError: rows are not skipped; the message is of the first fault.
-        """
-        if faults and not self.skip:
-            first = min(faults)
-            raise InputError(
-                f"{file}, {unit} {first}: {faults[first]}. Fix the {unit}, or set skip_bad_lines=true to leave out "
-                "and count such rows."
-            )
-        self.counts[file] += len(faults)
-
-    def finish(self, file: str, *, quiet: bool) -> None:
-        """Ends a reading of a file; warns once per file, unless ``quiet`` (every rank but the first)."""
-        if self.counts[file] and file not in self._warned and not quiet:
-            self._warned.add(file)
-            logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", file, self.counts[file])
-
-
 _Checked = tuple[pa.Table, NDArray[np.float64], NDArray[np.bool_]]
 
 
@@ -118,12 +73,16 @@ class _Piece(NamedTuple):
 
 @dataclass(kw_only=True)
 class FileReader(ABC):
-    """A format of files: how a file is read in pieces, and what is wrong with a row."""
+    """Reads files of one format in one pass; stops at the first malformed row, or counts those it leaves out."""
 
     encoder: Encoder
     """Turns columns into model inputs when a block is asked for rows."""
-    bad: BadRows
-    """Takes malformed rows."""
+    skip_bad_lines: bool = False
+    """Leave malformed rows out and count them."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Number of malformed rows left out of each file in its latest reading."""
+    warned: set[str] = field(default_factory=set)
+    """Files that need no warning any more; all passes share it."""
 
     def blocks(self, paths: Sequence[str], *, quiet: bool = False) -> Iterator[FileBlock]:
         """Reads the files one after another, in constant memory (Parquet: one row group at a time).
@@ -140,17 +99,25 @@ class FileReader(ABC):
                 file, line or row number, what was expected, what was found.
         """
         for path in paths:
-            self.bad.start(path)
+            self.counts[path] = 0
             unit, pieces = self._open(path)
             for piece in pieces:
                 table, labels, kept = self._check(piece)
-                self.bad.record(path, unit, piece.faults)
+                if piece.faults and not self.skip_bad_lines:
+                    first = min(piece.faults)
+                    raise InputError(
+                        f"{path}, {unit} {first}: {piece.faults[first]}. Fix the {unit}, or set skip_bad_lines=true "
+                        "to leave out and count such rows."
+                    )
+                self.counts[path] += len(piece.faults)
                 numbers = piece.numbers
                 if not kept.all():
                     table, labels, numbers = table.filter(pa.array(kept)), labels[kept], numbers[kept]
                 if len(labels):
                     yield FileBlock(table, labels.astype(np.float32), Place(path, unit, numbers), self.encoder)
-            self.bad.finish(path, quiet=quiet)
+            if self.counts[path] and path not in self.warned and not quiet:
+                self.warned.add(path)
+                logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", path, self.counts[path])
 
     @abstractmethod
     def _open(self, path: str) -> tuple[str, Iterator[_Piece]]:
@@ -174,7 +141,7 @@ class ColumnReader(FileReader):
         >>> config = DataConfig(kind="columns", train_path="a.csv", categorical=("c",))
         >>> encoder = Encoder(dense=(), num_embeddings={"c": 10}, multi_hot=frozenset(), list_separator="|",
         ...                   id_mode="index", signed_log1p=False)
-        >>> reader = ColumnReader(config=config, encoder=encoder, bad=BadRows(skip=False))
+        >>> reader = ColumnReader(config=config, encoder=encoder)
         >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
         ...     _ = file.write("label,c\n1,3\n0,4\n")
         ...     file.flush()
@@ -277,7 +244,7 @@ class CriteoReader(FileReader):
         >>> with tempfile.NamedTemporaryFile("w") as file:
         ...     _ = file.write("1" + 13 * "\t7" + 26 * "\t0a")
         ...     file.flush()
-        ...     blocks = CriteoReader(encoder=encoder, bad=BadRows(skip=False)).blocks([file.name])
+        ...     blocks = CriteoReader(encoder=encoder).blocks([file.name])
         ...     [block.rows(np.array([0])).dense.tolist() for block in blocks]
         [[[7.0]]]
     """

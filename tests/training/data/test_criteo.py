@@ -12,7 +12,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.data.encode import Encoder, hash_rows
-from dmt.training.data.readers import BadRows, CriteoReader
+from dmt.training.data.readers import CriteoReader
 from dmt.training.data.rows import Rows, every_row
 from dmt.training.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from dmt.training.data.textfile import text_blocks
@@ -30,10 +30,10 @@ ENCODER = Encoder(
 
 
 def read(*paths, skip=False):
-    bad = BadRows(skip=skip)
-    blocks = list(CriteoReader(encoder=ENCODER, bad=bad).blocks(paths))
+    reader = CriteoReader(encoder=ENCODER, skip_bad_lines=skip)
+    blocks = list(reader.blocks(paths))
     rows = Rows.concat([b.rows(every_row(b)) for b in blocks]) if blocks else None
-    return rows, [int(n) for b in blocks for n in b.place.numbers], bad
+    return rows, [int(n) for b in blocks for n in b.place.numbers], reader
 
 
 def test_exact_values(tmp_path):
@@ -109,19 +109,19 @@ def test_a_malformed_line_is_named(tmp_path, kind, packed):
     path.write_bytes(gzip.compress(data) if packed else data)
     with pytest.raises(InputError, match=rf"bad\.tsv(\.gz)?, line 7: {reason}.*skip_bad_lines"):
         read(str(path))
-    rows, numbers, bad = read(str(path), skip=True)
+    rows, numbers, reader = read(str(path), skip=True)
     assert numbers == [1, 2, 3, 4, 5, 6, 8, 9, 10]
     assert rows.num_rows == 9
-    assert bad.counts == {str(path): 2}
+    assert reader.counts == {str(path): 2}
 
 
 def test_left_out_lines_are_counted_and_warned_of_once(tmp_path, caplog):
     path = write(tmp_path / "a.tsv", [criteo_line(), "x", criteo_line(), "", "y"])
-    bad = BadRows(skip=True)
+    reader = CriteoReader(encoder=ENCODER, skip_bad_lines=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert sum(b.num_rows for b in CriteoReader(encoder=ENCODER, bad=bad).blocks([path])) == 2
-    assert bad.counts == {path: 3}
+            assert sum(b.num_rows for b in reader.blocks([path])) == 2
+    assert reader.counts == {path: 3}
     assert [r.getMessage() for r in caplog.records] == [f"{path}: left out 3 malformed rows (skip_bad_lines=true)."]
 
 
@@ -129,10 +129,10 @@ def test_line_numbers_across_blocks_match_a_line_by_line_reading(tmp_path, monke
     monkeypatch.setattr("dmt.training.data.readers.text_blocks", lambda path: text_blocks(path, block_bytes=700))
     rng = random.Random(0)
     lines = [rng.choice(["", "x", criteo_line("3"), criteo_line(), criteo_line("1")]) for _ in range(300)]
-    _, numbers, bad = read(write(tmp_path / "a.tsv", lines), skip=True)
+    _, numbers, reader = read(write(tmp_path / "a.tsv", lines), skip=True)
     good = [i + 1 for i, line in enumerate(lines) if line in (criteo_line(), criteo_line("1"))]
     assert numbers == good
-    assert sum(bad.counts.values()) == 300 - len(good)
+    assert sum(reader.counts.values()) == 300 - len(good)
 
 
 def test_an_empty_file_has_no_rows(tmp_path):
