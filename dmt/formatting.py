@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["byte_unit", "shorten", "human_bytes"]
+__all__ = ["byte_unit", "counted", "human_bytes", "shorten"]
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
@@ -45,3 +45,13 @@ def human_bytes(num_bytes: float) -> str:
     if unit == "bytes":
         return f"{value:.0f} {unit}"
     return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"
+
+
+def counted(number: int, word: str) -> str:
+    """Returns the number with its noun.
+
+    Example:
+        >>> counted(1, "tower"), counted(4000, "feature")
+        ('1 tower', '4,000 features')
+    """
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"

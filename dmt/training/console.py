@@ -12,8 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dmt.formatting import human_bytes
-from dmt.partitioner.report.style import counted
+from dmt.formatting import counted, human_bytes
 from dmt.sharding.plan import TowerShardingPlan
 
 __all__ = [

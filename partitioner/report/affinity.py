@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dmt.formatting import counted
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.comparison import tower_affinity
 from dmt.partitioner.report.style import (
-    counted,
     label_of,
     name_shortener,
     new_figure,

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from dmt.formatting import counted
 from dmt.partitioner.partition import Partition
 from dmt.partitioner.report.labels import LabelPlacer
 from dmt.partitioner.report.style import (
     INK,
     SOFT,
     add_title,
-    counted,
     label_of,
     name_shortener,
     new_figure,

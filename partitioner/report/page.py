@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from dmt.formatting import human_bytes
+from dmt.formatting import counted, human_bytes
 from dmt.partitioner.partition import Partition
 from dmt.partitioner.report import plot_affinity, plot_balance, plot_comparison, plot_coordinates
 from dmt.partitioner.report.frame import data_uri, render_page
-from dmt.partitioner.report.style import counted, tower_color, tower_ink
+from dmt.partitioner.report.style import tower_color, tower_ink
 from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
 
 __all__ = ["write_partition_report"]

@@ -23,7 +23,6 @@ __all__ = [
     "TOWER_COLORS",
     "TOWER_MARKERS",
     "add_title",
-    "counted",
     "dress_axes",
     "label_of",
     "name_shortener",
@@ -83,16 +82,6 @@ def label_of(tower: str) -> str:
         ('12', 'user')
     """
     return tower.removeprefix("tower_")
-
-
-def counted(number: int, word: str) -> str:
-    """The number with its noun.
-
-    Example:
-        >>> counted(1, "tower"), counted(4000, "feature")
-        ('1 tower', '4,000 features')
-    """
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def name_shortener(most: int | None = None) -> Callable[[str], str]:

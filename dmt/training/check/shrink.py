@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.formatting import shorten
-from dmt.partitioner.report.style import counted
+from dmt.formatting import counted, shorten
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dmt.formatting import human_bytes
-from dmt.partitioner.report.style import counted, tower_color, tower_ink
+from dmt.formatting import counted, human_bytes
+from dmt.partitioner.report.style import tower_color, tower_ink
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
