@@ -1,11 +1,4 @@
-"""Every collective of the library, each one small function or module.
-
-Legend: T towers, L ranks per tower, B the local batch, F_t features of tower t, O_t its output columns.
-"peers" are the T ranks with one local index; their batches meet on each of them, one tower per peer.
-
-TorchRec's KJT all-to-all moves ids, PyTorch's collectives and its sends and receives everything else. What we add is
-the group as an explicit argument, the batch size of every peer, and a profiler range with one spelling.
-"""
+"""Collectives of the library: small functions over PyTorch's, with the group as an explicit argument."""
 
 from __future__ import annotations
 
@@ -71,7 +64,7 @@ def ranks_that_differ(value: Any, group: dist.ProcessGroup) -> list[int]:
 
 
 def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
-    """Starts the sum of a tensor over the group, in place; ``wait()`` of what is returned ends it."""
+    """Starts the sum of a tensor over the group, in place; ``wait()`` on the result ends it."""
     return dist.all_reduce(value, group=group, async_op=True)
 
 
@@ -97,16 +90,16 @@ class PendingExchange:
 def start_exchange(
     sent: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup, *, tag: int = 0
 ) -> PendingExchange:
-    """Starts to send a tensor to each rank of the group and to receive one from each; empty ones and one's own stay.
+    """Starts to send a tensor to each rank of the group and to receive one from each, but its own and empty ones.
 
-    All ranks of the group must start their exchanges of one tag in one order. What is returned must be kept until it
-    has been waited for.
+    All ranks of the group must start their exchanges of one tag in one order, and keep the result until they have
+    waited for it.
 
     Args:
-        sent: by group rank; contiguous, unchanged until the end.
-        arriving: by group rank; contiguous, of the size and dtype that the other one sends.
+        sent: tensors by group rank; contiguous, unchanged until the end.
+        arriving: tensors by group rank; contiguous, of the size and dtype that the other rank sends.
         group: the ranks.
-        tag: of the messages; NCCL knows none.
+        tag: tag of the messages; NCCL has none.
     """
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     # Receives first: a gloo rank that is asked late sends late.
@@ -137,7 +130,7 @@ def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
-    """Starts the mean of tensors of one dtype over the group, in place and in one collective; ``wait()`` ends it."""
+    """Starts the mean of tensors of one dtype over the group, in place, in one collective; ``wait()`` ends it."""
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     return group.allreduce_coalesced(list(tensors), options)
@@ -155,12 +148,10 @@ class RankError(RuntimeError):
 
 
 def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> list[Value]:
-    """Does something on every rank of a group; collective.
-
-    No rank is left waiting for one that failed: either all get all results, or all raise.
+    """Calls ``work`` on every rank of a group, so that either all get all results, or all raise; collective.
 
     Args:
-        work: what this rank does; its small result is sent to all.
+        work: called on this rank; its small result is sent to all.
         group: the ranks.
 
     Returns:

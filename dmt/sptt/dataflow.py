@@ -125,7 +125,7 @@ class SPTTModule(TowerState):
         self._target_device = device or torch.device("cpu")
         # A feature that several tables of a tower look up is sent there once.
         self._features_by_tower = [list(dict.fromkeys(feature_names(tables))) for tables in tables_by_tower]
-        self._route: PeerIdRoute | GlobalIdRoute = PeerIdRoute(self.mesh, [], self._features_by_tower)
+        self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._outputs: AgreedOutputs | None = None
         self._tag = next(self.mesh.tags)
         self.exchange.precision.check_device(self._target_device)

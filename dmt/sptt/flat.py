@@ -43,6 +43,9 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
         model = DistributedModelParallel(model, plan=plan, sharders=sharders)
     """
 
+    module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection
+    """The unsharded module type."""
+
     def __init__(self, mesh: TowerMesh, plan: TowerPlan, **settings: Unpack[SharderSettings]) -> None:
         super().__init__(mesh, **settings)
         if plan.num_towers != mesh.topology.num_towers:
@@ -65,11 +68,6 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Returns the table weights, by table name."""
         return {name.split(".")[0]: p for name, p in module.embedding_bags.named_parameters()}
-
-    @property
-    def module_type(self) -> type[EmbeddingBagCollection]:
-        """The unsharded module type."""
-        return EmbeddingBagCollection
 
 
 class ShardedSPTTEmbeddingBagCollection(SPTTModule):
@@ -103,11 +101,6 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
     def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yields the tables of this rank's tower."""
         yield prefix, self.embedding
-
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
-        """The unsharded module type."""
-        return EmbeddingBagCollection
 
 
 def _sub_collection(module: EmbeddingBagCollection, tables: list[Any]) -> EmbeddingBagCollection:

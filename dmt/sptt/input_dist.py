@@ -110,14 +110,9 @@ class PeerIdRoute:
         return PeerInputDist(self._mesh.peer_group, self._features_by_tower, input_features, device)
 
     def look_up(self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> list[Any]:
-        """Starts id exchanges, lookups and exchanges of partial embeddings inside the tower (SPTT steps a, b, d, e).
+        """Starts id exchange, lookup and exchange of partial embeddings inside the tower (SPTT steps a, b, d, e).
 
-        Args:
-            ids: ids that `exchange` delivered to this rank, samples in any order.
-            batch_sizes: B of every peer.
-
-        Returns:
-            For each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], samples in the order of the ids.
+        Arguments and result are those of `GlobalIdRoute.look_up`, but samples may come in any order.
         """
         return [collection(ids) for collection in self._collections]
 

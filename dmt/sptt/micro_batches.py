@@ -69,7 +69,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
 class MicroBatches:
     """Handle of a module that runs in micro-batches; made by `run_in_micro_batches`, which has the same arguments.
 
-    Making one directly, ``MicroBatches(module, num_micro_batches=4)``, is the spelling of earlier releases.
+    ``MicroBatches(module, num_micro_batches=4)`` is the spelling of earlier releases.
     """
 
     def __init__(self, module: nn.Module, *, num_micro_batches: int) -> None:
@@ -231,18 +231,14 @@ class ResultInParts(CachedAwaitable):
     """
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any]) -> None:
-        arrived = [CachedAwaitable(exchange) for exchange in exchanges]
-        super().__init__(_Rows(arrived), finish)
-        self.parts = [CachedAwaitable(exchange, finish) for exchange in arrived]
+        super().__init__(_Rows([CachedAwaitable(exchange) for exchange in exchanges]), finish)
+        self.parts = [CachedAwaitable(rows, finish) for rows in self._awaitable]
         """Result of each micro-batch."""
 
 
-class _Rows:
-    def __init__(self, parts: Sequence[CachedAwaitable]) -> None:
-        self._parts = parts
-
+class _Rows(list[CachedAwaitable]):
     def wait(self) -> Tensor:
-        return torch.cat([part.wait() for part in self._parts])
+        return torch.cat([rows.wait() for rows in self])
 
 
 def micro_batch_sizes(batch_size: int, num: int) -> list[int]:

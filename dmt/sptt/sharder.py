@@ -170,6 +170,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
     def __init__(self, sharder: TowerSharder[Any], sharding: Mapping[str, ParameterSharding]) -> None:
         super().__init__(qcomm_codecs_registry=sharder.qcomm_codecs_registry)
+        self._unsharded_module_type = sharder.module_type
         self.mesh = sharder.mesh
         self.collections: list[GroupShardedEBC] = []
         """The sharded collections of this rank's tower."""
@@ -250,6 +251,11 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
                 yield from part.sharded_parameter_names(name)
             else:
                 yield from (key for key, _ in part.named_parameters(name))
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The unsharded module type."""
+        return self._unsharded_module_type
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:

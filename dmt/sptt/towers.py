@@ -47,6 +47,9 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         model = DistributedModelParallel(model, plan=plan, sharders=sharders)
     """
 
+    module_type: type[EmbeddingTowerCollection] = EmbeddingTowerCollection
+    """The unsharded module type."""
+
     def __init__(
         self, mesh: TowerMesh, *, placement: Sequence[int] | None = None, **settings: Unpack[SharderSettings]
     ) -> None:
@@ -100,11 +103,6 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
             for tower in module.towers
             for name, parameter in tower.embedding.embedding_bags.named_parameters()
         }
-
-    @property
-    def module_type(self) -> type[EmbeddingTowerCollection]:
-        """The unsharded module type."""
-        return EmbeddingTowerCollection
 
 
 class ShardedTowerCollection(SPTTModule):
@@ -168,11 +166,6 @@ class ShardedTowerCollection(SPTTModule):
             yield append_prefix(prefix, f"towers.{i}.embedding"), embedding
         for i, interaction in self.interactions.by_tower.items():
             yield append_prefix(prefix, f"towers.{i}.interaction"), interaction
-
-    @property
-    def unsharded_module_type(self) -> type[EmbeddingTowerCollection]:
-        """The unsharded module type."""
-        return EmbeddingTowerCollection
 
 
 class _TowerModules(nn.Module):

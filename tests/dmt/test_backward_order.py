@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmt import TowerMesh, TowerTopology
@@ -46,3 +47,20 @@ def test_tower_gradients_are_under_way_before_the_embedding_backward(scheme: str
     tower_module = names.index("allreduce_", peers)
     assert embeddings in names[tower_module:], names
     assert set(names[:peers]) <= {"allreduce_", "recv_"}, names  # the over arch's alone comes before
+
+
+def ranges_on_rank(rank: int, id_route: str) -> list[str]:
+    case = Case(towers=2, ranks=1, id_route=id_route)
+    model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1)))
+    ids, labels = case.batches().draw(rank, 0, make_tables(list(case.dims)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of(model(ids)[1], labels).backward()
+    ranges = [(event.time_range.start, event.name) for event in profile.events() if "## dmt:" in event.name]
+    return [name for _, name in sorted(ranges)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("id_route", ["peer", "global"])
+def test_steps_are_profiler_ranges_in_both_directions(id_route: str) -> None:
+    steps = ["exchange_ids", "look_up", "run_towers", "exchange_outputs", "exchange_outputs:bwd"]
+    assert run_ranks(ranges_on_rank, 2, id_route) == [[f"## dmt:{step} ##" for step in steps]] * 2
