@@ -19,6 +19,9 @@ PRELOAD = [
     "torchrec.distributed.model_parallel",
     "tests.parity",
     "dmt.training.train",
+    # Imported where they are used: each rank would load them again.
+    "torch.utils.tensorboard",
+    "torchmetrics.functional.classification",
 ]
 
 
