@@ -13,9 +13,9 @@ from dmt.plan.column_shards import split_tables
 from dmt.plan.tables import TableSpec
 from dmt.testing.plain import is_table
 from dmt.testing.ranks import Say, run_on_ranks
-from dmt.training.check.findings import CheckReport, Finding, make_rows
+from dmt.training.check import CheckReport, Finding, make_rows
+from dmt.training.check.expected import table_of
 from dmt.training.check.on_rank import RankReport, check_on_rank
-from dmt.training.check.oracle import table_of
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
 from dmt.training.config import TrainingConfig
 from dmt.training.train import resolve

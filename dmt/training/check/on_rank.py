@@ -26,19 +26,22 @@ from dmt.testing.plain import is_table
 from dmt.testing.ranks import Say
 from dmt.testing.state import LocalPart, TableLayout, copy_parts, digest, load_plain_state, local_parts, table_layout
 from dmt.training.build import ClickTask, build_model, build_optimizer, in_micro_batches, replica_sync, shard_model
-from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
-from dmt.training.check.findings import Finding
-from dmt.training.check.oracle import (
+from dmt.training.check import Finding
+from dmt.training.check.expected import (
+    SINGLE_IDS,
+    UNEVEN_BAGS,
     Expected,
     Forward,
+    Watch,
     compute_expected,
+    draw_batch,
     is_tower_module,
     plain_task,
+    sparse_part,
     table_of,
 )
-from dmt.training.check.shares import FoundGradient, backward_rounding, forward_rounding, scale_error
+from dmt.training.check.rounding import FoundGradient, backward_rounding, forward_rounding, scale_error
 from dmt.training.check.shrink import CheckedRun, with_values
-from dmt.training.check.watch import Watch, sparse_part
 from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from dmt.training.config import TrainingConfig
 
@@ -360,7 +363,8 @@ class _Checks:
         ours, plain = (
             [g for g in some if _kind(g.name) != "dense gradients"] for some in (found, self._gradients(model))
         )
-        for ratio in backward_rounding(ours, plain, name):
+        ratio = backward_rounding(ours, plain, name)
+        if ratio is not None:
             self._found("formats", f"the exchange did not use its format ({name} backward)", ratio, _BACKWARD_USED)
 
     @property

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dmt.testing.ranks import prepare_ranks
-from dmt.training.check.findings import CheckReport
+from dmt.training.check import CheckReport
 from dmt.training.console import table_console
 
 __all__ = ["print_report", "run_check"]

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from dmt.plan.towers import TowerPlan
 from dmt.testing.ranks import RanksFailedError
-from dmt.training.check.findings import CheckReport, Finding, make_rows
+from dmt.training.check import CheckReport, Finding, make_rows
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from tests.training.small import small

@@ -19,9 +19,8 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
 from dmt.testing.ranks import Say, run_on_ranks
 from dmt.testing.state import local_parts
-from dmt.training.check import on_rank
+from dmt.training.check import CheckReport, Finding, make_rows, on_rank
 from dmt.training.check.check import compare_ranks
-from dmt.training.check.findings import CheckReport, Finding, make_rows
 from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_values
 from dmt.training.checkpoints import Checkpointer

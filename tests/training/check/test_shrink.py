@@ -14,7 +14,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
 from dmt.training.build import build_model
-from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
+from dmt.training.check.expected import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.shrink import CheckedRun, CheckLimits, fewer_ranks, shrink
 from dmt.training.config import TrainingConfig
 from dmt.training.job import make_job, open_job, tower_plan

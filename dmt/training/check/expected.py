@@ -1,28 +1,48 @@
-"""The plain single-process module on the union of the ranks' batches, one for each replica: what they must come to."""
+"""The plain single-process module on the union of the ranks' batches: everything that the ranks must come to.
+
+With replicas there is one plain module for each, on the batches of its ranks (`dmt.testing.PlainTraining`). Batches are
+drawn from the tables: single ids, bags, empty bags, equal and unequal local batches. `Watch` reads from a model, plain
+or sharded, the same things under the same names.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import LazyAwaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt.errors import InputError
 from dmt.testing.plain import PlainTraining, is_table, table_name, warmup_share
 from dmt.testing.state import TableLayout
 from dmt.training.build import ClickTask, build_model, fused_params
-from dmt.training.check.batches import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.rounding import as_sent
 from dmt.training.check.shrink import CheckedRun
-from dmt.training.check.watch import Watch
 from dmt.training.config import OptimizerConfig
+from dmt.training.data.batch import ClickBatch
 
-__all__ = ["Expected", "Forward", "compute_expected", "is_tower_module", "plain_task", "table_of"]
+__all__ = [
+    "SINGLE_IDS",
+    "UNEVEN_BAGS",
+    "Expected",
+    "Forward",
+    "Seen",
+    "Watch",
+    "compute_expected",
+    "draw_batch",
+    "is_tower_module",
+    "plain_task",
+    "sparse_part",
+    "table_of",
+]
 
 State = dict[str, Tensor]
 
@@ -32,6 +52,132 @@ _DENSE = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
+
+SINGLE_IDS = 0
+"""The batch in which every bag has one id, so that an embedding is a row of a table, bit by bit."""
+UNEVEN_BAGS = 1
+"""The batch in which ranks have unequal numbers of samples; from it on bags have 0 to 3 ids."""
+
+_MAX_BAG = 3
+# Half of all ids are among the first rows: ranks and samples meet in them, as they do in the frequent ids of real data.
+_FREQUENT_ROWS = 8
+
+
+def draw_batch(run: CheckedRun, rank: int, index: int) -> ClickBatch:
+    """The batch of a rank in step ``index``, the same in every process.
+
+    Args:
+        run: sizes and tables.
+        rank: global.
+        index: of the step, or `SINGLE_IDS`, or `UNEVEN_BAGS`.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * index + rank)
+    size = run.limits.batch_size
+    if index == UNEVEN_BAGS:
+        size = max(1, size - rank % 3)
+    lengths, values = [], []
+    for table in run.tables:
+        for _ in table.feature_names:
+            if index == SINGLE_IDS:
+                count = torch.ones(size, dtype=torch.int64)
+            else:
+                count = torch.randint(0, _MAX_BAG + 1, (size,), generator=generator)
+            number, rows = int(count.sum()), table.num_embeddings
+            anywhere = torch.randint(0, rows, (number,), generator=generator)
+            frequent = torch.randint(0, min(rows, _FREQUENT_ROWS), (number,), generator=generator)
+            lengths.append(count)
+            values.append(torch.where(torch.rand(number, generator=generator) < 0.5, anywhere, frequent))
+    ids = KeyedJaggedTensor(
+        keys=[feature for table in run.tables for feature in table.feature_names],
+        values=torch.cat(values),
+        lengths=torch.cat(lengths),
+        stride=size,
+    )
+    return ClickBatch(
+        dense_features=torch.randn(size, run.job.num_dense, generator=generator),
+        sparse_features=ids,
+        labels=torch.rand(size, generator=generator).round(),
+        weights=torch.ones(size),
+    ).split_columns(run.splits)
+
+
+class Seen(NamedTuple):
+    """Of one forward pass."""
+
+    embeddings: dict[str, Tensor]
+    """By feature. With towers: what goes into their modules on this rank, the samples of all its peers."""
+    outputs: Tensor
+    """[B, columns]: what comes out of the sparse part."""
+    logits: Tensor
+    """[B]."""
+
+
+class Watch:
+    """Keeps what passes through a model in its latest forward pass.
+
+    The output exchange is waited for where it begins, so nothing overlaps; no bit depends on that.
+
+    Args:
+        model: a `ClickTask`, or one that is sharded.
+        send: what becomes of the sparse part's output on its way to the dense parts, see `as_sent`.
+    """
+
+    def __init__(self, model: nn.Module, send: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._model = model
+        self._send = send
+        self._embeddings: dict[str, Tensor] = {}
+        self._outputs = torch.empty(0)
+        self._logits = torch.empty(0)
+        sparse = sparse_part(model)
+        for module in _tower_modules(sparse):
+            module.register_forward_pre_hook(self._before_tower_module)
+        sparse.register_forward_hook(self._after_sparse_part)
+
+    @property
+    def seen(self) -> Seen:
+        """Of the latest batch."""
+        return Seen(self._embeddings, self._outputs, self._logits)
+
+    def run(self, batch: ClickBatch) -> Tensor:
+        """The loss of a batch, with all else kept."""
+        self._embeddings = {}
+        loss, (self._logits, _, _) = self._model(batch)
+        return loss
+
+    def run_and_see(self, batch: ClickBatch) -> Seen:
+        """What a batch shows, without gradients."""
+        with torch.no_grad():
+            self.run(batch)
+        return self.seen
+
+    def _before_tower_module(self, module: nn.Module, inputs: Any) -> None:
+        self._embeddings |= {name: value.detach() for name, value in inputs[0].to_dict().items()}
+
+    def _after_sparse_part(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        result = output.wait() if isinstance(output, LazyAwaitable) else output
+        self._outputs = result.values() if isinstance(result, KeyedTensor) else result
+        if isinstance(result, KeyedTensor):
+            # By name: the order of the keys changes with the sharding.
+            self._embeddings = {name: value.detach() for name, value in result.to_dict().items()}
+        if self._send is None:
+            return result
+        sent = self._send(self._outputs)
+        return KeyedTensor(result.keys(), result.length_per_key(), sent) if isinstance(result, KeyedTensor) else sent
+
+
+def sparse_part(model: nn.Module) -> Any:
+    """TorchRec's collection in a `ClickTask`, or what it became."""
+    task: Any = model.module if isinstance(model, DistributedModelParallel) else model
+    arch = task.model.sparse_arch
+    return getattr(arch, "shards", arch)
+
+
+def _tower_modules(sparse: Any) -> list[nn.Module]:
+    if hasattr(sparse, "towers"):
+        return [tower.interaction for tower in sparse.towers]
+    if hasattr(sparse, "interactions"):
+        return list(sparse.interactions.by_tower.values())
+    return []
 
 
 @dataclass(frozen=True, kw_only=True)
