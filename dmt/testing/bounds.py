@@ -14,13 +14,21 @@ from torch import Tensor
 from dmt.number_formats import NUMBER_FORMATS, ExchangeFormat
 from dmt.sptt.precision import ExchangePrecision
 
-__all__ = ["FP32_SUM", "allowed_gradient", "allowed_logits", "allowed_outputs", "allowed_weights", "format_error"]
+__all__ = [
+    "FP32_SUM",
+    "allowed_gradient",
+    "allowed_logits",
+    "allowed_outputs",
+    "allowed_weights",
+    "format_error",
+    "step_error",
+]
 
 FP32_SUM = 64 * 2.0**-24
 """Relative error of a sum of products."""
 
-# What rounding does to logits and gradients is tried out in the plain module (`rounding`); the ranks' differs from that
-# by where ties and, in INT8, the groups of numbers fall.
+# The effect of rounding on logits and gradients is measured in the plain module; on the ranks ties and, in INT8, groups
+# of numbers fall elsewhere.
 _LIKE_TRIED = 8
 # In INT8, another rounding may push the input of a ReLU across zero, which switches a sample's share of a gradient.
 # FP16 and BF16 round alike in the plain module, so the same ones are pushed there.
@@ -36,39 +44,33 @@ _STEP = {"sgd": 1e-4, "rowwise_adagrad": 1e-3, "adagrad": 1e-2, "adam": 1e-2, "a
 
 
 def format_error(name: ExchangeFormat) -> float:
-    """Largest error of a number sent, as a share of the largest one."""
+    """Returns the largest error of a number sent in a format, as a share of the largest number sent."""
     return 1.01 * NUMBER_FORMATS[name].rounding_error
 
 
 def allowed_outputs(largest: float, forward: ExchangeFormat, *, is_exact: bool) -> float:
-    """For outputs of the sparse part, after the exchange between towers.
+    """Returns the bound for outputs of the sparse part, after the exchange between towers.
 
     Args:
-        largest: magnitude among those that are sent together.
+        largest: magnitude among numbers that are sent together.
         forward: format of the exchange.
-        is_exact: whether they are rows of tables, that nothing has been computed with.
+        is_exact: whether the outputs are rows of tables, with no arithmetic before the exchange.
     """
-    share = format_error(forward) + (0.0 if is_exact else FP32_SUM)
-    return share * largest
+    return (format_error(forward) + (0.0 if is_exact else FP32_SUM)) * largest
 
 
 def allowed_logits(expected: Tensor, rounding: float) -> float:
-    """For logits.
-
-    Args:
-        expected: [B].
-        rounding: what the format of the exchange did to them in the plain module.
-    """
+    """Returns the bound for logits [B], given the change that the exchange's format makes in the plain module's."""
     return _LIKE_TRIED * rounding + FP32_SUM * max(1.0, float(expected.abs().max()))
 
 
 def allowed_gradient(largest: float, of_kind: float, rounding: float, precision: ExchangePrecision) -> float:
-    """For the gradient of one parameter.
+    """Returns the bound for the gradient of one parameter.
 
     Args:
-        largest: of its own elements.
-        of_kind: of all parameters of its kind.
-        rounding: what the formats of the exchange did to it in the plain module.
+        largest: magnitude among its own elements.
+        of_kind: largest magnitude among all parameters of its kind.
+        rounding: change that the formats of the exchange make in the plain module's gradient.
         precision: the formats.
     """
     share = _LAYERS * FP32_SUM
@@ -77,32 +79,27 @@ def allowed_gradient(largest: float, of_kind: float, rounding: float, precision:
     return _LIKE_TRIED * rounding + share * max(largest, _CANCELS * of_kind)
 
 
-def allowed_weights(
-    start: Tensor,
-    after: Tensor,
-    *,
-    is_table: bool,
-    table_optimizer: str,
-    dense_optimizer: str,
-    steps: int,
-    is_half: bool,
-) -> float:
-    """For the L2 norm of the difference of weights after training: a share of the way they went, and their rounding.
+def allowed_weights(start: Tensor, after: Tensor, *, error: float, steps: int, is_half: bool) -> float:
+    """Returns the bound for the L2 norm of the difference of weights after training.
 
     Args:
-        start: before training.
-        after: expected after training.
-        is_table: whether it is a table.
-        table_optimizer: name of the tables' optimizer.
-        dense_optimizer: name of the others' optimizer.
-        steps: of training.
-        is_half: whether the weights are FP16.
+        start: weights before training.
+        after: weights expected after training.
+        error: `step_error` of their optimizer.
+        steps: number of training steps.
+        is_half: whether the model's weights are FP16.
     """
-    share = _STEP[table_optimizer if is_table else dense_optimizer]
-    if is_table:
-        # What the dense parts err by reaches the tables with the next step's gradient.
-        share = max(share, 0.1 * _STEP[dense_optimizer])
     unit = 2.0**-11 if is_half else 2.0**-24
     moved, size = float((after - start).norm()), float(after.norm())
-    # In FP16 a sum that is near the middle between two numbers may go to either of them: one unit, in any step.
-    return share * moved + (2 if is_half else 1) * math.sqrt(steps) * unit * size
+    # In FP16 a sum near the middle between two numbers may be rounded to either of them: one unit, in any step.
+    return error * moved + (2 if is_half else 1) * math.sqrt(steps) * unit * size
+
+
+def step_error(optimizer: str, *, dense_optimizer: str = "sgd") -> float:
+    """Returns the error of an optimizer's steps, as a share of the distance that weights move.
+
+    Args:
+        optimizer: name of the weights' own optimizer.
+        dense_optimizer: for tables, the name of the other weights': their errors reach tables in the next gradient.
+    """
+    return max(_STEP[optimizer], 0.1 * _STEP[dense_optimizer])

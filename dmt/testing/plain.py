@@ -111,7 +111,7 @@ class PlainTraining:
         self.learning_rate: float = settings["learning_rate"]
         """Learning rate of the tables; may change between steps."""
         self.dense_optimizers: list[torch.optim.Optimizer] = []
-        """One for each replica."""
+        """Optimizer of each replica's dense parts."""
         self.tables: list[dict[str, PlainTable]] = []
         """Tables of each replica, by parameter name."""
         self._interval, self._is_delayed, self._steps = interval, optimizer_state == "delayed", 0

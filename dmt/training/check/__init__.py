@@ -35,12 +35,12 @@ class Finding:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is allowed; NaN never is."""
+        """Is true if the difference is allowed; NaN never is."""
         return self.difference <= self.allowed
 
     @property
     def share(self) -> float:
-        """Difference over what is allowed, to find the worst."""
+        """Difference over the allowed difference, to find the worst."""
         if math.isnan(self.difference):
             return math.inf
         if self.difference == 0:
@@ -54,7 +54,7 @@ class CheckRow:
 
     check: str
     what: str
-    """What is compared with what."""
+    """The two things compared."""
     verdict: Verdict
     difference: float | None
     """The worst one, by its share of what is allowed; None where nothing was compared."""
@@ -62,45 +62,45 @@ class CheckRow:
     count: int
     """Comparisons."""
     where: str = ""
-    """Of what does not agree: item and place; or why the check was left out."""
+    """Items and place that do not agree; or the reason why the check was left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What ``dmt check`` found."""
+    """Result of ``dmt check``."""
 
     rows: tuple[CheckRow, ...]
     reduced: tuple[str, ...]
-    """What is smaller than in the config."""
+    """Differences to the config that make the run smaller."""
     notes: tuple[str, ...]
-    """What the reader should know."""
+    """Remarks for the reader."""
     ranks: int
     """On which it was checked."""
     seconds: float
     schemes: tuple[str, ...] = ()
-    """How many tables have which sharding scheme; which could not have the one asked for."""
+    """Number of tables in each sharding scheme; and the tables that could not have the scheme asked for."""
 
     @property
     def agrees(self) -> bool:
-        """Whether every row does."""
+        """Is true if no row has failed."""
         return all(row.verdict != "FAILED" for row in self.rows)
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON writes it."""
+        """Returns the report as JSON has it."""
         return {"agrees": self.agrees, **asdict(self)}
 
 
 def make_rows(
     findings: Iterable[Finding], titles: Mapping[str, str], skipped: Mapping[str, str]
 ) -> tuple[CheckRow, ...]:
-    """The findings of all ranks, a row for each title.
+    """Returns the findings of all ranks as a row for each title.
 
     A check that found nothing to compare and was not skipped on purpose has failed.
 
     Args:
         findings: of all ranks.
-        titles: what each check compares, in the order of the rows.
-        skipped: why a check was left out.
+        titles: the things that each check compares, in the order of the rows.
+        skipped: reasons why checks were left out.
 
     Example:
         >>> found = [Finding(check="a", item=f"t{i}", difference=i, allowed=1) for i in range(3)]

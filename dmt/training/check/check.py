@@ -1,4 +1,4 @@
-"""`check_run`: from a config to a report of what agrees with the plain module and to how much."""
+"""`check_run`: from a config to a report that compares its run with the plain module."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_run(
     Args:
         config: the run, as it is made for the cluster.
         limits: how large the check may be.
-        on_rank: what a rank does.
+        on_rank: work of a rank.
 
     Returns:
         The report, also where something does not agree.
@@ -53,10 +53,10 @@ def check_run(
 
 
 def compare_ranks(run: CheckedRun, reports: Sequence[RankReport], *, seconds: float = 0.0) -> CheckReport:
-    """What the ranks found, and what only shows when they are laid side by side.
+    """Returns the report of all ranks' findings, and of the faults that only show when ranks are compared.
 
     Args:
-        run: what they ran.
+        run: the run they checked.
         reports: by rank.
         seconds: that it took.
     """
@@ -78,7 +78,7 @@ def compare_ranks(run: CheckedRun, reports: Sequence[RankReport], *, seconds: fl
 
 
 def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    """Whatever several ranks hold must be the same on all of them: whole, or the shard of several replicas."""
+    """Compares the bits of everything that several ranks hold: whole tensors, and the shards of several replicas."""
     holders: dict[tuple[str, object], dict[int, str]] = {}
     for rank, report in enumerate(reports):
         for name, digest in report.whole.items():
@@ -93,7 +93,7 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def _coverage(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[Finding]:
-    """In each replica, every number of a table must be in one shard, or the table whole on all ranks of its tower."""
+    """Checks that in each replica every number of a table is in one shard, or whole on all ranks of its tower."""
     replicas = run.topology.num_replicas
     each = " in each replica" if replicas > 1 else ""
     holders = run.topology.ranks_per_tower * (run.topology.num_towers if run.config.dataflow == "flat" else 1)
@@ -124,7 +124,7 @@ def _cut_tables(run: CheckedRun) -> Sequence[TableSpec]:
 
 
 def _titles(run: CheckedRun) -> dict[str, str]:
-    """The rows of the report; where it is not said, the comparison is with the plain module."""
+    """Returns the comparison of each row; with the plain module, unless it names another."""
     steps, precision, has_replicas = run.limits.steps, run.config.sharding.precision, run.topology.num_replicas > 1
     trained = f"after {steps} steps" + (", tables averaged over replicas" if has_replicas else "")
     between = f"{precision.forward} forward, {precision.backward} backward"

@@ -59,12 +59,12 @@ UNEVEN_BAGS = 1
 """The batch in which ranks have unequal numbers of samples; from it on bags have 0 to 3 ids."""
 
 _MAX_BAG = 3
-# Half of all ids are among the first rows: ranks and samples meet in them, as they do in the frequent ids of real data.
+# Half of all ids are among the first rows: ranks and samples share them, as they share the frequent ids of real data.
 _FREQUENT_ROWS = 8
 
 
 def draw_batch(run: CheckedRun, rank: int, index: int) -> ClickBatch:
-    """The batch of a rank in step ``index``, the same in every process.
+    """Returns the batch of a rank in step ``index``, the same in every process.
 
     Args:
         run: sizes and tables.
@@ -102,24 +102,24 @@ def draw_batch(run: CheckedRun, rank: int, index: int) -> ClickBatch:
 
 
 class Seen(NamedTuple):
-    """Of one forward pass."""
+    """Values that passed through a model in one forward pass."""
 
     embeddings: dict[str, Tensor]
-    """By feature. With towers: what goes into their modules on this rank, the samples of all its peers."""
+    """Embeddings by feature. With towers: the inputs of tower modules on this rank, samples of all its peers."""
     outputs: Tensor
-    """[B, columns]: what comes out of the sparse part."""
+    """Output of the sparse part, [B, columns]."""
     logits: Tensor
-    """[B]."""
+    """Logits, [B]."""
 
 
 class Watch:
-    """Keeps what passes through a model in its latest forward pass.
+    """Keeps the values that pass through a model, plain or sharded, in its latest forward pass.
 
     The output exchange is waited for where it begins, so nothing overlaps; no bit depends on that.
 
     Args:
         model: a `ClickTask`, or one that is sharded.
-        send: what becomes of the sparse part's output on its way to the dense parts, see `as_sent`.
+        send: changes the sparse part's output before it reaches the dense parts, see `as_sent`.
     """
 
     def __init__(self, model: nn.Module, send: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -135,17 +135,17 @@ class Watch:
 
     @property
     def seen(self) -> Seen:
-        """Of the latest batch."""
+        """Values of the latest batch."""
         return Seen(self._embeddings, self._outputs, self._logits)
 
     def run(self, batch: ClickBatch) -> Tensor:
-        """The loss of a batch, with all else kept."""
+        """Returns the loss of a batch and keeps all else."""
         self._embeddings = {}
         loss, (self._logits, _, _) = self._model(batch)
         return loss
 
     def run_and_see(self, batch: ClickBatch) -> Seen:
-        """What a batch shows, without gradients."""
+        """Returns the values of a batch, without gradients."""
         with torch.no_grad():
             self.run(batch)
         return self.seen
@@ -166,7 +166,7 @@ class Watch:
 
 
 def sparse_part(model: nn.Module) -> Any:
-    """TorchRec's collection in a `ClickTask`, or what it became."""
+    """Returns TorchRec's collection in a `ClickTask`, or its sharded form."""
     task: Any = model.module if isinstance(model, DistributedModelParallel) else model
     arch = task.model.sparse_arch
     return getattr(arch, "shards", arch)
@@ -196,7 +196,7 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """All that the ranks compare with."""
+    """Everything that the ranks compare with."""
 
     start: State
     """The first weights, that every model starts from."""
@@ -214,7 +214,7 @@ class Expected:
 
 
 def plain_task(run: CheckedRun) -> ClickTask:
-    """The model in one process, with FP32 tables."""
+    """Returns the unsharded model, with FP32 tables."""
     tables = tuple(replace(table, data_type="FP32") for table in run.tables)
     return ClickTask(build_model(replace(run.job, tables=tables)))
 
@@ -231,7 +231,7 @@ def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
     """Runs the plain module.
 
     Args:
-        run: what is checked.
+        run: the run that is checked.
         layout: of its tables.
 
     Raises:
@@ -333,7 +333,7 @@ def is_tower_module(name: str) -> bool:
 
 
 def table_of(name: str) -> str:
-    """What to call a parameter: a table by its own name, others in full."""
+    """Returns the name of a parameter in the report: a table's own name, others in full."""
     return f"table {table_name(name)}" if is_table(name) else name.removeprefix("model.")
 
 
@@ -342,7 +342,7 @@ def _ranks(run: CheckedRun) -> range:
 
 
 class _Sent:
-    """The way of the sparse part's output to the dense parts: exact, or rounded as the exchange rounds it."""
+    """Passes the sparse part's output on, exact or rounded as the exchange rounds it."""
 
     def __init__(self, run: CheckedRun) -> None:
         self.is_rounded = False
@@ -370,7 +370,7 @@ def _forward(run: CheckedRun, watch: Watch, sent: _Sent, index: int) -> Forward:
 
 
 def _backward(run: CheckedRun, replicas: Sequence[_Replica], index: int) -> list[float]:
-    """Leaves in every replica the gradients of the mean over its ranks of their losses; returns the losses by rank."""
+    """Leaves in every replica the gradients of its ranks' mean loss; returns the losses by rank."""
     losses = {}
     for task, watch, ranks in replicas:
         task.zero_grad()

@@ -1,4 +1,4 @@
-"""What every rank of a check does: `check_on_rank`. Models are made one after the other, each from the same start."""
+"""`check_on_rank`: the comparisons of one rank. Models are made one after the other, each from the same start."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dmt.testing.bounds import (
     allowed_logits,
     allowed_outputs,
     allowed_weights,
+    step_error,
 )
 from dmt.testing.plain import is_table
 from dmt.testing.ranks import Say
@@ -59,11 +60,11 @@ _FORWARD_USED, _BACKWARD_USED = 10.0, 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank sends back."""
+    """Findings and digests that a rank sends back."""
 
     findings: tuple[Finding, ...]
     skipped: Mapping[str, str]
-    """Why a check was left out, by its name."""
+    """Reasons why checks were left out, by their names."""
     shards: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
     """(name, offsets, sizes, digest after training) of every shard that the rank holds."""
     whole: Mapping[str, str]
@@ -72,7 +73,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model after training, and what it put out on the way."""
+    """A model after training, with its outputs during training."""
 
     model: DistributedModelParallel
     parts: list[LocalPart]
@@ -82,7 +83,7 @@ class Trained:
     logits: list[Tensor]
     """By step."""
     replicas: ReplicaSync | None
-    """What keeps it equal to its replicas."""
+    """Keeps the model equal to its replicas."""
 
 
 def check_on_rank(rank: int, say: Say, run: CheckedRun) -> RankReport:
@@ -90,8 +91,8 @@ def check_on_rank(rank: int, say: Say, run: CheckedRun) -> RankReport:
 
     Args:
         rank: this rank.
-        say: tells the parent what this rank is at.
-        run: what is checked.
+        say: reports progress to the parent.
+        run: the run that is checked.
 
     Raises:
         InputError: the run cannot be built as its config says.
@@ -158,6 +159,11 @@ class _Checks:
             mean = expected.losses[step][self.rank]
             # A step of Adam may differ in single weights, see `bounds`; a mean loss feels little of that.
             self._found("losses", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
+        optimizer = self.run.config.optimizer
+        errors = {
+            "table weights": step_error(optimizer.sparse, dense_optimizer=optimizer.dense),
+            "dense weights": step_error(optimizer.dense),
+        }
         still = self._unmoved()
         self.skipped |= still
         for part in trained.parts:
@@ -165,20 +171,13 @@ class _Checks:
             if check in still:
                 continue
             start, wanted = part.of(expected.start), part.of(expected.weights)
-            allowed = allowed_weights(
-                start,
-                wanted,
-                is_table=is_table(part.name),
-                table_optimizer=self.run.config.optimizer.sparse,
-                dense_optimizer=self.run.config.optimizer.dense,
-                steps=steps,
-                is_half=part.tensor.dtype == torch.float16,
-            )
+            is_half = part.tensor.dtype == torch.float16
+            allowed = allowed_weights(start, wanted, error=errors[check], steps=steps, is_half=is_half)
             distance = float((part.tensor.float() - wanted).norm())
             self._found(check, table_of(part.name), distance, allowed, f"after {steps} steps")
-        stands = all(torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts)
-        stood = all(torch.equal(part.of(expected.weights), part.of(expected.start)) for part in trained.parts)
-        if stands and not stood:
+        has_moved = any(not torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts)
+        must_move = any(not torch.equal(part.of(expected.weights), part.of(expected.start)) for part in trained.parts)
+        if must_move and not has_moved:
             self._found("table weights", "every weight", float("nan"), 0.0, "training moved nothing")
         own = trained if self._exact == self.run.config else self._train(self.run.config)
         self._compare_replicas(own)
@@ -239,10 +238,10 @@ class _Checks:
         else:
             self._compare_tables("reload", seen[0].embeddings, seen[1].embeddings, is_exact=True)
 
-    # What they are made of.
+    # Their parts.
 
     def _unmoved(self) -> dict[str, str]:
-        """The weights that the plain module's training leaves as they were, and why: rates too small for FP32."""
+        """Returns the kinds of weights that the plain module's training leaves unchanged, and the reason."""
         still = {}
         for check, of_tables, rates in (
             ("table weights", True, "optimizer.sparse_lr"),
@@ -258,12 +257,12 @@ class _Checks:
         return shard_model(replace(self.run.job, config=config), self.mesh)
 
     def _begin(self, model: DistributedModelParallel, config: TrainingConfig) -> ReplicaSync | None:
-        """Gives a model the first weights; returns what keeps it equal to its replicas, if it has some."""
+        """Gives a model the first weights; returns its `ReplicaSync` if it has replicas."""
         load_plain_state(model, self.expected.start)
         return replica_sync(config.replicas, model, self.mesh)
 
     def _meet_expected(self, layout: TableLayout) -> Expected:
-        """Rank 0 runs the plain module, and the others read what it came to."""
+        """Runs the plain module on rank 0; the others read its results."""
         path = Path(self.run.folder) / "expected.pt"
         if self.rank == 0:
             torch.save(compute_expected(self.run, layout), path)
@@ -319,7 +318,7 @@ class _Checks:
     def _compare_tables(
         self, check: str, ours: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, is_exact: bool
     ) -> None:
-        """Embeddings by feature: what goes into tower modules, or in a flat model what crossed between ranks."""
+        """Compares embeddings by feature: inputs of tower modules, or in a flat model what ranks exchanged."""
         forward = "fp32" if self.run.config.model.has_towers else self.precision.forward
         # Numbers of several tables can share a scale.
         of_all = max(float(value.abs().max()) for value in wanted.values()) if forward in ("int8", "fp8") else 0.0
@@ -329,7 +328,7 @@ class _Checks:
             self._found(check, f"table of {feature}", _distance(value, wanted[feature]), allowed)
 
     def _compare_outputs(self, check: str, ours: Tensor, wanted: Tensor) -> None:
-        """Outputs of the sparse part, tower by tower."""
+        """Compares outputs of the sparse part, tower by tower."""
         widths = self._tower_widths()
         allowed = allowed_outputs(float(wanted.abs().max()), self.precision.forward, is_exact=False)
         for tower, (mine, its) in enumerate(zip(ours.split(widths, 1), wanted.split(widths, 1), strict=True)):
@@ -340,7 +339,7 @@ class _Checks:
         return [tower.interaction.out_features for tower in sparse_part(ClickTask(model)).towers]
 
     def _compare_forward_format(self, watch: Watch, embeddings: Mapping[str, Tensor], outputs: Tensor) -> None:
-        """That what crossed between ranks was rounded at all."""
+        """Checks that outputs that crossed between ranks were rounded at all."""
         ours, wanted, name = watch.seen.outputs, outputs, self.precision.forward
         if not self._crosses or name == "fp32":
             return
@@ -352,7 +351,7 @@ class _Checks:
             self._found("formats", f"the exchange did not use its format ({name} forward)", ratio, _FORWARD_USED)
 
     def _compare_backward_format(self, found: Sequence[FoundGradient]) -> None:
-        """The same for the way back, against a run with the same forward pass and FP32 on the way back."""
+        """Checks that gradients were rounded, against a run with the same forward pass and FP32 gradients."""
         name = self.precision.backward
         if not self._crosses or name == "fp32":
             return
@@ -369,7 +368,7 @@ class _Checks:
 
     @property
     def _crosses(self) -> bool:
-        """Whether there is an exchange that has a format; says why not."""
+        """Is true if an exchange has a number format; otherwise notes why not."""
         why = ""
         if self.precision.forward == self.precision.backward == "fp32":
             why = "fp32 rounds nothing"
@@ -410,7 +409,7 @@ class _Checks:
                 self._found("gradient scales", kind, *error)
 
     def _compare_replicas(self, trained: Trained) -> None:
-        """States of the optimizer too, which no other check sees at the end of training."""
+        """Compares replicas, with optimizer states, which no other check sees at the end of training."""
         if trained.replicas is None:
             return
         try:
@@ -422,7 +421,7 @@ class _Checks:
         for step, (ours, wanted) in enumerate(zip(logits, plain.logits, strict=True)):
             self._found(check, "the logits", _distance(ours, wanted), 0.0, f"step {step}")
         for part, other in zip(parts, plain.parts, strict=True):
-            assert part.name == other.name, f"{part.name} stands where {other.name} was"
+            assert part.name == other.name, f"{part.name} is in the place of {other.name}"
             self._found(check, table_of(part.name), _distance(part.tensor, other.tensor), 0.0, "after training")
 
     def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
@@ -443,7 +442,7 @@ def _kind(name: str) -> str:
 
 
 def _distance(ours: Tensor, wanted: Tensor) -> float:
-    """Largest difference; NaN where the shapes differ."""
+    """Returns the largest difference; NaN where the shapes differ."""
     if ours.shape != wanted.shape:
         return float("nan")
     if ours.numel() == 0:
