@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ from dmt.training.job import Job
 
 __all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
 
-# Warm-up is cut to so many steps: then the few steps that are run have the rising rates and the full ones.
+# Most warm-up steps: the few steps that are run then have rising rates and full ones.
 _WARMUP_STEPS = 2
 # Two show what replicas do, with batches of their own.
 _REPLICAS = 2
-# Replicas are averaged so often at least: then the few steps see averaged weights and states.
+# Longest interval between averaging replicas: the few steps then see averaged weights and states.
 _SYNC_EVERY = {"now": 2, "delayed": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckLimits:
-    """How large a check may be."""
+    """Limits on the size of a check."""
 
     max_rows: int = 1000
     """Most rows of a table, at least 8: fewer would leave row-wise shards of most ranks nothing but frequent ids."""
@@ -63,18 +63,18 @@ class CheckLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
-    """What is run on every rank; plain data."""
+    """The run of every rank; plain data."""
 
     job: Job
     """The run, shrunk; the order of its tables is that of the features."""
     other: Job
-    """The same run under another placement, to load its checkpoint into."""
+    """Run under another placement, to load the checkpoint into."""
     limits: CheckLimits
-    """As given."""
+    """Limits of the check."""
     folder: str
-    """For plans, expected values and checkpoints; all ranks see it."""
+    """Folder of plans, expected values and checkpoints; all ranks see it."""
     reduced: tuple[str, ...]
-    """What is smaller than in the config, a line each."""
+    """Differences to the config that make the run smaller, a line each."""
     schemes: tuple[str, ...]
     """The schemes that are run, by number of tables; then the tables that cannot have the one asked for, and why."""
 
@@ -117,7 +117,6 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     topology = fewer_ranks(full, limits.max_ranks)
     most = max(limits.max_rows, topology.ranks_per_tower)
     small = tuple(replace(table, num_embeddings=min(table.num_embeddings, most)) for table in tables)
-    asked = config
     config = with_values(config, "optimizer", warmup_steps=min(config.optimizer.warmup_steps, _WARMUP_STEPS))
     config = with_values(
         config,
@@ -126,16 +125,11 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
         ranks_per_tower=topology.ranks_per_tower,
         num_replicas=topology.num_replicas,
     )
-    config = with_values(config, "replicas", **_of_replicas(config.replicas, topology.num_replicas))
+    config = with_values(config, "replicas", **_replica_values(config.replicas, topology.num_replicas))
     # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from the weights.
     config = with_values(config, "train", dense_reduce_precision="fp32")
-    said = [*_said_of_ranks(full, topology), *_said_of_replicas(asked, config)]
-    reduced = [*said, *_said_of_sizes(asked, tables, most, config)]
-    shared: dict[str, Any] = {
-        "limits": limits,
-        "folder": str(folder),
-        "reduced": tuple(reduced),
-    }
+    reduced = tuple(_reductions(job, config, most))
+    shared: dict[str, Any] = {"limits": limits, "folder": str(folder), "reduced": reduced}
     if config.dataflow == "flat":
         other = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
         shrunk = Job(config=config, tables=small, num_dense=job.num_dense)
@@ -157,7 +151,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
         plan.save(folder / f"{name}.towers.json")
         made = plan_tables(by_tower, topology, workload=workload, rules=ShardingRules(tables=rules))
         made.save(folder / f"{name}.sharding.json")
-        schemes.setdefault(name, _said_of_schemes(made, whole))
+        schemes.setdefault(name, _scheme_lines(made, whole))
         own = with_values(
             with_values(config, "towers", plan=str(folder / f"{name}.towers.json")),
             "sharding",
@@ -178,7 +172,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
 
 
 def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
-    """The topology with at most so many ranks: two replicas, then fewer ranks per tower, then fewer towers on the mesh.
+    """Returns the topology with at most ``max_ranks``: two replicas, fewer ranks per tower, fewer towers on the mesh.
 
     Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
     least 4 (8 with replicas) there are two towers where there were two or more.
@@ -202,12 +196,12 @@ def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
 
 
 def with_values(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
-    """The config with other values in one section; nothing is checked."""
+    """Returns the config with other values in one section, unchecked."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 class _Towers:
-    """The towers of the run on the mesh that is left for them.
+    """Assigns the towers of the run to the towers of the smaller mesh.
 
     Args:
         plan: of the run, whole.
@@ -224,12 +218,12 @@ class _Towers:
         self._mesh_of = [i * topology.num_towers // plan.num_towers for i in range(plan.num_towers)]
 
     def placement(self, *, is_swapped: bool) -> tuple[int, ...] | None:
-        """The mesh tower of each tower; None for the plain order."""
+        """Returns the mesh tower of each tower; None for the plain order."""
         mesh = self._mesh(is_swapped)
         return tuple(mesh) if self._has_modules and mesh != list(range(self._num_mesh)) else None
 
     def arranged(self, tables: Sequence[TableSpec], *, is_swapped: bool) -> tuple[TowerPlan, list[list[TableSpec]]]:
-        """The plan to write down, and the tables of each mesh tower."""
+        """Returns the plan to save, and the tables of each mesh tower."""
         mesh = self._mesh(is_swapped)
         by_tower: list[list[TableSpec]] = [[] for _ in range(self._num_mesh)]
         features: list[list[str]] = [[] for _ in range(self._num_mesh)]
@@ -252,7 +246,7 @@ def _pins(
     full: TowerTopology,
     topology: TowerTopology,
 ) -> dict[str, Rule]:
-    """The scheme of every table of the full-size plan, and its ranks where towers keep theirs."""
+    """Returns the scheme of every table of the full-size plan, and its ranks where towers keep theirs."""
     if full.ranks_per_tower != topology.ranks_per_tower:
         return {name: placement.scheme for name, placement in placements.items()}
     rows = {table.name: table.num_embeddings for table in whole}
@@ -263,7 +257,7 @@ def _pins(
 
 
 def _with_fewer_rows(placement: TablePlacement, rows: int, fewer: int) -> TablePlacement:
-    """The placement for a table of fewer rows; row shards of given sizes keep their proportions, about."""
+    """Returns the placement for a table of fewer rows; row shards of given sizes about keep their proportions."""
     if placement.scheme != "row_wise" or not placement.sizes or rows == fewer:
         return placement
     spare = fewer - len(placement.sizes)  # every shard has a row
@@ -285,9 +279,9 @@ def _flat_scheme(config: TrainingConfig) -> str:
     return "table_wise or column_wise, as TorchRec's planner chooses" if scheme == "auto" else scheme
 
 
-def _said_of_schemes(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple[str, ...]:
-    """Of the plan that is run, and the reasons of the one of full size."""
-    said = ["schemes: " + ", ".join(f"{count} {scheme}" for scheme, count in made.tables_by_scheme.items())]
+def _scheme_lines(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple[str, ...]:
+    """Returns the schemes of the plan that is run, and the reasons of the full-size plan."""
+    lines = ["schemes: " + ", ".join(f"{count} {scheme}" for scheme, count in made.tables_by_scheme.items())]
     by_reason: dict[str, list[str]] = {}
     for name, reason in whole.reasons.items():
         if "asked for, but" in reason:
@@ -295,21 +289,12 @@ def _said_of_schemes(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple
             scheme, why = whole.placements[name].scheme, reason.partition(": ")[2]
             by_reason.setdefault(f"{scheme}: {why}", []).append(name)
     for reason, names in by_reason.items():
-        said.append(f"{shorten(names, ', ')}: {reason}")
-    return tuple(said)
+        lines.append(f"{shorten(names, ', ')}: {reason}")
+    return tuple(lines)
 
 
-def _said_of_ranks(full: TowerTopology, topology: TowerTopology) -> list[str]:
-    said = []
-    if full.ranks_per_tower != topology.ranks_per_tower:
-        said.append(f"checked with {topology.ranks_per_tower} of {full.ranks_per_tower} ranks per tower")
-    if full.num_towers != topology.num_towers:
-        said.append(f"the {full.num_towers} towers share {counted(topology.num_towers, 'mesh tower')}")
-    return said
-
-
-def _of_replicas(own: ReplicasConfig, num_replicas: int) -> dict[str, Any]:
-    """What must be less with so few replicas and steps."""
+def _replica_values(own: ReplicasConfig, num_replicas: int) -> dict[str, Any]:
+    """Returns the settings that must be smaller with few replicas and steps."""
     scale = own.moment_scale
     return {
         "sync_every": min(own.sync_every, _SYNC_EVERY[own.optimizer_state]),
@@ -317,29 +302,25 @@ def _of_replicas(own: ReplicasConfig, num_replicas: int) -> dict[str, Any]:
     }
 
 
-def _said_of_replicas(asked: TrainingConfig, config: TrainingConfig) -> list[str]:
-    if config.topology.num_replicas == 1:
-        return []
-    said = []
-    if asked.topology.num_replicas != config.topology.num_replicas:
-        said.append(f"checked with {config.topology.num_replicas} of {asked.topology.num_replicas} replicas")
-    for key in ("sync_every", "moment_scale"):
-        before, after = getattr(asked.replicas, key), getattr(config.replicas, key)
-        if before != after:
-            said.append(f"replicas.{key} is {after} instead of {before}")
-    return said
-
-
-def _said_of_sizes(asked: TrainingConfig, tables: Sequence[TableSpec], most: int, config: TrainingConfig) -> list[str]:
-    said = []
-    cut = [table for table in tables if table.num_embeddings > most]
+def _reductions(asked: Job, config: TrainingConfig, most: int) -> Iterator[str]:
+    """Yields a line for everything that is smaller than asked for."""
+    full, topology, given = asked.topology, config.topology, asked.config
+    if full.ranks_per_tower != topology.ranks_per_tower:
+        yield f"checked with {topology.ranks_per_tower} of {full.ranks_per_tower} ranks per tower"
+    if full.num_towers != topology.num_towers:
+        yield f"the {full.num_towers} towers share {counted(topology.num_towers, 'mesh tower')}"
+    if topology.num_replicas > 1:
+        if full.num_replicas != topology.num_replicas:
+            yield f"checked with {topology.num_replicas} of {full.num_replicas} replicas"
+        for key in ("sync_every", "moment_scale"):
+            before, after = getattr(given.replicas, key), getattr(config.replicas, key)
+            if before != after:
+                yield f"replicas.{key} is {after} instead of {before}"
+    cut = [table.num_embeddings for table in asked.tables if table.num_embeddings > most]
     if cut:
-        largest = max(table.num_embeddings for table in cut)
-        said.append(f"{len(cut)} of {len(tables)} tables have {most:,} rows instead of up to {largest:,}")
-    if asked.train.dense_reduce_precision != config.train.dense_reduce_precision:
-        said.append(f"dense gradients are sent in fp32 instead of {asked.train.dense_reduce_precision}")
-    if asked.optimizer.warmup_steps != config.optimizer.warmup_steps:
-        said.append(
-            f"learning rates rise over {config.optimizer.warmup_steps} steps instead of {asked.optimizer.warmup_steps}"
-        )
-    return said
+        yield f"{len(cut)} of {len(asked.tables)} tables have {most:,} rows instead of up to {max(cut):,}"
+    if given.train.dense_reduce_precision != config.train.dense_reduce_precision:
+        yield f"dense gradients are sent in fp32 instead of {given.train.dense_reduce_precision}"
+    warmup, short = given.optimizer.warmup_steps, config.optimizer.warmup_steps
+    if warmup != short:
+        yield f"learning rates rise over {short} steps instead of {warmup}"
