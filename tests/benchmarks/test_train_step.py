@@ -52,7 +52,7 @@ def test_every_name_is_read_as_it_is_written() -> None:
     assert [parse_contender(name).name for name in names] == names
     dmt = parse_contender("dmt-cr8-2d+prefetch+global+fp16")
     assert dmt.name == "dmt-cr8-2d+fp16+prefetch+global"
-    assert (dmt.family, dmt.compression, dmt.sptt.precision, dmt.prefetch, dmt.num_replicas, dmt.options) == (
+    assert (dmt.family, dmt.compression, dmt.precision, dmt.prefetch, dmt.num_replicas, dmt.options) == (
         *("dmt", 8, "fp16", True, 2),
         ("global",),
     )
@@ -261,7 +261,7 @@ def run_of(names: list[str], folder: Path) -> dict[str, dict]:
         assert set(contender["traffic"]) == {"ids", "forward", "backward", "dense", "inside"}
         assert min(contender["weight_bytes"]) > 0
         assert min(contender["peak_memory_bytes"]) >= min(contender["weight_bytes"])
-        assert (contender["sync_seconds"] is not None) == name.endswith("-2d")
+        assert (contender["sync_seconds"] is not None) == ("-2d" in name)
     return found
 
 
