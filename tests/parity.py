@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
 
@@ -143,3 +144,29 @@ def train_plainly(training: PlainTraining, *batches: list[tuple[KeyedJaggedTenso
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+@dataclass
+class PipelinedBatch(Pipelineable):
+    """A batch as TorchRec's train pipeline wants it."""
+
+    ids: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PipelinedBatch:
+        return PipelinedBatch(self.ids.to(device), self.labels.to(device))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        pass
+
+
+class Trained(nn.Module):
+    """A model with its loss, as TorchRec's train pipeline wants it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: PipelinedBatch) -> tuple[Tensor, Tensor]:
+        _, logits = self.model(batch.ids)
+        return loss_of(logits, batch.labels), logits

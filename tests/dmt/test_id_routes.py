@@ -20,7 +20,6 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
 from dmt import (
     InputError,
@@ -38,7 +37,7 @@ from dmt.sptt.dataflow import SPTTContext
 from dmt.sptt.input_dist import GlobalIdRoute, GlobalInputDist, PeerInputDist, WantedIds
 from dmt.testing import gather_plain_state
 from tests import sptt_case
-from tests.parity import EPS, LR, Batches, load_ramps, loss_of, make_tables
+from tests.parity import EPS, LR, Batches, PipelinedBatch, Trained, load_ramps, make_tables
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -320,28 +319,6 @@ def test_what_crosses_hosts_is_what_the_routes_need(kind: str, numbers: int) -> 
     assert samples * numbers * 8 <= owners <= samples * numbers * 8 + 4 * 128
 
 
-@dataclass
-class Batch(Pipelineable):
-    ids: KeyedJaggedTensor
-    labels: torch.Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return Batch(self.ids.to(device), self.labels.to(device))
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        pass
-
-
-class Trained(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        _, logits = self.model(batch.ids)
-        return loss_of(logits, batch.labels), logits
-
-
 def train_on_rank(rank: int, case: sptt_case.Case) -> None:
     """Peer route, global route, and global route in TorchRec's train pipeline."""
     tables = make_tables(list(case.dims))
@@ -353,7 +330,7 @@ def train_on_rank(rank: int, case: sptt_case.Case) -> None:
         load_ramps(model)
         dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
         optimizer = torch.optim.Adam(dense, lr=LR)
-        batches = iter([Batch(*case.batches().draw(rank, step, tables)) for step in range(5)])
+        batches = iter([PipelinedBatch(*case.batches().draw(rank, step, tables)) for step in range(5)])
         if pipelined:
             pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
             for _ in range(5):

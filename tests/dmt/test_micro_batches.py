@@ -20,8 +20,8 @@ from dmt.sptt.input_dist import PeerInputDist
 from dmt.sptt.output_dist import PeerExchange, _AllToAllRequest
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic
-from tests.dmt.test_sptt_use import PipelinedBatch, Trained, flat_torchrec
-from tests.parity import Batches, SumTowerModule, load_ramps, loss_of, make_tables
+from tests.dmt.test_sptt_use import flat_torchrec
+from tests.parity import Batches, PipelinedBatch, SumTowerModule, Trained, load_ramps, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import TOLERANCE, Case, build, check_worst, parity_on_rank, shard
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
 from dmt import (
     InputError,
@@ -34,7 +33,17 @@ from dmt import (
 )
 from dmt.sharding.schemes import TablePlacement
 from dmt.testing import gather_plain_state, load_plain_state
-from tests.parity import Batches, FlatModel, PassThrough, TowerModel, load_ramps, loss_of, make_tables
+from tests.parity import (
+    Batches,
+    FlatModel,
+    PassThrough,
+    PipelinedBatch,
+    TowerModel,
+    Trained,
+    load_ramps,
+    loss_of,
+    make_tables,
+)
 from tests.ranks import run_ranks
 from tests.sptt_case import FUSED, Case, build, shard
 
@@ -78,28 +87,6 @@ def bitwise_on_rank(rank: int, pooling: str) -> None:
 @pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
 def test_forward_is_bitwise_flat_torchrec(pooling: str) -> None:
     run_ranks(bitwise_on_rank, 4, pooling)
-
-
-@dataclass
-class PipelinedBatch(Pipelineable):
-    ids: KeyedJaggedTensor
-    labels: torch.Tensor
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> PipelinedBatch:
-        return PipelinedBatch(self.ids.to(device), self.labels.to(device))
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        pass
-
-
-class Trained(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: PipelinedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        _, logits = self.model(batch.ids)
-        return loss_of(logits, batch.labels), logits
 
 
 def pipeline_on_rank(rank: int, case: Case) -> None:
