@@ -1,16 +1,19 @@
-"""Gloo ranks as processes of this machine, started, watched and stopped: `run_on_ranks`."""
+"""Gloo ranks as processes of this machine, started, watched and stopped: `run_on_ranks`, `RankPool`."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import pickle
+import random
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -18,72 +21,167 @@ from typing import Any
 
 from dmt.errors import InputError
 
-__all__ = ["RanksFailedError", "Say", "prepare_ranks", "run_on_ranks"]
+__all__ = ["RankPool", "RanksFailedError", "prepare_ranks", "run_on_ranks", "say"]
 
-Say = Callable[[str], None]
-"""Tells the parent what a rank is at."""
-
-_PRELOAD = ["torch", "torch.fx.experimental.symbolic_shapes", "dmt.training.check.on_rank"]
+_PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "torchrec.distributed.model_parallel")
 _SHOWN_FRAMES = 3
-# A rank that fails makes others fail; so long the parent waits for the one that began it.
+# A failing rank makes others fail; the parent waits this long for the one that began it.
 _SETTLE_S = 1.0
+# PyTorch's own initial seed: each call begins like a fresh process.
+_INITIAL_SEED = 67280421310721
 
 
 class RanksFailedError(Exception):
-    """A rank raised, died or does not answer; the text says which, where and at what."""
+    """A rank raised, died or does not answer; the text names the rank, the reason and what it was at.
+
+    The full traceback of a rank that raised is a note of the exception.
+    """
 
 
-def prepare_ranks() -> None:
-    """Starts to load what ranks need, beside this process; optional, and only the first call does something."""
+def prepare_ranks(modules: Sequence[str] = ()) -> None:
+    """Starts a process from which all ranks are forked and which imports their modules, while this process goes on.
+
+    Optional: `RankPool` calls it too. Only the first call in a process has an effect.
+
+    Args:
+        modules: names of further modules that the functions of the ranks need. One that cannot be imported is left to
+            the rank that needs it.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    mp.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    mp.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *modules])
     forkserver.ensure_running()
 
 
-def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) -> list[Any]:
-    """Calls ``function(rank, say, *args)`` on gloo ranks and returns what each returned, as it was pickled.
-
-    However it ends, no process is left.
+def say(text: str) -> None:
+    """Tells the parent what this rank is at, and that it is alive; does nothing outside ranks of this module.
 
     Args:
-        function: importable; ``say(text)`` tells what the rank is at, and that it is alive.
+        text: named in the error if this rank fails, dies or hangs from now on.
+    """
+    for pipe in _PARENT:
+        with contextlib.suppress(OSError):
+            pipe.send_bytes(pickle.dumps(("at", text)))
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) -> list[Any]:
+    """Calls ``function(rank, *args)`` on gloo ranks of this machine. However it ends, no process is left.
+
+    Args:
+        function: importable; inside it, the default process group is that of the ranks.
         world_size: number of ranks.
         args: picklable.
-        timeout_s: longest time without news from any rank.
+        timeout_s: longest time, in seconds, without news from any rank; `say` is news.
+
+    Returns:
+        What each rank returned, by rank. It must be picklable.
 
     Raises:
         InputError: a rank raised it.
         RanksFailedError: a rank raised something else, died, or no rank has said anything for too long.
     """
-    prepare_ranks()
-    context = mp.get_context("forkserver")
-    ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="dmt-ranks-") as folder:
-        try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_rank_main,
-                    args=(theirs, function, rank, world_size, f"{folder}/store", timeout_s, args),
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                ranks.append(_Rank(rank, process, ours))
-            _listen(ranks, timeout_s)
-            return [rank.result for rank in ranks]
-        finally:
-            _stop(ranks)
+    with RankPool() as pool:
+        return pool.run(function, world_size, *args, timeout_s=timeout_s)
+
+
+class RankPool:
+    """Processes that serve as the gloo ranks of one call after the other; a context manager.
+
+    A call makes and destroys its own process group. It begins with the working folder of the caller, the environment
+    variables of the pool, and the random number generators of a fresh process. Everything else that a call changes in
+    its process, such as a patched class, is still changed in the next one: give such calls a pool of their own. After
+    a call that fails, all processes are killed; the next call starts others.
+
+    Args:
+        environment: set in every call, after RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = dict(environment or {})
+        self._ranks: list[_Rank] = []
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) -> list[Any]:
+        """Same as `run_on_ranks`, but the processes stay for the next call."""
+        prepare_ranks()
+        # Plain pickle: multiprocessing's own would share tensor memory with a process that may end.
+        task = pickle.dumps((function, args))
+        with tempfile.TemporaryDirectory(prefix="dmt-ranks-") as folder:
+            try:
+                while len(self._ranks) < world_size:
+                    self._ranks.append(_Rank(len(self._ranks)))
+                ranks = self._ranks[:world_size]
+                for rank in ranks:
+                    place = {"RANK": rank.number, "WORLD_SIZE": world_size}
+                    place |= {f"LOCAL_{name}": value for name, value in place.items()}
+                    rank.begin(
+                        _Call(
+                            task=task,
+                            rank=rank.number,
+                            world_size=world_size,
+                            store=f"{folder}/store",
+                            timeout_s=timeout_s,
+                            folder=os.getcwd(),
+                            environment={name: str(value) for name, value in place.items()} | self._environment,
+                        )
+                    )
+                _listen(ranks, timeout_s)
+            except BaseException:
+                self.close(wait_s=0)
+                raise
+        return [rank.result for rank in ranks]
+
+    def close(self, *, wait_s: float = 5.0) -> None:
+        """Ends all processes.
+
+        Args:
+            wait_s: seconds that they have to leave by themselves before they are killed.
+        """
+        ranks, self._ranks = self._ranks, []
+        deadline = time.monotonic() + wait_s
+        for rank in ranks:
+            rank.pipe.close()
+        for rank in ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    task: bytes
+    rank: int
+    world_size: int
+    store: str
+    timeout_s: float
+    folder: str
+    environment: dict[str, str]
 
 
 class _Rank:
-    def __init__(self, number: int, process: Any, pipe: Connection) -> None:
-        self.number, self.process, self.pipe = number, process, pipe
+    """A process as its parent sees it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pipe, theirs = mp.get_context("forkserver").Pipe()
+        self.process = mp.get_context("forkserver").Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, call: _Call) -> None:
         self.stage = "starting"
         self.is_done = False
         self.result: Any = None
         self.fault: Exception | None = None
         self.messages = 0
+        # If the process has died meanwhile, `hear` says so.
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(pickle.dumps(call))
 
     def hear(self) -> None:
         """Takes one message."""
@@ -106,7 +204,9 @@ class _Rank:
         elif kind == "input":
             self.fault = InputError(value)
         else:
-            self.fault = RanksFailedError(f"Rank {self.number} failed while it was at: {self.stage}.\n{value}")
+            short, full = value
+            self.fault = RanksFailedError(f"Rank {self.number} failed while it was at: {self.stage}.\n{short}")
+            self.fault.add_note(full)
 
 
 def _listen(ranks: Sequence[_Rank], timeout_s: float) -> None:
@@ -133,58 +233,60 @@ def _listen(ranks: Sequence[_Rank], timeout_s: float) -> None:
         raise faults[0]
 
 
-def _stop(ranks: Sequence[_Rank]) -> None:
-    deadline = time.monotonic() + (5 if all(rank.is_done and rank.fault is None for rank in ranks) else 0)
-    for rank in ranks:
-        # A rank leaves when its pipe is closed: before that its peers may still talk to it.
-        rank.pipe.close()
-        rank.process.join(max(0.0, deadline - time.monotonic()))
-        if rank.process.is_alive():
-            rank.process.kill()
-            rank.process.join()
+# In a rank: the way to its parent.
+_PARENT: list[Connection] = []
 
 
-def _rank_main(
-    pipe: Connection,
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    store: str,
-    timeout_s: float,
-    args: tuple[Any, ...],
-) -> None:
+def _serve(pipe: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the parent stops this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
-    import torch.distributed as dist
-
-    from dmt.training.console import quiet_libraries
-
-    def tell(kind: str, value: Any) -> None:
-        # Plain pickle: multiprocessing's own would share tensor memory with a process that is about to end.
-        with contextlib.suppress(OSError):
-            pipe.send_bytes(pickle.dumps((kind, value)))
 
     torch.set_num_threads(1)
-    quiet_libraries(rank=1)
+    # What the fork brought along is never garbage; looking through it after every call would take longer than many do.
+    gc.freeze()
+
+    _PARENT.append(pipe)
+    environment = dict(os.environ)
+    # The parent closes the pipe, or is gone.
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            call: _Call = pickle.loads(pipe.recv_bytes())
+            os.environ.clear()
+            os.environ.update(environment | call.environment)
+            pipe.send_bytes(_answer(call))
+            # Models in reference cycles are not left to die in the middle of the next call.
+            gc.collect()
+
+
+def _answer(call: _Call) -> bytes:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    torch.manual_seed(_INITIAL_SEED)
+    np.random.seed(0)
+    random.seed(0)
     try:
+        os.chdir(call.folder)
+        function, args = pickle.loads(call.task)
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
+            init_method=f"file://{call.store}",
+            rank=call.rank,
+            world_size=call.world_size,
             # Longer than the parent waits: it says which rank hangs, gloo only that one does.
-            timeout=timedelta(seconds=2 * timeout_s),
+            timeout=timedelta(seconds=2 * call.timeout_s),
         )
-        value = function(rank, lambda text: tell("at", text), *args)
-        # Leaving while a peer still talks aborts it now and then.
-        dist.barrier()
-        dist.destroy_process_group()
-        tell("result", value)
+        value = function(call.rank, *args)
+        if dist.is_initialized():
+            # Leaving while a peer still talks aborts it now and then.
+            dist.barrier()
+            dist.destroy_process_group()
+        return pickle.dumps(("result", value))
     except InputError as error:
-        tell("input", str(error))
+        return pickle.dumps(("input", str(error)))
     except BaseException as error:
         frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:])
-        tell("failed", "".join([*frames, *traceback.format_exception_only(error)]).rstrip())
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv_bytes()
+        short = "".join([*frames, *traceback.format_exception_only(error)]).rstrip()
+        return pickle.dumps(("failed", (short, traceback.format_exc())))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dmt.collectives import gather_objects
 from dmt.plan.topology import TowerTopology
+from dmt.testing.ranks import RanksFailedError
 from dmt.training.checkpoints import checkpoints, newest, verify
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.loop import Trainer
@@ -70,8 +71,8 @@ def attempt(run: TrainingConfig, number: int = 0, kill: Kill | None = None) -> i
     log.parent.mkdir(exist_ok=True)
     ranks = run.topology.build().world_size
     try:
-        run_ranks(attempt_on_rank, ranks, run.model_dump(mode="json"), number, kill, log)
-    except AssertionError:
+        run_ranks(attempt_on_rank, ranks, run.model_dump(mode="json"), number, kill, log, fresh=True)
+    except RanksFailedError:
         if not log.exists():
             raise
     assert log.exists() == (kill is not None), f"the run ended before {kill}"

@@ -12,12 +12,13 @@ import torch
 from dmt.plan.column_shards import split_tables
 from dmt.plan.tables import TableSpec
 from dmt.testing.plain import is_table
-from dmt.testing.ranks import Say, run_on_ranks
+from dmt.testing.ranks import run_on_ranks
 from dmt.training.check import CheckReport, Finding, make_rows
 from dmt.training.check.expected import table_of
 from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
 from dmt.training.config import TrainingConfig
+from dmt.training.console import quiet_libraries
 from dmt.training.train import resolve
 
 __all__ = ["check_run", "compare_ranks"]
@@ -27,7 +28,7 @@ def check_run(
     config: TrainingConfig,
     limits: CheckLimits | None = None,
     *,
-    on_rank: Callable[[int, Say, CheckedRun], RankReport] = check_on_rank,
+    on_rank: Callable[[int, CheckedRun], RankReport] = check_on_rank,
 ) -> CheckReport:
     """Checks a run on gloo ranks of this machine against the plain single-process module.
 
@@ -48,8 +49,13 @@ def check_run(
     job = resolve(config, config.topology.build().world_size)
     with TemporaryDirectory(prefix="dmt-check-") as folder:
         run = shrink(job, limits=limits, folder=Path(folder))
-        reports = run_on_ranks(on_rank, run.topology.world_size, run, timeout_s=limits.timeout_s)
+        reports = run_on_ranks(_quietly, run.topology.world_size, on_rank, run, timeout_s=limits.timeout_s)
     return compare_ranks(run, reports, seconds=time.perf_counter() - began)
+
+
+def _quietly(rank: int, on_rank: Callable[[int, CheckedRun], RankReport], run: CheckedRun) -> RankReport:
+    quiet_libraries(rank=1)
+    return on_rank(rank, run)
 
 
 def compare_ranks(run: CheckedRun, reports: Sequence[RankReport], *, seconds: float = 0.0) -> CheckReport:

@@ -24,7 +24,7 @@ from dmt.testing.bounds import (
     step_error,
 )
 from dmt.testing.plain import is_table
-from dmt.testing.ranks import Say
+from dmt.testing.ranks import say
 from dmt.testing.state import LocalPart, TableLayout, copy_parts, digest, load_plain_state, local_parts, table_layout
 from dmt.training.build import ClickTask, build_model, build_optimizer, in_micro_batches, replica_sync, shard_model
 from dmt.training.check import Finding
@@ -86,12 +86,11 @@ class Trained:
     """Keeps the model equal to its replicas."""
 
 
-def check_on_rank(rank: int, say: Say, run: CheckedRun) -> RankReport:
+def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
     """Runs every check on this rank; collective.
 
     Args:
         rank: this rank.
-        say: reports progress to the parent.
         run: the run that is checked.
 
     Raises:

@@ -51,7 +51,7 @@ def run_check(
 
     settings = load_config(config, overrides)
     # The ranks' packages take as long to load as this process's: both at once.
-    prepare_ranks()
+    prepare_ranks(["dmt.training.check.on_rank"])
     from dmt.training.check.check import check_run
     from dmt.training.check.shrink import CheckLimits
 

@@ -17,7 +17,6 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
-from dmt.testing.ranks import Say, run_on_ranks
 from dmt.testing.state import local_parts
 from dmt.training.check import CheckReport, Finding, make_rows, on_rank
 from dmt.training.check.check import compare_ranks
@@ -25,6 +24,7 @@ from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_values
 from dmt.training.checkpoints import Checkpointer
 from dmt.training.job import Job, open_job
+from tests.ranks import run_ranks
 from tests.training.small import small
 
 pytestmark = pytest.mark.ranks
@@ -230,7 +230,7 @@ RUNS = {"sound": [], "rows": ["rows"], "towers": ["towers"], "together": TOGETHE
 REPLICA_RUNS = {"sound": [], **{name: [name] for name in REPLICA_FAULTS}}
 
 
-def forward_and_backward(rank: int, say: Say, run: CheckedRun) -> dict[str, list[Finding]]:
+def forward_and_backward(rank: int, run: CheckedRun) -> dict[str, list[Finding]]:
     found = {}
     for name, (owner, attribute, change, *_) in (
         {"sound": (on_rank, "_kind", lambda kind: kind)} | FORMAT_FAULTS
@@ -245,7 +245,7 @@ def forward_and_backward(rank: int, say: Say, run: CheckedRun) -> dict[str, list
 def test_unused_formats_and_scales_are_found_in_int8(tmp_path: Path) -> None:
     config = small("dmt-dlrm", sharding={"forward_precision": "int8", "backward_precision": "int8"})
     run = shrink(open_job(config), limits=CheckLimits(), folder=tmp_path)
-    by_rank = run_on_ranks(forward_and_backward, 4, run, timeout_s=60)
+    by_rank = run_ranks(forward_and_backward, 4, run)
     failed = {}
     for name in by_rank[0]:
         findings = [finding for found in by_rank for finding in found[name]]
@@ -261,13 +261,13 @@ def test_unused_formats_and_scales_are_found_in_int8(tmp_path: Path) -> None:
             assert items == {f"the exchange did not use its format {named}"}
 
 
-def with_faults(rank: int, say: Say, run: CheckedRun, runs: dict[str, list[str]]) -> dict[str, RankReport]:
+def with_faults(rank: int, run: CheckedRun, runs: dict[str, list[str]]) -> dict[str, RankReport]:
     reports = {}
     for name, faults in runs.items():
         with contextlib.ExitStack() as stack:
             for fault in faults:
                 stack.enter_context(patched(*(FAULTS | REPLICA_FAULTS)[fault][:3]))
-            reports[name] = check_on_rank(rank, say, run)
+            reports[name] = check_on_rank(rank, run)
     return reports
 
 
@@ -302,7 +302,7 @@ def checked_replicas(tmp_path_factory: pytest.TempPathFactory) -> Checked:
 
 
 def all_checked(run: CheckedRun, runs: dict[str, list[str]]) -> Checked:
-    by_rank = run_on_ranks(with_faults, 4, run, runs, timeout_s=60)
+    by_rank = run_ranks(with_faults, 4, run, runs)
     return {
         name: (compare_ranks(run, [reports[name] for reports in by_rank]), [r[name] for r in by_rank], run)
         for name in runs
