@@ -9,10 +9,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Starts to load the modules of all rank tests in the process that ranks are forked from, meanwhile."""
-    modules = {item.module.__name__ for item in session.items if item.get_closest_marker("ranks")}
-    if modules and not session.config.option.collectonly:
+@pytest.fixture(scope="session", autouse=True)
+def _prepared_ranks(request: pytest.FixtureRequest) -> None:
+    """Ranks are forked from a process that loads the modules of all rank tests, beside the first tests."""
+    modules = {item.module.__name__ for item in request.session.items if item.get_closest_marker("ranks")}
+    if modules:
         from dmt.testing.ranks import prepare_ranks
 
         prepare_ranks(sorted(modules))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dmt.training.commands import main
+from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -53,14 +51,7 @@ def test_the_snippet_runs_and_keeps_the_plain_modules_result(tmp_path: Path) -> 
     assert snippet, "README.md has no Python snippet"
     assert text[: snippet.start()].count("\n") < 40, "the snippet starts before line 40"
     (tmp_path / "snippet.py").write_text(snippet.group(1))
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "snippet.py"],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_program(["snippet.py"], 4, tmp_path)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout == "['user', 'city', 'item', 'shop'] torch.Size([2, 64])\n"
 

@@ -47,7 +47,13 @@ def inside(hosts: EmulatedHosts, host: int, code: str, *arguments: str) -> subpr
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def wait_until(condition, seconds: float = 5.0) -> None:
+def rates(hosts: EmulatedHosts) -> list[str]:
+    """The rate at which the kernel lets each of two hosts send; hosts without a limit are left out."""
+    shown = [subprocess.check_output(["tc", "-n", hosts.namespace(i), "qdisc", "show"], text=True) for i in (0, 1)]
+    return [rate for text in shown for rate in re.findall(r" rate (\S+)", text)]
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to pass"
@@ -130,14 +136,13 @@ def test_the_first_hosts_output_passes_through(capsys: pytest.CaptureFixture[str
 
 
 def test_a_failing_agent_ends_the_others_and_shows_what_it_said() -> None:
-    begin = time.monotonic()
     with pytest.raises(RuntimeError, match=r"(?s)failed on host 1 \(exit code 3\).*Last lines of host 1:\nno luck"):
         run_agents(
-            [agent("import time; time.sleep(60)"), agent("print('no luck', flush=True); raise SystemExit(3)")],
-            timeout=30,
+            # Longer than a test may take: the first agent is not waited for.
+            [agent("import time; time.sleep(3600)"), agent("print('no luck', flush=True); raise SystemExit(3)")],
+            timeout=3600,
             env=dict(os.environ),
         )
-    assert time.monotonic() - begin < 20
 
 
 def test_a_hanging_agent_is_killed_at_the_timeout(tmp_path: Path) -> None:
@@ -191,16 +196,20 @@ def test_a_rate_is_held_and_changed_and_bytes_are_counted() -> None:
             return float(sender.stdout.readline())
 
         counted = hosts.uplink_bytes()
-        # 5 MB at 80 Mbit/s. Never faster than the wire, but for the burst; slower where the machine is busy.
-        assert 0.49 < min(seconds(5_000_000) for _ in range(3)) < 0.6
+        # 5 MB at 80 Mbit/s. Never faster than the wire, but for the burst. How much slower depends on the machine:
+        # ``python -m benchmarks.hosts`` measures it.
+        assert rates(hosts) == ["80Mbit"] * 2
+        assert 0.49 < min(seconds(5_000_000) for _ in range(3))
         sent, acknowledged = (now - then for now, then in zip(hosts.uplink_bytes(), counted, strict=True))
         assert 15_000_000 < sent < 15_000_000 * 1.02
         assert 0 < acknowledged < 15_000_000 * 0.02
         hosts.set_rate(160)
         assert hosts.mbit_per_s == 160
-        assert 0.24 < min(seconds(5_000_000) for _ in range(3)) < 0.3
+        assert rates(hosts) == ["160Mbit"] * 2
+        assert 0.24 < min(seconds(5_000_000) for _ in range(3))
         hosts.set_rate(None)
-        assert min(seconds(5_000_000) for _ in range(3)) < 0.1
+        assert rates(hosts) == []
+        seconds(5_000_000)
         assert {path.name for path in Path("/sys/class/net").iterdir()} == before, "the machine's own network changed"
     assert ours(os.getpid()) == []
 
@@ -214,7 +223,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
         wait_until(lambda: subprocess.check_output(["ip", "netns", "pids", hosts.namespace(1)]).strip())
         raise ZeroDivisionError
     assert ours(os.getpid()) == []
-    assert sleeper.wait(5) == -signal.SIGKILL
+    assert sleeper.wait(60) == -signal.SIGKILL
     sleeper.communicate()
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -242,7 +251,7 @@ def test_a_signal_leaves_nothing_behind_or_the_next_start_removes_it(how: signal
         assert len(ours(maker.pid)) == 2, "hosts of a living process are left alone"
     maker.send_signal(how)
     with maker.stdout:
-        maker.wait(10)
+        maker.wait(60)
     if how == signal.SIGKILL:
         assert len(ours(maker.pid)) == 2
         with EmulatedHosts(1, mbit_per_s=None):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,17 +110,15 @@ def test_the_plan_depends_on_nothing_but_its_input() -> None:
 
 
 @pytest.mark.parametrize(("towers", "ranks"), [(1, 128), (16, 8)])
-def test_a_thousand_tables_take_seconds(towers: int, ranks: int) -> None:
+def test_a_thousand_tables_are_balanced(towers: int, ranks: int) -> None:
     tables, workload = many_tables(1000)
-    begin = time.perf_counter()
+    # How long it takes is measured by `benchmarks.planner_quality`.
     found = plan_tables(
         [tables[i::towers] for i in range(towers)],
         TowerTopology(num_towers=towers, ranks_per_tower=ranks),
         workload=workload,
         hardware=Hardware(memory_per_rank=60_000_000_000),
     )
-    # 1 to 3 seconds on an idle core; the rest is for a busy machine.
-    assert time.perf_counter() - begin < 30
     assert max(tower.imbalance for tower in found.towers) < 1.02
 
 

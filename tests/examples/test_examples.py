@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dmt import TowerPlan
+from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-PROGRAMS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 
 
-def command_of(name: str) -> list[str]:
-    """The command in an example's docstring, with this interpreter; ``[OPTIONAL]`` arguments are left out."""
+def output_of(name: str, *more: str) -> str:
+    """What an example prints, run as its docstring says; ``[OPTIONAL]`` arguments are left out."""
     docstring = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text())) or ""
     lines = [line.strip() for line in docstring.splitlines() if line.startswith("    ")]
     assert len(lines) == 1, f"{name}: expected one indented command in the docstring, found {lines}"
-    program, *arguments = shlex.split(lines[0])
-    return [*PROGRAMS[program], *(argument for argument in arguments if not argument.startswith("["))]
-
-
-def output_of(command: list[str], folder: Path = ROOT) -> str:
-    result = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    program, *arguments = (word for word in shlex.split(lines[0]) if not word.startswith("["))
+    ranks = 1
+    if program == "torchrun":
+        assert arguments[:2] == ["--standalone", "--nproc-per-node"]
+        ranks, arguments = int(arguments[2]), arguments[3:]
+    else:
+        assert program == "python"
+    result = run_program([*arguments, *more], ranks, ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 
@@ -57,8 +48,9 @@ def test_every_example_is_run_here() -> None:
     }
 
 
+@pytest.mark.ranks
 def test_learn_towers_finds_the_planted_groups(tmp_path: Path) -> None:
-    out = output_of([*command_of("learn_towers.py"), str(tmp_path / "out")])
+    out = output_of("learn_towers.py", str(tmp_path / "out"))
     assert "planted groups found: True" in out
     within = {name: float(value) for name, value in re.findall(r"(\w+): mean affinity ([\d.]+) within", out)}
     assert within["learned"] > 0.6 > within["strided"]
@@ -69,7 +61,7 @@ def test_learn_towers_finds_the_planted_groups(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_flat_model_over_towers_is_bitwise_the_plain_one() -> None:
-    out = output_of(command_of("flat_model_over_towers.py"))
+    out = output_of("flat_model_over_towers.py")
     assert "bit for bit, on 4 of 4 ranks" in out
     booked = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", out)}
     assert booked["forward"] == booked["backward"] == int(out.rstrip().rpartition("= ")[2])
@@ -77,7 +69,7 @@ def test_a_flat_model_over_towers_is_bitwise_the_plain_one() -> None:
 
 @pytest.mark.ranks
 def test_an_own_tower_module_compresses_and_learns() -> None:
-    out = output_of(command_of("own_tower_module.py"))
+    out = output_of("own_tower_module.py")
     ratio, first, last = (float(x) for x in re.findall(r"(?:ratio|loss|10,) ([\d.]+)", out))
     assert ratio == 6.0
     assert last < first - 0.05, out

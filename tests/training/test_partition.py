@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from dmt.training.data import DataConfig, open_source
 from dmt.training.job import open_job
 from dmt.training.partition import affinity_of_model, affinity_of_run, spread_batches, trained_rows, write_affinity
 from dmt.training.train import resolve
+from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain, small, source
@@ -240,15 +238,7 @@ def test_a_run_leaves_an_affinity_that_is_partitioned_without_its_checkpoint(tmp
     settings = ["num_features=6", "num_groups=2", "rows_per_table=30", "num_rows=2000", "num_eval_rows=200"]
     overrides = [f"data.synthetic.{setting}" for setting in settings]
     overrides += ["topology.ranks_per_tower=1", "model.arch=dlrm", "train.batch_size=128", "train.affinity_rows=1024"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    finished = subprocess.run(
-        [*command, "-m", "dmt.training", "demo", *overrides, f"train.output_dir={tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    finished = run_program(["-m", "dmt.training", "demo", *overrides, f"train.output_dir={tmp_path}"], 2)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     affinity = FeatureAffinity.load(tmp_path / "affinity.npz")
     assert affinity.num_samples == 1024  # of 1792 rows trained on: four of the 7 batches of 128 per rank

@@ -27,6 +27,7 @@ from dmt.training.job import open_job
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
 from dmt.training.train import check_output_dir, resolve, train
+from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 
@@ -260,7 +261,7 @@ def test_the_loop_sees_each_row_as_often_as_asked_and_evaluates_when_asked(of_lo
     assert epochs[:20] != epochs[20:], "the second epoch has the order of the first"
 
 
-# Then torchrun, as a user starts it: few, because each starts four Python processes.
+# Then whole programs; one through torchrun, as a user starts it, which starts four Python processes.
 
 SMALL_RUN = [
     "data.synthetic.num_features=6",
@@ -381,7 +382,7 @@ def test_a_fault_ends_the_job_with_one_line_before_training(fault: str, tmp_path
         (tmp_path / "day.tsv").write_text("\n".join([line] * 6 + ["1\t2\t3"] + [line] * 6) + "\n")
         arguments = ["data.kind=criteo_tsv", f"data.train_path={tmp_path / 'day.tsv'}"]
         expected = f"error: {tmp_path / 'day.tsv'}, line 7: "
-    result = torchrun("demo", *arguments, f"train.output_dir={tmp_path / 'out'}")
+    result = run_program(["-m", "dmt.training", "demo", *arguments, f"train.output_dir={tmp_path / 'out'}"], 4)
     assert result.returncode != 0
     errors = read_errors(result.stdout + result.stderr)
     assert len(errors) == 1, result.stdout + result.stderr

@@ -71,7 +71,8 @@ def hangs(rank: int) -> None:
     say("the beginning")
     if rank != 1:
         say("the middle")
-    time.sleep(60)
+    # Longer than a test may take: whoever waits for the end fails.
+    time.sleep(3600)
 
 
 def test_an_interrupt_ends_them() -> None:
@@ -89,10 +90,8 @@ def test_an_interrupt_ends_them() -> None:
 
 
 def test_the_rank_that_hangs_is_named() -> None:
-    began = time.monotonic()
     with pytest.raises(RanksFailedError, match=r"^Nothing was heard of rank 1 for 2 s; it was at: the beginning\."):
         run_on_ranks(hangs, 2, timeout_s=2)
-    assert time.monotonic() - began < 20
 
 
 def look(rank: int, change: bool) -> tuple[int, str, dict[str, str | None], list[float]]:

@@ -1,0 +1,67 @@
+"""Runs whole programs on gloo ranks, as ``torchrun`` does, but in processes that have everything loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch.distributed as dist
+
+from dmt.testing.ranks import RanksFailedError
+from tests.ranks import run_ranks
+
+
+def run_program(arguments: Sequence[str], ranks: int, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Does what ``torchrun --nproc-per-node RANKS ARGUMENTS`` does in ``folder``; for one rank, what ``python`` does.
+
+    As under torchrun, the others are stopped when a rank ends with an error; all that was printed until then is kept.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with TemporaryDirectory() as printed:
+        code = 0
+        try:
+            run_ranks(_on_rank, ranks, list(arguments), str(folder or Path.cwd()), port, printed, fresh=True)
+        except RanksFailedError:
+            code = 1
+        streams = ["".join(Path(printed, f"{rank}.{name}").read_text() for rank in range(ranks)) for name in _STREAMS]
+    return subprocess.CompletedProcess(arguments, code, *streams)
+
+
+_STREAMS = ("stdout", "stderr")
+
+
+def _on_rank(rank: int, arguments: list[str], folder: str, port: int, printed: str) -> None:
+    alone = dist.get_world_size() == 1
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
+    if alone:
+        for name in [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE")) or "MASTER_" in name]:
+            del os.environ[name]
+    os.chdir(folder)
+    with contextlib.ExitStack() as stack:
+        # Line by line: what a stopped rank has printed is kept.
+        out, err = (stack.enter_context(Path(printed, f"{rank}.{name}").open("w", buffering=1)) for name in _STREAMS)
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        sys.argv = [*arguments]
+        try:
+            if arguments[0] == "-m":
+                sys.argv = arguments[1:]
+                runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+        except BaseException:
+            traceback.print_exc()
+            raise
