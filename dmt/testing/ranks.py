@@ -246,6 +246,7 @@ def _serve(pipe: Connection) -> None:
     # What the fork brought along is never garbage; looking through it after every call would take longer than many do.
     gc.freeze()
 
+    _initialize_torchrec()
     _PARENT.append(pipe)
     environment = dict(os.environ)
     # The parent closes the pipe, or is gone.
@@ -257,6 +258,19 @@ def _serve(pipe: Connection) -> None:
             pipe.send_bytes(_answer(call))
             # Models in reference cycles are not left to die in the middle of the next call.
             gc.collect()
+
+
+def _initialize_torchrec() -> None:
+    """Takes the one collective step of a process's first model: ranks that have had one would not wait for new ones."""
+    import torch.distributed as dist
+
+    try:
+        from torchrec.distributed.collective_utils import init_collective_validation
+    except ImportError:  # the light half of the library
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    init_collective_validation(dist.group.WORLD)
+    dist.destroy_process_group()
 
 
 def _answer(call: _Call) -> bytes:
