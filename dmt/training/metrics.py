@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
 from dmt.collectives import gather_objects
 from dmt.errors import InputError
@@ -63,6 +62,7 @@ class ClickMetrics:
         logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
         # torchmetrics takes longer to load than the rest of this file: a rank that only trains does without.
         from torchmetrics.functional.classification import binary_auroc
+        from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
         if not len(labels):
             raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
@@ -255,8 +254,11 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     text = _text(dictionary, feature)
     missing = pc.is_null(text).to_numpy(zero_copy_only=False)
     words = pc.fill_null(text, "").to_numpy(zero_copy_only=False).astype(object)
-    hashed = pd.util.hash_array(words, hash_key=_KEY, categorize=False)
-    salt = pd.util.hash_array(np.array([feature], dtype=object), hash_key=_KEY, categorize=False)[0]
+    # Here, since most runs hash nothing and pandas takes long to load.
+    from pandas.util import hash_array
+
+    hashed = hash_array(words, hash_key=_KEY, categorize=False)
+    salt = hash_array(np.array([feature], dtype=object), hash_key=_KEY, categorize=False)[0]
     rows = 1 + (_mix(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
     # Code -1 (missing) reads the appended last entry.
     return np.append(np.where(missing, 0, rows), 0)[codes]

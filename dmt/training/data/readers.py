@@ -42,7 +42,7 @@ _BATCH_ROWS = 16_384
 # A value that occurs often in a block is checked and hashed once.
 _DICTIONARY = pa.dictionary(pa.int32(), pa.string())
 # How common writers spell a missing number; a missing category is only the empty text ("NA" may be Namibia).
-_MISSING = pa.array(["nan", "na", "n/a", "null", "none", ""])
+_MISSING = ["nan", "na", "n/a", "null", "none", ""]  # an array of pyarrow would load pandas
 _NUMBER = r"^-?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?$"
 _CRITEO_FORMAT = TextFormat(
     names=("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL),
@@ -288,7 +288,7 @@ def _to_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_
     wrong = np.zeros(len(column), dtype=bool)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = pc.utf8_lower(pc.utf8_trim_whitespace(column)).cast(pa.string())
-        column = pc.if_else(pc.is_in(column, value_set=_MISSING), None, column)
+        column = pc.if_else(pc.is_in(column, value_set=pa.array(_MISSING)), None, column)
         try:
             return _float64(column.cast(pa.float64())), wrong
         except pa.ArrowInvalid:  # find the few values that are no number
