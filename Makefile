@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?=
 PIP_FLAGS := --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 STAMP  := $(VENV)/.installed
-# Test files are shared out among two processes: ranks wait for each other much of the time.
-WORKERS := -n 2 --dist loadfile
+# Tests are shared out among two processes; the one that is done first takes over half of what is left to the other.
+WORKERS := -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: install demo test test-all parity faults bench lint clean

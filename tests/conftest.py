@@ -9,6 +9,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with rank tests come first: what is left for the end, when one worker waits for the other, is short."""
+    modules = {item.path for item in items if item.get_closest_marker("ranks")}
+    items.sort(key=lambda item: item.path not in modules)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _prepared_ranks(request: pytest.FixtureRequest) -> None:
     """Ranks are forked from a process that loads the modules of all rank tests, beside the first tests."""
