@@ -78,6 +78,16 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
     Raises:
         InputError: a rank raised it.
         RanksFailedError: a rank raised something else, died, or no rank has said anything for too long.
+
+    Example::
+
+        def total(rank: int, number: int) -> float:
+            value = torch.tensor(float(rank + number))
+            dist.all_reduce(value)
+            return value.item()
+
+        if __name__ == "__main__":
+            assert run_on_ranks(total, 2, 10, timeout_s=60) == [21.0, 21.0]
     """
     with RankPool() as pool:
         return pool.run(function, world_size, *args, timeout_s=timeout_s)
@@ -221,7 +231,7 @@ def _listen(ranks: Sequence[_Rank], timeout_s: float) -> None:
             numbers = ", ".join(str(rank.number) for rank in behind)
             raise RanksFailedError(
                 f"Nothing was heard of rank {numbers} for {timeout_s:g} s; it was at: {behind[0].stage}. It hangs, or "
-                "--timeout is too short for this model."
+                "needs more time: raise timeout_s (`dmt check --timeout`)."
             )
         for rank in waiting:
             if rank.pipe in ready:
