@@ -22,4 +22,6 @@ def _prepared_ranks(request: pytest.FixtureRequest) -> None:
     if modules:
         from dmt.testing.ranks import prepare_ranks
 
-        prepare_ranks(sorted(modules))
+        # What training loads late.
+        late = ["torch.utils.tensorboard", "torchmetrics.functional.classification", "torchrec.metrics.ne"]
+        prepare_ranks([*sorted(modules), *late])
