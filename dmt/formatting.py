@@ -1,4 +1,4 @@
-"""Numbers and lists in the words of a reader: bytes with their unit, the first few of many."""
+"""Formatting of numbers and lists for people: bytes with their unit, the first few of many items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TableSpec`: what plans and costs need to know of an embedding table, without TorchRec."""
+"""`TableSpec`: description of an embedding table for plans and costs, without TorchRec."""
 
 from __future__ import annotations
 

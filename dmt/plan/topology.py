@@ -1,4 +1,4 @@
-"""`TowerTopology`: which rank belongs to which replica, tower and local slot. Pure arithmetic.
+"""`TowerTopology`: replica, tower and local index of every rank. Pure arithmetic.
 
 Legend: R replicas, T towers, L ranks per tower; R * T * L ranks in the job.
 """
@@ -105,9 +105,9 @@ class TowerTopology:
         return RankCoordinates(replica, tower, local)
 
     def host(self, rank: int) -> int:
-        """A number for the host of a global rank where hosts are as large as a tower.
+        """Host index of a global rank, assuming one tower of one replica (L ranks) per host.
 
-        With ``"intra_host"`` that is R * L ranks, all replicas of a tower; else the L ranks of a tower of one replica.
+        With ``"intra_host"`` replicas, all replicas of a tower (R * L ranks) share a host.
         """
         at = self.coordinates(rank)
         return at.tower if self.replica_placement == "intra_host" else at.replica * self.num_towers + at.tower

@@ -1,4 +1,4 @@
-"""`TowerPlan`: which features belong to which tower, as data that is saved, loaded and checked."""
+"""`TowerPlan`: assignment of features to towers, saved, loaded and checked."""
 
 from __future__ import annotations
 

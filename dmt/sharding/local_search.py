@@ -1,4 +1,4 @@
-"""`pack`: the better heuristic, improved by local search; small towers are searched through."""
+"""`pack`: the better of two heuristics, improved by local search; small problems are solved exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dmt.sharding.branching import branch_and_bound
+from dmt.sharding.exact import solve_exactly
 from dmt.sharding.packing import Option, Packing, Problem, differencing, greedy
 
 __all__ = ["Packed", "improve", "pack"]
@@ -18,14 +18,14 @@ __all__ = ["Packed", "improve", "pack"]
 _GAIN = 1e-9
 # Ranks that a part of the busiest rank is moved to or swapped with, cheapest first.
 _PARTNERS = 16
-# Pairs of parts that are looked at in one step, about.
+# Approximate number of pairs of parts that one step looks at.
 _MOST_SWAPS = 20_000
-# The start of `_starts` that only looks at memory.
+# The start of `_starts` that minimises memory only.
 _LAST_RESORT = 2
-# A smaller set of kinds is taken where it is better by so much: it cuts tables that could stay whole.
-_WORTHWHILE = 0.005
-# Branch and bound is tried up to so many items on so many ranks.
-_FEW_ITEMS, _FEW_RANKS = 16, 8
+# A smaller set of kinds must be better by this share: it cuts tables that could stay whole.
+_KINDS_GAIN = 0.005
+# Options of all items times ranks up to which a packing is also sought exactly: at most a second.
+_MOST_EXACT = 200
 
 
 class Packed(NamedTuple):
@@ -33,19 +33,22 @@ class Packed(NamedTuple):
 
     packing: Packing
     method: str
-    """The heuristic that won, and what bettered it."""
+    """Names the heuristic and what improved its result; for the report."""
 
 
 def pack(problem: Problem) -> Packed | None:
-    """Places all items so that the busiest rank costs little; None where nothing was found that keeps the memory limit.
+    """Places all items so that the busiest rank costs little.
 
-    Greedy and largest differencing (Neo, section 4.1), each from the cheapest options and from options cut to the mean
-    load; the better one is improved. Sets of kinds are tried, as each brings fixed costs. With
-    few items on few ranks, branch and bound looks for something better still.
+    Greedy and largest differencing (Neo, section 4.1) start from the cheapest options and from options cut to the mean
+    load; the better result is improved by local search. Smaller sets of kinds are tried too, as each kind has a fixed
+    cost. If options times ranks are few, a mixed integer program looks for a better packing.
 
-    Kinds that are to be avoided are left out first, for all items that can do without; then they are left to the items
-    that are too large; then to all. The first packing is taken that costs at most `Problem.worthwhile` more than the
-    last one would.
+    Penalized kinds are first left out for all items that have other options, then allowed for items above the mean
+    load or the memory of a rank, then for all. The first packing wins that costs at most `Problem.tolerance` more than
+    the last one.
+
+    Returns:
+        None if no packing within the memory limit was found.
 
     Example:
         >>> options = [[Option((cost,), (1.0,), 0.0, None, 0)] for cost in (3.0, 3.0, 2.0, 2.0, 2.0)]
@@ -54,7 +57,7 @@ def pack(problem: Problem) -> Packed | None:
         (6.0, 'largest differencing, local search')
     """
     candidates = []
-    for fewer in _with_few_avoided(problem):
+    for fewer in _with_few_penalized(problem):
         candidate = _pack(fewer)
         if candidate is None:
             continue
@@ -68,11 +71,11 @@ def pack(problem: Problem) -> Packed | None:
 
 
 def _is_good_enough(candidate: Packed, objective: float, problem: Problem) -> bool:
-    return candidate.packing.objective <= objective * (1 + problem.worthwhile)
+    return candidate.packing.objective <= objective * (1 + problem.tolerance)
 
 
-def _with_few_avoided(problem: Problem) -> Iterator[Problem]:
-    """The problem without the kinds to be avoided; then with them for items above the mean load or the memory alone.
+def _with_few_penalized(problem: Problem) -> Iterator[Problem]:
+    """Yields the problem without penalized kinds, then with them only for items above the mean load or the memory.
 
     An item that has nothing else keeps what it has.
     """
@@ -81,7 +84,7 @@ def _with_few_avoided(problem: Problem) -> Iterator[Problem]:
     for is_strict in (True, False):
         kept = []
         for options in problem.options:
-            others = [option for option in options if option.kind not in problem.avoided]
+            others = [option for option in options if option.kind not in problem.penalized]
             fits = others and (is_strict or _fits_whole(others, mean, problem))
             kept.append(others if fits else options)
         if all(len(fewer) == len(options) for fewer, options in zip(kept, problem.options, strict=True)):
@@ -102,17 +105,17 @@ def _pack(problem: Problem) -> Packed | None:
     best = _heuristics(problem)
     for without in _fewer_kinds(problem):
         # No more can be saved than the fixed costs in use, and nothing costs less than the mean over ranks.
-        if best is not None and _floor(without) >= best.packing.objective * (1 - _WORTHWHILE):
+        if best is not None and _floor(without) >= best.packing.objective * (1 - _KINDS_GAIN):
             continue
         found = _heuristics(without)
-        if found is not None and _is_better(found.packing, best and best.packing, _WORTHWHILE):
+        if found is not None and _is_better(found.packing, best and best.packing, _KINDS_GAIN):
             best = found
-    if len(problem.options) > _FEW_ITEMS or problem.num_ranks > _FEW_RANKS:
+    if sum(map(len, problem.options)) * problem.num_ranks > _MOST_EXACT:
         return best
-    exact = branch_and_bound(problem, best and best.packing)
+    exact = solve_exactly(problem, best and best.packing)
     if exact is None or (best and exact is best.packing):
         return best
-    return Packed(exact, f"{best.method}, branch and bound" if best else "branch and bound")
+    return Packed(exact, "milp")
 
 
 def _is_better(one: Packing, other: Packing | None, gain: float = _GAIN) -> bool:
@@ -167,7 +170,7 @@ def _fewer_kinds(problem: Problem) -> Iterator[Problem]:
 
 
 def _floor(problem: Problem) -> float:
-    """What no packing goes below: the mean over ranks, and the smallest fixed cost."""
+    """Lower bound of the cost of the busiest rank: the mean over ranks plus the smallest fixed cost."""
     least = sum(_least_total(options, problem.num_ranks) for options in problem.options)
     fixed = min(problem.fixed_cost([option.kind]) for options in problem.options for option in options)
     return (float(problem.cost.sum()) + least) / problem.num_ranks + fixed
@@ -176,8 +179,8 @@ def _floor(problem: Problem) -> float:
 def improve(packing: Packing, max_steps: int = 20_000) -> Packing:
     """Changes one or two items at a time, in place, while that relieves the busiest rank.
 
-    Tried in this order, the best of its kind first: move a part to another rank or swap it with one there; cut an item
-    of the busiest rank another way; stop spreading an item over all ranks. Deterministic; memory limits are kept.
+    Tries the best move of a part to another rank or swap with a part there, then the best other option for an item of
+    the busiest rank, then parts instead of a share on every rank. Deterministic; memory limits are kept.
     """
     for _ in range(max_steps):
         if not (_move_or_swap(packing) or _cut_another_way(packing) or _gather(packing)):

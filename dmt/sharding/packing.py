@@ -1,7 +1,7 @@
-"""Numbers onto ranks: the two heuristics of Neo (section 4.1), greedy and largest differencing, with a memory limit.
+"""Packing of items on ranks under a memory limit: the heuristics of Neo (section 4.1), greedy and largest differencing.
 
-Knows nothing of tables: an item has options, an option has parts for different ranks and a share that falls on every
-rank. What is to be small is the cost of the busiest rank.
+Knows nothing of tables: an item has options, and an option has parts for different ranks plus a share on every rank.
+The objective is the cost of the busiest rank.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ class Option(NamedTuple):
     """One way to cut an item."""
 
     part_costs: tuple[float, ...]
-    """Cost of each part, largest first; parts go to different ranks."""
+    """Cost of each part in seconds, largest first; parts go to different ranks."""
     part_memory: tuple[float, ...]
+    """Bytes of each part."""
     everywhere_cost: float
     """Cost on every rank."""
     everywhere_memory: Vector | None
     """[L] memory on each rank; None: none."""
     kind: int
-    """Which fixed cost it brings."""
+    """Index of its fixed cost in `Problem.fixed`."""
 
     def total(self, num_ranks: int) -> float:
         """Cost summed over ranks."""
@@ -45,24 +46,24 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Items with their options, and what is on the ranks already."""
+    """Items with their options, and the load that ranks have already."""
 
     options: Sequence[Sequence[Option]]
     """Of each item; at least one."""
     cost: Vector
-    """[L] cost of what is there already."""
+    """[L] seconds of the load that ranks have already."""
     memory: Vector
-    """[L] memory of what is there already."""
+    """[L] bytes of the load that ranks have already."""
     capacity: float
-    """Memory of a rank."""
+    """Bytes of a rank."""
     fixed: tuple[float, ...]
-    """Cost on every rank, once, by kind in use."""
+    """Seconds that each kind costs every rank, once, if any item uses it."""
     used: frozenset[int] = frozenset()
     """Kinds in use already."""
-    avoided: frozenset[int] = frozenset()
-    """Kinds that an item with another option takes only for a real gain."""
-    worthwhile: float = 0.0
-    """By what share a packing without avoided kinds may cost more."""
+    penalized: frozenset[int] = frozenset()
+    """Kinds that items with other options take only for a gain above ``tolerance``."""
+    tolerance: float = 0.0
+    """Share by which a packing without penalized kinds may cost more."""
 
     @property
     def num_ranks(self) -> int:
@@ -134,7 +135,7 @@ class Packing:
 
     @property
     def feasible(self) -> bool:
-        """Whether no rank holds more than its memory."""
+        """True if no rank holds more than its memory."""
         return bool((self.memory <= self.problem.capacity).all())
 
     @property
@@ -154,15 +155,15 @@ class Packing:
 
 
 def greedy(problem: Problem, preferred: Sequence[int], *, by_memory: bool = False) -> Packing | None:
-    """Largest first, each part to the cheapest rank with room (Neo, section 4.1).
+    """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
     Args:
         problem: what to place.
-        preferred: the option of each item; where it has no room, the item's cheapest that has.
+        preferred: the option of each item; if there is no room for it, the item's cheapest one that fits.
         by_memory: largest memory first, for tight limits.
 
     Returns:
-        The packing, or None where an item finds no room.
+        The packing, or None if an item finds no room.
     """
     packing = Packing(problem)
 
@@ -184,9 +185,9 @@ def greedy(problem: Problem, preferred: Sequence[int], *, by_memory: bool = Fals
 
 
 def differencing(problem: Problem, preferred: Sequence[int]) -> Packing:
-    """Largest differencing (Karmarkar-Karp) for L ranks: join the two most uneven partial packings, until one is left.
+    """Largest differencing (Karmarkar-Karp): joins the two most uneven partial packings until one is left.
 
-    Blind to memory: see `Packing.feasible`. What is on the ranks already takes part as one uneven packing.
+    Ignores memory: see `Packing.feasible`. The load that ranks have already takes part as one partial packing.
 
     Args:
         problem: what to place.

@@ -34,7 +34,7 @@ class TableSharding:
     reason: str
     """Reason for the placement, in one line."""
     seconds: float
-    """Cost of a step, summed over the ranks of the tower."""
+    """Cost of a step in seconds, summed over the ranks of the tower."""
     memory: int
     """Bytes, summed over the ranks of the tower: weights, optimizer state, dense gradient."""
 
@@ -52,9 +52,9 @@ class RankLoad:
     lookups: float
     """Rows read per step."""
     bytes_sent: float
-    """Inside the tower per step: ids, embeddings, their gradients, and all-reduces."""
+    """Bytes sent inside the tower per step: ids, embeddings, their gradients, and all-reduces."""
     seconds: float
-    """Cost of a step."""
+    """Cost of a step in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,8 @@ class TowerLoad:
     imbalance: float
     """Cost of its busiest rank over the mean."""
     peer_bytes: float
-    """Bytes of embeddings it sends to other towers in a forward pass where no tower module compresses them."""
+    """Bytes of embeddings that all its ranks together send to other towers in a step's forward pass, without
+    compression by a tower module; in one replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class TowerShardingPlan:
 
     @property
     def seconds(self) -> float:
-        """Cost of the busiest rank of all."""
+        """Cost of a step of the busiest rank of all, in seconds."""
         return max(rank.seconds for rank in self.ranks)
 
     @property
@@ -116,7 +117,7 @@ class TowerShardingPlan:
         return {scheme: counts[scheme] for scheme in SCHEMES if counts[scheme]}
 
     def to_record(self) -> dict[str, Any]:
-        """The plan as JSON writes it."""
+        """Returns the plan as a JSON object."""
         return {
             "format": SHARDING_FORMAT,
             "imbalance": self.imbalance,

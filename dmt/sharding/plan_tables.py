@@ -151,8 +151,8 @@ class _TowerPlanner:
             capacity=capacity,
             fixed=tuple(self.model.fixed_seconds(scheme) for scheme in SCHEMES),
             used=frozenset(SCHEMES.index(placement.scheme) for placement in fixed.values()),
-            avoided=frozenset({SCHEMES.index("column_wise")} if self.column_gain else ()),
-            worthwhile=self.column_gain,
+            penalized=frozenset({SCHEMES.index("column_wise")} if self.column_gain else ()),
+            tolerance=self.column_gain,
         )
         self._check_memory([table for table, _ in free], problem)
         packed = pack(problem)

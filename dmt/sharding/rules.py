@@ -1,4 +1,4 @@
-"""`ShardingRules`: what the user decided about single tables, checked and resolved before anything is placed."""
+"""`ShardingRules`: the user's decisions about single tables, checked and resolved before anything is placed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Allowed(NamedTuple):
     placement: TablePlacement | None
     """Placement that the user gave; None if there is none."""
     why: str
-    """For the reason of the choice; empty where nothing was asked."""
+    """Part of the reason of the choice; empty if the user asked for nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

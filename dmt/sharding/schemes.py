@@ -52,7 +52,8 @@ class TablePlacement:
     ranks: tuple[int, ...]
     """Local ranks 0..L-1 of the tower, one for each shard, in the order of the rows or columns."""
     sizes: tuple[int, ...] = ()
-    """Rows (``row_wise``) or columns (``column_wise``) of each shard; empty: as even as possible."""
+    """Rows (``row_wise``) or columns (``column_wise``) of each shard, in the order of ``ranks``; empty: as even as
+    possible."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scheme", current_name(self.scheme))

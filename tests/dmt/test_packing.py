@@ -1,4 +1,4 @@
-"""Packing numbers on ranks: the two heuristics, local search, branch and bound."""
+"""Packing numbers on ranks: the two heuristics, local search, the exact solver."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dmt.sharding.branching import branch_and_bound
+from dmt.sharding.exact import solve_exactly
 from dmt.sharding.local_search import improve, pack
 from dmt.sharding.packing import Option, Packing, Problem, differencing, greedy
 
@@ -94,15 +94,15 @@ def test_a_kind_to_be_avoided_is_taken_for_a_gain_alone() -> None:
     """Four equal items on two ranks are even as they are; three are 2 to 1 whole, and 1.5 each if one is halved."""
     whole, halves = Option((1.0,), (1.0,), 0.0, None, 0), Option((0.5, 0.5), (0.5, 0.5), 0.0, None, 1)
 
-    def uses(number: int, worthwhile: float, capacity: float = np.inf, fixed: float = 0.0) -> list[int]:
+    def uses(number: int, tolerance: float, capacity: float = np.inf, fixed: float = 0.0) -> list[int]:
         of_all = Problem(
             [[whole, halves]] * number,
             np.zeros(2),
             np.zeros(2),
             capacity,
             (0.0, fixed),
-            avoided=frozenset({1}),
-            worthwhile=worthwhile,
+            penalized=frozenset({1}),
+            tolerance=tolerance,
         )
         return pack(of_all).packing.uses
 
@@ -111,13 +111,16 @@ def test_a_kind_to_be_avoided_is_taken_for_a_gain_alone() -> None:
     assert uses(3, 0.33)[1] > 0
     assert uses(3, 0.05, fixed=1.0) == [3, 0]
     assert uses(3, 0.34, capacity=1.5)[1] > 0, "whole they do not fit"
-    forced = Problem([[halves]] * 3, np.zeros(2), np.zeros(2), np.inf, (0.0, 0.0), avoided=frozenset({1}), worthwhile=9)
+    forced = Problem(
+        [[halves]] * 3, np.zeros(2), np.zeros(2), np.inf, (0.0, 0.0), penalized=frozenset({1}), tolerance=9
+    )
     assert pack(forced).packing.uses == [0, 3]
 
 
-def test_branch_and_bound_stops_at_its_count_and_keeps_the_best() -> None:
+def test_the_solver_betters_a_packing_or_keeps_it() -> None:
     what = problem([8.0, 7.0, 6.0, 5.0, 4.0], 2)
-    start = greedy(what, [0] * 5)
-    assert branch_and_bound(what, start, max_steps=1) is start
-    assert branch_and_bound(what, start).busiest == 15
-    assert branch_and_bound(what, None).busiest == 15
+    best = solve_exactly(what, greedy(what, [0] * 5))
+    assert best.busiest == 15
+    assert solve_exactly(what).busiest == 15
+    assert solve_exactly(what, best) is best
+    assert solve_exactly(problem([1.0] * 3, 2, [2.0, 2.0, 2.0], 3.0)) is None
