@@ -41,7 +41,7 @@ class _Program:
         self.options: list[list[tuple[int, dict[tuple[float, float], int]]]] = []
         """By item and option: its column, and the first of L columns for each size of its parts."""
         least = sum(min(option.total(problem.num_ranks) for option in options) for options in problem.options)
-        # Costs in shares of a rank's least load, memory in shares of the capacity: tolerances of the solver are absolute.
+        # The solver's tolerances are absolute: costs are shares of a rank's least load, memory of its capacity.
         self.unit = (float(problem.cost.sum()) + least) / problem.num_ranks or 1.0
         self.cost: list[dict[int, float]] = [{0: -1.0} for _ in range(problem.num_ranks)]
         self.memory: list[dict[int, float]] = [{} for _ in range(problem.num_ranks)]
