@@ -17,7 +17,7 @@ import pytest
 from benchmarks.emulation import hosts as module
 from benchmarks.emulation import namespaces
 from benchmarks.emulation.agents import run_agents
-from benchmarks.emulation.hosts import EmulatedHosts, sent_bytes
+from benchmarks.emulation.hosts import UPLINK, EmulatedHosts, sent_bytes
 from benchmarks.emulation.wire import PATTERNS, sends
 from dmt.errors import InputError
 
@@ -49,7 +49,8 @@ def inside(hosts: EmulatedHosts, host: int, code: str, *arguments: str) -> subpr
 
 def rates(hosts: EmulatedHosts) -> list[str]:
     """The rate at which the kernel lets each of two hosts send; hosts without a limit are left out."""
-    shown = [subprocess.check_output(["tc", "-n", hosts.namespace(i), "qdisc", "show"], text=True) for i in (0, 1)]
+    show = ["class", "show", "dev", UPLINK]
+    shown = [subprocess.check_output(["tc", "-n", hosts.namespace(host), *show], text=True) for host in (0, 1)]
     return [rate for text in shown for rate in re.findall(r" rate (\S+)", text)]
 
 
@@ -197,7 +198,7 @@ def test_a_rate_is_held_and_changed_and_bytes_are_counted() -> None:
 
         counted = hosts.uplink_bytes()
         # 5 MB at 80 Mbit/s. Never faster than the wire, but for the burst. How much slower depends on the machine:
-        # ``python -m benchmarks.hosts`` measures it.
+        # ``python -m benchmarks.emulation.hosts`` measures it.
         assert rates(hosts) == ["80Mbit"] * 2
         assert min(seconds(5_000_000) for _ in range(3)) > 0.49
         sent, acknowledged = (now - then for now, then in zip(hosts.uplink_bytes(), counted, strict=True))

@@ -24,7 +24,6 @@ from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
 from dmt.training import partition as partition_of_run
 from dmt.training.commands import main
-from dmt.training.commands import partition as partition_command
 from dmt.training.commands.demo import demo_settings
 from dmt.training.config import to_toml
 from tests.training.checkpoints.made import make_checkpoint
@@ -119,7 +118,8 @@ def test_a_picture_that_cannot_be_drawn_leaves_word_of_the_plan(
     def fail(*arguments: object) -> None:
         raise InputError("The disk is full.")
 
-    monkeypatch.setattr(partition_command, "plot_affinity", fail)
+    partition = importlib.import_module("dmt.training.commands.partition")  # the package has a command of that name
+    monkeypatch.setattr(partition, "plot_affinity", fail)
     out = tmp_path / "towers.json"
     files = ["--affinity", str(affinity), "--out", str(out), "--picture", str(tmp_path / "a.png")]
     result = dmt("partition", *files, "--towers", "2")
