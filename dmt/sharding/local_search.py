@@ -29,7 +29,7 @@ _MOST_EXACT = 200
 
 
 class Packed(NamedTuple):
-    """What `pack` found."""
+    """Packing that `pack` found."""
 
     packing: Packing
     method: str

@@ -49,7 +49,7 @@ class Problem:
     """Items with their options, and the load that ranks have already."""
 
     options: Sequence[Sequence[Option]]
-    """Of each item; at least one."""
+    """Options of each item; at least one."""
     cost: Vector
     """[L] seconds of the load that ranks have already."""
     memory: Vector
