@@ -3,7 +3,7 @@
 A model is built on PyTorch's meta device (sizes without memory, so Criteo-1TB's 22.78 G parameters cost nothing), run
 forward and backward once, and the operators that really ran are counted by ``torch.utils.flop_counter``: matrix
 products, at two FLOPs per multiply-accumulate; additions and activations count nothing, as in the paper. A training
-step is so six FLOPs per multiply-accumulate, less the input gradient of the very first layer, which nobody asks for.
+step therefore takes six FLOPs per multiply-accumulate, less the input gradient of the first layer, which is not computed.
 These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmt.errors import InputError, did_you_mean
+from dmt.models.base import ModelOptions
 from dmt.models.dcn import DCN, DMTDCN
-from dmt.models.dense import ModelOptions
 from dmt.models.dlrm import DLRM, DMTDLRM
 from dmt.models.presets import CRITEO_DENSE_FEATURES, criteo_1tb_tables
 from dmt.models.sparse import check_tower_modules
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 ARCHS = ("dlrm", "dcn")
-"""The architectures that `complexity_of` knows."""
+"""Architectures that `complexity_of` accepts."""
 
 _COUNTED_SAMPLES = 2
 _PAPER_TOWER_DIM = {"dlrm": 64, "dcn": 128}
@@ -47,7 +47,7 @@ _PAPER_TOWER_DIM = {"dlrm": 64, "dcn": 128}
 
 @dataclass(frozen=True, kw_only=True)
 class Complexity:
-    """What a model costs.
+    """Cost of a model.
 
     Example:
         >>> Complexity(mflops_per_sample=14.74, parameters=22_780_000_000, compression_ratio=1.0).parameters
@@ -67,12 +67,12 @@ class Complexity:
 def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: Any) -> Complexity:
     """Counts a built, unsharded model by running it forward and backward once on a batch.
 
-    Weights, gradients and hooks of optimizers are left alone.
+    Weights, gradients and optimizer hooks stay untouched.
 
     Args:
         model: any model called as ``model(dense_features, sparse_features)`` that returns a tensor; on any device.
         dense_features: [B, dense_in_features] float32. Nothing is counted for its gradient unless it requires one.
-        sparse_features: whatever the model takes, of B samples.
+        sparse_features: sparse input of the model, for B samples.
 
     Raises:
         InputError: the batch is empty.
@@ -181,7 +181,7 @@ def complexity_of(
 def paper_complexity(
     arch: str, num_towers: int | None = None, *, tower_dim: int | None = None, c: int = 1, p: int = 0
 ) -> Complexity:
-    """A model of the paper's size on Criteo-1TB: a cell of its Tables 3, 4 and 5.
+    """Counts a model of the paper's size on Criteo-1TB, a cell of its Tables 3, 4 and 5.
 
     Args:
         arch: ``"dlrm"`` or ``"dcn"``.
@@ -191,7 +191,7 @@ def paper_complexity(
         p: linear combinations of a tower's features (DLRM).
 
     Raises:
-        InputError: as `complexity_of`, or ``num_towers`` is not between 1 and 26.
+        InputError: `complexity_of` refuses the settings, or ``num_towers`` is not between 1 and 26.
 
     Example:
         >>> round(paper_complexity("dlrm").mflops_per_sample, 2)
@@ -252,7 +252,7 @@ class MetaTowers(nn.Module):
         super().__init__()
         check_tower_modules(plan, tower_modules)
         pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
-        self.towers = nn.ModuleList(_MetaTower(MetaTables(of_tower, device), module) for of_tower, module in pairs)
+        self.towers = nn.ModuleList(_MetaTower(MetaTables(own, device), module) for own, module in pairs)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [B] -> [B, sum O_t]."""

@@ -5,21 +5,19 @@ Parameter names and arithmetic are those of ``torchrec.modules.mlp``, ``torchrec
 are better here: every part may be built on the meta device and initialised later (``DistributedModelParallel`` calls
 ``reset_parameters`` and fills buffers with zeros), and no part holds a buffer that this would damage.
 
-Legend: B samples, F vectors (features, or what the towers put out), D their dimension, I inputs, O outputs.
+Legend: B samples, F vectors (features, or the outputs of towers), D their dimension, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dmt.errors import InputError
-from dmt.models.presets import DENSE_ARCH_LAYER_SIZES
 
 __all__ = [
     "CrossInteraction",
@@ -27,7 +25,6 @@ __all__ = [
     "DotInteraction",
     "LowRankCrossNet",
     "MLP",
-    "ModelOptions",
     "OverArch",
     "Perceptron",
     "check_layer_sizes",
@@ -41,7 +38,7 @@ _ALIGNED_SAMPLES = 128
 
 
 class _AlignedLinear(nn.Linear):
-    """``nn.Linear``, with inputs filled up with zeros to whole vector registers.
+    """``nn.Linear`` whose inputs are padded with zeros to whole vector registers.
 
     Matrix kernels are slower on rows that do not begin on a boundary: on a CPU 359 or 479 inputs, as DLRM's interaction
     has, take 20 to 30 percent longer than 368 or 480.
@@ -53,7 +50,7 @@ class _AlignedLinear(nn.Linear):
 
 def _linear(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     missing = -weight.shape[1] % _ALIGNMENT
-    # Filling up the weights costs time too, and FLOPs are counted on meta or on a few samples.
+    # Padding the weights costs time too, and FLOPs are counted on meta or on a few samples.
     if missing and features.shape[0] >= _ALIGNED_SAMPLES and not features.is_meta:
         features, weight = functional.pad(features, (0, missing)), functional.pad(weight, (0, missing))
     return functional.linear(features, weight, bias)
@@ -110,7 +107,7 @@ class MLP(nn.Module):
 
 
 class DenseArch(nn.Module):
-    """The bottom MLP: dense features [B, I] -> one vector [B, D] beside the embeddings (DLRM, arXiv 1906.00091).
+    """Bottom MLP: dense features [B, I] -> one vector [B, D] beside the embeddings (DLRM, arXiv 1906.00091).
 
     Example:
         >>> DenseArch(13, [512, 256, 128])(torch.zeros(2, 13)).shape
@@ -127,7 +124,7 @@ class DenseArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """The top MLP: interactions [B, I] -> logits [B, O]; the last layer is linear.
+    """Top MLP: interactions [B, I] -> logits [B, O]; the last layer is linear.
 
     Args:
         in_features: I, the ``out_features`` of the interaction.
@@ -195,19 +192,19 @@ def _strict_upper(products: Tensor) -> Tensor:
     return products.flatten(1).index_select(1, rows * size + columns)
 
 
-# The train pipeline traces the model with torch.fx, to which triu_indices cannot be shown: it needs real sizes.
+# The train pipeline traces the model with torch.fx, which cannot trace triu_indices: it needs real sizes.
 torch.fx.wrap("_strict_upper")
 
 
 class _Kernels(nn.ParameterList):
-    """Matrices drawn Xavier-normal and biases of zero; can be redrawn in place, as a list of PyTorch cannot."""
+    """Xavier-normal matrices or zero biases that, unlike a plain ``ParameterList``, can be drawn again in place."""
 
     def __init__(self, count: int, shape: tuple[int, ...], *, device: Device) -> None:
         super().__init__([nn.Parameter(torch.empty(shape, device=device)) for _ in range(count)])
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all anew; `DistributedModelParallel` calls this after building on the meta device."""
+        """Draws all values again; `DistributedModelParallel` calls this after building on the meta device."""
         for kernel in self:
             if kernel.dim() == 2:
                 nn.init.xavier_normal_(kernel)
@@ -281,34 +278,6 @@ class CrossInteraction(nn.Module):
         return self.crossnet(torch.cat((dense, sparse.flatten(1)), dim=1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Sizes of a model's two MLPs, and where the model is built.
-
-    Raises:
-        InputError: a layer size is not a positive whole number, or ``over_arch_layer_sizes`` is empty.
-
-    Example:
-        >>> ModelOptions(dense_arch_layer_sizes=(64,), over_arch_layer_sizes=(64, 1)).over_arch_layer_sizes
-        (64, 1)
-    """
-
-    dense_arch_layer_sizes: tuple[int, ...] = DENSE_ARCH_LAYER_SIZES
-    """Hidden sizes of the bottom MLP. The model appends the last size itself: N, or D with towers."""
-    over_arch_layer_sizes: tuple[int, ...] | None = None
-    """Sizes of the top MLP with its output, 1 for one logit. ``None``: the paper's sizes for the model."""
-    device: torch.device | str | None = None
-    """Where parameters are made. ``None`` follows PyTorch's own ``with torch.device(...)``."""
-
-    def __post_init__(self) -> None:
-        # A list is what a configuration file gives; a tuple keeps the frozen dataclass immutable.
-        object.__setattr__(self, "dense_arch_layer_sizes", tuple(self.dense_arch_layer_sizes))
-        check_layer_sizes("ModelOptions.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
-        if self.over_arch_layer_sizes is not None:
-            object.__setattr__(self, "over_arch_layer_sizes", tuple(self.over_arch_layer_sizes))
-            check_layer_sizes("ModelOptions.over_arch_layer_sizes", self.over_arch_layer_sizes, at_least=1)
-
-
 def check_size(name: str, value: int, *, minimum: int = 1) -> None:
     """Raises `InputError` unless ``value`` is a whole number of at least ``minimum``.
 
@@ -323,7 +292,7 @@ def check_size(name: str, value: int, *, minimum: int = 1) -> None:
 
 
 def check_layer_sizes(name: str, sizes: Sequence[int], *, at_least: int = 0) -> None:
-    """Raises `InputError` unless ``sizes`` are ``at_least`` so many positive whole numbers.
+    """Raises `InputError` unless ``sizes`` are positive whole numbers, at least ``at_least`` of them.
 
     Example:
         >>> check_layer_sizes("over_arch_layer_sizes", (512, 256, 1), at_least=1)

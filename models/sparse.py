@@ -1,31 +1,26 @@
-"""The sparse parts of the models, TorchRec's own: flat (`EmbeddingBagCollection`) or in towers.
+"""The sparse parts of the models, TorchRec's own: flat (`EmbeddingBagCollection`) or in towers, unsharded.
 
 TorchRec and FBGEMM are imported when a sparse part is built, so the dense parts and the complexity accounting work
-without them. What is built here is plain and unsharded; a sharder distributes it from outside.
+without them. A table may be cut into column shards (`dmt.plan.TowerPlan.column_splits`): in a flat model
+`joined_sparse_arch` puts them side by side again, so that the interaction still sees one vector per feature.
 
 Example:
-    A model of your own: your tower module, your over arch, TorchRec's tables. Distribution finds the sparse part by its
-    type, and the train pipeline finds its input by tracing ``forward``: hand ``sparse_features`` to it as it is.
+    A model of your own, with your over arch and TorchRec's tables. The sharders find the sparse part by its type, and
+    the train pipeline finds its input by tracing ``forward``: pass ``sparse_features`` to it as it is.
 
     >>> from dmt.models.dense import DenseArch
     >>> from dmt.models.tower_modules import DCNTowerModule
-    >>> class SumOverArch(nn.Module):
-    ...     def __init__(self, in_features):
-    ...         super().__init__()
-    ...         self.linear = nn.Linear(in_features, 1)
-    ...
-    ...     def forward(self, dense, towers):
-    ...         return self.linear(torch.cat((dense, towers), dim=1))
     >>> class MyModel(nn.Module):
     ...     def __init__(self, tables, plan):
     ...         super().__init__()
     ...         towers = [DCNTowerModule(t.features, embedding_dim=8, tower_dim=4, rank=2) for t in plan.towers]
     ...         self.dense_arch = DenseArch(13, [8])
     ...         self.sparse_arch = tower_sparse_arch(tables, plan, towers)
-    ...         self.over_arch = SumOverArch(8 + sum(tower.out_features for tower in towers))
+    ...         self.over_arch = nn.Linear(8 + sum(tower.out_features for tower in towers), 1)
     ...
     ...     def forward(self, dense_features, sparse_features):
-    ...         return self.over_arch(self.dense_arch(dense_features), self.sparse_arch(sparse_features))
+    ...         towers = self.sparse_arch(sparse_features)
+    ...         return self.over_arch(torch.cat((self.dense_arch(dense_features), towers), dim=1))
     >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
     >>> tables = [
     ...     TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=8, feature_names=(f"f{i}",)) for i in range(4)
@@ -77,6 +72,8 @@ MakeFlatSparseArch = Callable[[Sequence[Any], Device], nn.Module]
 """``(tables, device)`` -> module whose output is indexed by feature name, each [B, N]."""
 MakeTowerSparseArch = Callable[[Sequence[Any], TowerPlan, Sequence[nn.Module], Device], nn.Module]
 """``(tables, plan, tower_modules, device)`` -> module whose output is [B, sum O_t], towers in the plan's order."""
+Splits = Mapping[str, Sequence[int]]
+"""Columns of each shard, by feature."""
 
 
 def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
@@ -111,7 +108,7 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
 
 
 def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> EmbeddingBagCollection:
-    """All tables in one TorchRec ``EmbeddingBagCollection``.
+    """Builds one TorchRec ``EmbeddingBagCollection`` of all tables.
 
     Its result is a ``KeyedTensor``; read it by name, since the order of its keys changes with the sharding.
 
@@ -129,13 +126,14 @@ def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> EmbeddingB
     """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    return EmbeddingBagCollection(tables=embedding_bag_configs(tables), device=_torch_device(device))
+    torch_device = torch.device(device) if isinstance(device, str) else device
+    return EmbeddingBagCollection(tables=embedding_bag_configs(tables), device=torch_device)
 
 
 def tower_sparse_arch(
     tables: Sequence[Any], plan: TowerPlan, tower_modules: Sequence[nn.Module], device: Device = None
 ) -> EmbeddingTowerCollection:
-    """The tables in towers, each with its tower module: TorchRec's ``EmbeddingTowerCollection``.
+    """Builds TorchRec's ``EmbeddingTowerCollection``: the tables in towers, each with its tower module.
 
     Its result is [B, sum O_t], the towers side by side in the plan's order.
 
@@ -160,13 +158,8 @@ def tower_sparse_arch(
     from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
     check_tower_modules(plan, tower_modules)
-    by_tower = plan.tables_by_tower(tables)
-    return EmbeddingTowerCollection(
-        [
-            EmbeddingTower(flat_sparse_arch(of_tower, device), module)
-            for of_tower, module in zip(by_tower, tower_modules, strict=True)
-        ]
-    )
+    pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
+    return EmbeddingTowerCollection([EmbeddingTower(flat_sparse_arch(own, device), module) for own, module in pairs])
 
 
 def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> None:
@@ -186,7 +179,7 @@ def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> 
             f"{len(tower_modules)} tower modules for {plan.num_towers} towers; give one for each tower of the plan, "
             "in its order."
         )
-    module: Any  # its three attributes are of the user's making
+    module: Any  # the user's own class
     for tower, module in zip(plan.towers, tower_modules, strict=True):
         kind = type(module).__name__
         absent = [name for name in ("features", "in_features", "out_features") if not hasattr(module, name)]
@@ -207,10 +200,10 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, at least one.
-        owner: who needs it, for the message.
+        owner: the class that needs it, for the message.
 
     Raises:
-        InputError: there is no table, or two differ; names both.
+        InputError: there is no table, or two differ.
 
     Example:
         >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
@@ -231,7 +224,7 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
 
 
 def tower_embedding_dims(tables: Sequence[Any], plan: TowerPlan, owner: str) -> list[int]:
-    """For each tower of the plan the one embedding dimension N of its tables; towers may differ.
+    """The embedding dimension N of each tower of the plan; towers may differ.
 
     Raises:
         InputError: the plan does not fit the tables, or the tables of a tower differ in dimension.
@@ -244,22 +237,15 @@ def tower_embedding_dims(tables: Sequence[Any], plan: TowerPlan, owner: str) -> 
         [8, 4]
     """
     return [
-        common_embedding_dim(of_tower, f"{owner}, tower {tower.name!r},")
-        for tower, of_tower in zip(plan.towers, plan.tables_by_tower(tables), strict=True)
+        common_embedding_dim(own, f"{owner}, tower {tower.name!r},")
+        for tower, own in zip(plan.towers, plan.tables_by_tower(tables), strict=True)
     ]
-
-
-def _torch_device(device: Device) -> torch.device | None:
-    return torch.device(device) if isinstance(device, str) else device
-
-
-Splits = Mapping[str, Sequence[int]]
 
 
 class JoinedShards(nn.Module):
     """Embeddings of whole features, from a module that has the shards of those that are cut.
 
-    Nothing is computed before a feature is asked for, so a sharded module's exchange stays under way until then.
+    Nothing is computed before a feature is read, so a sharded module's exchange stays in flight until then.
 
     Args:
         shards: a module whose output is indexed by the names of shards and uncut features.
@@ -302,7 +288,7 @@ class _Joined:
 
 
 def joined_sparse_arch(splits: Splits, make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch) -> MakeFlatSparseArch:
-    """The ``make_sparse_arch`` of a flat model that is given whole tables and holds them cut.
+    """Returns a ``make_sparse_arch`` for a flat model that is given whole tables and holds them cut.
 
     Args:
         splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
@@ -324,7 +310,7 @@ def joined_sparse_arch(splits: Splits, make_sparse_arch: MakeFlatSparseArch = fl
 
 
 def whole_tables(model: nn.Module, tables: Sequence[Any], splits: Splits) -> EmbeddingBagCollection:
-    """The embeddings of a model with cut tables as one collection of whole tables; the weights are copied.
+    """Copies the embeddings of a model with cut tables into one collection of whole tables.
 
     Args:
         model: unsharded, with TorchRec's tables anywhere inside.

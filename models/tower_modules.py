@@ -1,10 +1,10 @@
-"""Tower modules: what a tower makes of its features' embeddings before they leave the host (DMT section 3.2).
+"""Tower modules compress the embeddings of a tower's features before they leave the host (DMT section 3.2).
 
 A tower module of your own is an ``nn.Module`` with three attributes and a forward:
 
 - ``features: tuple[str, ...]``, the features of its tower, in the plan's order;
-- ``in_features: int``, the numbers that come in per sample (F_t N where all embeddings have dimension N);
-- ``out_features: int`` (O_t), the numbers that leave per sample: what crosses the slow network;
+- ``in_features: int``, numbers per sample that enter it (F_t N where all embeddings have dimension N);
+- ``out_features: int`` (O_t), numbers per sample that leave it and cross the slow network;
 - ``forward(embeddings) -> [B, O_t]``, where ``embeddings[name]`` is the pooled embedding [B, N] of a feature.
 
 It must read the embeddings **by name**: in a job they come as a TorchRec ``KeyedTensor`` whose order of columns depends
@@ -56,7 +56,7 @@ Device = torch.device | str | None
 
 
 class EmbeddingsByName(Protocol):
-    """What a tower module is given: a TorchRec ``KeyedTensor``, a dict, or anything else indexed by feature name."""
+    """Input of a tower module: a TorchRec ``KeyedTensor``, a dict, or anything else indexed by feature name."""
 
     def __getitem__(self, name: str, /) -> Tensor:
         """The pooled embedding [B, N] of a feature, float32."""
@@ -178,7 +178,7 @@ class DCNTowerModule(nn.Module):
 
 
 class PassThroughTowerModule(nn.Module):
-    """Hands the embeddings on side by side, in the features' order: SPTT with nothing on top (DMT section 5.2.1).
+    """Passes the embeddings on side by side, in the features' order: SPTT with nothing on top (DMT section 5.2.1).
 
     It has no parameters; the features may have different dimensions.
 
@@ -219,7 +219,7 @@ def _tower_features(owner: str, features: Sequence[str]) -> tuple[str, ...]:
 
 
 def _projection(in_features: int, out_features: int, *, device: Device) -> nn.Module | None:
-    """A linear layer; the identity where it would change no size, and nothing where there is no output."""
+    """A linear layer; the identity if it would change no size, None if there is no output."""
     if out_features == 0:
         return None
     if in_features == out_features:
@@ -237,7 +237,7 @@ def by_feature(embeddings: Any) -> Mapping[str, Tensor]:
 
 
 def feature_vectors(embeddings: Any, features: Sequence[str]) -> list[Tensor]:
-    """[B, N_i] of each feature.
+    """Embeddings [B, N_i] of the features, in their order.
 
     Example:
         >>> [v.tolist() for v in feature_vectors({"a": torch.ones(1, 2), "b": torch.zeros(1, 1)}, ["b", "a"])]
@@ -248,15 +248,15 @@ def feature_vectors(embeddings: Any, features: Sequence[str]) -> list[Tensor]:
 
 
 def stacked_in_any_order(embeddings: Any, features: Sequence[str]) -> tuple[Tensor, list[int]]:
-    """[B, F, N] with features in the order that costs least, and where each feature is.
+    """Stacks the features' vectors in the order that costs least, and says where each feature is.
 
     Args:
         embeddings: [B, N] of each feature.
         features: F names.
 
     Returns:
-        The vectors, and for each feature its position on dimension 1. Where all columns of a ``KeyedTensor`` are asked
-        for, that is a view of them as they arrived; elsewhere a copy in the order of ``features``.
+        The vectors [B, F, N], and for each feature its position on dimension 1. If ``features`` are all columns of a
+        ``KeyedTensor``, the vectors are a view of them as they arrived; else a copy in the order of ``features``.
 
     Example:
         >>> stacked, position = stacked_in_any_order({"a": torch.ones(1, 2), "b": torch.zeros(1, 2)}, ["b", "a"])
