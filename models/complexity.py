@@ -3,7 +3,7 @@
 A model is built on PyTorch's meta device (sizes without memory, so Criteo-1TB's 22.78 G parameters cost nothing), run
 forward and backward once, and the operators that really ran are counted by ``torch.utils.flop_counter``: matrix
 products, at two FLOPs per multiply-accumulate; additions and activations count nothing, as in the paper. A training
-step therefore takes six FLOPs per multiply-accumulate, less the input gradient of the first layer, which is not computed.
+step therefore takes six FLOPs per multiply-accumulate, less the input gradient of the first layer, which is not needed.
 These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
 """
 

@@ -154,7 +154,7 @@ class FeatureAffinity:
         if missing or unknown:
             raise InputError(
                 f"The order has {len(order)} features and the affinity {self.num_features}: missing {missing[:5]}, "
-                f"unknown {unknown[:5]}.{did_you_mean(unknown[0], self.features) if unknown else ''} Name each one once."
+                f"unknown {unknown[:5]}.{did_you_mean(unknown[0], self.features) if unknown else ''} Name each once."
             )
         index = [position[name] for name in order]
         factors = None if self.pooling_factors is None else tuple(self.pooling_factors[i] for i in index)
@@ -349,8 +349,8 @@ def check_tables(
         if strangers:
             raise InputError(
                 f"{where}: feature {strangers[0]!r} is in the {place} but not in the {other} ({len(of_tables)} "
-                f"features in the tables, {len(measured)} in the affinity).{did_you_mean(strangers[0], known)} Both must "
-                "be of one model."
+                f"features in the tables, {len(measured)} in the affinity).{did_you_mean(strangers[0], known)} Both "
+                "must be of one model."
             )
     return specs
 

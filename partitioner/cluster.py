@@ -1,44 +1,222 @@
-"""Points into groups of bounded size: constrained K-means, by the package ``k-means-constrained`` and local search."""
+"""Points into groups within limits: constrained K-means, then local search, then the distances themselves.
+
+The package ``k-means-constrained`` knows bounds on the number of points of a group and nothing else. What a production
+model adds (work, memory, features that must be apart) is held by `dmt.partitioner.assignment`, which starts from the
+package's answer.
+
+Legend: F points, P blocks (features that stay together), T towers, n dims.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+
+from dmt.errors import InputError
+from dmt.partitioner.assignment import (
+    Bounds,
+    Floats,
+    Labels,
+    greedy_start,
+    local_search,
+    objective_of,
+    perturbed_search,
+)
+from dmt.partitioner.feasibility import RESOURCES, Infeasible, amount, solve_exactly
 
 __all__ = [
-    "Bounds",
-    "Floats",
-    "Labels",
+    "Grouping",
     "constrained_clusters",
     "evenly_picked",
     "fitting_sizes",
-    "improve",
-    "improve_repeatedly",
+    "group_blocks",
     "in_order_of_occurrence",
-    "objective_of",
     "search_clusters",
     "size_bounds",
-    "spread",
     "squared_distances",
 ]
 
-# The package rounds distances to 1/1000 before it solves the assignment: points are blown up to this extent first.
+Pair = tuple[int, int]
+Option = TypeVar("Option")
+
+# The package rounds distances to 1/1000 before it solves the assignment: points are scaled to this extent first.
 EXTENT = 1000.0
 # Starts become fewer as points times groups grow: at 4,000 x 256 one takes several seconds.
 START_BUDGET, FEWEST_STARTS = 500_000, 3
+NUM_STARTS, NUM_PERTURBATIONS, FEW_PERTURBATIONS = 60, 40, 10
+# Sets of limits for which an exact search, of up to 20 seconds, is made.
+MOST_EXACT = 6
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grouping:
+    """Towers found by `group_blocks`."""
+
+    labels: Labels
+    """[P] tower of each block."""
+    num_refined: int
+    """Features that the refinement left in another tower than the points had put them in."""
+
+
+def group_blocks(
+    points: Floats,
+    *,
+    distance: Floats,
+    num_towers: int,
+    options: Sequence[Bounds],
+    seed: int,
+    refine: bool = True,
+    progress: Callable[[float], None] | None = None,
+) -> Grouping:
+    """Groups blocks into towers that hold every limit.
+
+    Groups the points by constrained K-means (`search_clusters`). With ``refine`` a local search then continues on the
+    squares of the wanted distances: the same objective without the error of squeezing them into few dimensions, which
+    leaves features on the wrong side of a group. (The paper ends with the points; ``refine=False`` does too.)
+
+    Args:
+        points: [P, n] coordinates of the blocks.
+        distance: [P, P] wanted distances of the blocks.
+        num_towers: T, at most P.
+        options: sets of limits of which any one must be held. At most four, evenly spaced, are searched, and that with
+            the best objective wins; the others are tried if none of these can be held.
+        seed: of the starts.
+        refine: continue the search on ``distance``.
+        progress: called with the share of the work done.
+
+    Raises:
+        InputError: no grouping holds the limits, or none was found; says which limit the closest one breaks.
+    """
+    squared = squared_distances(points)
+    wanted = np.square(distance) if refine else squared
+    found = []
+    searched = evenly_picked(options)
+    for number, bounds in enumerate(searched):
+
+        def report(share: float, number: int = number) -> None:
+            if progress is not None:
+                progress((number + share) / len(searched))
+
+        # The effort is shared among them.
+        found.append(
+            search_clusters(
+                points,
+                squared,
+                num_clusters=num_towers,
+                bounds=bounds,
+                seed=seed,
+                num_starts=NUM_STARTS // len(searched),
+                progress=report,
+            )
+        )
+    held = [
+        (labels, bounds) for labels, bounds in zip(found, searched, strict=True) if _holds(labels, bounds, num_towers)
+    ]
+    if not held:
+        held = [_rescued(squared, found[0], num_towers, options)]
+    return _refined(held, wanted, num_towers, refine=refine, seed=seed)
+
+
+def _holds(labels: Labels, bounds: Bounds, num_towers: int) -> bool:
+    return bounds.violation(labels, num_towers) == 0
+
+
+def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequence[Bounds]) -> tuple[Labels, Bounds]:
+    """Fallback: starts from a load-balanced assignment, else solves exactly; `InputError` if both fail."""
+    for bounds in options:
+        # Limits once held are never given up: a start that fits ends with towers that fit.
+        labels = local_search(squared, greedy_start(bounds, num_towers), num_towers, bounds)
+        if _holds(labels, bounds, num_towers):
+            return labels, bounds
+    member = np.zeros((num_towers, len(closest)))
+    member[closest, np.arange(len(closest))] = options[0].weights
+    cost = options[0].weights[:, None] * (member @ squared / member.sum(axis=1, keepdims=True)).T
+    reasons: list[Infeasible] = []
+    widest = _widest(options)
+    for bounds in widest[:MOST_EXACT]:
+        try:
+            return local_search(squared, solve_exactly(cost, bounds), num_towers, bounds), bounds
+        except Infeasible as error:
+            reasons.append(error)
+    # Infeasible only if proven for every set of limits.
+    reason = next((error for error in reasons if not error.proven), reasons[0])
+    text = str(reason)
+    if len(widest) > MOST_EXACT and reason.proven:
+        text = f"No assignment of the features to {num_towers} towers within all limits was found."
+    raise InputError(f"{text} {_broken_limits(closest, num_towers, options[0])}") from reason
+
+
+def _widest(options: Sequence[Bounds]) -> list[Bounds]:
+    """Drops sets of limits that lie within another: if the wider one cannot be held, they cannot."""
+    sizes = [(float(bounds.lower[0]), float(bounds.upper[0])) for bounds in options]
+    return [
+        bounds
+        for bounds, (least, most) in zip(options, sizes, strict=True)
+        if not any(other != (least, most) and other[0] <= least and other[1] >= most for other in sizes)
+    ]
+
+
+def _refined(
+    held: Sequence[tuple[Labels, Bounds]], wanted: Floats, num_towers: int, *, refine: bool, seed: int
+) -> Grouping:
+    """Picks the best grouping by the wanted distances; with ``refine`` each is searched further there."""
+
+    def improved(labels: Labels, bounds: Bounds, max_perturbations: int) -> Labels:
+        if not refine:
+            return labels
+        return perturbed_search(
+            wanted, labels, num_towers=num_towers, bounds=bounds, seed=seed, max_perturbations=max_perturbations
+        )
+
+    # Few perturbations tell which limits serve best if there are several.
+    tried = [improved(labels, bounds, FEW_PERTURBATIONS if len(held) > 1 else 0) for labels, bounds in held]
+    values = [objective_of(wanted, held[0][1].weights, labels) for labels in tried]
+    # Better by more than rounding, so that ties fall the same way everywhere.
+    best = next(i for i, value in enumerate(values) if value <= min(values) * (1.0 + 1e-9))
+    labels, bounds = held[best]
+    refined = improved(tried[best], bounds, NUM_PERTURBATIONS)
+    return Grouping(labels=refined, num_refined=_num_moved(labels, refined, bounds.weights))
+
+
+def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
+    """Names the limits that the closest grouping breaks, and what to do."""
+    loads = bounds.tower_loads(labels, num_towers)
+    broken = []
+    for name, row, lower, upper in zip(RESOURCES, loads, bounds.lower, bounds.upper, strict=True):
+        if row.max() > upper:
+            broken.append(f"a tower with {amount(row.max())} {name} where the limit is {amount(upper)}")
+        if row.min() < lower:
+            broken.append(f"a tower with {amount(row.min())} {name} where at least {amount(lower)} are due")
+    if bounds.apart is not None and (bounds.apart & (labels[:, None] == labels[None, :])).any():
+        broken.append("a tower with features that are to be apart")
+    return (
+        f"The closest found has {' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, "
+        "max_bytes_ratio, max_tower_bytes), drop a rule, or change the number of towers."
+    )
+
+
+def _num_moved(before: Labels, after: Labels, weights: Floats) -> int:
+    """Counts features whose tower changed, matching each new tower with the old one it shares most features with."""
+    from scipy.optimize import linear_sum_assignment
+
+    size = int(max(before.max(), after.max())) + 1
+    shared = np.zeros((size, size))
+    np.add.at(shared, (before, after), weights)
+    kept = shared[linear_sum_assignment(-shared)].sum()
+    return round(float(weights.sum() - kept))
 
 
 def constrained_clusters(
     points: Floats, num_clusters: int, *, balance_ratio: float = 1.0, seed: int = 0, num_starts: int = 60
 ) -> Labels:
-    """Groups points around centres, with the sizes of groups within one of the pairs of `size_bounds`.
+    """Groups points around centres, with group sizes within one of the pairs of `size_bounds`.
 
     The method is that of Bradley, Bennett and Demiriz (2000): K-means whose assignment step is a minimum-cost flow; the
-    DMT paper (section 3.3) calls for it. See `search_clusters` for what is done beyond the package.
+    DMT paper (section 3.3) calls for it. `search_clusters` describes the search.
 
     Args:
         points: [F, n] coordinates.
@@ -75,12 +253,12 @@ def search_clusters(
     num_starts: int = 60,
     progress: Callable[[float], None] | None = None,
 ) -> Labels:
-    """The best grouping found within the bounds; one that breaks them only if none was found that holds them.
+    """Searches for the best grouping within the bounds; the answer breaks them only if none that holds them is found.
 
     The package's runs start from the centres of a hierarchical clustering, from random centres (a third of the runs),
-    and then from the centres of the best grouping so far, disturbed. Its flow minimises distances, not their squares,
-    and knows sizes only, so each of its answers is then improved by moves and swaps (`improve`), and the one with the
-    least sum of squared distances to the centres is kept.
+    and then from the perturbed centres of the best grouping so far. Its flow minimises distances, not their squares,
+    and knows sizes only, so `local_search` then moves and swaps blocks of each answer, and the answer with the least
+    sum of squared distances to the centres is kept.
 
     Args:
         points: [P, n] coordinates of blocks.
@@ -108,8 +286,8 @@ def search_clusters(
         elif number <= count // 3:
             start = flow.run("k-means++", seed=(seed + 1_000_003 * number) % 2**32)
         else:
-            start = flow.run(_disturbed(flow.points, best, num_clusters, rng))
-        labels = improve(squared, start, num_clusters, bounds)
+            start = flow.run(_perturbed_centres(flow.points, best, num_clusters, rng))
+        labels = local_search(squared, start, num_clusters, bounds)
         rank = bounds.violation(labels, num_clusters), objective_of(squared, bounds.weights, labels)
         # Better by more than rounding, so that ties fall the same way everywhere.
         if rank[0] < least[0] or (rank[0] == least[0] and rank[1] < least[1] * (1.0 - 1e-9)):
@@ -120,14 +298,14 @@ def search_clusters(
 
 
 class _Flow:
-    """The package, with the sizes it is to keep and points at the scale it needs."""
+    """The package ``k-means-constrained``, with the sizes of groups and points at the scale it needs."""
 
     def __init__(self, points: Floats, num_clusters: int, bounds: Bounds) -> None:
         extent = float(np.ptp(points, axis=0).max())
         self.points = points * (EXTENT / extent) if extent > 0 else points
         count = len(points)
         self._num_clusters = num_clusters
-        # It counts points; where blocks have several features its answer is only where the search begins.
+        # It counts points; if blocks have several features its answer is only a start.
         self._sizes = (count // num_clusters, -(-count // num_clusters))
         if (bounds.weights == 1).all():
             self._sizes = int(bounds.lower[0]), int(min(bounds.upper[0], count))
@@ -148,8 +326,8 @@ class _Flow:
         return solver.fit(self.points).labels_.astype(np.int64)
 
 
-def _disturbed(points: Floats, labels: Labels, num_clusters: int, rng: np.random.Generator) -> Floats:
-    """[T, n] the centres of a grouping, all moved a little, or one put where a random point is."""
+def _perturbed_centres(points: Floats, labels: Labels, num_clusters: int, rng: np.random.Generator) -> Floats:
+    """[T, n] the centres of a grouping, all moved a little, or one moved to a random point."""
     counts = np.bincount(labels, minlength=num_clusters)[:, None]
     centres = (
         np.stack([np.bincount(labels, weights=axis, minlength=num_clusters) for axis in points.T], axis=1) / counts
@@ -175,7 +353,7 @@ def squared_distances(points: Floats) -> Floats:
 
 
 def in_order_of_occurrence(labels: Labels) -> Labels:
-    """The same groups, numbered by their first point.
+    """Renumbers groups by their first point.
 
     Example:
         >>> in_order_of_occurrence(np.array([2, 0, 2, 1])).tolist()
@@ -198,295 +376,8 @@ def _ward_centres(points: Floats, num_clusters: int) -> Floats:
     return np.array(centres)
 
 
-MAX_SWEEPS = 50
-# In shares of a resource's total. Loads are sums of floats: beyond a limit is what is so by more than rounding.
-TOLERANCE = 1e-12
-# Squared blocks searched in all shakes together: 30 shakes of 200 blocks, 7 of 500, none of 1,500.
-SHAKE_BUDGET, SHAKEN_SHARE = 2_000_000, 0.3
-
-Floats = NDArray[np.float64]
-Labels = NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Bounds:
-    """What every tower must hold."""
-
-    loads: Floats
-    """[R, P] what each block takes of each resource; row 0 is its number of features."""
-    lower: Floats
-    """[R] the least a tower must have."""
-    upper: Floats
-    """[R] the most a tower may have; infinite where there is no limit."""
-    apart: NDArray[np.bool_] | None = None
-    """[P, P] symmetric: which blocks must not share a tower; None where there are none."""
-
-    @property
-    def weights(self) -> Floats:
-        """[P] features of each block: what it weighs in the objective."""
-        return self.loads[0]
-
-    @property
-    def oversized(self) -> NDArray[np.bool_]:
-        """[R, P] blocks that alone are beyond what a tower may have, by more than rounding."""
-        scale = np.maximum(self.loads.sum(axis=1, keepdims=True), 1e-300)
-        return (self.loads - self.upper[:, None]) / scale > TOLERANCE
-
-    def tower_loads(self, labels: Labels, num_towers: int) -> Floats:
-        """[R, T] sums over the blocks of each tower."""
-        return np.stack([np.bincount(labels, weights=row, minlength=num_towers) for row in self.loads])
-
-    def excess(self, tower_loads: Floats) -> Floats:
-        """How far towers are outside their limits, [...] for loads [R, ...], in shares of each resource's total."""
-        shape = (-1,) + (1,) * (tower_loads.ndim - 1)
-        scale = np.maximum(self.loads.sum(axis=1), 1e-300).reshape(shape)
-        over = (tower_loads - self.upper.reshape(shape)) / scale
-        under = (self.lower.reshape(shape) - tower_loads) / scale
-        outside = np.maximum(np.maximum(over, under), 0.0)
-        return np.where(outside > TOLERANCE, outside, 0.0).sum(axis=0)
-
-    def violation(self, labels: Labels, num_towers: int) -> float:
-        """0.0 where every limit is held; otherwise the excess of all towers plus one for each pair to be parted."""
-        total = float(self.excess(self.tower_loads(labels, num_towers)).sum())
-        if self.apart is not None:
-            total += float(np.count_nonzero(self.apart & (labels[:, None] == labels[None, :])) // 2)
-        return total
-
-
-def objective_of(squared: Floats, weights: Floats, labels: Labels) -> float:
-    """The K-means objective, from distances alone: sum over towers of (sum over pairs of w_i w_j d_ij^2) / (sum of w).
-
-    For points in a Euclidean space it equals the sum of squared distances of all features to their tower's centre.
-
-    Args:
-        squared: [P, P] squared distances.
-        weights: [P] features of each block.
-        labels: [P] tower of each block.
-
-    Example:
-        >>> squared = np.array([[0.0, 4.0], [4.0, 0.0]])
-        >>> objective_of(squared, np.ones(2), np.array([0, 0]))  # Two points, each 1 from their centre.
-        2.0
-    """
-    total = 0.0
-    for tower in np.unique(labels):
-        inside = np.flatnonzero(labels == tower)
-        own = weights[inside]
-        total += float(own @ squared[np.ix_(inside, inside)] @ own) / 2 / float(own.sum())
-    return total
-
-
-def improve(squared: Floats, labels: Labels, num_towers: int, bounds: Bounds) -> Labels:
-    """Moves and swaps blocks while limits or the objective get better; no tower is emptied.
-
-    Every block in turn makes the one move or swap that is best: first for the limits (a limit once held is never given
-    up), then for `objective_of`. Ends when a whole sweep changes nothing. A sweep costs O(P (P + T)); memory is that of
-    ``squared`` and [T, P] sums.
-
-    Args:
-        squared: [P, P] squared distances, of points or of the distance matrix itself.
-        labels: [P] the tower of each block to start from.
-        num_towers: T.
-        bounds: the limits.
-
-    Returns:
-        [P] labels; `Bounds.violation` says whether all limits are held.
-
-    Example:
-        >>> squared = np.array([[0.0, 9.0, 1.0, 9.0], [9.0, 0.0, 9.0, 1.0], [1.0, 9.0, 0.0, 9.0], [9.0, 1.0, 9.0, 0.0]])
-        >>> pairs = Bounds(loads=np.ones((1, 4)), lower=np.array([2.0]), upper=np.array([2.0]))
-        >>> improve(squared, np.array([0, 0, 1, 1]), 2, pairs).tolist()
-        [1, 0, 1, 0]
-    """
-    search = _Search(squared, labels, num_towers, bounds)
-    for _ in range(MAX_SWEEPS):
-        changes = sum(search.step(block) for block in range(len(labels)))
-        if not changes:
-            break
-    return search.labels
-
-
-def improve_repeatedly(
-    squared: Floats, labels: Labels, *, num_towers: int, bounds: Bounds, seed: int, max_shakes: int = 30
-) -> Labels:
-    """`improve`, then shake and improve again: what is better by the objective, and holds the limits, stays.
-
-    A shake deals part of the blocks out again at random. There are fewer shakes for larger problems, of which one
-    search alone takes seconds.
-
-    Args:
-        squared: [P, P] squared distances.
-        labels: [P] the tower of each block to start from.
-        num_towers: T.
-        bounds: the limits.
-        seed: of the shakes.
-        max_shakes: the most shakes.
-
-    Returns:
-        [P] labels.
-
-    Example:
-        >>> squared = np.square(np.subtract.outer(np.arange(6.0), np.arange(6.0)))
-        >>> pairs = Bounds(loads=np.ones((1, 6)), lower=np.array([2.0]), upper=np.array([2.0]))
-        >>> improve_repeatedly(squared, np.array([0, 1, 2, 0, 1, 2]), num_towers=3, bounds=pairs, seed=0).tolist()
-        [1, 1, 0, 0, 2, 2]
-    """
-    rng = np.random.default_rng(seed)
-    best = improve(squared, labels, num_towers, bounds)
-    least = objective_of(squared, bounds.weights, best)
-    num_blocks = len(labels)
-    for _ in range(min(max_shakes, SHAKE_BUDGET // (num_blocks * (num_blocks + num_towers)))):
-        picked = rng.permutation(num_blocks)[: max(2, round(SHAKEN_SHARE * num_blocks))]
-        shaken = best.copy()
-        shaken[picked] = rng.permutation(shaken[picked])
-        shaken = improve(squared, shaken, num_towers, bounds)
-        value = objective_of(squared, bounds.weights, shaken)
-        if value < least * (1.0 - 1e-9) and bounds.violation(shaken, num_towers) == 0:
-            best, least = shaken, value
-    return best
-
-
-def spread(bounds: Bounds, num_towers: int) -> Labels:
-    """Blocks dealt out by load alone, largest first to the tower that stays fullest of room: a start that fits.
-
-    No tower stays empty where there are as many blocks as towers.
-
-    Example:
-        >>> loads = np.array([[1.0, 1.0, 1.0], [5.0, 4.0, 9.0]])
-        >>> spread(Bounds(loads=loads, lower=np.zeros(2), upper=np.full(2, np.inf)), 2).tolist()
-        [1, 1, 0]
-    """
-    share = bounds.loads / np.maximum(bounds.loads.sum(axis=1, keepdims=True), 1e-300)
-    limited = np.isfinite(bounds.upper)
-    weight = share[limited].max(axis=0) if limited.any() else share.max(axis=0)
-    labels = np.full(bounds.loads.shape[1], -1, dtype=np.int64)
-    filled = np.zeros((len(share), num_towers))
-    num_empty = num_towers
-    for number, block in enumerate(np.argsort(-weight, kind="stable")):
-        after = (filled + share[:, block : block + 1]).max(axis=0)
-        if bounds.apart is not None:
-            # A tower with a block to be parted from comes last.
-            after[np.unique(labels[bounds.apart[block] & (labels >= 0)])] += 1e6
-        if num_empty == len(labels) - number:
-            # Only as many blocks are left as towers without any.
-            after[filled[0] > 0] = np.inf
-        labels[block] = tower = int(np.argmin(after))
-        num_empty -= int(filled[0, tower] == 0)
-        filled[:, tower] += share[:, block]
-    return labels
-
-
-class _Search:
-    """The sums that make one move or swap an O(1) question, kept up to date."""
-
-    def __init__(self, squared: Floats, labels: Labels, num_towers: int, bounds: Bounds) -> None:
-        self.squared, self.bounds, self.weights = squared, bounds, bounds.weights
-        self.labels = labels.astype(np.int64, copy=True)
-        member = np.zeros((num_towers, len(labels)))
-        member[self.labels, np.arange(len(labels))] = self.weights
-        self.to_tower = member @ squared  # [T, P] weighted squared distances of each block to each tower
-        self.pairs = (self.to_tower * member).sum(axis=1) / 2  # [T] weighted squared distances inside a tower
-        self.mass = member.sum(axis=1)  # [T] features
-        self.num_blocks = np.bincount(self.labels, minlength=num_towers)
-        self.loads = bounds.tower_loads(self.labels, num_towers)  # [R, T]
-        self.excess = bounds.excess(self.loads)  # [T]
-        if bounds.apart is not None:
-            self.conflicts = (member > 0).astype(np.float64) @ bounds.apart  # [T, P]
-        # A gain below rounding is none; without this the search could go round in circles.
-        self.threshold = 1e-10 * max(
-            float((self.pairs / np.maximum(self.mass, 1.0)).sum()), float(squared.max()), 1e-300
-        )
-
-    def step(self, block: int) -> bool:
-        """Makes the best move or swap of one block; False when none is worth it."""
-        tower = int(self.labels[block])
-        options = [self._swaps(block, tower)]
-        if self.num_blocks[tower] > 1:
-            options.append(self._moves(block, tower))
-        best: tuple[float, float, int, int] | None = None
-        for kind, (limits, gain) in enumerate(options):
-            # Lexicographic: limits first, the objective among equals.
-            least = limits.min()
-            choice = int(np.argmin(np.where(limits <= least + TOLERANCE, gain, np.inf)))
-            candidate = (float(limits[choice]), float(gain[choice]), kind, choice)
-            if (
-                best is None
-                or candidate[0] < best[0] - TOLERANCE
-                or (candidate[0] <= best[0] + TOLERANCE and candidate[1] < best[1])
-            ):
-                best = candidate
-        assert best is not None, "swaps are always among the options"
-        limits_change, objective_change, kind, choice = best
-        if limits_change > -TOLERANCE and (limits_change > TOLERANCE or objective_change > -self.threshold):
-            return False
-        if kind == 1:
-            self._relabel([(block, tower, choice)])
-        else:
-            other = int(self.labels[choice])
-            self._relabel([(block, tower, other), (choice, other, tower)])
-        return True
-
-    def _moves(self, block: int, tower: int) -> tuple[Floats, Floats]:
-        """[T] change of the violation and of the objective when the block goes to each tower."""
-        weight, load = self.weights[block], self.bounds.loads[:, block]
-        left = (self.pairs[tower] - weight * self.to_tower[tower, block]) / (self.mass[tower] - weight)
-        joined = (self.pairs + weight * self.to_tower[:, block]) / (self.mass + weight)
-        gain = joined - self.pairs / self.mass + left - self.pairs[tower] / self.mass[tower]
-        limits = self.bounds.excess(self.loads + load[:, None]) - self.excess
-        limits += self.bounds.excess(self.loads[:, tower] - load) - self.excess[tower]
-        if self.bounds.apart is not None:
-            limits += self.conflicts[:, block] - self.conflicts[tower, block]
-        limits[tower], gain[tower] = np.inf, np.inf
-        return limits, gain
-
-    def _swaps(self, block: int, tower: int) -> tuple[Floats, Floats]:
-        """[P] change of the violation and of the objective when the block changes places with each other one."""
-        labels, weights, weight = self.labels, self.weights, self.weights[block]
-        between = weight * weights * self.squared[block]
-        own = self.to_tower[labels, np.arange(len(labels))]
-        here = self.pairs[tower] - weight * self.to_tower[tower, block] + weights * self.to_tower[tower] - between
-        there = self.pairs[labels] - weights * own + weight * self.to_tower[labels, block] - between
-        masses = self.mass[tower] - weight + weights, self.mass[labels] + weight - weights
-        before = self.pairs / self.mass
-        gain = here / masses[0] + there / masses[1] - before[tower] - before[labels]
-        difference = self.bounds.loads - self.bounds.loads[:, block : block + 1]  # [R, P]
-        limits = self.bounds.excess(self.loads[:, tower : tower + 1] + difference) - self.excess[tower]
-        limits += self.bounds.excess(self.loads[:, labels] - difference) - self.excess[labels]
-        apart = self.bounds.apart
-        if apart is not None:
-            conflicts = self.conflicts
-            limits += conflicts[labels, block] - conflicts[tower, block]
-            limits += conflicts[tower] - conflicts[labels, np.arange(len(labels))] - 2.0 * apart[block]
-        same = labels == tower
-        limits[same], gain[same] = np.inf, np.inf
-        return limits, gain
-
-    def _relabel(self, changes: list[tuple[int, int, int]]) -> None:
-        for block, old, new in changes:
-            weight, row = self.weights[block], self.squared[block]
-            self.pairs[old] -= weight * self.to_tower[old, block]
-            self.to_tower[old] -= weight * row
-            self.pairs[new] += weight * self.to_tower[new, block]
-            self.to_tower[new] += weight * row
-            for sums, change in ((self.mass, weight), (self.num_blocks, 1)):
-                sums[old] -= change
-                sums[new] += change
-            if self.bounds.apart is not None:
-                self.conflicts[old] -= self.bounds.apart[block]
-                self.conflicts[new] += self.bounds.apart[block]
-            self.labels[block] = new
-        towers = sorted({tower for _, old, new in changes for tower in (old, new)})
-        for tower in towers:
-            # Summed afresh: loads are compared with limits, and rounding must not pile up.
-            self.loads[:, tower] = self.bounds.loads[:, self.labels == tower].sum(axis=1)
-        self.excess[towers] = self.bounds.excess(self.loads[:, towers])
-
-
-Pair = tuple[int, int]
-
-
 def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> list[Pair]:
-    """The pairs (smallest, largest) that keep every group at most ``balance_ratio`` times the smallest.
+    """Lists the pairs (smallest, largest) that keep every group at most ``balance_ratio`` times the smallest.
 
     The first pair is that with the largest smallest group: floor(F / T), and the largest that goes with it, which is
     never below ceil(F / T) or F points would not fit. A smaller smallest group allows the others less.
@@ -506,22 +397,22 @@ def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> lis
     return allowed
 
 
-def evenly_picked(pairs: Sequence[Pair], count: int = 4) -> list[Pair]:
-    """Some of the pairs, evenly spaced, with the first and the last.
+def evenly_picked(options: Sequence[Option], count: int = 4) -> list[Option]:
+    """Picks at most ``count`` options, evenly spaced, with the first and the last.
 
     Example:
         >>> evenly_picked([(9, 9), (8, 9), (7, 9), (6, 9), (5, 9)], 3)
         [(9, 9), (7, 9), (5, 9)]
     """
-    return [pairs[i] for i in np.unique(np.linspace(0, len(pairs) - 1, count).round().astype(int))]
+    return [options[i] for i in np.unique(np.linspace(0, len(options) - 1, count).round().astype(int))]
 
 
-def fitting_sizes(weights: NDArray[np.float64], num_towers: int, pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
-    """The pairs, loosened just so far that blocks of several features can be dealt out within one of them.
+def fitting_sizes(weights: Floats, num_towers: int, pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
+    """Loosens the pairs just so far that blocks of several features can be dealt out within one of them.
 
-    First the largest group is allowed more, and then the smallest kept as large as can be: one block of many features
-    takes a large tower, and the others need not be small for it. Whether blocks fit is found by dealing them out by
-    size and fixing that, which may ask for more room than a perfect packing.
+    First the largest group is allowed more, then the smallest is kept as large as possible: one block of many features
+    takes a large tower, and the others need not be small for it. A greedy start and a local search decide if blocks
+    fit, so the pairs may be looser than a perfect packing needs.
 
     Args:
         weights: [P] features of each block.
@@ -551,10 +442,10 @@ def fitting_sizes(weights: NDArray[np.float64], num_towers: int, pairs: Sequence
     return loosened(more, less), more
 
 
-def _fit(weights: NDArray[np.float64], num_towers: int, pair: Pair) -> bool:
+def _fit(weights: Floats, num_towers: int, pair: Pair) -> bool:
     bounds = Bounds(loads=weights[None, :], lower=np.array([float(pair[0])]), upper=np.array([float(pair[1])]))
-    labels = spread(bounds, num_towers)
+    labels = greedy_start(bounds, num_towers)
     if bounds.violation(labels, num_towers) == 0:
         return True
     nowhere = np.zeros((len(weights), len(weights)))
-    return bounds.violation(improve(nowhere, labels, num_towers, bounds), num_towers) == 0
+    return bounds.violation(local_search(nowhere, labels, num_towers, bounds), num_towers) == 0

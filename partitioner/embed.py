@@ -1,6 +1,7 @@
 """Features as points in a plane whose distances follow their affinities: stress minimisation with Adam.
 
-Legend: F points, n dims (the paper's n, well below the embedding dim).
+Legend: F points, n dims (the paper's n, well below the embedding dim), K configurations that are moved side by side
+(the starts of a search). No operation mixes two configurations of a [K, F, n] tensor.
 """
 
 from __future__ import annotations
@@ -20,24 +21,33 @@ __all__ = [
     "Adam",
     "Coordinates",
     "StressFunction",
+    "converge",
     "descend",
     "distances",
     "embed_distances",
     "exact_stress",
-    "settle",
 ]
 
-# Adam steps of a start with its spare dimension, and then without; of a later try likewise.
+# Adam steps of a start with its lifted dimension, and then without; of a later try likewise.
 FIRST_RUN = (100, 80)
 LATER_RUN = (120, 80)
-# Extent of the spare dimension at the beginning of a later try, as a share of that of the points.
-LIFTS = (0.3, 0.1, 1.0)
+# Extent of the lifted dimension at the beginning of a later try, as a share of that of the points.
+LIFTED_EXTENTS = (0.3, 0.1, 1.0)
 RATE = 0.05
-SINGLE_ABOVE = 256
-MORE_LIFTS_ABOVE = 128
+# Above so many points, only the best start is run until it converges.
+ONE_FINALIST_ABOVE = 256
+# Above so many, starts are few and get more tries.
+MORE_TRIES_ABOVE = 128
+# Above so many, only the leading axes of the classical scaling are found.
 FULL_SCALING_UP_TO = 1000
-SMALL_STEPS = 400
 STEPS_PER_REPORT = 20
+# Elements of a block of rows: the passes over it stay in a core's cache.
+BLOCK_ELEMENTS = 1 << 15
+# Weight of a lifted dimension's squares at the end of `descend`, as a share of the curvature F of the stress.
+SQUEEZE = 0.5
+STEPS_PER_CHECK = 20
+NUM_HALVINGS = 8
+CONVERGED = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,23 +84,18 @@ def embed_distances(
     max_steps: int = 2500,
     progress: Callable[[float], None] | None = None,
 ) -> Coordinates:
-    """Points whose pairwise Euclidean distances come as close as they can to given ones.
+    """Finds points whose pairwise Euclidean distances come as close as they can to given ones.
 
     Minimises ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the unnumbered objective of the DMT paper's section 3.3, with Adam
-    from several starts, and returns the best. How it compares with scikit-learn's SMACOF is measured by
-    ``benchmarks/partitioner_quality.py``.
+    from several starts, and returns the best. ``benchmarks/partitioner_quality.py`` compares it with scikit-learn's
+    SMACOF.
 
-    In a plane, points stand in each other's way: one on the wrong side of a group cannot be moved through it by
-    gradient steps, whatever their size. So every descent begins with one dimension more than wanted, which is then
-    squeezed flat (`descend`). A start is a view of one configuration, the classical scaling of D: the first along the
-    principal axes, the others along random directions. Each start is then lifted at random into the spare dimension
-    and squeezed again, and keeps what is better: five times, nine times from 129 points on, where starts are fewer, or
-    twice above 1,000. Up to 1,000 points there is one more try, with SMACOF's own small steps from the principal axes.
-    The best of all are run until Adam converges: until halving the step size to 2e-5 of the largest distance gains less
-    than one part in 100,000 of the stress (`settle`).
-
-    Up to 256 points all is in float64; above, the search is in float32 and the last run and the reported stress are in
-    float64. The time grows with F^2 per step.
+    In a plane, points get in each other's way: one on the wrong side of a group cannot be moved through it by gradient
+    steps, whatever their size. So every descent begins with one lifted dimension more than wanted, which is then
+    squeezed flat (`descend`). A start is a view of the classical scaling of D: the first along the principal axes, the
+    others along random directions. Each start is then lifted at random and squeezed again, and keeps the better result:
+    five times, nine times from 129 points on, where starts are fewer, or twice above 1,000. The best of all are run
+    until Adam converges (`converge`). The time grows with F^2 per step.
 
     The result depends on the order of the points only by rounding and through the random numbers: callers who want a
     permutation to permute the answer sort the points first (`TowerPartitioner` does, by name). Start k draws the same
@@ -102,7 +107,7 @@ def embed_distances(
         seed: of the random numbers, at least 0.
         num_starts: how many starts; by default 2500 / F, at most 32 and at least 1 (26 points: 32; 100: 25; 500: 5;
             1,000: 2; above 1,250: 1).
-        max_steps: limit on the Adam steps of one start, with those of the last run; the first 180 are always taken.
+        max_steps: limit on the Adam steps of one start, with those until it converges; the first 180 are always taken.
         progress: called now and then with the fraction done, which never falls, and 1.0 at the end.
 
     Example:
@@ -124,9 +129,7 @@ def embed_distances(
     generators = [np.random.default_rng((seed, number)) for number in range(num_starts)]
     with _one_thread():
         found, num_steps = _search(target, dims, generators, max_steps, report.step)
-        points, stress = settle(
-            found.double(), StressFunction(target), max_steps=max_steps - num_steps, on_step=report.step
-        )
+        points, stress = converge(found, StressFunction(target), max_steps=max_steps - num_steps, on_step=report.step)
         best = points[int(stress.argmin())]
         best_stress = exact_stress(best, target)
     wanted = float(np.square(distance / scale).sum()) / 2
@@ -140,7 +143,7 @@ def embed_distances(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums in one order, whatever number of threads torch has: the towers must not hang on it."""
+    """Keeps the order of sums, and so the towers, independent of the number of threads torch has."""
     import torch
 
     threads = torch.get_num_threads()
@@ -174,70 +177,45 @@ def _search(
     import torch
 
     size = len(target)
-    searched = target.float() if size > SINGLE_ABOVE else target
-    function = StressFunction(searched)
-    axes = _classical_scaling(target, dims + 1)
-    points = _starts(axes, dims + 1, generators).to(searched.dtype)
-    first = torch.zeros(1, size, dims, dtype=searched.dtype)
-    first[0, :, : axes.shape[1]] = axes[:, :dims]
-    num_steps = 0
-
-    def cooled(points: Tensor, steps: int) -> Tensor:
-        # Down to a fiftieth, so that the stress of two runs can be compared.
-        return descend(
-            points, function, rates=[RATE * 0.02 ** (number / steps) for number in range(steps)], on_step=on_step
-        )
+    function = StressFunction(target)
 
     def run(points: Tensor, steps: tuple[int, int]) -> Tensor:
-        return cooled(descend(points, function, rates=[RATE] * steps[0], num_spare=1, on_step=on_step), steps[1])
+        flat = descend(points, function, rates=[RATE] * steps[0], num_lifted=1, on_step=on_step)
+        # Down to a fiftieth, so that the stress of two runs can be compared.
+        cooling = [RATE * 0.02 ** (number / steps[1]) for number in range(steps[1])]
+        return descend(flat, function, rates=cooling, on_step=on_step)
 
-    def better_of(points: Tensor, stress: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    points = run(_starts(_classical_scaling(target, dims + 1), dims + 1, generators), FIRST_RUN)
+    stress, _ = function(points)
+    num_steps = sum(FIRST_RUN)
+    for number in range(_num_tries(size)):
+        if num_steps + 2 * sum(LATER_RUN) > max_steps:
+            break
+        extent = LIFTED_EXTENTS[number % len(LIFTED_EXTENTS)] * points.std(dim=(1, 2), keepdim=True)
+        other = run(torch.cat([points, extent * _normal(generators, size, 1)], dim=2), LATER_RUN)
+        num_steps += sum(LATER_RUN)
         other_stress, _ = function(other)
         # Better by more than rounding, so that ties fall the same way everywhere.
         better = other_stress < stress * (1.0 - 1e-6)
-        return torch.where(better[:, None, None], other, points), torch.where(better, other_stress, stress)
-
-    points = run(points, FIRST_RUN)
-    stress, _ = function(points)
-    num_steps += sum(FIRST_RUN)
-    for number in range(_num_lifts(size)):
-        if num_steps + 2 * sum(LATER_RUN) > max_steps:
-            break
-        extent = LIFTS[number % len(LIFTS)] * points.std(dim=(1, 2), keepdim=True)
-        lifted = run(torch.cat([points, extent * _normal(generators, size, 1).to(points.dtype)], dim=2), LATER_RUN)
-        num_steps += sum(LATER_RUN)
-        points, stress = better_of(points, stress, lifted)
-    if size <= FULL_SCALING_UP_TO:
-        small_steps = _majorised(first, function)
-        points, stress = torch.cat([points, small_steps]), torch.cat([stress, function(small_steps)[0]])
-    if size > SINGLE_ABOVE:
+        points = torch.where(better[:, None, None], other, points)
+        stress = torch.where(better, other_stress, stress)
+    if size > ONE_FINALIST_ABOVE:
         return points[stress.argmin()][None], num_steps
-    # The last run may still change the order of those this close.
+    # Convergence may still change the order of those this close.
     return points[stress <= stress.min() * 1.001], num_steps
 
 
-def _num_lifts(size: int) -> int:
+def _num_tries(size: int) -> int:
     if size > FULL_SCALING_UP_TO:
         return 2
-    return 9 if size > MORE_LIFTS_ABOVE else 5
+    return 9 if size > MORE_TRIES_ABOVE else 5
 
 
 def _normal(generators: list[np.random.Generator], *shape: int) -> Tensor:
-    """Standard normal numbers, [K, *shape], one generator for each start."""
+    """Standard normal numbers, [K, *shape] float64, one generator for each start."""
     import torch
 
     return torch.from_numpy(np.stack([generator.standard_normal(shape) for generator in generators]))
-
-
-def _majorised(points: Tensor, function: StressFunction) -> Tensor:
-    """Points after many small steps down the gradient, 1 / 2F of it each: SMACOF's (Guttman's transform).
-
-    Adam's longer strides leave the valley that the classical scaling is in; sometimes that one is the deepest.
-    """
-    for _ in range(SMALL_STEPS):
-        _, gradient = function(points)
-        points = points - gradient / (2.0 * function.num_points)
-    return points
 
 
 def _starts(axes: Tensor, dims: int, generators: list[np.random.Generator]) -> Tensor:
@@ -273,28 +251,18 @@ def _classical_scaling(target: Tensor, dims: int) -> Tensor:
     return vectors[:, keep] * eigenvalues[keep].sqrt()
 
 
-# Elements of a block of rows. Torch splits operations of more than 32,768 elements over its threads; below, the passes
-# stay in a core's cache, the sums do not depend on the number of threads, and no thread waits for another.
-BLOCK_ELEMENTS = 1 << 15
-# Weight of a spare dimension's squares at the end of `descend`, as a share of the curvature F of the stress.
-SQUEEZE = 0.5
-STEPS_PER_CHECK = 20
-NUM_HALVINGS = 8
-SETTLED = 1e-5
-
-
 class StressFunction:
     """``sum_{j<i} (||X_i - X_j|| - D_ij)^2`` of K configurations, and its gradient (DMT paper, section 3.3).
 
     With w_ij = D_ij / ||X_i - X_j||, the gradient at point i is ``2 (F X_i - sum_j w_ij (X_i - X_j))`` for centred X,
-    and the stress needs no more than the same sums. So one pass over the F^2 pairs does both, a block of rows at a
-    time, and no [F, F] tensor is written. Autograd would keep several of them.
+    and the stress needs no more than the same sums. So one pass over the F^2 pairs, a block of rows at a time, gives
+    both; autograd would keep several [F, F] tensors.
 
     Distances below the square root of the rounding unit count as that long, so that coincident points have a finite
-    gradient (towards nothing: the subgradient 0 is as good as any).
+    gradient (the subgradient 0).
 
     Args:
-        target: D, [F, F] float32 or float64, symmetric with a zero diagonal. Points must have its dtype.
+        target: D, [F, F] floating, symmetric with a zero diagonal. Points must have its dtype.
 
     Example:
         >>> import torch
@@ -310,41 +278,31 @@ class StressFunction:
         self.num_points = len(target)
         self._target = target
         self._shortest = torch.finfo(target.dtype).eps
-        # Row by row in float64: a float32 sum over 16 million pairs would lose the digits that tell two starts apart.
-        self._sum_of_squares = float(sum(float(row.double().square().sum()) for row in target)) / 2
+        self._sum_of_squares = float(target.flatten().dot(target.flatten())) / 2
 
     def __call__(self, points: Tensor) -> tuple[Tensor, Tensor]:
-        """(stress, [K] float64; gradient, [K, F, n]) at ``points``, [K, F, n]."""
+        """(stress, [K]; gradient, [K, F, n]) at ``points``, [K, F, n]."""
         import torch
 
-        num_starts, size, dims = points.shape
+        num_starts, size, _ = points.shape
         points = points - points.mean(dim=1, keepdim=True)
-        across = points.transpose(1, 2).contiguous()
-        # sum_j w_ij (X_i - X_j), [K, F, n]; not by a matrix product and not with sqrt, which start threads on any size.
-        attraction = torch.empty_like(points)
-        block = max(1, min(size, BLOCK_ELEMENTS // (num_starts * size)))
-        scratch = points.new_empty(dims + 1, num_starts * block * size)
+        points_nKF = points.permute(2, 0, 1).contiguous()
+        attraction_nKF = torch.empty_like(points_nKF)  # sum_j w_ij (X_i - X_j)
+        block = max(1, BLOCK_ELEMENTS // (num_starts * size))
         for first in range(0, size, block):
-            rows = slice(first, min(size, first + block))
-            here = points[:, rows]
-            shape = (num_starts, here.shape[1], size)
-            weight, *difference = (part[: here.shape[1] * num_starts * size].view(shape) for part in scratch)
-            for axis in range(dims):
-                torch.sub(here[:, :, axis : axis + 1], across[:, axis : axis + 1], out=difference[axis])
-            torch.mul(difference[0], difference[0], out=weight)
-            for axis in range(1, dims):
-                weight.addcmul_(difference[axis], difference[axis])
-            weight.clamp_min_(self._shortest).pow_(-0.5).mul_(self._target[rows])
-            for axis in range(dims):
-                attraction[:, rows, axis] = difference[axis].mul_(weight).sum(dim=2)
-        spread = size * points - attraction
+            rows = slice(first, first + block)
+            difference = points_nKF[:, :, rows, None] - points_nKF[:, :, None]
+            weight = difference.square().sum(dim=0).clamp_min_(self._shortest).rsqrt_().mul_(self._target[rows])
+            attraction_nKF[:, :, rows] = difference.mul_(weight).sum(dim=3)
+        attraction = attraction_nKF.permute(1, 2, 0)
+        half_gradient = size * points - attraction
         # sum d^2 = F sum |X|^2 and sum d D = sum X . attraction, both over pairs.
-        stress = (points * (spread - attraction)).double().sum(dim=(1, 2)) + self._sum_of_squares
-        return stress.clamp_min_(0.0), 2.0 * spread
+        stress = (points * (half_gradient - attraction)).sum(dim=(1, 2)) + self._sum_of_squares
+        return stress.clamp_min_(0.0), 2.0 * half_gradient
 
 
 class Adam:
-    """Adam (Kingma and Ba, 2015) for one tensor, with a step size that is given anew at every step.
+    """Adam (Kingma and Ba, 2015) for one tensor, with a step size that is given at every step.
 
     ``torch.optim.Adam`` does the same in twice the time on tensors this small, and its import takes seconds.
 
@@ -362,21 +320,16 @@ class Adam:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._mean: Tensor | None = None
-        self._square: Tensor | None = None
+        self._mean: Tensor | float = 0.0
+        self._square: Tensor | float = 0.0
 
     def step(self, points: Tensor, gradient: Tensor, rate: float) -> Tensor:
         """The points after one step; those given are left as they are."""
-        import torch
-
-        if self._mean is None or self._square is None:
-            self._mean, self._square = torch.zeros_like(points), torch.zeros_like(points)
         self._num_steps += 1
-        self._mean.lerp_(gradient, 1.0 - self.DECAY)
-        self._square.mul_(self.DECAY_OF_SQUARES).addcmul_(gradient, gradient, value=1.0 - self.DECAY_OF_SQUARES)
-        # Not by sqrt and a division: torch.sqrt starts threads for as few as 2,048 elements.
-        inverse = (self._square / (1.0 - self.DECAY_OF_SQUARES**self._num_steps)).clamp_min_(1e-24).pow_(-0.5)
-        return points.addcmul(self._mean, inverse, value=-rate / (1.0 - self.DECAY**self._num_steps))
+        self._mean = self.DECAY * self._mean + (1.0 - self.DECAY) * gradient
+        self._square = self.DECAY_OF_SQUARES * self._square + (1.0 - self.DECAY_OF_SQUARES) * gradient.square()
+        root = (self._square / (1.0 - self.DECAY_OF_SQUARES**self._num_steps)).sqrt_().clamp_min_(1e-12)
+        return points.addcdiv(self._mean, root, value=-rate / (1.0 - self.DECAY**self._num_steps))
 
 
 def descend(
@@ -384,19 +337,19 @@ def descend(
     function: StressFunction,
     *,
     rates: Sequence[float],
-    num_spare: int = 0,
+    num_lifted: int = 0,
     on_step: Callable[[], None] | None = None,
 ) -> Tensor:
-    """One Adam step per entry of ``rates``, in all dims of ``points``; the last ``num_spare`` are squeezed out.
+    """Takes one Adam step per entry of ``rates``, in all dims of ``points``; the last ``num_lifted`` are squeezed out.
 
-    A spare dimension lets a point pass by others that stand in its way in the plane. A penalty on its squares, which
-    grows from step to step, flattens the configuration until the spare dimension can be cut off.
+    A lifted dimension lets a point pass by others that are in its way in the plane. A penalty on its squares, which
+    grows from step to step, flattens the configuration until the lifted dimension can be cut off.
 
     Args:
-        points: [K, F, n + num_spare].
-        function: of the wanted distances.
+        points: [K, F, n + num_lifted].
+        function: stress for the wanted distances.
         rates: step sizes, as shares of the largest wanted distance if that is 1.
-        num_spare: dims to squeeze out.
+        num_lifted: dims to squeeze out.
         on_step: called after each step.
 
     Returns:
@@ -405,13 +358,13 @@ def descend(
     Example:
         >>> import torch
         >>> function = StressFunction(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-        >>> descend(torch.zeros(3, 2, 2), function, rates=[0.1], num_spare=1).shape
+        >>> descend(torch.zeros(3, 2, 2), function, rates=[0.1], num_lifted=1).shape
         torch.Size([3, 2, 1])
     """
-    adam, dims = Adam(), points.shape[2] - num_spare
+    adam, dims = Adam(), points.shape[2] - num_lifted
     for number, rate in enumerate(rates, start=1):
         _, gradient = function(points)
-        if num_spare:
+        if num_lifted:
             weight = 2.0 * function.num_points * SQUEEZE * number / len(rates)
             gradient[:, :, dims:].add_(points[:, :, dims:], alpha=weight)
         points = adam.step(points, gradient, rate)
@@ -420,10 +373,10 @@ def descend(
     return points[:, :, :dims].contiguous()
 
 
-def settle(
+def converge(
     points: Tensor, function: StressFunction, *, max_steps: int, on_step: Callable[[], None] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Adam until it has converged: (the best points seen, [K, F, n]; their stress, [K] float64).
+    """Runs Adam until it has converged: (the best points seen, [K, F, n]; their stress, [K]).
 
     The step size halves whenever 20 steps lower no configuration's stress by more than one part in 100,000. The points
     have converged when they still do not after eight halvings, with a step of 2e-5 of the largest distance.
@@ -431,7 +384,7 @@ def settle(
     Example:
         >>> import torch
         >>> function = StressFunction(torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64))
-        >>> _, stress = settle(torch.tensor([[[0.0], [0.9]]], dtype=torch.float64), function, max_steps=500)
+        >>> _, stress = converge(torch.tensor([[[0.0], [0.9]]], dtype=torch.float64), function, max_steps=500)
         >>> bool(stress < 1e-8)
         True
     """
@@ -446,7 +399,7 @@ def settle(
         best_points = torch.where(better[:, None, None], points, best_points)
         best = torch.minimum(stress, best)
         if number % STEPS_PER_CHECK == 0:
-            if not bool((best < last * (1.0 - SETTLED)).any()):
+            if not bool((best < last * (1.0 - CONVERGED)).any()):
                 num_halvings += 1
                 rate /= 2
             if num_halvings > NUM_HALVINGS:
@@ -459,9 +412,9 @@ def settle(
 
 
 def exact_stress(points: Tensor, target: Tensor) -> float:
-    """The stress of one configuration [F, n], from the distances themselves in float64 and in blocks of rows.
+    """Stress of one configuration [F, n], from the distances themselves.
 
-    `StressFunction` takes the difference of large sums, which is what a search needs and not what a report should say.
+    `StressFunction` takes the difference of large sums, which is precise enough for a search but not for a report.
 
     Example:
         >>> import torch
@@ -470,11 +423,5 @@ def exact_stress(points: Tensor, target: Tensor) -> float:
     """
     import torch
 
-    points = points.double()
-    block = max(1, BLOCK_ELEMENTS // len(points))
-    total = 0.0
-    for first in range(0, len(points), block):
-        rows = slice(first, first + block)
-        actual = torch.cdist(points[rows], points, compute_mode="donot_use_mm_for_euclid_dist")
-        total += float((actual - target[rows]).square_().sum())
-    return total / 2
+    actual = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
+    return float(actual.sub_(target).square_().sum()) / 2

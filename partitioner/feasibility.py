@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.partitioner.cluster import Bounds
+from dmt.partitioner.assignment import Bounds
 
 __all__ = ["RESOURCES", "Infeasible", "amount", "check_bounds", "largest_clique", "solve_exactly"]
 

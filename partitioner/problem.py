@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity, check_tables
-from dmt.partitioner.cluster import Bounds, evenly_picked, fitting_sizes, size_bounds
+from dmt.partitioner.assignment import Bounds
+from dmt.partitioner.cluster import fitting_sizes, size_bounds
 from dmt.partitioner.feasibility import check_bounds, largest_clique
 from dmt.partitioner.partition import TowerLimits
 from dmt.partitioner.rules import PartitionRules
@@ -41,11 +42,9 @@ class Part:
     blocks: Blocks
     num_towers: int
     options: tuple[Bounds, ...]
-    """Sets of limits of which one must be held; at most four, of different sizes."""
-    spare: tuple[Bounds, ...] = ()
-    """Further sets, tried where none of the options can be held."""
+    """Sets of limits of which any one must be held; they differ in the sizes of towers."""
     asked: tuple[int, int] | None = None
-    """The sizes that were asked for, where blocks of several features need others."""
+    """The requested sizes, if blocks of several features need others."""
 
     @property
     def where(self) -> str:
@@ -184,7 +183,6 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float |
     if balance_ratio is not None and num_towers <= num_features:
         strict = size_bounds(num_features, num_towers, balance_ratio)
         pairs, grown = fitting_sizes(blocks.loads[0], num_towers, strict)
-    picked = evenly_picked(pairs)
 
     def bounds(pair: tuple[int, int]) -> Bounds:
         return Bounds(
@@ -198,8 +196,7 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float |
         category=category,
         blocks=blocks,
         num_towers=num_towers,
-        options=tuple(bounds(pair) for pair in picked),
-        spare=tuple(bounds(pair) for pair in pairs if pair not in picked),
+        options=tuple(bounds(pair) for pair in pairs),
         asked=strict[0] if grown else None,
     )
     # The first set allows a tower most: what is too large for it is too large for all.

@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.cluster import Bounds, objective_of, size_bounds
+from dmt.partitioner.assignment import Bounds, objective_of
+from dmt.partitioner.cluster import size_bounds
 from dmt.partitioner.embed import Coordinates
 from dmt.plan.tables import TableSpec
 

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from dmt.partitioner import cluster as assignment
-from dmt.partitioner.cluster import Bounds, improve, improve_repeatedly, objective_of, spread, squared_distances
+from dmt.partitioner import assignment
+from dmt.partitioner.assignment import Bounds, greedy_start, local_search, objective_of, perturbed_search
+from dmt.partitioner.cluster import squared_distances
 from tests.partitioner.instances import random_apart, random_bounds, random_labels, random_squares
 
 FREE = np.array([1.0, 0.0, 0.0]), np.array([99.0, np.inf, np.inf])
@@ -27,7 +28,7 @@ def bounds_of(rng, num_blocks, *, apart=True):
 def test_the_sums_kept_up_to_date_are_those_made_afresh(seed, apart):
     rng = np.random.default_rng(seed)
     bounds, squared, num_towers = bounds_of(rng, 24, apart=apart), random_squares(rng, 24), 4
-    kept = assignment._Search(squared, random_labels(rng, 24, num_towers), num_towers, bounds)
+    kept = assignment._MoveSearch(squared, random_labels(rng, 24, num_towers), num_towers, bounds)
     for _ in range(200):
         block, other = rng.choice(24, 2, replace=False)
         here, there = kept.labels[block], kept.labels[other]
@@ -35,7 +36,7 @@ def test_the_sums_kept_up_to_date_are_those_made_afresh(seed, apart):
             kept._relabel([(block, here, there), (other, there, here)])
         elif kept.num_blocks[here] > 1:
             kept._relabel([(block, here, int(rng.integers(num_towers)))])
-    fresh = assignment._Search(squared, kept.labels, num_towers, bounds)
+    fresh = assignment._MoveSearch(squared, kept.labels, num_towers, bounds)
     for name in ("to_tower", "pairs", "mass", "num_blocks", "loads", "excess"):
         np.testing.assert_allclose(getattr(kept, name), getattr(fresh, name), rtol=1e-9, atol=1e-9, err_msg=name)
     if apart:
@@ -47,7 +48,7 @@ def test_the_price_of_every_move_and_swap_is_what_it_changes(seed):
     rng = np.random.default_rng(seed)
     bounds, squared, num_towers = bounds_of(rng, 11), random_squares(rng, 11), 3
     labels = random_labels(rng, 11, num_towers)
-    search = assignment._Search(squared, labels, num_towers, bounds)
+    search = assignment._MoveSearch(squared, labels, num_towers, bounds)
     before = bounds.violation(labels, num_towers), objective_of(squared, bounds.weights, labels)
 
     def changes(changed):
@@ -83,7 +84,7 @@ def test_it_ends_where_no_move_or_swap_is_better_and_never_empties_a_tower(seed)
     num_towers = 2 + seed % 3
     bounds, squared = random_bounds(rng, 9, num_towers)[0], random_squares(rng, 9)
     start = random_labels(rng, 9, num_towers)
-    labels = improve(squared, start, num_towers, bounds)
+    labels = local_search(squared, start, num_towers, bounds)
     assert len(set(labels.tolist())) == num_towers
 
     def rank(candidate):
@@ -112,8 +113,8 @@ def test_held_limits_are_never_given_up(seed):
     )
     squared = random_squares(rng, num_blocks)
     assert bounds.violation(start, num_towers) == 0
-    improved = improve(squared, start, num_towers, bounds)
-    repeated = improve_repeatedly(squared, start, num_towers=num_towers, bounds=bounds, seed=seed)
+    improved = local_search(squared, start, num_towers, bounds)
+    repeated = perturbed_search(squared, start, num_towers=num_towers, bounds=bounds, seed=seed)
     for labels in (improved, repeated):
         assert bounds.violation(labels, num_towers) == 0
         assert (bounds.tower_loads(labels, num_towers).max(axis=1) <= upper * (1 + 1e-12)).all()
@@ -127,10 +128,10 @@ def test_repeated_search_finds_better_answers_and_no_shakes_are_the_plain_search
         rng = np.random.default_rng(seed)
         squared, start = random_squares(rng, 20), random_labels(rng, 20, 4)
         bounds = Bounds(loads=np.ones((1, 20)), lower=np.array([5.0]), upper=np.array([5.0]))
-        once = improve(squared, start, 4, bounds)
-        none = improve_repeatedly(squared, start, num_towers=4, bounds=bounds, seed=seed, max_shakes=0)
+        once = local_search(squared, start, 4, bounds)
+        none = perturbed_search(squared, start, num_towers=4, bounds=bounds, seed=seed, max_perturbations=0)
         assert none.tolist() == once.tolist()
-        repeated = improve_repeatedly(squared, start, num_towers=4, bounds=bounds, seed=seed)
+        repeated = perturbed_search(squared, start, num_towers=4, bounds=bounds, seed=seed)
         ones = np.ones(20)
         change = objective_of(squared, ones, repeated) - objective_of(squared, ones, once)
         assert change <= 0
@@ -178,10 +179,10 @@ def test_a_start_by_load_leaves_no_tower_empty(apart):
         num_blocks = int(rng.integers(2, 9))
         num_towers = int(rng.integers(2, num_blocks + 1))
         bounds = random_bounds(rng, num_blocks, num_towers, apart=apart)[0]
-        assert len(set(spread(bounds, num_towers).tolist())) == num_towers
+        assert len(set(greedy_start(bounds, num_towers).tolist())) == num_towers
     # One block has all the work and the other all the bytes: both would fit into the first tower as well.
     bounds = Bounds(loads=np.array([[1.0, 1.0], [0.0, 5.0], [7.0, 0.0]]), lower=FREE[0], upper=FREE[1])
-    assert spread(bounds, 2).tolist() == [0, 1]
+    assert greedy_start(bounds, 2).tolist() == [0, 1]
 
 
 def test_a_start_by_load_fits_where_there_is_some_room():
@@ -189,7 +190,7 @@ def test_a_start_by_load_fits_where_there_is_some_room():
     loads = np.stack([np.ones(60), rng.uniform(0, 9, 60), 10 ** rng.uniform(1, 7, 60)])
     loads[2] = np.minimum(loads[2], loads[2].sum() / 8)
     bounds = Bounds(loads=loads, lower=np.array([1.0, 0, 0]), upper=np.array([60, *loads[1:].sum(axis=1) / 6 * 1.5]))
-    labels = spread(bounds, 6)
+    labels = greedy_start(bounds, 6)
     assert bounds.violation(labels, 6) == 0
     assert np.ptp(bounds.tower_loads(labels, 6)[1]) < loads[1].sum() / 6
 
@@ -200,8 +201,8 @@ def test_exact_ties_end_the_search():
     np.fill_diagonal(squared, 0)
     bounds = Bounds(loads=np.full((1, 30), 1.0), lower=np.array([5.0]), upper=np.array([5.0]))
     start = np.arange(30) % 6
-    assert improve(squared, start, 6, bounds).tolist() == start.tolist()
-    assert improve_repeatedly(np.zeros((30, 30)), start, num_towers=6, bounds=bounds, seed=0).tolist() == start.tolist()
+    assert local_search(squared, start, 6, bounds).tolist() == start.tolist()
+    assert perturbed_search(np.zeros((30, 30)), start, num_towers=6, bounds=bounds, seed=0).tolist() == start.tolist()
 
 
 def test_one_tower_and_as_many_towers_as_blocks_are_left_as_they_are():
@@ -209,5 +210,5 @@ def test_one_tower_and_as_many_towers_as_blocks_are_left_as_they_are():
     bounds = Bounds(loads=np.ones((1, 5)), lower=np.array([1.0]), upper=np.array([5.0]))
     for labels in ([0] * 5, [4, 2, 0, 1, 3]):
         num_towers = max(labels) + 1
-        repeated = improve_repeatedly(squared, np.array(labels), num_towers=num_towers, bounds=bounds, seed=0)
+        repeated = perturbed_search(squared, np.array(labels), num_towers=num_towers, bounds=bounds, seed=0)
         assert len(set(repeated.tolist())) == num_towers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dmt.partitioner.cluster import constrained_clusters, objective_of, size_bounds, squared_distances
+from dmt.partitioner.assignment import objective_of
+from dmt.partitioner.cluster import constrained_clusters, size_bounds, squared_distances
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.partitioner import feasibility
-from dmt.partitioner.cluster import Bounds
+from dmt.partitioner.assignment import Bounds
 from dmt.partitioner.feasibility import Infeasible, check_bounds, solve_exactly
 from tests.partitioner.instances import best_by_trying, random_bounds
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.partitioner import partitioner as grouping
-from dmt.partitioner.cluster import Bounds, objective_of
-from dmt.partitioner.partitioner import group_blocks
+from dmt.partitioner import cluster
+from dmt.partitioner.assignment import Bounds, objective_of
+from dmt.partitioner.cluster import group_blocks
 from tests.partitioner.instances import best_by_trying, random_bounds, random_labels, random_squares
 
 # The refinement is a local search, so not always the optimum; of 246 random cases it missed it in one.
@@ -64,8 +64,8 @@ def test_of_several_sets_of_limits_any_one_may_be_the_one_that_is_held(monkeypat
 
     assert options[1].violation(group().labels, 3) == 0
     # Also where only the exact search finds it: the first set is then no proof against the second.
-    monkeypatch.setattr(grouping, "search_clusters", lambda *_, **__: np.where(np.arange(10) < 4, 0, broken))
-    monkeypatch.setattr(grouping, "spread", lambda *_: broken)
+    monkeypatch.setattr(cluster, "search_clusters", lambda *_, **__: np.where(np.arange(10) < 4, 0, broken))
+    monkeypatch.setattr(cluster, "greedy_start", lambda *_: broken)
     assert options[1].violation(group().labels, 3) == 0
 
 

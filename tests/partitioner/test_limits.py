@@ -20,7 +20,7 @@ from tests.partitioner.instances import affinity_of, quick_points, sets, tables_
 def _quick(monkeypatch):
     monkeypatch.setattr(dmt.partitioner.partitioner, "embed_distances", quick_points)
     monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_STARTS", 4)
-    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_SHAKES", 2)
+    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_PERTURBATIONS", 2)
 
 
 def random_model(seed, num_features=18):
