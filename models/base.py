@@ -50,7 +50,7 @@ class ModelOptions:
     over_arch_layer_sizes: tuple[int, ...] | None = None
     """Sizes of the top MLP with its output, 1 for one logit. ``None``: the paper's sizes for the model."""
     device: torch.device | str | None = None
-    """Where parameters are made. ``None`` follows PyTorch's own ``with torch.device(...)``."""
+    """Device of the parameters. ``None`` follows PyTorch's own ``with torch.device(...)``."""
 
     def __post_init__(self) -> None:
         # A list is what a configuration file gives; a tuple keeps the frozen dataclass immutable.

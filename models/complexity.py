@@ -149,16 +149,8 @@ def complexity_of(
             model refuses.
 
     Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> tables = [
-        ...     TableSpec(name=f"t{i}", num_embeddings=10**9, embedding_dim=64, feature_names=(f"f{i}",))
-        ...     for i in range(8)
-        ... ]
-        >>> complexity_of(arch="dlrm", tables=tables).parameters
-        512001964353
-        >>> plan = TowerPlan.strided([f"f{i}" for i in range(8)], num_towers=2)
-        >>> complexity_of(arch="dlrm", tables=tables, tower_plan=plan, tower_dim=16).compression_ratio
-        4.0
+        >>> complexity_of(arch="dlrm", tables=criteo_1tb_tables(embedding_dim=64)).parameters
+        11390720513
     """
     _check_settings(arch, tower_plan is not None, tower_dim, c, p)
     common: dict[str, Any] = {
@@ -184,11 +176,11 @@ def paper_complexity(
     """Counts a model of the paper's size on Criteo-1TB, a cell of its Tables 3, 4 and 5.
 
     Args:
-        arch: ``"dlrm"`` or ``"dcn"``.
+        arch: as for `complexity_of`, like ``tower_dim``, ``c`` and ``p``.
         num_towers: T, with the naive strided assignment of features; ``None`` for the flat model.
-        tower_dim: D; by default 64 for DLRM and 128 for DCN. The paper's 16-tower DLRM has D=128, c=0, p=1.
-        c: projections of each feature (DLRM).
-        p: linear combinations of a tower's features (DLRM).
+        tower_dim: D. The paper's 16-tower DLRM has D=128, c=0, p=1.
+        c: projections of each feature.
+        p: linear combinations of a tower's features.
 
     Raises:
         InputError: `complexity_of` refuses the settings, or ``num_towers`` is not between 1 and 26.

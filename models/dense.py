@@ -61,12 +61,7 @@ torch.fx.wrap("_linear")
 
 
 class Perceptron(nn.Module):
-    """One linear layer and a ReLU: [B, I] -> [B, O], float32.
-
-    Example:
-        >>> Perceptron(4, 3)(torch.zeros(2, 4)).shape
-        torch.Size([2, 3])
-    """
+    """One linear layer and a ReLU: [B, I] -> [B, O], float32."""
 
     def __init__(self, in_features: int, out_features: int, *, device: Device = None) -> None:
         super().__init__()
@@ -83,7 +78,7 @@ class MLP(nn.Module):
     Args:
         in_features: I.
         layer_sizes: output size of each layer; O is the last. Without any, the input is passed on.
-        device: where the parameters are made.
+        device: of the parameters.
 
     Raises:
         InputError: a size is not a positive whole number.
@@ -129,7 +124,7 @@ class OverArch(nn.Module):
     Args:
         in_features: I, the ``out_features`` of the interaction.
         layer_sizes: output size of each layer; the last is O, usually 1.
-        device: where the parameters are made.
+        device: of the parameters.
 
     Raises:
         InputError: no layer, or a size that is not a positive whole number.
@@ -219,7 +214,7 @@ class LowRankCrossNet(nn.Module):
         in_features: I, inputs and outputs.
         num_layers: cross layers.
         rank: rows of V [rank, I] and columns of W [I, rank]; called ``low_rank`` in TorchRec.
-        device: where the parameters are made.
+        device: of the parameters.
 
     Raises:
         InputError: a size is not a positive whole number.
@@ -248,22 +243,17 @@ class LowRankCrossNet(nn.Module):
 
 
 class CrossInteraction(nn.Module):
-    """DCN's interaction: cross layers over the dense vector and all sparse vectors side by side.
+    """DCN's interaction: `LowRankCrossNet` over the dense vector and all sparse vectors side by side.
 
     Args:
         num_vectors: F, the sparse vectors; the dense one comes on top.
         dim: D.
         num_layers: cross layers.
         rank: rank of each.
-        device: where the parameters are made.
+        device: of the parameters.
 
     Raises:
         InputError: a size is not a positive whole number.
-
-    Example:
-        >>> interaction = CrossInteraction(num_vectors=2, dim=4, num_layers=3, rank=2)
-        >>> interaction.out_features, interaction(torch.zeros(5, 4), torch.zeros(5, 2, 4)).shape
-        (12, torch.Size([5, 12]))
     """
 
     def __init__(self, *, num_vectors: int, dim: int, num_layers: int, rank: int, device: Device = None) -> None:
@@ -279,24 +269,13 @@ class CrossInteraction(nn.Module):
 
 
 def check_size(name: str, value: int, *, minimum: int = 1) -> None:
-    """Raises `InputError` unless ``value`` is a whole number of at least ``minimum``.
-
-    Example:
-        >>> check_size("DLRM: dense_in_features", 0)
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: DLRM: dense_in_features=0 must be a whole number of at least 1.
-    """
+    """Raises `InputError` unless ``value`` is a whole number of at least ``minimum``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise InputError(f"{name}={value!r} must be a whole number of at least {minimum}.")
 
 
 def check_layer_sizes(name: str, sizes: Sequence[int], *, at_least: int = 0) -> None:
-    """Raises `InputError` unless ``sizes`` are positive whole numbers, at least ``at_least`` of them.
-
-    Example:
-        >>> check_layer_sizes("over_arch_layer_sizes", (512, 256, 1), at_least=1)
-    """
+    """Raises `InputError` unless ``sizes`` are positive whole numbers, at least ``at_least`` of them."""
     if len(sizes) < at_least:
         raise InputError(f"{name}={tuple(sizes)!r} needs at least {at_least} layer size.")
     for i, size in enumerate(sizes):

@@ -77,18 +77,10 @@ Splits = Mapping[str, Sequence[int]]
 
 
 def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
-    """TorchRec's configurations of the tables; a `TableSpec` becomes one with sum pooling.
-
-    Args:
-        tables: TorchRec ``EmbeddingBagConfig``, which stay as they are, or `TableSpec`.
+    """TorchRec's configurations of the tables: its own stay as they are, a `TableSpec` becomes one with sum pooling.
 
     Raises:
         InputError: two tables have one name, or a feature looks up in two tables.
-
-    Example:
-        >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
-        >>> embedding_bag_configs([spec])[0].feature_names
-        ['f0']
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 
@@ -108,21 +100,12 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
 
 
 def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> EmbeddingBagCollection:
-    """Builds one TorchRec ``EmbeddingBagCollection`` of all tables.
+    """Builds one TorchRec ``EmbeddingBagCollection`` of all tables, on ``device``.
 
     Its result is a ``KeyedTensor``; read it by name, since the order of its keys changes with the sharding.
 
-    Args:
-        tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`.
-        device: where the tables are made; ``"meta"`` for tables that only the sharded ranks will hold.
-
     Raises:
         InputError: two tables have one name, or a feature looks up in two tables.
-
-    Example:
-        >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
-        >>> flat_sparse_arch([spec]).embedding_bags["t0"].weight.shape
-        torch.Size([10, 8])
     """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -135,25 +118,16 @@ def tower_sparse_arch(
 ) -> EmbeddingTowerCollection:
     """Builds TorchRec's ``EmbeddingTowerCollection``: the tables in towers, each with its tower module.
 
-    Its result is [B, sum O_t], the towers side by side in the plan's order.
+    Its result is [B, sum O_t], the towers side by side in the plan's order. The module has an example.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, in any order.
         plan: which features form which tower.
         tower_modules: one module for each tower of the plan (`dmt.models.tower_modules`).
-        device: where the tables are made; the tower modules are already made.
+        device: of the tables; ``"meta"`` for tables that only the sharded ranks will hold.
 
     Raises:
         InputError: the plan does not fit the tables, or the tower modules do not fit the plan.
-
-    Example:
-        >>> from dmt.models.tower_modules import PassThroughTowerModule
-        >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
-        >>> towers = tower_sparse_arch(
-        ...     [spec], TowerPlan.from_lists([["f0"]]), [PassThroughTowerModule(["f0"], embedding_dims=[8])]
-        ... )
-        >>> len(towers.towers)
-        1
     """
     from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
@@ -163,17 +137,7 @@ def tower_sparse_arch(
 
 
 def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> None:
-    """Checks that there is one tower module for each tower and that it reads that tower's features.
-
-    Raises:
-        InputError: naming the tower that does not fit.
-
-    Example:
-        >>> check_tower_modules(TowerPlan.from_lists([["f0"]]), [])
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: 0 tower modules for 1 towers; give one for each tower of the plan, in its order.
-    """
+    """Raises `InputError` unless there is one tower module for each tower, which reads that tower's features."""
     if len(tower_modules) != plan.num_towers:
         raise InputError(
             f"{len(tower_modules)} tower modules for {plan.num_towers} towers; give one for each tower of the plan, "
@@ -196,19 +160,10 @@ def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> 
 
 
 def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
-    """The one embedding dimension of the tables.
-
-    Args:
-        tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, at least one.
-        owner: the class that needs it, for the message.
+    """The one embedding dimension of the tables; ``owner`` needs it.
 
     Raises:
         InputError: there is no table, or two differ.
-
-    Example:
-        >>> spec = TableSpec(name="t0", num_embeddings=10, embedding_dim=8, feature_names=("f0",))
-        >>> common_embedding_dim([spec], "DLRM")
-        8
     """
     if not tables:
         raise InputError(f"{owner}: tables is empty; give at least one table.")
@@ -228,13 +183,6 @@ def tower_embedding_dims(tables: Sequence[Any], plan: TowerPlan, owner: str) -> 
 
     Raises:
         InputError: the plan does not fit the tables, or the tables of a tower differ in dimension.
-
-    Example:
-        >>> tables = [
-        ...     TableSpec(name=f"t{n}", num_embeddings=10, embedding_dim=n, feature_names=(f"f{n}",)) for n in (4, 8)
-        ... ]
-        >>> tower_embedding_dims(tables, TowerPlan.from_lists([["f8"], ["f4"]]), "DMTDLRM")
-        [8, 4]
     """
     return [
         common_embedding_dim(own, f"{owner}, tower {tower.name!r},")
@@ -250,16 +198,6 @@ class JoinedShards(nn.Module):
     Args:
         shards: a module whose output is indexed by the names of shards and uncut features.
         splits: columns of each shard, by feature.
-
-    Example:
-        >>> from torchrec import KeyedJaggedTensor
-        >>> from dmt.plan.column_shards import split_ids
-        >>> from dmt.plan.tables import TableSpec
-        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("ad",))
-        >>> joined = joined_sparse_arch({"ad": (4, 4)})([table], None)
-        >>> ids = KeyedJaggedTensor(keys=["ad"], values=torch.arange(3), lengths=torch.ones(3, dtype=torch.long))
-        >>> joined(split_ids(ids, {"ad": (4, 4)}))["ad"].shape
-        torch.Size([3, 8])
     """
 
     def __init__(self, shards: nn.Module, splits: Splits) -> None:
@@ -316,14 +254,6 @@ def whole_tables(model: nn.Module, tables: Sequence[Any], splits: Splits) -> Emb
         model: unsharded, with TorchRec's tables anywhere inside.
         tables: the whole tables, each in the model, whole or in shards.
         splits: columns of each shard, by feature.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("ad",))
-        >>> cut = joined_sparse_arch({"ad": (4, 4)})([table], None)
-        >>> whole = whole_tables(cut, [table], {"ad": (4, 4)}).embedding_bags["t"].weight
-        >>> torch.equal(whole[:, 4:], cut.shards.embedding_bags["t[4:8]"].weight)
-        True
     """
     weights = {
         name.split(".")[-2]: weight for name, weight in model.named_parameters() if ".embedding_bags." in f".{name}"

@@ -237,12 +237,7 @@ def by_feature(embeddings: Any) -> Mapping[str, Tensor]:
 
 
 def feature_vectors(embeddings: Any, features: Sequence[str]) -> list[Tensor]:
-    """Embeddings [B, N_i] of the features, in their order.
-
-    Example:
-        >>> [v.tolist() for v in feature_vectors({"a": torch.ones(1, 2), "b": torch.zeros(1, 1)}, ["b", "a"])]
-        [[[0.0]], [[1.0, 1.0]]]
-    """
+    """Embeddings [B, N_i] of the features, in their order."""
     vectors = by_feature(embeddings)
     return [vectors[name] for name in features]
 

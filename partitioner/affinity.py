@@ -1,4 +1,4 @@
-"""`FeatureAffinity`: how strongly each pair of features resembles each other in a trained model's embeddings.
+"""`FeatureAffinity`: similarity of each pair of features in a trained model's embeddings.
 
 Legend: F features, N embedding dim, B samples of a batch.
 """
@@ -25,18 +25,37 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "FORMAT_VERSION",
-    "FeatureAffinity",
-    "check_names",
-    "check_pooling_factors",
-    "check_tables",
-    "clean_matrix",
-    "read_arrays",
-    "tables_from",
-    "tables_to",
-    "write_arrays",
-]
+__all__ = ["FORMAT_VERSION", "FeatureAffinity", "check_tables"]
+
+
+FORMAT_VERSION = 1
+"""Format version of the files written here, and the only one read."""
+
+# The file: named arrays in numpy's .npz format, nothing pickled. For every array its number of dimensions, the kinds of
+# its dtype, and both in words (F features, K tables; -1 samples: not known). `_clean_matrix` checks the matrix, [F, F].
+_FORMS = {
+    "format": (0, "iu", "one whole number"),
+    "features": (1, "U", "text of shape [F]"),
+    "num_samples": (0, "iu", "one whole number"),
+    "pooling_factors": (1, "iuf", "numbers of shape [F]"),
+    "table_names": (1, "U", "text of shape [K]"),
+    "table_rows": (1, "iu", "whole numbers of shape [K]"),
+    "table_dims": (1, "iu", "whole numbers of shape [K]"),
+    "table_sizes": (1, "iu", "whole numbers of shape [K]"),
+    "table_features": (1, "U", "text of shape [F]"),
+}
+_TABLE_ARRAYS = ("table_names", "table_rows", "table_dims", "table_sizes", "table_features")
+# A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
+ROUNDING = 1e-5
+# Rows that are looked at together: 4 MB of a matrix of 4,000 features.
+BLOCK_ROWS = 128
+
+# In this order: infinities are found before the matrix is compared with its mirror image.
+RULES = (
+    ("must be finite", "Check the embeddings for NaN."),
+    ("must lie within 0..1", "Give absolute cosines of embeddings of length 1."),
+    ("must equal its mirror image", "Give a symmetric matrix."),
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,12 +101,12 @@ class FeatureAffinity:
         if isinstance(self.features, str):
             raise InputError(f"FeatureAffinity: features={self.features!r} is one string; give a list of names.")
         features = tuple(str(name) if isinstance(name, str) else name for name in self.features)
-        check_names(features)
+        _check_names(features)
         # A frozen dataclass sets its own cleaned fields this way.
-        object.__setattr__(self, "matrix", clean_matrix(self.matrix, features))
+        object.__setattr__(self, "matrix", _clean_matrix(self.matrix, features))
         object.__setattr__(self, "features", features)
         object.__setattr__(self, "tables", check_tables(self.tables, features))
-        object.__setattr__(self, "pooling_factors", check_pooling_factors(self.pooling_factors, features))
+        object.__setattr__(self, "pooling_factors", _check_pooling_factors(self.pooling_factors, features))
 
     @property
     def num_features(self) -> int:
@@ -141,12 +160,12 @@ class FeatureAffinity:
         return collect_affinity(model, batches, module_path=module_path, forward=forward, process_group=process_group)
 
     def permuted(self, order: Sequence[str]) -> FeatureAffinity:
-        """The same affinity with its features in another order.
+        """Returns this affinity with its features in another order.
 
         Raises:
             InputError: ``order`` is not a permutation of the features.
         """
-        check_names(order)
+        _check_names(order)
         position = {name: i for i, name in enumerate(self.features)}
         ordered = set(order)
         missing = [name for name in self.features if name not in ordered]
@@ -189,11 +208,11 @@ class FeatureAffinity:
             "matrix": self.matrix,
             "features": np.array(self.features, dtype=np.str_),
             "num_samples": np.array(-1 if self.num_samples is None else self.num_samples, dtype=np.int64),
-            **tables_to(self.tables),
+            **_tables_to(self.tables),
         }
         if self.pooling_factors is not None:
             arrays["pooling_factors"] = np.array(self.pooling_factors, dtype=np.float64)
-        write_arrays(path, arrays)
+        _write_arrays(path, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureAffinity:
@@ -205,42 +224,22 @@ class FeatureAffinity:
             InputError: the file is absent, damaged, not such a file, of another format version, or its contents are
                 refused.
         """
-        arrays = read_arrays(path)
+        arrays = _read_arrays(path)
         samples = int(arrays.get("num_samples", -1))
         try:
             return cls(
                 matrix=arrays["matrix"],
                 features=tuple(arrays["features"].tolist()),
                 num_samples=None if samples < 0 else samples,
-                tables=tables_from(arrays),
+                tables=_tables_from(arrays),
                 pooling_factors=tuple(arrays["pooling_factors"].tolist()) if "pooling_factors" in arrays else None,
             )
         except InputError as error:
             raise InputError(f"Affinity file {path}: {error}") from error
 
 
-# A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
-ROUNDING = 1e-5
-# Rows that are looked at together: 4 MB of a matrix of 4,000 features.
-BLOCK_ROWS = 128
-
-# In this order: infinities must be out before the matrix is compared with its mirror image.
-RULES = (
-    ("must be finite", "Check the embeddings for NaN."),
-    ("must lie within 0..1", "Give absolute cosines of embeddings of length 1."),
-    ("must equal its mirror image", "Give a symmetric matrix."),
-)
-
-
-def check_names(features: Sequence[str]) -> None:
-    """Checks that there are names and that none is repeated.
-
-    Raises:
-        InputError: they are not.
-
-    Example:
-        >>> check_names(["a", "b"])
-    """
+def _check_names(features: Sequence[str]) -> None:
+    """Raises `InputError` unless there are names and none is repeated."""
     if not features:
         raise InputError("FeatureAffinity: features is empty; give at least one feature.")
     nameless = [name for name in features if not isinstance(name, str) or not name]
@@ -252,23 +251,10 @@ def check_names(features: Sequence[str]) -> None:
         raise InputError(f"FeatureAffinity: feature {name!r} is given {count} times; names must be unique.")
 
 
-def clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.float64]:
-    """Checks an affinity matrix and makes it exactly symmetric and within 0..1.
+def _clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.float64]:
+    """Checks an affinity matrix [F, F]; returns a read-only float64 copy, exactly symmetric and within 0..1.
 
-    Args:
-        matrix: [F, F] of any dtype of numbers.
-        features: the F names, for messages.
-
-    Returns:
-        A read-only copy, float64.
-
-    Raises:
-        InputError: it is not [F, F], finite, symmetric and within 0..1 (each up to rounding); the pair of features
-            that breaks a rule most is named.
-
-    Example:
-        >>> clean_matrix([[1.0, 0.25], [0.25, 1.0000001]], ["a", "b"]).tolist()
-        [[1.0, 0.25], [0.25, 1.0]]
+    The pair of features that breaks a rule most is named in the `InputError`.
     """
     try:
         given = np.asarray(matrix)
@@ -304,7 +290,7 @@ def clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.float
 
 
 def _faults(block: NDArray[np.float64], mirrored: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-    """For each rule by how much every element breaks it."""
+    """Yields for each rule by how much every element breaks it."""
     yield np.where(np.isfinite(block), 0.0, np.inf)
     yield np.abs(block - 0.5) - 0.5
     yield np.abs(block - mirrored)
@@ -355,20 +341,8 @@ def check_tables(
     return specs
 
 
-def check_pooling_factors(factors: Sequence[float] | None, features: Sequence[str]) -> tuple[float, ...] | None:
-    """Checks the mean numbers of ids per sample.
-
-    Args:
-        factors: one for each feature, in their order; None if they are not known.
-        features: the F names.
-
-    Raises:
-        InputError: their number is another, or one is negative or not finite.
-
-    Example:
-        >>> check_pooling_factors([1, 2.5], ["a", "b"])
-        (1.0, 2.5)
-    """
+def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[str]) -> tuple[float, ...] | None:
+    """Checks the mean numbers of ids per sample, one for each feature; None if they are not known."""
     if factors is None:
         return None
     try:
@@ -389,37 +363,8 @@ def check_pooling_factors(factors: Sequence[float] | None, features: Sequence[st
     return numbers
 
 
-FORMAT_VERSION = 1
-"""Of the files written here, and the only one read."""
-
-# For every array its number of dimensions, the kinds of its dtype, and both in words. The matrix is checked elsewhere.
-_FORMS = {
-    "format": (0, "iu", "one whole number"),
-    "features": (1, "U", "text of shape [F]"),
-    "num_samples": (0, "iu", "one whole number"),
-    "pooling_factors": (1, "iuf", "numbers of shape [F]"),
-    "table_names": (1, "U", "text of shape [K]"),
-    "table_rows": (1, "iu", "whole numbers of shape [K]"),
-    "table_dims": (1, "iu", "whole numbers of shape [K]"),
-    "table_sizes": (1, "iu", "whole numbers of shape [K]"),
-    "table_features": (1, "U", "text of shape [F]"),
-}
-_TABLE_ARRAYS = ("table_names", "table_rows", "table_dims", "table_sizes", "table_features")
-
-
-def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes the arrays with the format version; an existing file is replaced in one step.
-
-    Raises:
-        InputError: the file cannot be written; nothing of it is left behind, and an existing file stays as it was.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_arrays(f"{folder}/a.npz", {"matrix": np.eye(1), "features": np.array(["a"])})
-        ...     sorted(read_arrays(f"{folder}/a.npz"))
-        ['features', 'format', 'matrix']
-    """
+def _write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Writes the arrays with the format version; an existing file is replaced in one step, or stays as it was."""
     contents: dict[str, Any] = {"format": np.int64(FORMAT_VERSION), **arrays}
     try:
         # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean
@@ -432,12 +377,11 @@ def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]
         ) from error
 
 
-def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+def _read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     """Reads the arrays of a file that has ``matrix`` and ``features`` at least; unpickles nothing.
 
-    Raises:
-        InputError: the file is absent, damaged, not such a file, or of another format version, or an array has another
-            shape or dtype than the table above says.
+    Raises `InputError` for a file that is absent, damaged, of another kind or format version, and for an array whose
+    shape or dtype is not that of `_FORMS`.
     """
     where = f"Affinity file {path}"
     try:
@@ -453,24 +397,22 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     for name, (num_dims, kinds, words) in _FORMS.items():
         if name in arrays and (arrays[name].ndim != num_dims or arrays[name].dtype.kind not in kinds):
             found = f"{arrays[name].dtype} of shape {list(arrays[name].shape)}"
-            raise InputError(f"{where}: array {name!r} is {found}; it must be {words}. Write it so, or collect anew.")
+            raise InputError(
+                f"{where}: array {name!r} is {found}; it must be {words}. Write it so, or collect the affinity again."
+            )
     version = int(arrays.get("format", np.int64(FORMAT_VERSION)))
     if version != FORMAT_VERSION:
-        raise InputError(f"{where} has format {version}; this version reads format {FORMAT_VERSION}. Collect anew.")
+        raise InputError(
+            f"{where} has format {version}; this version reads format {FORMAT_VERSION}. Collect the affinity again."
+        )
     absent = [name for name in ("matrix", "features") if name not in arrays]
     if absent:
         raise InputError(f"{where} has no array {absent[0]!r}; it needs 'matrix' [F, F] and 'features' [F].")
     return arrays
 
 
-def tables_to(tables: Sequence[TableSpec]) -> dict[str, NDArray[Any]]:
-    """The tables as arrays; none without tables.
-
-    Example:
-        >>> tables = (TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=("a", "b")),)
-        >>> tables_from(tables_to(tables)) == tables
-        True
-    """
+def _tables_to(tables: Sequence[TableSpec]) -> dict[str, NDArray[Any]]:
+    """Converts tables to arrays; none without tables."""
     if not tables:
         return {}
     return {
@@ -482,12 +424,8 @@ def tables_to(tables: Sequence[TableSpec]) -> dict[str, NDArray[Any]]:
     }
 
 
-def tables_from(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
-    """The tables that `tables_to` wrote; none where there are none.
-
-    Raises:
-        InputError: some of the arrays are absent or do not fit together, or a table has no row, column or feature.
-    """
+def _tables_from(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
+    """Reads the tables that `_tables_to` wrote, if any; refuses arrays that do not fit together."""
     absent = [name for name in _TABLE_ARRAYS if name not in arrays]
     if len(absent) == len(_TABLE_ARRAYS):
         return ()

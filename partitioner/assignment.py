@@ -71,11 +71,7 @@ def objective_of(squared: Floats, weights: Floats, labels: Labels) -> float:
     """K-means objective from distances alone: sum over towers of (sum over pairs of w_i w_j d_ij^2) / (sum of w).
 
     For points in a Euclidean space it equals the sum of squared distances of all features to their tower's centre.
-
-    Args:
-        squared: [P, P] squared distances.
-        weights: [P] features of each block.
-        labels: [P] tower of each block.
+    ``squared`` are the [P, P] squared distances, ``weights`` the [P] features of each block.
 
     Example:
         >>> squared = np.array([[0.0, 4.0], [4.0, 0.0]])
@@ -126,18 +122,7 @@ def perturbed_search(
     """Repeats `local_search` from perturbed answers; a better answer that holds the limits replaces the best.
 
     A perturbation deals part of the blocks out again at random. Larger problems, for which one search takes seconds,
-    get fewer.
-
-    Args:
-        squared: [P, P] squared distances.
-        labels: [P] the tower of each block to start from.
-        num_towers: T.
-        bounds: the limits.
-        seed: of the perturbations.
-        max_perturbations: limit on their number.
-
-    Returns:
-        [P] labels.
+    get fewer. Arguments and result are those of `local_search`.
 
     Example:
         >>> squared = np.square(np.subtract.outer(np.arange(6.0), np.arange(6.0)))

@@ -213,17 +213,10 @@ def _num_moved(before: Labels, after: Labels, weights: Floats) -> int:
 def constrained_clusters(
     points: Floats, num_clusters: int, *, balance_ratio: float = 1.0, seed: int = 0, num_starts: int = 60
 ) -> Labels:
-    """Groups points around centres, with group sizes within one of the pairs of `size_bounds`.
+    """Groups points [F, n] around centres, with group sizes within one of the pairs of `size_bounds`.
 
     The method is that of Bradley, Bennett and Demiriz (2000): K-means whose assignment step is a minimum-cost flow; the
-    DMT paper (section 3.3) calls for it. `search_clusters` describes the search.
-
-    Args:
-        points: [F, n] coordinates.
-        num_clusters: T, between 1 and F.
-        balance_ratio: allowed ratio of the largest to the smallest group, at least 1.
-        seed: of the starting centres.
-        num_starts: runs from different centres for each pair of bounds; fewer are made where F x T is large.
+    DMT paper (section 3.3) calls for it. `search_clusters` describes the search and its arguments.
 
     Returns:
         The group of each point, [F] int64, numbered by first occurrence.
@@ -341,24 +334,14 @@ def _perturbed_centres(points: Floats, labels: Labels, num_clusters: int, rng: n
 
 
 def squared_distances(points: Floats) -> Floats:
-    """[F, F] squared Euclidean distances of points [F, n].
-
-    Example:
-        >>> squared_distances(np.array([[0.0], [2.0]])).tolist()
-        [[0.0, 4.0], [4.0, 0.0]]
-    """
+    """[F, F] squared Euclidean distances of points [F, n]."""
     from scipy.spatial.distance import cdist
 
     return cdist(points, points, "sqeuclidean")
 
 
 def in_order_of_occurrence(labels: Labels) -> Labels:
-    """Renumbers groups by their first point.
-
-    Example:
-        >>> in_order_of_occurrence(np.array([2, 0, 2, 1])).tolist()
-        [0, 1, 0, 2]
-    """
+    """Renumbers groups by their first point."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first)] = np.arange(len(first))

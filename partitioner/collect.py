@@ -149,7 +149,7 @@ class Lockstep:
 
     @property
     def failure_shared(self) -> bool:
-        """Whether all ranks know of a failure, so that raising it needs no further exchange."""
+        """True if all ranks know of a failure, so that raising it needs no further exchange."""
         return self._failure_shared
 
     def share(self, stage: str, value: Any, error: Exception | None = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Whether towers mean anything: mean affinities inside and between them, beside naive and random towers."""
+"""Mean affinities within and between towers, compared with those of naive and random towers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.partition import Comparison
+from dmt.partitioner.partition import AffinityComparison
 from dmt.plan.column_shards import shard_names
 from dmt.plan.towers import TowerPlan
 
@@ -41,8 +41,8 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
 
 def compare_towers(
     affinity: FeatureAffinity, plan: TowerPlan, *, seed: int = 0, categories: Mapping[str, str] | None = None
-) -> Comparison:
-    """Puts a plan beside the strided assignment and 200 random ones to towers of the same sizes.
+) -> AffinityComparison:
+    """Compares a plan with the strided assignment and with 200 random ones to towers of the same sizes.
 
     Random towers obey categories: each category's features are dealt to its towers. They obey no other rule: features
     of a shared table, or that must stay together, may part, and those to be kept apart may meet. Strided towers obey
@@ -83,7 +83,7 @@ def compare_towers(
     rng = np.random.default_rng(seed)
     drawn = [pairs.within_and_between(_deal(slots, rng))[0] for _ in range(RANDOM_ASSIGNMENTS)]
     known = [value for value in drawn if value is not None]
-    return Comparison(
+    return AffinityComparison(
         within=within,
         between=between,
         within_strided=strided,
@@ -143,7 +143,7 @@ def _slots(plan: TowerPlan, position: Mapping[str, int], categories: Mapping[str
     members: dict[str, list[int]] = {category: [] for category in sizes}
     for name, row in position.items():
         members[categories.get(name, "")].append(row)
-    # Sorted: the order of towers hangs on the order of features too.
+    # Sorted: the order of towers depends on the order of features too.
     return [(np.array(members[category]), sorted(sizes[category])) for category in sorted(sizes)]
 
 

@@ -34,11 +34,11 @@ LATER_RUN = (120, 80)
 # Extent of the lifted dimension at the beginning of a later try, as a share of that of the points.
 LIFTED_EXTENTS = (0.3, 0.1, 1.0)
 RATE = 0.05
-# Above so many points, only the best start is run until it converges.
+# Above this number of points, only the best start is run until it converges.
 ONE_FINALIST_ABOVE = 256
-# Above so many, starts are few and get more tries.
+# Above this number, starts are few and get more tries.
 MORE_TRIES_ABOVE = 128
-# Above so many, only the leading axes of the classical scaling are found.
+# Above this number, only the leading axes of the classical scaling are found.
 FULL_SCALING_UP_TO = 1000
 STEPS_PER_REPORT = 20
 # Elements of a block of rows: the passes over it stay in a core's cache.

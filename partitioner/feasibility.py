@@ -1,4 +1,4 @@
-"""Whether limits can be held at all: reasons that need no search, and an exact search by integer programming."""
+"""Feasibility of limits: refusals that need no search, and an exact search by integer programming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Infeasible(Exception):
     def __init__(self, message: str, *, proven: bool = False) -> None:
         super().__init__(message)
         self.proven = proven
-        """Whether there is none."""
+        """True if there is none."""
 
 
 def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int, where: str) -> None:

@@ -1,4 +1,4 @@
-"""`Partition`: what `TowerPartitioner.partition` found, with the numbers to believe it or not. Data only."""
+"""`Partition`: result of `TowerPartitioner.partition`, with the numbers to judge it by. Data only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dmt.plan.towers import TowerPlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Comparison", "Partition", "TowerLimits", "TowerLoad"]
+__all__ = ["AffinityComparison", "Partition", "TowerLimits", "TowerContents"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerLoad:
-    """What one tower has to carry."""
+class TowerContents:
+    """Load of one tower."""
 
     name: str
     """Name of the tower in the plan."""
@@ -35,7 +35,7 @@ class TowerLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerLimits:
-    """What a tower may carry at most; None where nothing was asked for."""
+    """Limits on the load of a tower; None without a limit."""
 
     balance_ratio: float | None = None
     """Largest over smallest tower, in features, inside each category."""
@@ -46,7 +46,7 @@ class TowerLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class AffinityComparison:
     """Mean affinity of the pairs of features that share a tower, beside what other assignments reach.
 
     Pairs of column shards of one table count nowhere: the plan may not put them together. None where there is no such
@@ -68,32 +68,32 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partition:
-    """Towers, and how they came about.
+    """Towers, with the points, loads and comparisons behind them.
 
-    With ``strategy="both"`` this is the one that stands out more from random assignments, and the other is in
+    With ``strategy="both"`` this is the one that differs more from random assignments, and the other is in
     ``alternatives``.
     """
 
     plan: TowerPlan
     """The towers."""
     affinity: FeatureAffinity
-    """Of the members of the plan's towers: the features, with column shards in place of tables that were split."""
+    """Affinity of the plan's features, with column shards in place of tables that were split."""
     points: NDArray[np.float64]
     """[F, n] coordinates, in the order of ``affinity.features``."""
     stress: float
-    """Of the coordinates, see `embed_distances`; summed over the categories where there are any."""
+    """Stress of the coordinates (`embed_distances`), summed over the categories if there are any."""
     normalized_stress: float
     """``sqrt(stress / sum of squared wanted distances)``: 0 is perfect, above 0.2 is poor."""
-    loads: tuple[TowerLoad, ...]
+    loads: tuple[TowerContents, ...]
     """Tower by tower, in the plan's order."""
     limits: TowerLimits
-    """What was asked for."""
-    comparison: Comparison
+    """Limits that the towers hold."""
+    comparison: AffinityComparison
     """Against naive and random towers."""
     num_refined: int = 0
     """Features that the refinement on the distances themselves put into another tower than the points did."""
     notes: tuple[str, ...] = ()
-    """What the user should know, in whole sentences, such as an affinity that tells nothing."""
+    """Warnings for the user in whole sentences, such as about an affinity that is equal for all pairs."""
     alternatives: tuple[Partition, ...] = field(default=())
     """The other strategies that were tried."""
 

@@ -15,7 +15,7 @@ from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.cluster import Grouping, group_blocks
 from dmt.partitioner.comparison import compare_towers
 from dmt.partitioner.embed import Coordinates, distances, embed_distances
-from dmt.partitioner.partition import Partition, TowerLoad
+from dmt.partitioner.partition import Partition, TowerContents
 from dmt.partitioner.problem import Part, SplitColumns, Task, prepare
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.verdict import deviations_from_random
@@ -63,8 +63,8 @@ class TowerPartitioner:
     """T."""
     strategy: Strategy = "coherent"
     """``"coherent"`` puts features together that resemble each other, ``"diverse"`` those that do not. The paper finds
-    that either may train better, depending on model and data, and tries both: ``"both"`` does, and prefers the one that
-    stands out more from random towers; only training can tell which is better."""
+    that either may train better, depending on model and data. ``"both"`` tries both and prefers the one that differs
+    more from random towers; only training can tell which is better."""
     balance_ratio: float | None = 1.0
     """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
     always ceil(F / T). None: towers may have any number of features, for instance to balance their work instead."""
@@ -75,7 +75,7 @@ class TowerPartitioner:
     rules: PartitionRules = field(default_factory=PartitionRules)
     """Categories, features that must or must not share a tower, limits on work and memory."""
     split_columns: SplitColumns = "no"
-    """Whether tables may be cut into column shards so that there is one for every tower: ``"largest"`` cuts the largest
+    """Cutting of tables into column shards so that there is one for every tower: ``"largest"`` cuts the largest
     tables, and those larger than a tower may hold; ``"even"`` all tables alike (see `choose_splits`)."""
     refine: bool = True
     """Improve the towers on the distances themselves after the points have been grouped (see `group_blocks`); the paper
@@ -158,13 +158,13 @@ class TowerPartitioner:
                 if progress is not None:
                     progress(f"{strategy}: {stage}", (number + share) / len(strategies))
 
-            found.append(self._one(task, strategy, report))
+            found.append(self._solve(task, strategy, report))
         # The first of equals, so coherent where neither says anything.
         best = max(found, key=_distinctness)
         others = tuple(partition for partition in found if partition is not best)
         return replace(best, alternatives=others) if others else best
 
-    def _one(self, task: Task, strategy: str, report: Progress) -> Partition:
+    def _solve(self, task: Task, strategy: str, report: Progress) -> Partition:
         answers = []
         done = 0.0
         for part in task.parts:
@@ -195,7 +195,7 @@ class TowerPartitioner:
 
 
 def _stage(report: Progress, name: str, begin: float, length: float) -> Callable[[float], None]:
-    """Turns the share of a stage into the share of the whole."""
+    """Maps the share of a stage to the share of the whole."""
     return lambda share: report(name, begin + length * share)
 
 
@@ -207,7 +207,7 @@ def _distinctness(partition: Partition) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer:
-    """The solution of one part."""
+    """Solution of one part."""
 
     part: Part
     found: Coordinates
@@ -229,7 +229,7 @@ def assemble(
         settings: further settings to record in ``plan.affinity``.
     """
     towers: list[TowerFeatures] = []
-    loads: list[TowerLoad] = []
+    loads: list[TowerContents] = []
     for answer in answers:
         for label, tower in _towers(answer, task.affinity).items():
             named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
@@ -279,7 +279,7 @@ def assemble(
 
 
 def _towers(answer: Answer, affinity: FeatureAffinity) -> dict[int, TowerFeatures]:
-    """By label, in the order of their first feature in the affinity; named by their category, or not at all."""
+    """Towers by label, in the order of their first feature in the affinity; named by their category, if any."""
     blocks, labels = answer.part.blocks, answer.grouping.labels.tolist()
     tower_of = {name: tower for names, tower in zip(blocks.names, labels, strict=True) for name in names}
     members: dict[int, list[str]] = {}
@@ -294,7 +294,7 @@ def _towers(answer: Answer, affinity: FeatureAffinity) -> dict[int, TowerFeature
 
 
 def _points(answers: Sequence[Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
-    """[F, n]; the parts were embedded apart and are laid side by side along the first axis."""
+    """[F, n] points; the parts were embedded separately and are laid side by side along the first axis."""
     position = {name: i for i, name in enumerate(affinity.features)}
     points = np.zeros((affinity.num_features, answers[0].found.points.shape[1]))
     edge = 0.0
@@ -308,11 +308,11 @@ def _points(answers: Sequence[Answer], affinity: FeatureAffinity) -> NDArray[np.
     return points
 
 
-def _load(answer: Answer, label: int, tower: TowerFeatures, *, weighed: bool) -> TowerLoad:
-    """What the blocks of one tower take; their work and bytes are known where tables are."""
+def _load(answer: Answer, label: int, tower: TowerFeatures, *, weighed: bool) -> TowerContents:
+    """Load of one tower; work and bytes are known if tables are."""
     part = answer.part
     _, work, num_bytes = part.blocks.loads[:, answer.grouping.labels == label].sum(axis=1).tolist()
-    return TowerLoad(
+    return TowerContents(
         name=tower.name,
         num_features=len(tower.features),
         category=part.category,
@@ -343,7 +343,7 @@ def _notes(affinity: FeatureAffinity) -> list[str]:
 
 
 def _size_notes(answers: Sequence[Answer]) -> list[str]:
-    """Says where sizes could not be as even as was asked."""
+    """Notes for parts whose sizes could not be as even as requested."""
     notes = []
     for answer in answers:
         asked = answer.part.asked

@@ -1,4 +1,7 @@
-"""From an affinity, tables and rules to what is to be solved: blocks with loads, limits, and towers per category."""
+"""From an affinity, tables and rules to the problem to solve: blocks with loads, limits, and towers per category.
+
+Legend: F features, P blocks (features that stay together), T towers.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +57,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """What `TowerPartitioner` solves, once for each strategy."""
+    """The problem that `TowerPartitioner` solves, once for each strategy."""
 
     source: FeatureAffinity
-    """As it was given."""
+    """The affinity as given."""
     affinity: FeatureAffinity
-    """Of the members: features, with column shards in place of those that are cut."""
+    """Affinity of the members: features, with column shards in place of those that are cut."""
     specs: tuple[TableSpec, ...]
     """The members' tables; none if not known."""
     splits: Mapping[str, tuple[int, ...]]
@@ -67,7 +70,7 @@ class Task:
     limits: TowerLimits
     parts: tuple[Part, ...]
     notes: tuple[str, ...] = ()
-    """What the user should know."""
+    """Warnings for the user."""
 
     @property
     def num_blocks(self) -> int:
@@ -96,7 +99,7 @@ def prepare(
         needs = "split_columns" if split_columns != "no" else "a limit on work or bytes"
         raise InputError(
             f"TowerPartitioner: {needs} needs the tables, but the affinity was saved without them. Give tables=, or "
-            "collect the affinity anew."
+            "collect the affinity again."
         )
     named = rules.for_features(affinity.features)
     total_bytes = float(sum(spec.num_bytes for spec in specs))
@@ -131,7 +134,7 @@ def prepare(
 def _splits(
     specs: Sequence[TableSpec], rules: PartitionRules, num_towers: int, how: SplitColumns, max_bytes: float
 ) -> dict[str, tuple[int, ...]]:
-    """Where the towers of every category are given, its tables are cut for them; else all tables for all towers."""
+    """Cuts the tables of each category for its towers if their numbers are given; else all tables for all towers."""
     if not rules.towers_per_category:
         return choose_splits(specs, num_towers, how, max_bytes=max_bytes, together=rules.together)
     splits: dict[str, tuple[int, ...]] = {}
@@ -172,7 +175,7 @@ def _parts(
 ) -> list[Part]:
     if not rules.categories:
         return [_part("", blocks, num_towers, balance_ratio, upper)]
-    owned = {name: blocks.of_category(name) for name in rules.categories}
+    owned = {name: blocks.in_category(name) for name in rules.categories}
     counts = dict(rules.towers_per_category) or _allot(owned, num_towers, upper)
     return [_part(name, owned[name], counts[name], balance_ratio, upper) for name in rules.categories]
 
@@ -205,8 +208,8 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float |
 
 
 def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> dict[str, int]:
-    """Towers for each category: as many as its limits need, the others where a tower would have most to carry."""
-    # What is limited is what counts; otherwise the number of features.
+    """Towers for each category: as many as its limits need, the others where the load per tower is largest."""
+    # The limited resource decides; without a limit, the number of features.
     resource = 2 if np.isfinite(upper[2]) else 1 if np.isfinite(upper[1]) else 0
     loads = {name: blocks.loads.sum(axis=1) for name, blocks in owned.items()}
     # A limit is 0 where nothing has any work; a category has no more towers than blocks, whatever it needs, and what is
@@ -263,7 +266,7 @@ class Blocks:
         total = np.add.reduceat(np.add.reduceat(ordered, starts, axis=0), starts, axis=1)
         return total / np.outer(sizes, sizes)
 
-    def of_category(self, category: str) -> Blocks:
+    def in_category(self, category: str) -> Blocks:
         """The blocks of one category."""
         index = [i for i, found in enumerate(self.category) if found == category]
         return Blocks(
@@ -282,7 +285,7 @@ def make_blocks(
     pooling: Mapping[str, float],
     shards: Mapping[str, Sequence[str]],
 ) -> Blocks:
-    """Joins what must share a tower and adds up what it takes.
+    """Joins features that must share a tower and adds up their loads.
 
     Args:
         features: all members to place, column shards included.
@@ -495,7 +498,7 @@ def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...
 
 
 def _even_pieces(steps: int, wanted: int) -> int:
-    """The least number of equal pieces, ``wanted`` or more, of so many steps of width; else single steps."""
+    """The least number of equal pieces of ``steps`` steps, ``wanted`` or more; else single steps."""
     return next((count for count in range(wanted, steps + 1) if steps % count == 0), steps)
 
 

@@ -1,4 +1,4 @@
-"""`PartitionRules`: what a partition must hold besides the number of features per tower, from code or a TOML file."""
+"""`PartitionRules`: constraints on a partition besides the number of features per tower, from code or TOML."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ class PartitionRules:
 
     @property
     def need_tables(self) -> bool:
-        """Whether a limit can only be held if the tables are known."""
+        """True if a limit can only be held if the tables are known."""
         return any(v is not None for v in (self.max_work_ratio, self.max_bytes_ratio, self.max_tower_bytes))
 
     def for_features(self, features: Sequence[str]) -> PartitionRules:
-        """The same rules with every pattern replaced by the features it matches, in the order of ``features``.
+        """Replaces every pattern by the features it matches, in the order of ``features``.
 
         Raises:
             InputError: a name or pattern matches no feature, or a feature is in no category, or in two.
@@ -170,8 +170,8 @@ class PartitionRules:
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:
         """Reads rules from a TOML file whose keys are the fields of this class.
 
-        Limits, ``together`` and ``apart`` stand above the first table (``[categories]`` and the like): TOML takes what
-        is below the head of a table as its contents.
+        Limits, ``together`` and ``apart`` are written above the first table (``[categories]`` and the like): TOML takes
+        what is below the head of a table as its contents.
 
         Raises:
             InputError: the file cannot be read, is not TOML, has a key that is no rule, or a rule within a table.
@@ -188,7 +188,7 @@ class PartitionRules:
             if key not in known:
                 raise InputError(
                     f"{where}: {key!r} is no rule.{did_you_mean(key, known)} The rules are {', '.join(known)}."
-                    f"{_of_limits(key, value)}"
+                    f"{_advice_on_limits(key, value)}"
                 )
             wanted: type = dict if key in ("categories", "towers_per_category", "pooling_factors") else list
             if (key in ("together", "apart") or wanted is dict) and not isinstance(value, wanted):
@@ -203,8 +203,8 @@ class PartitionRules:
             raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}") from error
 
 
-def _of_limits(key: str, value: Any) -> str:
-    """What to say of a table of limits, which looks natural but is none."""
+def _advice_on_limits(key: str, value: Any) -> str:
+    """Advice on a table of limits, which looks natural but is no rule."""
     limits = [name for name in value if name in _LIMITS] if isinstance(value, Mapping) else []
     if key != "limits" and not limits:
         return ""
@@ -222,7 +222,7 @@ def _no_rule_within(table: str, record: Mapping[str, Any], known: Sequence[str],
         }[table]
         if key in known and not is_own:
             raise InputError(
-                f"{where}: {key!r} stands below the table [{table}]; write it above the first table, or TOML takes it "
+                f"{where}: {key!r} is below the table [{table}]; write it above the first table, or TOML takes it "
                 "as part of that table."
             )
 

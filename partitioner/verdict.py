@@ -1,4 +1,4 @@
-"""What the numbers of a partition mean, as sentences that claim no more than the numbers hold."""
+"""Judgements of a partition, as sentences that claim no more than its numbers support."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dmt.partitioner.partition import Comparison, Partition, TowerLoad
+from dmt.partitioner.partition import AffinityComparison, Partition, TowerContents
 
 __all__ = ["Verdict", "deviations_from_random", "judge_balance", "judge_meaning", "judge_stress", "luck_bound"]
 
-# Below so many standard deviations, a plan is called no different from random towers.
+# Below this number of standard deviations, a plan is called no different from random towers.
 _SHOWS = 2.0
-# The bound is on what unrelated affinities give in all but one of so many cases.
+# The bound holds for unrelated affinities in all but one of this number of cases.
 _ODDS = 100.0
 # Limits are ratios of sums, and a tower that just holds one may miss it by rounding.
 _ROUNDING = 1e-9
@@ -32,12 +32,12 @@ class Verdict:
     big: str
     """The number that it rests on, with its unit."""
     what: str
-    """What that number is."""
+    """Name of that number."""
     sentence: str
     """The judgement in a sentence or two."""
 
 
-def deviations_from_random(comparison: Comparison) -> float | None:
+def deviations_from_random(comparison: AffinityComparison) -> float | None:
     """Mean affinity within towers minus that within random towers, in standard deviations of the latter.
 
     Returns:
@@ -45,8 +45,8 @@ def deviations_from_random(comparison: Comparison) -> float | None:
         or random towers do not differ among themselves.
 
     Example:
-        >>> comparison = Comparison(within=0.5, between=0.1, within_strided=0.2, within_random=0.2, std_random=0.1)
-        >>> round(deviations_from_random(comparison), 6)
+        >>> means = {"within": 0.5, "between": 0.1, "within_strided": 0.2, "within_random": 0.2}
+        >>> round(deviations_from_random(AffinityComparison(**means, std_random=0.1)), 6)
         3.0
     """
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
@@ -57,13 +57,13 @@ def deviations_from_random(comparison: Comparison) -> float | None:
 
 
 def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
-    """How many standard deviations the best of all assignments may stand out where the affinities are unrelated.
+    """Bounds the deviation of the best of all assignments if the affinities are unrelated, in standard deviations.
 
-    A partitioner looks for the assignment that stands out, and finds one in noise too: on affinities that are numbers
-    drawn apart, it reached 6 to 8 deviations for 26 features in 8 towers and 17 for 100 in 16. Were the mean affinities
-    of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for fewer than 1 of
-    100 such matrices, whatever their dependence (the union bound on Gaussian tails, P(z > t) < exp(-t^2 / 2)).
-    N counts the ways to deal the features into towers of these sizes, category by category.
+    A partitioner looks for an assignment that differs from random ones, and finds one in noise too: on affinities that
+    are independent numbers, it reached 6 to 8 deviations for 26 features in 8 towers and 17 for 100 in 16. Were the
+    mean affinities of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for
+    fewer than 1 of 100 such matrices, whatever their dependence (the union bound on Gaussian tails,
+    P(z > t) < exp(-t^2 / 2)). N counts the ways to deal the features into towers of these sizes, category by category.
 
     More than that says that the affinities are not unrelated, and no more. The cosines of random vectors are related
     too: where a and b are near each other and so are b and c, a and c are. Untrained embeddings may exceed the bound.
@@ -95,7 +95,7 @@ def _log_ways(sizes: Sequence[int]) -> float:
 
 
 def judge_meaning(partition: Partition) -> Verdict:
-    """What the towers' affinity says, against random towers and against the best of many (`luck_bound`).
+    """Judges the towers' affinity against random towers and against the best of many (`luck_bound`).
 
     It says at most that the affinities have structure. Where that comes from, one training run cannot tell.
     """
@@ -143,7 +143,7 @@ def _what_it_says(reached: float, bound: float) -> str:
 
 
 def judge_stress(partition: Partition) -> Verdict:
-    """How far the picture of the points may be believed."""
+    """Judges how well the points follow the wanted distances."""
     stress = partition.normalized_stress
     word = next(word for bound, word in _STRESS_WORDS if stress <= bound)
     dims = partition.points.shape[1]
@@ -166,7 +166,7 @@ def judge_stress(partition: Partition) -> Verdict:
 
 
 def judge_balance(partition: Partition) -> Verdict:
-    """How even the towers are, and whether they keep the limits."""
+    """Judges how even the towers are, and if they keep the limits."""
     loads, limits = partition.loads, partition.limits
     columns = [
         ("features", [float(load.num_features) for load in loads], None),
@@ -196,7 +196,7 @@ def judge_balance(partition: Partition) -> Verdict:
     )
 
 
-def _judge_sizes(loads: Sequence[TowerLoad], asked: float) -> str:
+def _judge_sizes(loads: Sequence[TowerContents], asked: float) -> str:
     """Sizes are bounded inside each category: the one with the largest ratio is judged, the first of equals."""
     sizes: dict[str, list[int]] = {}
     for load in loads:

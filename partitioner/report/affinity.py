@@ -1,4 +1,4 @@
-"""The affinity matrix in the order of a plan, with its towers boxed (the paper's Figure 9)."""
+"""Picture of the affinity matrix in the order of a plan, with its towers boxed (the paper's Figure 9)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dmt.partitioner.report.style import (
     save_figure,
     tower_color,
     tower_ink,
+    write_text,
 )
 from dmt.plan.towers import TowerPlan
 
@@ -116,18 +117,16 @@ def _draw_towers(axes: Axes, plan: TowerPlan, side: float) -> float:
             _draw_badge(axes, middle, names[number], number, turned=turned)
         start += extent
     if not turned:
-        axes.annotate(
-            "tower", (-0.5, -0.5), xytext=(-6.0, 8.0), textcoords="offset points", ha="right", va="bottom", fontsize=8
-        )
+        write_text(axes, "tower", (-0.5, -0.5), offset=(-6.0, 8.0), ha="right", va="bottom", fontsize=8)
     return 8.0 + (6.5 * longest if turned else 10.0)
 
 
 def _draw_badge(axes: Axes, middle: float, name: str, number: int, *, turned: bool) -> None:
-    axes.annotate(
+    write_text(
+        axes,
         name,
         (middle, -0.5),
-        xytext=(0.0, 8.0),
-        textcoords="offset points",
+        offset=(0.0, 8.0),
         ha="center",
         va="bottom",
         rotation=90 if turned else 0,
@@ -135,7 +134,6 @@ def _draw_badge(axes: Axes, middle: float, name: str, number: int, *, turned: bo
         fontweight="bold",
         color=tower_ink(number),
         bbox={"boxstyle": "round,pad=0.25", "facecolor": tower_color(number), "edgecolor": "none"},
-        annotation_clip=False,
     )
 
 

@@ -1,4 +1,4 @@
-"""What each tower carries: features, work and bytes."""
+"""Bar charts of the load of each tower: features, work and bytes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dmt.partitioner.report.style import (
     new_figure,
     save_figure,
     tower_color,
+    write_text,
 )
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_balance"]
 
-# Up to so many towers, bars have their tower's colour and name; beyond, colours would only flicker.
+# Up to this number of towers, bars have their tower's colour and name; beyond, colours would only flicker.
 MOST_NAMED, MOST_LETTERS = 32, 18
 BAR_COLOR, MEAN_COLOR, LIMIT_COLOR = "#848DA6", "#222222", "#B3261E"
 
@@ -42,7 +43,7 @@ class _Panel:
     scale: float = 1.0
     """Divides the values for the axis."""
     whole: bool = False
-    """Whether the values are counts."""
+    """True if the values are counts."""
     unit: str = ""
 
     def text(self, value: float) -> str:
@@ -50,24 +51,13 @@ class _Panel:
 
 
 def plot_balance(partition: Partition, path: str | os.PathLike[str]) -> Path:
-    """Draws what each tower carries, one panel for each of features, work and bytes that is known.
+    """Draws the load of each tower, one panel for each of features, work and bytes that is known.
 
     Every panel has a line at the mean over towers, one at the limit where all towers have the same, and the largest
     tower over the mean in its title: the factor by which the slowest tower holds the others up. Up to 32 towers have
     their colours and names.
 
-    Args:
-        partition: with its loads (work in elements read per sample, memory in bytes) and limits.
-        path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
-
-    Returns:
-        The path written.
-
-    Raises:
-        InputError: the suffix is no picture format, or the file cannot be written.
-
-    Example:
-        See `plot_coordinates`, which takes the same arguments.
+    `plot_coordinates` takes the same arguments, returns and raises the same.
     """
     panels = _panels(partition)
     count = len(partition.loads)
@@ -96,7 +86,7 @@ def _panels(partition: Partition) -> list[_Panel]:
 
 
 def _most_features(partition: Partition) -> float | None:
-    """What a tower may have; None where nothing was asked for, or categories differ in it."""
+    """Limit on the features of a tower; None if there is none or categories differ in it."""
     ratio = partition.limits.balance_ratio
     if ratio is None:
         return None
@@ -142,19 +132,10 @@ def _label_lines(axes: Axes, lines: Sequence[tuple[str, float, str]]) -> None:
     """Writes each line's label right of the axes; labels of lines that are near each other part up and down."""
     ordered = sorted(lines, key=lambda line: line[1])
     near = ordered[-1][1] - ordered[0][1] < 0.12 * axes.get_ylim()[1]
-    for place, (label, height, color) in enumerate(ordered):
-        shift = (-6.5, 6.5)[place] if near and len(ordered) > 1 else 0.0
-        axes.annotate(
-            label,
-            (1.0, height),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(6.0, shift),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=color,
-            annotation_clip=False,
-        )
+    for rank, (label, height, color) in enumerate(ordered):
+        shift = (-6.5, 6.5)[rank] if near and len(ordered) > 1 else 0.0
+        place, coords = (1.0, height), axes.get_yaxis_transform()
+        write_text(axes, label, place, offset=(6.0, shift), coords=coords, va="center", color=color)
 
 
 def _name_towers(axes: Axes, names: Sequence[str]) -> None:

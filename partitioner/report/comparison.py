@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dmt.partitioner.partition import Comparison, Partition
-from dmt.partitioner.report.style import INK, SOFT, add_title, dress_axes, new_figure, save_figure
+from dmt.partitioner.partition import AffinityComparison, Partition
+from dmt.partitioner.report.style import SOFT, add_title, dress_axes, new_figure, save_figure, write_text
 from dmt.partitioner.verdict import deviations_from_random
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_comparison"]
 
-# Field of `Comparison`, its words, marker and colour; told apart by place and marker, colour only helps.
+# Field of `AffinityComparison`, its words, marker and colour; told apart by place and marker, colour only helps.
 _ROWS = (
     ("within", "in one tower of this plan", "o", "#0072B2"),
     ("between", "in different towers of this plan", "D", "#848DA6"),
@@ -30,18 +30,8 @@ def plot_comparison(partition: Partition, path: str | os.PathLike[str]) -> Path:
     One panel per strategy that was tried, the chosen one on top, on one axis. Random towers have a bar of one standard
     deviation to either side. A mean that does not exist (towers of one feature; a single tower) is said to be absent.
 
-    Args:
-        partition: with its comparison (DMT paper, section 5.2.3 for the naive towers), and its alternatives.
-        path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
-
-    Returns:
-        The path written.
-
-    Raises:
-        InputError: the suffix is no picture format, or the file cannot be written.
-
-    Example:
-        See `plot_coordinates`, which takes the same arguments.
+    Naive towers are those of the paper's section 5.2.3. `plot_coordinates` takes the same arguments, returns and raises
+    the same.
     """
     shown = list(partition.every)
     figure = new_figure(path, size=(6.2, 0.5 + 2.0 * len(shown)), caller="plot_comparison", layout=None)
@@ -56,18 +46,12 @@ def plot_comparison(partition: Partition, path: str | os.PathLike[str]) -> Path:
     return save_figure(figure, path, caller="plot_comparison")
 
 
-def _draw(axes: Axes, comparison: Comparison) -> None:
+def _draw(axes: Axes, comparison: AffinityComparison) -> None:
     for row, (key, _, marker, color) in enumerate(_ROWS):
         value = getattr(comparison, key)
         if value is None:
-            axes.annotate(
-                "no such pair",
-                (0.01, row),
-                xycoords=axes.get_yaxis_transform(),
-                va="center",
-                fontsize=9,
-                color=SOFT,
-            )
+            coords = axes.get_yaxis_transform()
+            write_text(axes, "no such pair", (0.01, row), offset=(0.0, 0.0), coords=coords, va="center", color=SOFT)
             continue
         error = comparison.std_random if key == "within_random" else None
         axes.errorbar(
@@ -82,24 +66,15 @@ def _draw(axes: Axes, comparison: Comparison) -> None:
             capsize=5,
             zorder=3,
         )
-        spread = "" if error is None else f" \u00b1 {error:.4f}"
-        axes.annotate(
-            f"{value:.4f}{spread}",
-            (1.0, row),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(8.0, 0.0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=INK,
-            annotation_clip=False,
-        )
+        deviation = "" if error is None else f" \u00b1 {error:.4f}"
+        coords = axes.get_yaxis_transform()
+        write_text(axes, f"{value:.4f}{deviation}", (1.0, row), offset=(8.0, 0.0), coords=coords, va="center")
     axes.set_yticks(range(len(_ROWS)), [words for _, words, _, _ in _ROWS])
     axes.set_ylim(len(_ROWS) - 0.5, -0.5)
     dress_axes(axes, grid="x")
 
 
-def _set_range(axes: Axes, comparisons: list[Comparison]) -> None:
+def _set_range(axes: Axes, comparisons: list[AffinityComparison]) -> None:
     """From zero where that does not squeeze the differences, else around the values."""
     ends = []
     for comparison in comparisons:
@@ -114,7 +89,7 @@ def _set_range(axes: Axes, comparisons: list[Comparison]) -> None:
     axes.set_xlim(low - slack, high + slack)
 
 
-def _distance(comparison: Comparison) -> str:
+def _distance(comparison: AffinityComparison) -> str:
     deviations = deviations_from_random(comparison)
     if deviations is None:
         return ""

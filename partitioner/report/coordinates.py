@@ -1,17 +1,16 @@
-"""The features as points in a plane, tower by tower: what the partitioner grouped."""
+"""Picture of the features as points in a plane, tower by tower."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmt.formatting import counted
 from dmt.partitioner.partition import Partition
-from dmt.partitioner.report.labels import LabelPlacer
 from dmt.partitioner.report.style import (
     INK,
     SOFT,
@@ -23,29 +22,34 @@ from dmt.partitioner.report.style import (
     tower_color,
     tower_ink,
     tower_marker,
+    write_text,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_coordinates", "principal_axes"]
+__all__ = ["LabelPlacer", "plot_coordinates", "principal_axes"]
 
 MOST_LABELLED, MOST_LETTERS, MOST_TOWER_LETTERS = 64, 28, 18
-# What a small distance in the picture means; the distances are those of `dmt.partitioner.embed.distances`.
-DISTANCES = {
+# Meaning of a small distance in the picture; the distances are those of `dmt.partitioner.embed.distances`.
+MEANINGS = {
     "coherent": "near = alike (distance 1 - affinity)",
     "diverse": "near = unlike (distance = affinity)",
 }
+# A label is tried in these directions, at these distances from its point, with this margin around it; both in points.
+# Beyond the first distance a thin line leads back to the point.
+DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
+DISTANCES = (2.0, 9.0, 18.0, 30.0)
+MARGIN = 1.0
 
 
 def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path:
     """Draws the features where the embedding of their distances put them (DMT paper, section 3.3), tower by tower.
 
-    Every point is tied to the centre of its tower by a line, so that membership does not hang on colours alone; up
-    to 64 towers differ in colour or marker, and every tower has its name beside its centre. The features are named up
-    to 64 of them. Names and tower names move aside to stay apart from each other, or are left out where there is
-    no room; the subtitle counts those. The axes have one scale, shown by a bar; they have no ticks, as only
-    distances mean something.
+    A line ties every point to the centre of its tower, so that membership does not depend on colours alone; up to 64
+    towers differ in colour or marker, and every tower has its name beside its centre. Up to 64 features are named.
+    Names move aside to stay apart from each other, or are left out if there is no room; the subtitle counts those. The
+    axes have one scale, shown by a bar, and no ticks, as only distances mean something.
 
     Points in more than two dimensions are shown along the two principal axes, and the subtitle says which share of
     the variance they hold. Points in one dimension lie on a line.
@@ -62,21 +66,9 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
 
     Example:
         >>> import tempfile
-        >>> from dmt.partitioner import FeatureAffinity
-        >>> from dmt.partitioner.partition import Comparison, TowerLimits, TowerLoad
-        >>> from dmt.plan.towers import TowerPlan
-        >>> partition = Partition(
-        ...     plan=TowerPlan.from_lists([["a", "b"], ["c"]], strategy="coherent"),
-        ...     affinity=FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"]),
-        ...     points=np.array([[0.0, 0.0], [0.1, 0.0], [0.0, 1.0]]),
-        ...     stress=0.0,
-        ...     normalized_stress=0.0,
-        ...     loads=(TowerLoad(name="tower_0", num_features=2), TowerLoad(name="tower_1", num_features=1)),
-        ...     limits=TowerLimits(),
-        ...     comparison=Comparison(
-        ...         within=0.9, between=0.0, within_strided=0.0, within_random=0.3, std_random=0.4
-        ...     ),
-        ... )
+        >>> from dmt.partitioner import FeatureAffinity, TowerPartitioner
+        >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
+        >>> partition = TowerPartitioner(num_towers=2).partition(affinity)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     plot_coordinates(partition, f"{folder}/coordinates.png").name
         'coordinates.png'
@@ -210,7 +202,7 @@ def _write_names(
     shorten = name_shortener(MOST_LETTERS)
     names_missing = sum(
         not placer.write(
-            shorten(name), place, gap=radius, fontsize=8.0, color=INK, zorder=4, leader="#9AA1AD", centred=False
+            shorten(name), place, gap=radius, leader="#9AA1AD", fontsize=8.0, color=INK, zorder=4, centred=False
         )
         for name, place in zip(partition.affinity.features, pixels, strict=True)
     )
@@ -229,23 +221,14 @@ def _draw_scale(axes: Axes) -> None:
         [start, start + length], [-0.03, -0.03], color=SOFT, linewidth=2.2, transform=transform, clip_on=False,
         solid_capstyle="butt",
     )  # fmt: skip
-    axes.annotate(
-        f"distance {length:g}",
-        (start + length, -0.03),
-        xycoords=transform,
-        xytext=(6.0, 0.0),
-        textcoords="offset points",
-        va="center",
-        fontsize=9,
-        color=SOFT,
-        annotation_clip=False,
-    )
+    place = (start + length, -0.03)
+    write_text(axes, f"distance {length:g}", place, offset=(6.0, 0.0), coords=transform, va="center", color=SOFT)
 
 
 def _title(partition: Partition, share: float, missing: tuple[int, int]) -> list[str]:
     plan, dims = partition.plan, partition.points.shape[1]
     heading = f"{counted(len(plan.features), 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
-    meaning = [DISTANCES[plan.strategy]] if plan.strategy in DISTANCES else []
+    meaning = [MEANINGS[plan.strategy]] if plan.strategy in MEANINGS else []
     meaning.append(f"normalized stress {partition.normalized_stress:.3f} (0 is perfect, above 0.2 is poor)")
     remarks = []
     if dims > 2:
@@ -256,3 +239,88 @@ def _title(partition: Partition, share: float, missing: tuple[int, int]) -> list
         if number
     ]
     return [heading, "; ".join(meaning), *(["; ".join(remarks)] if remarks else [])]
+
+
+class LabelPlacer:
+    """Writes labels into axes, each at the first place near its point that is still free.
+
+    The axes must not be resized afterwards: boxes are kept in pixels.
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        figure = axes.get_figure()
+        assert figure is not None, "the axes were made by a figure"
+        canvas = figure.canvas
+        assert isinstance(canvas, FigureCanvasAgg), "other canvases measure text when they write a file only"
+        self._axes = axes
+        self._renderer = canvas.get_renderer()
+        self._pixels_per_point = figure.dpi / 72
+        # [K, 4]: left, bottom, right, top of everything that labels must not cover.
+        self._taken = np.empty((0, 4))
+
+    def block(self, places: NDArray[np.float64], radius: float) -> None:
+        """Keeps labels off the squares of half side ``radius`` around ``places`` [K, 2], in pixels."""
+        self._taken = np.concatenate([self._taken, np.hstack([places - radius, places + radius])])
+
+    def write(
+        self,
+        label: str,
+        place: NDArray[np.float64],
+        *,
+        gap: float,
+        leader: str | None = None,
+        centred: bool = True,
+        **style: Any,
+    ) -> bool:
+        """Writes ``label`` near ``place`` [2] (pixels); returns False, and writes nothing, if there is no room.
+
+        Args:
+            label: the text.
+            place: of the point, in pixels.
+            gap: radius of the marker around the point, in pixels.
+            leader: colour of the line from a label that had to move away; None for no line.
+            centred: try the point itself first.
+            style: further properties of the text.
+        """
+        text = self._axes.text(*self._to_data(place), label, ha="center", va="center", parse_math=False, **style)
+        extent = text.get_window_extent(self._renderer)
+        patch = text.get_bbox_patch()
+        if patch is not None:
+            text.update_bbox_position_size(self._renderer)
+            extent = patch.get_window_extent(self._renderer)
+        half = np.array([extent.width, extent.height]) / 2 + MARGIN * self._pixels_per_point
+        found = self._free_place(place, half, gap, centred=centred)
+        if found is None:
+            text.remove()
+            return False
+        text.set_position(self._to_data(found))
+        self._taken = np.vstack([self._taken, np.concatenate([found - half, found + half])])
+        edge = np.clip(place, found - half, found + half)
+        if leader is not None and np.abs(edge - place).max() > gap + 2 * DISTANCES[0] * self._pixels_per_point:
+            ends = np.transpose([self._to_data(place), self._to_data(edge)])
+            self._axes.plot(*ends, color=leader, linewidth=0.6, scalex=False, scaley=False, zorder=1.5)
+        return True
+
+    def _to_data(self, place: NDArray[np.float64]) -> tuple[float, float]:
+        """Pixels to data coordinates, which stay true when the picture is cropped or written at another resolution."""
+        x, y = self._axes.transData.inverted().transform(place)
+        return float(x), float(y)
+
+    def _free_place(
+        self, place: NDArray[np.float64], half: NDArray[np.float64], gap: float, *, centred: bool
+    ) -> NDArray[np.float64] | None:
+        """Centre of the first free box; None if there is none."""
+        frame = self._axes.get_window_extent(self._renderer)
+        candidates = [place] if centred else []
+        for distance in DISTANCES:
+            reach = half + gap + distance * self._pixels_per_point
+            candidates += [place + reach * np.array(way) for way in DIRECTIONS]
+        for centre in candidates:
+            low, high = centre - half, centre + half
+            inside = low[0] >= frame.x0 and low[1] >= frame.y0 and high[0] <= frame.x1 and high[1] <= frame.y1
+            clear = (low >= self._taken[:, 2:]) | (high <= self._taken[:, :2])
+            if inside and clear.any(axis=1).all():
+                return centre
+        return None

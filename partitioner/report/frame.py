@@ -1,4 +1,4 @@
-"""HTML pages in one file: templates that share one frame (``base.html``), pictures inside, nothing loaded."""
+"""The frame of HTML reports: templates that extend ``base.html``, with pictures inside and nothing loaded."""
 
 from __future__ import annotations
 
@@ -16,18 +16,10 @@ _PICTURE_KINDS = {".png": "image/png", ".svg": "image/svg+xml", ".jpg": "image/j
 
 
 def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[str, Any]) -> Path:
-    """Fills in a Jinja2 template and writes the page; an existing file is replaced.
+    """Fills in a Jinja2 template and writes the page (UTF-8); an existing file is replaced, missing folders are made.
 
     Whatever the context holds is escaped, and a name that is absent from it is an error. A template may extend
     ``base.html`` of this package, which asks for ``notes`` and ``cards``.
-
-    Args:
-        template: the template file.
-        path: the HTML file to write (UTF-8); missing folders are made.
-        context: what the template refers to, by name.
-
-    Returns:
-        The path written.
 
     Raises:
         InputError: the file cannot be written.
@@ -68,13 +60,6 @@ def data_uri(picture: str | os.PathLike[str], *, place: str) -> str:
 
     Raises:
         InputError: the file is of another kind or cannot be read.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "dot.svg").write_text("<svg/>")
-        ...     data_uri(Path(folder, "dot.svg"), place="write_report: affinity_picture")
-        'data:image/svg+xml;base64,PHN2Zy8+'
     """
     kind = _PICTURE_KINDS.get(Path(picture).suffix.lower())
     if kind is None:

@@ -18,12 +18,12 @@ from dmt.formatting import counted, human_bytes
 from dmt.partitioner.partition import Partition
 from dmt.partitioner.report import plot_affinity, plot_balance, plot_comparison, plot_coordinates
 from dmt.partitioner.report.frame import data_uri, render_page
-from dmt.partitioner.report.style import tower_color, tower_ink
+from dmt.partitioner.report.style import tower_badges
 from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
 
 __all__ = ["write_partition_report"]
 
-# Beyond so many features, their lists start closed.
+# Above this number of features, their lists start closed.
 MOST_SHOWN = 64
 _PACKAGES = ("dmt-recsys", "torch", "numpy", "k-means-constrained", "matplotlib")
 
@@ -47,19 +47,9 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
 
     Example:
         >>> import tempfile
-        >>> from dmt.partitioner.affinity import FeatureAffinity
-        >>> from dmt.partitioner.partition import Comparison, TowerLimits, TowerLoad
-        >>> from dmt.plan.towers import TowerPlan
-        >>> partition = Partition(
-        ...     plan=TowerPlan.from_lists([["a", "b"], ["c"]], strategy="coherent"),
-        ...     affinity=FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"]),
-        ...     points=np.array([[0.0, 0.0], [0.1, 0.0], [0.0, 1.0]]),
-        ...     stress=0.0,
-        ...     normalized_stress=0.0,
-        ...     loads=(TowerLoad(name="tower_0", num_features=2), TowerLoad(name="tower_1", num_features=1)),
-        ...     limits=TowerLimits(),
-        ...     comparison=Comparison(within=0.9, between=0.0, within_strided=0.0, within_random=0.3, std_random=0.4),
-        ... )
+        >>> from dmt.partitioner import FeatureAffinity, TowerPartitioner
+        >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
+        >>> partition = TowerPartitioner(num_towers=2).partition(affinity)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     "3 features in 2 coherent towers" in write_partition_report(partition, folder).read_text()
         True
@@ -80,16 +70,7 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
         "meaning": meaning.sentence,
         "cards": _cards(partition),
         "columns": columns,
-        "towers": [
-            {
-                "name": tower.name,
-                "color": tower_color(number),
-                "ink": tower_ink(number),
-                "features": tower.features,
-                "cells": cells[number],
-            }
-            for number, tower in enumerate(plan.towers)
-        ],
+        "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)],
         "few_features": features <= MOST_SHOWN,
         "strategies": list(_strategies(partition, target)),
         "comparison_picture": _picture(plot_comparison(partition, target / "comparison.png")),

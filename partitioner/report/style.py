@@ -1,4 +1,4 @@
-"""Colours, markers, names and files that all pictures of a partition share."""
+"""Colours, markers, names and files that all pictures share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import unicodedata
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dmt.errors import InputError
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import LayoutEngine
+
+    from dmt.plan.towers import TowerPlan
 
 __all__ = [
     "INK",
@@ -28,9 +31,11 @@ __all__ = [
     "name_shortener",
     "new_figure",
     "save_figure",
+    "tower_badges",
     "tower_color",
     "tower_ink",
     "tower_marker",
+    "write_text",
 ]
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; reordered so that neighbours differ most.
@@ -45,47 +50,35 @@ ABSENT = "\u25a1"
 
 
 def tower_color(number: int) -> str:
-    """The colour of tower ``number``, the same in every picture and on the pages; repeats after eight towers.
-
-    Example:
-        >>> tower_color(0), tower_color(8)
-        ('#0072B2', '#0072B2')
-    """
+    """Colour of tower ``number``, the same in every picture and on the pages; repeats after eight towers."""
     return TOWER_COLORS[number % len(TOWER_COLORS)]
 
 
 def tower_ink(number: int) -> str:
-    """The colour of letters on `tower_color`.
-
-    Example:
-        >>> tower_ink(0), tower_ink(1)
-        ('#FFFFFF', '#000000')
-    """
+    """Colour of letters on `tower_color`."""
     return "#000000" if tower_color(number) in LIGHT_COLORS else "#FFFFFF"
 
 
-def tower_marker(number: int) -> str:
-    """The marker of tower ``number``: another one whenever the colours begin again.
+def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
+    """Name, features, colour and ink of each tower, for a page."""
+    return [
+        {"name": tower.name, "features": tower.features, "color": tower_color(number), "ink": tower_ink(number)}
+        for number, tower in enumerate(plan.towers)
+    ]
 
-    Example:
-        >>> tower_marker(7), tower_marker(8)
-        ('o', 's')
-    """
+
+def tower_marker(number: int) -> str:
+    """Marker of tower ``number``, a new one whenever the colours begin again."""
     return TOWER_MARKERS[number // len(TOWER_COLORS) % len(TOWER_MARKERS)]
 
 
 def label_of(tower: str) -> str:
-    """A tower's name in a picture: the bare number of a default name.
-
-    Example:
-        >>> label_of("tower_12"), label_of("user")
-        ('12', 'user')
-    """
+    """Name of a tower in a picture; a default name such as ``tower_12`` becomes its number."""
     return tower.removeprefix("tower_")
 
 
 def name_shortener(most: int | None = None) -> Callable[[str], str]:
-    """A function that makes names from outside fit for a picture.
+    """Returns a function that makes any name drawable.
 
     Control characters become spaces, characters that matplotlib's fonts cannot draw a square (matplotlib would warn
     about every one), and of names longer than ``most`` characters the middle is left out, as names of features tend to
@@ -115,22 +108,18 @@ def _shorten(name: str, *, known: frozenset[int], most: int | None) -> str:
 
 
 def new_figure(
-    path: str | os.PathLike[str], *, size: tuple[float, float], caller: str, layout: Literal["constrained"] | None
+    path: str | os.PathLike[str],
+    *,
+    size: tuple[float, float],
+    caller: str,
+    layout: LayoutEngine | Literal["constrained"] | None,
 ) -> Figure:
-    """A figure of its own, for a file at ``path``; nothing of ``pyplot`` is involved.
+    """Makes a figure of ``size`` inches for a file at ``path``, without ``pyplot`` and its global state.
 
-    Args:
-        path: the file that will be written.
-        size: width and height in inches.
-        caller: name of the public function, for the error.
-        layout: matplotlib's layout engine (``"constrained"``), or None for axes that are placed by hand.
+    ``layout`` is matplotlib's layout engine, None for axes that are placed by hand; the error names ``caller``.
 
     Raises:
         InputError: the suffix of ``path`` is no picture format.
-
-    Example:
-        >>> new_figure("towers.png", size=(6.0, 4.0), caller="plot_balance", layout=None).get_size_inches().tolist()
-        [6.0, 4.0]
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -163,30 +152,31 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, caller: str) ->
     return target
 
 
+def write_text(
+    axes: Axes,
+    text: str,
+    place: tuple[float, float],
+    *,
+    offset: tuple[float, float],
+    coords: Any = "data",
+    **style: Any,
+) -> None:
+    """Writes text at an offset in points from a place, also outside the axes; 9 points high by default."""
+    style.setdefault("color", INK)
+    style.setdefault("fontsize", 9)
+    axes.annotate(
+        text, place, xycoords=coords, xytext=offset, textcoords="offset points", annotation_clip=False, **style
+    )
+
+
 def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
     """A heading and smaller lines under it, flush left above the axes; ``pad`` is in points."""
     heading, *rest = lines
+    above: dict[str, Any] = {"coords": "axes fraction", "va": "bottom"}
     for number, line in enumerate(reversed(rest)):
-        axes.annotate(
-            line,
-            (0.0, 1.0),
-            xycoords="axes fraction",
-            xytext=(0.0, pad + 13.0 * number),
-            textcoords="offset points",
-            fontsize=9,
-            color=SOFT,
-            va="bottom",
-        )
-    axes.annotate(
-        heading,
-        (0.0, 1.0),
-        xycoords="axes fraction",
-        xytext=(0.0, pad + 13.0 * len(rest) + (2.0 if rest else 0.0)),
-        textcoords="offset points",
-        fontsize=11.5,
-        color=INK,
-        va="bottom",
-    )
+        write_text(axes, line, (0.0, 1.0), offset=(0.0, pad + 13.0 * number), color=SOFT, **above)
+    height = pad + 13.0 * len(rest) + (2.0 if rest else 0.0)
+    write_text(axes, heading, (0.0, 1.0), offset=(0.0, height), fontsize=11.5, **above)
 
 
 def dress_axes(axes: Axes, *, grid: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.comparison import tower_affinity
-from dmt.partitioner.partition import Comparison, Partition, TowerLimits, TowerLoad
+from dmt.partitioner.partition import AffinityComparison, Partition, TowerContents, TowerLimits
 from dmt.plan.towers import TowerPlan
 
 BALANCED = TowerLimits(balance_ratio=1.0)
@@ -48,7 +48,7 @@ def made_up_partition(
     )
     within, between = tower_affinity(affinity, plan)
     loads = tuple(
-        TowerLoad(
+        TowerContents(
             name=tower.name,
             num_features=len(tower.features),
             work=float(rng.integers(800, 1200)) if tables else None,
@@ -64,6 +64,8 @@ def made_up_partition(
         normalized_stress=0.08,
         loads=loads,
         limits=limits,
-        comparison=Comparison(within=within, between=between, within_strided=0.21, within_random=0.2, std_random=0.02),
+        comparison=AffinityComparison(
+            within=within, between=between, within_strided=0.21, within_random=0.2, std_random=0.02
+        ),
     )
     return dataclasses.replace(made, **fields)

@@ -80,7 +80,7 @@ def test_what_is_apart_is_so_for_whole_blocks_and_all_shards():
 
 def test_a_category_takes_its_own():
     blocks = blocks_of("abcd", categories={"x": ["b", "d"], "y": ["a", "c"]}, apart=[["b", "d"], ["a", "d"]])
-    own = blocks.of_category("x")
+    own = blocks.in_category("x")
     assert (own.names, own.category, own.apart.tolist()) == (
         (("b",), ("d",)),
         ("x", "x"),

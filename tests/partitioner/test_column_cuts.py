@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import dmt.partitioner.partitioner
+import dmt.partitioner.cluster
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
 from dmt.partitioner.problem import choose_splits, members_affinity
@@ -17,8 +17,8 @@ from tests.partitioner.instances import affinity_of, quick_points, sets, tables_
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(dmt.partitioner.partitioner, "embed_distances", quick_points)
-    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_STARTS", 4)
-    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_SHAKES", 2)
+    monkeypatch.setattr(dmt.partitioner.cluster, "NUM_STARTS", 4)
+    monkeypatch.setattr(dmt.partitioner.cluster, "NUM_PERTURBATIONS", 2)
 
 
 AFFINITY = affinity_of([f"C{i}" for i in range(26)])

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-import dmt.partitioner.partitioner
+import dmt.partitioner.cluster
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
 from dmt.plan.tables import TableSpec
@@ -19,8 +19,8 @@ from tests.partitioner.instances import affinity_of, quick_points, sets, tables_
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(dmt.partitioner.partitioner, "embed_distances", quick_points)
-    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_STARTS", 4)
-    monkeypatch.setattr(dmt.partitioner.partitioner, "NUM_PERTURBATIONS", 2)
+    monkeypatch.setattr(dmt.partitioner.cluster, "NUM_STARTS", 4)
+    monkeypatch.setattr(dmt.partitioner.cluster, "NUM_PERTURBATIONS", 2)
 
 
 def random_model(seed, num_features=18):

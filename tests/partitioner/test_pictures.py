@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.partition import Comparison, TowerLimits
+from dmt.partitioner.partition import AffinityComparison, TowerLimits
 from dmt.partitioner.report import (
     LIGHT_COLORS,
     TOWER_COLORS,
@@ -22,8 +22,7 @@ from dmt.partitioner.report import (
     plot_comparison,
     plot_coordinates,
 )
-from dmt.partitioner.report.coordinates import principal_axes
-from dmt.partitioner.report.labels import LabelPlacer
+from dmt.partitioner.report.coordinates import LabelPlacer, principal_axes
 from dmt.partitioner.report.style import name_shortener, tower_color, tower_marker
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.partitions import made_up_partition
@@ -235,7 +234,7 @@ def test_labels_stay_apart_from_each_other_and_from_points():
 
 
 def test_the_comparison_shows_every_strategy_and_number(tmp_path):
-    numbers = Comparison(within=0.05, between=0.31, within_strided=0.22, within_random=0.2, std_random=0.05)
+    numbers = AffinityComparison(within=0.05, between=0.31, within_strided=0.22, within_random=0.2, std_random=0.05)
     other = made_up_partition(strategy="diverse", comparison=numbers)
     words = words_of(plot_comparison, made_up_partition(alternatives=(other,)), tmp_path)
     assert any(re.fullmatch(r"coherent \(chosen\): \d+\.\d standard deviations above random towers", w) for w in words)
@@ -244,7 +243,7 @@ def test_the_comparison_shows_every_strategy_and_number(tmp_path):
 
 
 def test_means_that_do_not_exist_are_said_to_be_absent(tmp_path):
-    none = Comparison(within=None, between=0.3, within_strided=None, within_random=None, std_random=None)
+    none = AffinityComparison(within=None, between=0.3, within_strided=None, within_random=None, std_random=None)
     words = words_of(plot_comparison, made_up_partition(comparison=none), tmp_path)
     assert words.count("no such pair") == 3
     assert "coherent" in words

@@ -13,7 +13,7 @@ import pytest
 from dmt.errors import InputError
 from dmt.formatting import human_bytes
 from dmt.partitioner.comparison import compare_towers
-from dmt.partitioner.partition import Comparison, TowerLimits
+from dmt.partitioner.partition import AffinityComparison, TowerLimits
 from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.page import write_partition_report
 from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
@@ -21,7 +21,7 @@ from tests.partitioner.partitions import made_up_partition
 
 
 def comparison(within, *, mean=0.2, std=0.01):
-    return Comparison(within=within, between=0.2, within_strided=0.2, within_random=mean, std_random=std)
+    return AffinityComparison(within=within, between=0.2, within_strided=0.2, within_random=mean, std_random=std)
 
 
 BEYOND = (
@@ -335,7 +335,7 @@ def test_long_lists_start_closed_and_unknown_columns_are_left_out(tmp_path):
 
 
 def test_towers_of_one_feature_have_no_affinity_within(tmp_path):
-    none = Comparison(within=None, between=0.2, within_strided=None, within_random=None, std_random=None)
+    none = AffinityComparison(within=None, between=0.2, within_strided=None, within_random=None, std_random=None)
     text = Page(write_partition_report(made_up_partition(2, 2, comparison=none, tables=False), tmp_path)).text
     assert "tower_0 f0 1 - tower_1 f1 1 -" in text
     assert "not known distance from random towers" in text

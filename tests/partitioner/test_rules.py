@@ -174,19 +174,19 @@ def test_a_file_holds_every_rule(tmp_path):
         ),
         (
             "[categories]\nuser = ['a']\nmax_work_ratio = 1.5",
-            r"'max_work_ratio' stands below the table \[categories\]; write it above the first table",
+            r"'max_work_ratio' is below the table \[categories\]; write it above the first table",
         ),
         (
             "[categories]\nuser = ['a']\n\napart = [['a', 'b']]",
-            r"'apart' stands below the table \[categories\]; write it above the first table",
+            r"'apart' is below the table \[categories\]; write it above the first table",
         ),
         (
             "[pooling_factors]\na = 2\nmax_work_ratio = 1.5",
-            r"'max_work_ratio' stands below the table \[pooling_factors\]",
+            r"'max_work_ratio' is below the table \[pooling_factors\]",
         ),
         (
             "categories.user = ['a']\n[towers_per_category]\nuser = 2\nmax_tower_bytes = 9",
-            r"'max_tower_bytes' stands below the table \[towers_per_category\]",
+            r"'max_tower_bytes' is below the table \[towers_per_category\]",
         ),
         ("[category]\nuser = ['a']", r"'category' is no rule\. Did you mean 'categories'"),
         ("categories = ['a']", r"categories = \['a'\] must be a table"),

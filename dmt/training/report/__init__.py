@@ -1,13 +1,12 @@
 """The page that ``dmt demo`` leaves behind: two runs side by side, their towers, and what the numbers mean.
 
-`finding` is arithmetic, `curves` draws, `sharding` lists where tables live, `page` puts everything into one HTML file
-that needs nothing beside it.
+`comparison` is arithmetic, `curves` draws, `page` puts everything into one HTML file that needs nothing beside it.
 """
 
 from __future__ import annotations
 
+from dmt.training.report.comparison import RunComparison, auc_standard_error, compare_runs
 from dmt.training.report.curves import plot_curves
-from dmt.training.report.finding import Finding, auc_standard_error, compare_runs
 from dmt.training.report.page import write_report
 
-__all__ = ["Finding", "auc_standard_error", "compare_runs", "plot_curves", "write_report"]
+__all__ = ["RunComparison", "auc_standard_error", "compare_runs", "plot_curves", "write_report"]

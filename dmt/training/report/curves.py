@@ -1,4 +1,4 @@
-"""The training curves of one or more runs in one picture, drawn without a display and without global state."""
+"""Picture of the training curves of one or more runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError
+from dmt.partitioner.report.style import dress_axes, new_figure, save_figure
 from dmt.training.records import read_curves
-from dmt.training.report.finding import auc_standard_error
+from dmt.training.report.comparison import auc_standard_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +53,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         The path written.
 
     Raises:
-        InputError: no run, a folder without readable curves, or an unknown picture format.
+        InputError: no run, a folder without readable curves, an unknown picture format, or a path that is not writable.
 
     Example:
         >>> import tempfile
@@ -62,18 +63,13 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         ...     plot_curves({"flat": Path(folder)}, Path(folder, "curves.png")).name
         'curves.png'
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     if not runs:
         raise InputError("plot_curves: runs is empty. Give at least one name and its output folder.")
-    target = Path(path)
     curves = {name: _read(name, Path(folder)) for name, folder in runs.items()}
-    figure = Figure(figsize=(8.4, 6.2), layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, hspace=0.04))
-    formats = FigureCanvasAgg(figure).get_supported_filetypes()
-    if target.suffix.lstrip(".").lower() not in formats:
-        raise InputError(f"plot_curves: path={str(path)!r} needs a suffix that is one of {', '.join(sorted(formats))}.")
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, hspace=0.04)
+    figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves", layout=layout)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.05))
     places = (grid[0, :], grid[1, 0], grid[1, 1])
     last = max(float(steps.max()) for run in curves.values() for steps, _ in run.values())
@@ -90,13 +86,11 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     # "_x" is how matplotlib hides a label; names come from outside.
     labels = [f" {name}" if name.startswith("_") else name for name in curves]
     figure.legend(handles, labels, loc="outside upper left", ncols=min(3, len(labels)), frameon=False, fontsize=11)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=150)
-    return target
+    return save_figure(figure, path, caller="plot_curves")
 
 
 def smooth(values: ArrayLike) -> NDArray[np.float64]:
-    """A centred mean over about a tenth of the values, which does not lag behind as an exponential one does.
+    """Takes a centred mean over about a tenth of the values, which does not lag behind as an exponential one does.
 
     Towards the ends the window shrinks on both sides, so a steep beginning is not flattened.
 
@@ -198,14 +192,9 @@ def _dress(axes: Axes, title: str, last: float) -> None:
     axes.set_title(title, fontsize=10.5, loc="left", color="#222222")
     axes.set_xlim(0.0, last * 1.01)
     axes.set_xlabel("training step", fontsize=9.5, color="#444444")
-    axes.grid(axis="y", color="#E4E4E4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=9, length=0, labelcolor="#444444")
+    dress_axes(axes, grid="y")
     # Without this, a narrow range is labelled with differences from an offset.
     axes.ticklabel_format(axis="both", useOffset=False)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#BBBBBB")
 
 
 def _color(run: int) -> str:

@@ -1,7 +1,7 @@
 """The report page: one HTML file with its pictures inside, which opens anywhere and loads nothing else.
 
-Numbers come from `dmt.training.report.finding` and the rows of `dmt.training.console`; the words around them are in
-``page.html`` beside this file, within the frame that all pages share (`dmt.partitioner.report.frame`).
+Numbers come from `dmt.training.report.comparison` and the rows of `dmt.training.console`; the words around them are in
+``page.html`` and ``sharding.html``, within the frame that all pages share (`dmt.partitioner.report.frame`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
+from dmt.formatting import counted, human_bytes
 from dmt.partitioner.report.frame import data_uri, render_page
-from dmt.partitioner.report.style import tower_color, tower_ink
+from dmt.partitioner.report.style import tower_badges
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
-from dmt.training.console import cells, rows_of
+from dmt.sharding.schemes import TablePlacement
+from dmt.training.report.comparison import RunComparison, compare_runs, lookup, ratio
 from dmt.training.report.curves import RUN_COLORS
-from dmt.training.report.finding import Finding, compare_runs, lookup, ratio
-from dmt.training.report.sharding import sharding_context
+from dmt.training.console import ROWS, cells, rows_of, sharding_sentence
 
 __all__ = ["write_report"]
 
-# Keys of `TowerPlan.affinity`, what they are the mean affinity of, and the CSS class of their bar.
+# Ranks and tables beyond this number are folded away.
+_SHOWN = 40
+_BYTES = "bytes_per_sample."
+# Keys of `TowerPlan.affinity`, the pairs that they are the mean affinity of, and the CSS class of their bar.
 _AFFINITY_ROWS = (
     ("within_towers", "two features of one tower", "within"),
     ("within_strided_towers", "the same, had the towers been dealt out in turn (strided)", "strided"),
@@ -59,35 +63,8 @@ def write_report(
     Raises:
         InputError: there are not two runs, a run lacks a number, the plan has no affinity numbers or another number of
             towers than ``sharding``, or a picture cannot be read or embedded.
-
-    Example:
-        >>> import tempfile
-        >>> from dmt.plan.tables import TableSpec
-        >>> from dmt.plan.topology import TowerTopology
-        >>> from dmt.sharding.plan_tables import plan_tables
-        >>> run = {"eval_auc": 0.78, "eval_num_rows": 65536, "eval_label_rate": 0.25, "mflops_per_sample": 0.5}
-        >>> run["bytes_per_sample"] = {"ids": 8.0, "forward": 64.0, "backward": 64.0, "dense": 4.0}
-        >>> means = {"within_towers": 0.5, "between_towers": 0.25, "within_strided_towers": 0.3}
-        >>> plan = TowerPlan.from_lists([["a", "b"], ["c", "d"]], affinity=means)
-        >>> sizes = {"num_embeddings": 100, "embedding_dim": 8}
-        >>> tables = [TableSpec(name=f"t_{name}", feature_names=(name,), **sizes) for name in "abcd"]
-        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     picture = Path(folder, "picture.svg")
-        ...     _ = picture.write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
-        ...     page = write_report(
-        ...         Path(folder, "report.html"),
-        ...         runs={"flat": run, "towers": run},
-        ...         plan=plan,
-        ...         sharding=plan_tables(plan.tables_by_tower(tables), topology),
-        ...         affinity_picture=picture,
-        ...         curves_picture=picture,
-        ...         data_description="made-up clicks",
-        ...     )
-        ...     "<td>0.7800</td>" in page.read_text()
-        True
     """
-    finding = compare_runs(runs)
+    comparison = compare_runs(runs)
     if sharding.topology.num_towers != plan.num_towers:
         raise InputError(
             f"write_report: sharding has {sharding.topology.num_towers} towers, but plan has {plan.num_towers}. "
@@ -95,14 +72,14 @@ def write_report(
         )
     context = {
         "names": list(runs),
-        "finding": finding,
-        "cards": _cards(finding, list(runs)),
+        "comparison": comparison,
+        "cards": _cards(comparison, list(runs)),
         "notes": list(notes),
         "columns": list(zip(runs, RUN_COLORS, strict=False)),
         "rows": _rows(runs),
-        "towers": _towers(plan),
+        "towers": tower_badges(plan),
         "plan": plan,
-        "sharding": sharding_context(sharding, plan, list(runs.values())[1]),
+        "sharding": _sharding(sharding, plan, list(runs.values())[1]),
         "affinity_rows": _affinity_rows(plan),
         "affinity_sentence": _affinity_sentence(plan),
         "affinity_picture": data_uri(affinity_picture, place="write_report: affinity_picture"),
@@ -115,14 +92,14 @@ def write_report(
     return render_page(Path(__file__).with_name("page.html"), path, context)
 
 
-def _cards(finding: Finding, names: Sequence[str]) -> list[dict[str, str]]:
+def _cards(comparison: RunComparison, names: Sequence[str]) -> list[dict[str, str]]:
     """The three figures under the headline: big text, what it is, and the numbers behind it."""
-    measured = f"{finding.auc_difference:+.4f}"
-    if finding.obstacle:
-        auc, behind = "not known", finding.obstacle
+    measured = f"{comparison.auc_difference:+.4f}"
+    if comparison.obstacle:
+        auc, behind = "not known", comparison.obstacle
     else:
-        auc = "within noise" if finding.within_noise else measured
-        behind = f"measured {measured}; one standard error is {finding.auc_noise:.4f}"
+        auc = "within noise" if comparison.within_noise else measured
+        behind = f"measured {measured}; one standard error is {comparison.auc_noise:.4f}"
     return [
         {
             "big": auc,
@@ -130,15 +107,15 @@ def _cards(finding: Finding, names: Sequence[str]) -> list[dict[str, str]]:
             "small": behind,
         },
         {
-            "big": _percent(*finding.embedding_bytes),
+            "big": _percent(*comparison.embedding_bytes),
             "what": "of the embedding bytes across hosts, forward and backward",
-            "small": f"{finding.embedding_bytes[1]:,.0f} instead of {finding.embedding_bytes[0]:,.0f} per sample; with "
-            f"ids and dense gradients {_percent(*finding.all_bytes)}",
+            "small": f"{comparison.embedding_bytes[1]:,.0f} instead of {comparison.embedding_bytes[0]:,.0f} per sample;"
+            f" with ids and dense gradients {_percent(*comparison.all_bytes)}",
         },
         {
-            "big": _percent(*finding.mflops),
+            "big": _percent(*comparison.mflops),
             "what": "of the MFLOPs of a training step",
-            "small": f"{finding.mflops[1]:.3f} instead of {finding.mflops[0]:.3f} per sample",
+            "small": f"{comparison.mflops[1]:.3f} instead of {comparison.mflops[0]:.3f} per sample",
         },
     ]
 
@@ -157,14 +134,6 @@ def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
         quotient = ratio(lookup(first, path), lookup(second, path))
         shown.append((label, [*values, "-" if quotient is None else f"{quotient:.3f}"]))
     return shown
-
-
-def _towers(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Name, features and colours of each tower, the colours as in `plot_affinity`."""
-    return [
-        {"name": tower.name, "features": tower.features, "color": tower_color(number), "ink": tower_ink(number)}
-        for number, tower in enumerate(plan.towers)
-    ]
 
 
 def _affinity_rows(plan: TowerPlan) -> list[dict[str, str]]:
@@ -189,7 +158,7 @@ def _affinity_rows(plan: TowerPlan) -> list[dict[str, str]]:
 
 
 def _affinity_sentence(plan: TowerPlan) -> str:
-    """What the three means say about a learned plan; empty where the plan was not learned or there is no pair."""
+    """Sentence on the three means of a learned plan; empty if the plan was not learned or there is no pair."""
     within, strided, between = (plan.affinity[key] for key, _, _ in _AFFINITY_ROWS)
     if plan.strategy not in ("coherent", "diverse") or not within or not strided or not between:
         return ""
@@ -215,3 +184,94 @@ def _versions(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """``package version``, each once; a package that is absent in both runs is left out."""
     found = [f"{name} {version}" for run in runs.values() for name, version in run.get("versions", {}).items()]
     return [text for text in dict.fromkeys(found) if not text.endswith(" absent")]
+
+
+def _sharding(sharding: TowerShardingPlan, plan: TowerPlan, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and texts of the section on a sharding plan (``sharding.html``); ``run`` is the run's ``result.json``."""
+    badges = tower_badges(plan)
+    ranks, tables = _rank_rows(sharding, badges), _table_rows(sharding, badges)
+    return {
+        "sentence": sharding_sentence(sharding),
+        "towers": [
+            {
+                "badge": badges[tower.tower],
+                "tables": counted(tower.num_tables, "table"),
+                "imbalance": f"{tower.imbalance:.2f}",
+                "method": tower.method,
+            }
+            for tower in sharding.towers[:_SHOWN]
+        ],
+        "hidden_towers": max(0, len(sharding.towers) - _SHOWN),
+        "ranks": ranks[:_SHOWN],
+        "more_ranks": ranks[_SHOWN:],
+        "tables": tables[:_SHOWN],
+        "more_tables": tables[_SHOWN:],
+        "notes": list(sharding.notes),
+        "bytes": _byte_rows(run),
+        "batch_size": f"{sharding.workload.batch_size:,}",
+    }
+
+
+def _rank_rows(sharding: TowerShardingPlan, badges: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """In the order of the mesh; where they are too many to be shown, the busiest first."""
+    mean = sum(rank.seconds for rank in sharding.ranks) / len(sharding.ranks)
+    ranks = list(sharding.ranks)
+    if len(ranks) > _SHOWN:
+        ranks.sort(key=lambda rank: (-rank.seconds, rank.tower, rank.local))
+    return [
+        {
+            "badge": badges[rank.tower],
+            "local": rank.local,
+            "cells": [human_bytes(rank.memory), f"{rank.lookups:,.0f}", human_bytes(rank.bytes_sent)],
+            "load": f"{rank.seconds / mean:.2f}" if mean else "-",
+            "width": f"{100 * rank.seconds / sharding.seconds:.1f}%" if sharding.seconds else "0%",
+        }
+        for rank in ranks
+    ]
+
+
+def _table_rows(sharding: TowerShardingPlan, badges: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The costliest first."""
+    return [
+        {
+            "name": table.name,
+            "badge": badges[table.tower],
+            "scheme": table.placement.scheme,
+            "ranks": _rank_words(table.placement, sharding.topology.ranks_per_tower),
+            "memory": human_bytes(table.memory),
+            # The reason begins with the scheme, which has a column of its own.
+            "reason": table.reason.partition(": ")[2] or table.reason,
+        }
+        for table in sorted(sharding.tables, key=lambda table: (-table.seconds, table.name))
+    ]
+
+
+def _rank_words(placement: TablePlacement, ranks_per_tower: int) -> str:
+    ranks = sorted(set(placement.ranks))
+    if len(ranks) == ranks_per_tower > 1:
+        return "all"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _byte_rows(run: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Planned and measured bytes per sample, kind by kind; none where the run did not record them."""
+    rows = []
+    for label, path, form in ROWS:
+        planned = lookup(run, f"sharding.planned_{path}")
+        measured = lookup(run, path)
+        if not path.startswith(_BYTES) or planned is None or measured is None:
+            continue
+        # What is nothing in both agrees too.
+        share = 1.0 if planned == measured else ratio(planned, measured)
+        apart = "-" if share is None else f"{share - 1:+.1%}" if abs(share - 1) >= 0.0005 else "0.0%"
+        rows.append(
+            {
+                "what": label.partition(" ")[2],
+                "planned": form.format(planned),
+                "measured": form.format(measured),
+                "apart": apart,
+            }
+        )
+    return rows

@@ -1,4 +1,4 @@
-"""What two runs say about each other: the difference of AUC against its noise, and the ratios of cost."""
+"""Comparison of two runs: the difference of AUC against its noise, and the ratios of cost."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from dmt.errors import InputError, did_you_mean
 
-__all__ = ["Finding", "auc_standard_error", "compare_runs", "lookup", "ratio"]
+__all__ = ["RunComparison", "auc_standard_error", "compare_runs", "lookup", "ratio"]
 
-# What a comparison needs of a result.json, as paths into it.
+# Numbers that a comparison needs, as paths into a result.json.
 _NEEDED = (
     "eval_auc",
     "eval_num_rows",
@@ -22,24 +22,24 @@ _NEEDED = (
     "bytes_per_sample.backward",
     "bytes_per_sample.dense",
 )
-# Below so many standard errors, a difference of two single runs is called a hint only.
+# Below this number of standard errors, a difference of two single runs is called a hint only.
 _CLEAR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """The comparison of a second run with a first one, as numbers and as sentences."""
+class RunComparison:
+    """Comparison of a second run with a first one, as numbers and as sentences."""
 
     auc_difference: float
     """AUC of the second run minus that of the first; NaN where they cannot be compared."""
     auc_noise: float
     """The larger standard error of the two AUCs (`auc_standard_error`); NaN as above."""
     obstacle: str
-    """Why the AUCs cannot be compared; empty where they can."""
+    """Reason why the AUCs cannot be compared; empty if they can."""
     embedding_bytes: tuple[float, float]
     """Bytes per sample across hosts, forward and backward, of the first and the second run."""
     all_bytes: tuple[float, float]
-    """The same with ids and the gradients of replicated parameters."""
+    """Bytes per sample across hosts with ids and the gradients of replicated parameters."""
     mflops: tuple[float, float]
     """MFLOPs per sample of a training step, of the first and the second run."""
     accuracy: str
@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def within_noise(self) -> bool:
-        """Whether the AUCs differ by less than one standard error, or cannot be compared at all."""
+        """True if the AUCs differ by less than one standard error, or cannot be compared at all."""
         return not _shows(self.auc_difference, self.auc_noise)
 
 
@@ -95,12 +95,7 @@ def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float
 
 
 def lookup(result: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path such as ``"bytes_per_sample.forward"``, or None where there is none.
-
-    Example:
-        >>> lookup({"bytes_per_sample": {"ids": 8.0}}, "bytes_per_sample.ids"), lookup({}, "bytes_per_sample.ids")
-        (8.0, None)
-    """
+    """The value at a dotted path such as ``"bytes_per_sample.forward"``; None if it is absent."""
     value: Any = result
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -108,19 +103,14 @@ def lookup(result: Mapping[str, Any], path: str) -> Any:
 
 
 def ratio(first: Any, second: Any) -> float | None:
-    """``second / first``; None where that means nothing (a value is absent, not finite, or the first one is 0).
-
-    Example:
-        >>> ratio(4, 1), ratio(0, 1), ratio(None, 1)
-        (0.25, None, None)
-    """
+    """``second / first``; None if a value is absent or not finite, or the first one is 0."""
     values = (first, second)
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values) or not first:
         return None
     return float(second / first)
 
 
-def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> Finding:
+def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     """Compares the second of two finished runs with the first.
 
     An AUC is called higher or lower only where the difference is at least one standard error of the AUC.
@@ -136,8 +126,8 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> Finding:
         >>> flat = {"eval_auc": 0.78, "eval_num_rows": 65536, "eval_label_rate": 0.25, "mflops_per_sample": 0.5}
         >>> flat["bytes_per_sample"] = cost
         >>> towers = {**flat, "eval_auc": 0.7805, "bytes_per_sample": {**cost, "forward": 32.0, "backward": 32.0}}
-        >>> finding = compare_runs({"flat": flat, "towers": towers})
-        >>> finding.within_noise, finding.embedding_bytes
+        >>> comparison = compare_runs({"flat": flat, "towers": towers})
+        >>> comparison.within_noise, comparison.embedding_bytes
         (True, (128.0, 64.0))
     """
     if len(runs) != 2:
@@ -153,7 +143,7 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> Finding:
         for kinds in (("forward", "backward"), ("ids", "forward", "backward", "dense"))
     )
     mflops = (first["mflops_per_sample"], second["mflops_per_sample"])
-    return Finding(
+    return RunComparison(
         auc_difference=math.nan if obstacle else aucs[1] - aucs[0],
         auc_noise=noise,
         obstacle=obstacle,
@@ -182,7 +172,7 @@ def _standard_error(run: Mapping[str, Any]) -> float:
 
 
 def _obstacle(first: Mapping[str, Any], second: Mapping[str, Any]) -> str:
-    """Why two AUCs cannot be compared, or an empty string."""
+    """Reason why two AUCs cannot be compared, or an empty string."""
     for key, what in (("eval_num_rows", "rows"), ("eval_label_rate", "as the share of clicks")):
         if first[key] != second[key]:
             return f"they were measured on different evaluation rows ({first[key]:,} and {second[key]:,} {what})"
@@ -229,7 +219,7 @@ def _cost(second: str, embedding: tuple[float, float], mflops: tuple[float, floa
 
 
 def _shows(difference: float, noise: float) -> bool:
-    """Whether a difference is at least one standard error; False for NaN, and for none at all without noise."""
+    """True if a difference is at least one standard error; False for NaN, and for 0."""
     return difference != 0 and abs(difference) >= noise
 
 
