@@ -112,7 +112,6 @@ class FlatModel(_Model):
 
     def __init__(
         self,
-        *,
         tables: Sequence[Any],
         dense_in_features: int,
         options: ModelOptions,
@@ -155,7 +154,6 @@ class TowerModel(_Model):
 
     def __init__(
         self,
-        *,
         tables: Sequence[Any],
         tower_plan: TowerPlan,
         dense_in_features: int,

@@ -42,15 +42,8 @@ class DCN(FlatModel):
         make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch,
     ) -> None:
         options = options or ModelOptions()
-        super().__init__(
-            tables=tables,
-            dense_in_features=dense_in_features,
-            options=options,
-            make_sparse_arch=make_sparse_arch,
-            make_interaction=partial(
-                CrossInteraction, num_layers=num_cross_layers, rank=cross_rank, device=options.device
-            ),
-        )
+        cross = partial(CrossInteraction, num_layers=num_cross_layers, rank=cross_rank, device=options.device)
+        super().__init__(tables, dense_in_features, options, make_sparse_arch, cross)
 
 
 class DMTDCN(TowerModel):
@@ -79,15 +72,6 @@ class DMTDCN(TowerModel):
         make_sparse_arch: MakeTowerSparseArch = tower_sparse_arch,
     ) -> None:
         options = options or ModelOptions()
-        super().__init__(
-            tables=tables,
-            tower_plan=tower_plan,
-            dense_in_features=dense_in_features,
-            tower_dim=tower_dim,
-            options=options,
-            make_sparse_arch=make_sparse_arch,
-            make_tower_module=partial(DCNTowerModule, tower_dim=tower_dim, rank=cross_rank, device=options.device),
-            make_interaction=partial(
-                CrossInteraction, num_layers=num_cross_layers, rank=cross_rank, device=options.device
-            ),
-        )
+        towers = partial(DCNTowerModule, tower_dim=tower_dim, rank=cross_rank, device=options.device)
+        cross = partial(CrossInteraction, num_layers=num_cross_layers, rank=cross_rank, device=options.device)
+        super().__init__(tables, tower_plan, dense_in_features, tower_dim, options, make_sparse_arch, towers, cross)

@@ -34,13 +34,7 @@ class DLRM(FlatModel):
         options: ModelOptions | None = None,
         make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch,
     ) -> None:
-        super().__init__(
-            tables=tables,
-            dense_in_features=dense_in_features,
-            options=options or ModelOptions(),
-            make_sparse_arch=make_sparse_arch,
-            make_interaction=DotInteraction,
-        )
+        super().__init__(tables, dense_in_features, options or ModelOptions(), make_sparse_arch, DotInteraction)
 
 
 class DMTDLRM(TowerModel):
@@ -74,13 +68,7 @@ class DMTDLRM(TowerModel):
         make_sparse_arch: MakeTowerSparseArch = tower_sparse_arch,
     ) -> None:
         options = options or ModelOptions()
+        towers = partial(DLRMTowerModule, tower_dim=tower_dim, c=c, p=p, device=options.device)
         super().__init__(
-            tables=tables,
-            tower_plan=tower_plan,
-            dense_in_features=dense_in_features,
-            tower_dim=tower_dim,
-            options=options,
-            make_sparse_arch=make_sparse_arch,
-            make_tower_module=partial(DLRMTowerModule, tower_dim=tower_dim, c=c, p=p, device=options.device),
-            make_interaction=DotInteraction,
+            tables, tower_plan, dense_in_features, tower_dim, options, make_sparse_arch, towers, DotInteraction
         )

@@ -99,9 +99,7 @@ class DLRMTowerModule(nn.Module):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.features = _tower_features("DLRMTowerModule", features)
-        check_size("DLRMTowerModule: embedding_dim", embedding_dim)
-        check_size("DLRMTowerModule: tower_dim", tower_dim)
+        self.features = _tower_features("DLRMTowerModule", features, embedding_dim=embedding_dim, tower_dim=tower_dim)
         check_size("DLRMTowerModule: c", c, minimum=0)
         check_size("DLRMTowerModule: p", p, minimum=0)
         if c == p == 0:
@@ -163,9 +161,7 @@ class DCNTowerModule(nn.Module):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.features = _tower_features("DCNTowerModule", features)
-        check_size("DCNTowerModule: embedding_dim", embedding_dim)
-        check_size("DCNTowerModule: tower_dim", tower_dim)
+        self.features = _tower_features("DCNTowerModule", features, embedding_dim=embedding_dim, tower_dim=tower_dim)
         self.in_features = len(self.features) * embedding_dim
         self.out_features = tower_dim
         self.crossnet = LowRankCrossNet(self.in_features, num_layers=1, rank=rank, device=device)
@@ -212,9 +208,12 @@ class PassThroughTowerModule(nn.Module):
         return torch.cat(feature_vectors(embeddings, self.features), dim=1)
 
 
-def _tower_features(owner: str, features: Sequence[str]) -> tuple[str, ...]:
+def _tower_features(owner: str, features: Sequence[str], **sizes: int) -> tuple[str, ...]:
+    """Checks the features and sizes of a tower module of class ``owner``; returns the features."""
     if not features or isinstance(features, str):
         raise InputError(f"{owner}: features={features!r} must be a list of at least one feature name.")
+    for name, size in sizes.items():
+        check_size(f"{owner}: {name}", size)
     return tuple(features)
 
 

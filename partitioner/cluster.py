@@ -403,7 +403,7 @@ def fitting_sizes(weights: Floats, num_towers: int, pairs: Sequence[Pair]) -> tu
         pairs: (smallest, largest) as in `size_bounds`.
 
     Returns:
-        The pairs, and by how much the largest grew; 0 where all blocks are single features.
+        The pairs, and by how much the largest grew; 0 if all blocks are single features.
 
     Example:
         >>> fitting_sizes(np.array([7.0, 1, 1, 1, 1, 1, 1]), 4, [(3, 4)])

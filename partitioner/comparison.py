@@ -25,7 +25,7 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
     """Mean affinity of the pairs of features that share a tower, and of those that do not.
 
     Returns:
-        (within, between); None where there is no such pair (towers of one feature; a single tower).
+        (within, between); None if there is no such pair (towers of one feature; a single tower).
 
     Raises:
         InputError: plan and affinity are not about the same features.
@@ -106,7 +106,7 @@ class _Pairs:
         self._num_pairs = len(matrix) * (len(matrix) - 1) // 2 - len(first)
 
     def within_and_between(self, groups: Sequence[Rows]) -> tuple[float | None, float | None]:
-        """Means over the pairs that share a group, and over those that do not; None where there is no such pair."""
+        """Means over the pairs that share a group, and over those that do not; None if there is no such pair."""
         inside = sum(float(self._matrix[np.ix_(rows, rows)].sum()) / 2 for rows in groups)
         num_inside = sum(len(rows) * (len(rows) - 1) // 2 for rows in groups)
         if self._left_out.size:

@@ -26,7 +26,7 @@ class TowerContents:
     num_features: int
     """F_t; column shards of a table count as features of their own."""
     category: str = ""
-    """Category of its features; empty where there are none."""
+    """Category of its features; empty if there are none."""
     work: float | None = None
     """Elements read per sample: the sum over features of pooling factor times embedding dim; None without tables."""
     num_bytes: int | None = None
@@ -49,7 +49,7 @@ class TowerLimits:
 class AffinityComparison:
     """Mean affinity of the pairs of features that share a tower, beside what other assignments reach.
 
-    Pairs of column shards of one table count nowhere: the plan may not put them together. None where there is no such
+    Pairs of column shards of one table count nowhere: the plan may not put them together. None if there is no such
     pair (towers of one feature; a single tower).
     """
 

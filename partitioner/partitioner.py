@@ -123,7 +123,7 @@ class TowerPartitioner:
     def partition(
         self, affinity: FeatureAffinity, *, tables: Sequence[Any] = (), progress: Progress | None = None
     ) -> Partition:
-        """Computes the towers, and what to judge them by.
+        """Computes the towers, and the numbers to judge them by.
 
         Args:
             affinity: of the F features to place.
@@ -219,15 +219,7 @@ class Answer:
 def assemble(
     task: Task, answers: Sequence[Answer], *, strategy: str, seed: int, settings: Mapping[str, Any]
 ) -> Partition:
-    """Puts the answers of all parts together.
-
-    Args:
-        task: what was to be solved.
-        answers: one for each part, in order.
-        strategy: that was solved for.
-        seed: recorded in the plan.
-        settings: further settings to record in ``plan.affinity``.
-    """
+    """Puts the answers of all parts together; ``seed`` and ``settings`` are recorded in the plan."""
     towers: list[TowerFeatures] = []
     loads: list[TowerContents] = []
     for answer in answers:

@@ -37,9 +37,15 @@ __all__ = [
 ]
 
 
+SplitColumns = Literal["no", "largest", "even"]
+
+# FBGEMM's lookups need a multiple of this many columns.
+STEP = 4
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """The features of one category, or all where there are none, and the towers they go to."""
+    """The features of one category, or all if there are none, and the towers they go to."""
 
     category: str
     blocks: Blocks
@@ -51,7 +57,7 @@ class Part:
 
     @property
     def where(self) -> str:
-        """The beginning of a message about this part; empty where there are no categories."""
+        """The beginning of a message about this part; empty if there are no categories."""
         return f"category {self.category!r}: " if self.category else ""
 
 
@@ -87,7 +93,7 @@ def prepare(
     rules: PartitionRules,
     split_columns: SplitColumns,
 ) -> Task:
-    """Applies rules and limits to the features; see `TowerPartitioner` for the arguments.
+    """Applies rules and limits to the features; `TowerPartitioner` describes the arguments.
 
     Raises:
         InputError: tables, rules and affinity do not fit together, or a limit cannot be held whatever the assignment.
@@ -212,7 +218,7 @@ def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> d
     # The limited resource decides; without a limit, the number of features.
     resource = 2 if np.isfinite(upper[2]) else 1 if np.isfinite(upper[1]) else 0
     loads = {name: blocks.loads.sum(axis=1) for name, blocks in owned.items()}
-    # A limit is 0 where nothing has any work; a category has no more towers than blocks, whatever it needs, and what is
+    # A limit is 0 if nothing has any work; a category has no more towers than blocks, whatever it needs, and what is
     # too large for a tower is refused by name later.
     limits = np.maximum(upper[1:], 1e-300)
     counts = {
@@ -250,7 +256,7 @@ class Blocks:
     loads: NDArray[np.float64]
     """[3, P] features, work (elements read per sample) and bytes of each block; without tables the last two are 0."""
     apart: NDArray[np.bool_] | None
-    """[P, P] which blocks must not share a tower; None where there are none."""
+    """[P, P] which blocks must not share a tower; None if there are none."""
     category: tuple[str, ...]
     """The category of each block, ``""`` where there are none."""
 
@@ -287,12 +293,9 @@ def make_blocks(
 ) -> Blocks:
     """Joins features that must share a tower and adds up their loads.
 
-    Args:
-        features: all members to place, column shards included.
-        specs: their tables, or none.
-        rules: with the features of the model named one by one (`PartitionRules.for_features`).
-        pooling: mean ids per sample, by member.
-        shards: the column shards of each feature that is cut.
+    ``features`` are all members to place, column shards included, and ``specs`` their tables, if known; ``rules`` name
+    the features one by one (`PartitionRules.for_features`); ``pooling`` gives mean ids per sample by member, ``shards``
+    the column shards of each feature that is cut.
 
     Raises:
         InputError: features that must share a tower must also part, or are of different categories.
@@ -394,12 +397,6 @@ def _apart(
     return apart
 
 
-SplitColumns = Literal["no", "largest", "even"]
-
-# FBGEMM's lookups need a multiple of this many columns.
-STEP = 4
-
-
 def choose_splits(
     specs: Sequence[TableSpec],
     num_towers: int,
@@ -408,7 +405,7 @@ def choose_splits(
     max_bytes: float = np.inf,
     together: Sequence[Sequence[str]] = (),
 ) -> dict[str, tuple[int, ...]]:
-    """The columns of each shard, by feature, of the tables to cut; empty where nothing need be cut.
+    """Chooses the tables to cut; returns the columns of each shard, by feature.
 
     ``"largest"`` cuts tables larger than a tower may hold, and then, one shard at a time, the table with the largest
     shards, until there is a feature or shard for every tower. ``"even"`` cuts every table into shards of
@@ -479,7 +476,7 @@ def choose_splits(
 
 
 def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...]]) -> FeatureAffinity:
-    """The affinity of features and column shards: a shard resembles what its feature resembles."""
+    """Affinity of features and column shards; a shard has that of its feature."""
     if not splits:
         return affinity
     known = set(affinity.features)

@@ -41,7 +41,7 @@ def deviations_from_random(comparison: AffinityComparison) -> float | None:
     """Mean affinity within towers minus that within random towers, in standard deviations of the latter.
 
     Returns:
-        The number, positive where the plan's pairs are more alike and always finite; None where there is no such pair
+        The number, positive where the plan's pairs are more alike and always finite; None if there is no such pair
         or random towers do not differ among themselves.
 
     Example:

@@ -256,7 +256,7 @@ def _rank_words(placement: TablePlacement, ranks_per_tower: int) -> str:
 
 
 def _byte_rows(run: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Planned and measured bytes per sample, kind by kind; none where the run did not record them."""
+    """Planned and measured bytes per sample, kind by kind; none if the run did not record them."""
     rows = []
     for label, path, form in ROWS:
         planned = lookup(run, f"sharding.planned_{path}")
