@@ -17,9 +17,9 @@ from dmt.partitioner.report.style import tower_badges
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
+from dmt.training.console import ROWS, cells, rows_of, sharding_sentence
 from dmt.training.report.comparison import RunComparison, compare_runs, lookup, ratio
 from dmt.training.report.curves import RUN_COLORS
-from dmt.training.console import ROWS, cells, rows_of, sharding_sentence
 
 __all__ = ["write_report"]
 
