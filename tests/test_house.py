@@ -167,7 +167,7 @@ def test_file_sizes() -> None:
     assert sizes[-1] <= 800
 
 
-@pytest.mark.skip("on once the diet is over")
+@pytest.mark.skip("the goal is not reached yet: 25,457 lines in 128 files")
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
     assert len(SOURCES) <= 115
