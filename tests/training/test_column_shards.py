@@ -263,7 +263,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     archs = ["dmt-dlrm", "dlrm"]
     for arch, plan in CASES:
         plan.save(folder / f"{arch}.json")
-    return folder, run_ranks(run_on_rank, 4, str(folder), archs)[0]
+    return folder, run_ranks(run_on_rank, 4, str(folder), archs, fresh=True)[0]
 
 
 @pytest.mark.ranks

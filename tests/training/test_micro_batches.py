@@ -62,7 +62,7 @@ def attempt(*runs: TrainingConfig, stop_at: dict[int, int] | None = None) -> lis
     """The results of runs one after another on the same ranks; ``stop_at`` has the last step of those interrupted."""
     steps = stop_at or {}
     values = [(run.model_dump(mode="json"), steps.get(i)) for i, run in enumerate(runs)]
-    found: list[dict[str, Any]] = run_ranks(runs_on_rank, runs[0].topology.build().world_size, values)[0]
+    found: list[dict[str, Any]] = run_ranks(runs_on_rank, runs[0].topology.build().world_size, values, fresh=True)[0]
     return found
 
 

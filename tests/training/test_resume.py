@@ -58,7 +58,7 @@ def config(folder: Path, *, arch: str = "dmt-dlrm", dataflow: str = "auto", **se
 
 def attempt(run: TrainingConfig, stop_at: int | None = None) -> dict[str, Any] | None:
     world_size = run.topology.build().world_size
-    return run_ranks(run_on_rank, world_size, run.model_dump(mode="json"), stop_at)[0]
+    return run_ranks(run_on_rank, world_size, run.model_dump(mode="json"), stop_at, fresh=stop_at is not None)[0]
 
 
 def losses(run: TrainingConfig) -> list[tuple[int, dict[str, float]]]:
@@ -120,12 +120,12 @@ def rows_seen_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) ->
 def test_a_run_goes_on_at_the_right_sample_on_other_ranks(tmp_path: Path) -> None:
     """4 ranks x 16 rows for 4 steps, then 2 ranks x 24 rows, flat instead of towers: every row once, in the order."""
     run = config(tmp_path, arch="dlrm", dataflow="sptt", train={"epochs": 1, "max_steps": None})
-    before = run_ranks(rows_seen_on_rank, 4, run.model_dump(mode="json"), 5)
+    before = run_ranks(rows_seen_on_rank, 4, run.model_dump(mode="json"), 5, fresh=True)
     values = run.model_dump(mode="json")
     values["topology"] = {"num_towers": 2, "ranks_per_tower": 1}
     values["train"] |= {"batch_size": 24}
     values["sharding"] = {"dataflow": "flat"}
-    after = run_ranks(rows_seen_on_rank, 2, values, None)
+    after = run_ranks(rows_seen_on_rank, 2, values, None, fresh=True)
     whole = next(source(run).batches("train", rank=0, world_size=1, batch_size=450))
     stream = whole.dense_features[:, 0].tolist()
     assert len(stream) == 450
@@ -293,7 +293,7 @@ def test_the_warm_up_may_be_taken_out_and_averagings_stay_where_they_were(tmp_pa
     run = config(tmp_path, **sections, train={"eval_every": 4, "max_steps": 6, "save_every": 100})
     assert attempt(run) is not None
     values = changed(run, train={"max_steps": 13}, optimizer={"warmup_steps": 0}).model_dump(mode="json")
-    assert run_ranks(checked_evaluations_on_rank, 4, values) == [[8, 12, 13]] * 4
+    assert run_ranks(checked_evaluations_on_rank, 4, values, fresh=True) == [[8, 12, 13]] * 4
 
 
 def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
