@@ -194,7 +194,7 @@ def breaks(columns: Tensor) -> Tensor:
 
 @pytest.mark.ranks
 def test_exchanges_nobody_waits_for_disturb_no_other() -> None:
-    run_ranks(abandoned_on_rank, T)
+    run_ranks(abandoned_on_rank, T, fresh=True)
 
 
 def tags_on_rank(rank: int) -> None:
