@@ -22,7 +22,7 @@ from dmt.errors import InputError
 from dmt.testing.plain import warmup_share
 from dmt.training.build import ClickTask
 from dmt.training.config import TrainingConfig
-from dmt.training.metrics import ClickMetrics, MetricValues
+from dmt.training.loop import ClickMetrics, MetricValues
 
 __all__ = ["ReplicaTables", "Simulation", "simulate"]
 

@@ -27,7 +27,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.training.build import ClickTask, build_model, count_model
 from dmt.training.config import ModelConfig, OptimizerConfig, TopologyConfig, TowersConfig, TrainConfig, TrainingConfig
 from dmt.training.job import Job, tower_plan
-from dmt.training.metrics import ClickMetrics, MetricValues
+from dmt.training.loop import ClickMetrics, MetricValues
 
 __all__ = [
     "STUDY_SETS",

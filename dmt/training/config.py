@@ -6,7 +6,7 @@ import logging
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -63,8 +63,8 @@ class ModelConfig(_Section):
 
     arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"] = "dmt-dlrm"
     """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``)."""
-    embedding_dim: int = Field(default=128, ge=4)
-    """N, columns of every table; a multiple of 4."""
+    embedding_dim: int = Field(default=128, ge=4, multiple_of=4)
+    """N, columns of every table; a multiple of 4 (FBGEMM's kernels)."""
     dense_arch: tuple[int, ...] = (512, 256)
     """Hidden layers of the bottom MLP; the last layer follows from N or tower_dim."""
     over_arch: tuple[int, ...] | None = None
@@ -87,8 +87,6 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
-        if self.embedding_dim % 4:
-            raise InputError(f"embedding_dim={self.embedding_dim} must be a multiple of 4 (FBGEMM's kernels).")
         if self.over_arch is not None and self.over_arch[-1:] != (1,):
             raise InputError(f"over_arch={list(self.over_arch)} must end in 1, the logit.")
         return self
@@ -381,11 +379,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
     for override in overrides:
         _apply(values, current_override(override))
     accept_old_names(values)
-    _check_keys(values, TrainingConfig, ())
     try:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        for unknown in errors:
+            if unknown["type"] == "extra_forbidden":
+                raise _unknown_key(unknown["loc"]) from error
+        first = errors[0]
         key = ".".join(str(part) for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
         got = f" (got {first['input']!r})" if first["type"] != "value_error" else ""
@@ -440,7 +441,7 @@ def _note(old: str, new: str) -> None:
 
 def to_toml(config: BaseModel) -> str:
     """The resolved config as TOML that `load_config` reads again; unset optional values are left out."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=False, by_alias=False))
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def shipped_configs() -> list[str]:
@@ -479,29 +480,24 @@ def _apply(values: dict[str, Any], override: str) -> None:
     values[last] = value
 
 
-def _check_keys(values: dict[str, Any], section: type[BaseModel], path: tuple[str, ...]) -> None:
-    for key, value in values.items():
-        if key not in section.model_fields:
-            where = ".".join((*path, key))
-            known = list(section.model_fields)
-            elsewhere = [f"{'.'.join(full)}" for full in _all_keys(TrainingConfig, ()) if full[-1] == key]
-            hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, known)
-            raise InputError(f"Config key {where!r} is unknown.{hint} Valid here: {', '.join(known)}.")
-        inner = _section_of(section, key)
-        if inner is not None and isinstance(value, dict):
-            _check_keys(value, inner, (*path, key))
+def _unknown_key(place: Sequence[int | str]) -> InputError:
+    """The error for a key that its section does not have."""
+    *path, key = map(str, place)
+    section: type[BaseModel] = TrainingConfig
+    for name in path:
+        section = _sections(section)[name]
+    known = list(section.model_fields)
+    elsewhere = [full for full in _all_keys(TrainingConfig) if full.rpartition(".")[2] == key]
+    hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, known)
+    return InputError(f"Config key {'.'.join((*path, key))!r} is unknown.{hint} Valid here: {', '.join(known)}.")
 
 
-def _section_of(section: type[BaseModel], key: str) -> type[BaseModel] | None:
-    annotation = section.model_fields[key].annotation
-    candidates = (annotation, *get_args(annotation))
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+def _sections(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    kinds = {key: field.annotation for key, field in section.model_fields.items()}
+    return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
 
 
-def _all_keys(section: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    inner = _sections(section)
     for key in section.model_fields:
-        inner = _section_of(section, key)
-        if inner is None:
-            yield (*path, key)
-        else:
-            yield from _all_keys(inner, (*path, key))
+        yield from _all_keys(inner[key], f"{prefix}{key}.") if key in inner else (f"{prefix}{key}",)

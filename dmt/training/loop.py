@@ -1,4 +1,4 @@
-"""Training and evaluation, the same for flat and multi-tower models."""
+"""Training and evaluation, the same for flat and multi-tower models; AUC and normalized entropy over all ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from tqdm import tqdm
 
-from dmt.collectives import sum_over_ranks
+from dmt.collectives import gather_objects, sum_over_ranks
 from dmt.errors import InputError
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
@@ -24,10 +26,9 @@ from dmt.training.config import TrainConfig
 from dmt.training.data import ClickData
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.dataset import Split
-from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.records import RunRecord
 
-__all__ = ["Position", "Trainer", "TrainingTime"]
+__all__ = ["ClickMetrics", "MetricValues", "Position", "Trainer", "TrainingTime"]
 
 # Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
 _WARM_UP_STEPS = 5
@@ -54,6 +55,75 @@ class TrainingTime:
     """Wall time in seconds, including evaluations and checkpoints before the end."""
     samples_per_second: float
     """Rows of all ranks per second, without the first few steps and without evaluation; NaN after fewer steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricValues:
+    """Metrics of one evaluation, over the rows of all ranks."""
+
+    auc: float
+    """Area under the ROC curve; 0.5 is chance. NaN when the labels are all equal."""
+    ne: float
+    """Normalized entropy (He et al., 2014): cross entropy over that of always predicting the mean; below 1 is better
+    than the mean. NaN when the labels are all equal."""
+    loss: float
+    """Mean binary cross entropy in nats."""
+    num_rows: int
+    """Rows evaluated."""
+    label_rate: float
+    """Share of positive labels."""
+
+
+class ClickMetrics:
+    """Accumulates one evaluation on a rank; `compute` joins the ranks.
+
+    AUC is exact, so every prediction is gathered: 8 bytes a row of host memory on every rank.
+
+    Args:
+        group: the ranks that evaluate together.
+    """
+
+    _ETA = 1e-12  # keeps logarithms finite; TorchRec's own default
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._logits: list[Tensor] = []
+        self._labels: list[Tensor] = []
+
+    def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
+        """Adds a batch: logits, labels and weights of [B]; rows of weight 0 are padding and are left out."""
+        real = weights > 0
+        self._logits.append(logits[real].float().cpu())
+        self._labels.append(labels[real].float().cpu())
+
+    def compute(self) -> MetricValues:
+        """Joins all ranks of the group; collective, and right for ranks that saw no row."""
+        mine = (torch.cat(self._logits or [torch.empty(0)]), torch.cat(self._labels or [torch.empty(0)]))
+        parts = gather_objects(mine, self._group)
+        logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
+        # torchmetrics takes longer to load than all the rest: a rank that only trains does without.
+        from torchmetrics.functional.classification import binary_auroc
+        from torchrec.metrics.ne import compute_cross_entropy, compute_ne
+
+        if not len(labels):
+            raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
+        if not bool(logits.isfinite().all()):
+            raise InputError(
+                "The model predicts NaN: training has diverged. Lower optimizer.sparse_lr or optimizer.dense_lr, "
+                "lengthen optimizer.warmup_steps, or look for huge values in the dense columns."
+            )
+        predictions, ones = torch.sigmoid(logits), torch.ones_like(labels)
+        bits = compute_cross_entropy(labels, predictions.clone(), ones, self._ETA).sum()
+        positive = labels.sum()
+        both_labels = 0 < int(positive) < len(labels)
+        ne = compute_ne(bits, ones.sum(), positive, len(labels) - positive, self._ETA)
+        return MetricValues(
+            auc=float(binary_auroc(predictions, labels.long())) if both_labels else math.nan,
+            ne=float(ne) if both_labels else math.nan,
+            loss=float(binary_cross_entropy_with_logits(logits, labels)),
+            num_rows=len(labels),
+            label_rate=float(positive) / len(labels),
+        )
 
 
 class Trainer:
@@ -205,7 +275,7 @@ class Trainer:
             self._timed_seconds += now - self._last_step_ended
         self._last_step_ended = now
         if self._step % self._config.log_every == 0:
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+            loss = binary_cross_entropy_with_logits(logits, labels)
             mean = float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
             bar.set_postfix(loss=f"{mean:.4f}")
             self._record.scalars(self._step, {"train/loss": mean})

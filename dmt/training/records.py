@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
 import logging
@@ -25,19 +24,15 @@ from dmt.training.config import TrainingConfig, to_toml
 __all__ = [
     "RunRecord",
     "auc_warning",
-    "log_warnings",
     "read_curves",
     "read_result",
     "result_warnings",
-    "sharding_summary",
     "to_json",
     "traffic_warning",
     "versions",
 ]
 
 logger = logging.getLogger(__name__)
-# TensorBoard gets a new file when a disk that was full has as much room again.
-_BOARD_BYTES = 1_000_000
 # Nearer to chance than this, an AUC is called chance.
 _CHANCE = 0.02
 # Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a warning.
@@ -65,11 +60,11 @@ class RunRecord:
     recorded again, is dropped. A number that is there already at that very step is not recorded twice.
 
     A full disk stops no training: lines of ``metrics.jsonl`` wait in memory until there is room, and those that found
-    none by the end are printed.
+    none by the end are printed. TensorBoard's curves end where its own file could not be written.
 
     Args:
         config: the run.
-        enabled: whether this is rank 0.
+        enabled: true on rank 0.
         resumed_step: steps of the checkpoint that training goes on from; None for a run of its own, which removes what
             an earlier one left.
 
@@ -101,13 +96,11 @@ class RunRecord:
         else:
             self._drop_later(resumed_step)
         _write(self.folder / "config.toml", to_toml(config))
-        self._board: SummaryWriter | None = self._open_board(None if resumed_step is None else resumed_step + 1)
-
-    def _open_board(self, purge_step: int | None = None) -> SummaryWriter:
-        # Here, or whoever reads a checkpoint or a result would load TensorBoard.
+        # Imported here, or whoever reads a checkpoint or a result would load TensorBoard.
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self._board: SummaryWriter | None = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
 
     def _drop_later(self, step: int) -> None:
         path = self.folder / "metrics.jsonl"
@@ -130,11 +123,7 @@ class RunRecord:
             plan.save(path)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Adds numbers at a training step; names such as ``"train/loss"``.
-
-        Where they cannot be written, a warning says so once, and they are written with later ones; TensorBoard does
-        without those that its own file failed to take.
-        """
+        """Adds numbers at a training step; names such as ``"train/loss"``."""
         if not self._enabled:
             return
         if step == self._resumed_step:
@@ -169,20 +158,32 @@ class RunRecord:
 
     def _write_waiting(self) -> None:
         """Writes the waiting lines, or warns at the first failure of several."""
-        shown = self._waiting
+        lines = self._waiting
         try:
             self._append()
-            self._show(shown)
         except OSError as error:
-            if self._has_room:
-                logger.warning(
-                    "%s cannot be written to (%s). Training goes on; metrics.jsonl is completed when there is room.",
-                    self.folder,
-                    error,
-                )
+            self._warn(error, "metrics.jsonl is completed when there is room")
             self._has_room = False
-        else:
-            self._has_room = True
+            return
+        self._has_room = True
+        if self._board is None:
+            return
+        try:
+            for line in lines.splitlines():
+                values = json.loads(line)
+                step = values.pop("step")
+                for name, value in values.items():
+                    self._board.add_scalar(name, value, step)
+            # At once, against a kill: the next attempt does not record it again.
+            self._board.flush()
+        except OSError as error:
+            # Its writer does not recover.
+            self._board = None
+            self._warn(error, "metrics.jsonl has all numbers, TensorBoard only those up to now")
+
+    def _warn(self, error: OSError, rest: str) -> None:
+        if self._has_room:
+            logger.warning("%s cannot be written to (%s). Training goes on; %s.", self.folder, error, rest)
 
     def _append(self) -> None:
         path = self.folder / "metrics.jsonl"
@@ -196,32 +197,6 @@ class RunRecord:
             end = stream.tell()
         self._waiting, self._whole_bytes = "", end
 
-    def _show(self, lines: str) -> None:
-        """Adds lines of ``metrics.jsonl`` to TensorBoard's curves, in a new file of it after a failure."""
-        board, self._board = self._board, None
-        if board is None:
-            if shutil.disk_usage(self.folder).free < _BOARD_BYTES:
-                # Its thread would print a traceback at every line.
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
-            board = self._open_board()
-        for line in lines.splitlines():
-            values = json.loads(line)
-            step = values.pop("step")
-            for name, value in values.items():
-                board.add_scalar(name, value, step)
-        # At once, against a kill: the next attempt does not record it again.
-        board.flush()
-        self._board = board
-
-
-def sharding_summary(plan: TowerShardingPlan) -> dict[str, Any]:
-    """Summarizes a sharding plan for ``result.json``: imbalance, tables by scheme, bytes of the largest rank."""
-    return {
-        "imbalance": plan.imbalance,
-        "tables_by_scheme": plan.tables_by_scheme,
-        "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
-    }
-
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
     """Returns warnings for the reader of a run's result: an AUC near chance, traffic other than planned."""
@@ -229,12 +204,6 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
     if "sharding" in result:
         texts.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
     return [text for text in texts if text]
-
-
-def log_warnings(result: Mapping[str, Any]) -> None:
-    """Logs `result_warnings`."""
-    for text in result_warnings(result):
-        logger.warning(text)
 
 
 def auc_warning(auc: float) -> str:
@@ -252,17 +221,11 @@ def auc_warning(auc: float) -> str:
 
 
 def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """Returns a warning if a step sends more or less than planned; else an empty string.
-
-    Args:
-        planned: bytes per sample by the names of `Traffic`.
-        measured: the same.
+    """Returns a warning if the bytes per sample, by the names of `Traffic`, are not as planned; else an empty string.
 
     Example:
         >>> traffic_warning({"ids": 208.0, "inside": 3000.0}, {"ids": 624.0, "inside": 3010.0})[:65]
         'The sharding plan expected other bytes per sample: ids 208, measu'
-        >>> traffic_warning({"ids": 208.0}, {"ids": 209.0})
-        ''
     """
     apart = [
         f"{name} {number:,.0f}, measured {measured[name]:,.0f}"
@@ -288,6 +251,8 @@ def to_json(result: Any) -> str:
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(inner) for inner in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(plain(result), indent=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,10 +39,9 @@ from dmt.training.console import sharding_sentence
 from dmt.training.data import ValidationReport
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, make_job, open_data
-from dmt.training.loop import Position, Trainer, TrainingTime
-from dmt.training.metrics import MetricValues
+from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
 from dmt.training.partition import write_affinity
-from dmt.training.records import RunRecord, log_warnings, sharding_summary, versions
+from dmt.training.records import RunRecord, result_warnings, versions
 from dmt.training.resume import (
     Start,
     TrainingFiles,
@@ -56,6 +56,7 @@ from dmt.training.resume import (
 
 __all__ = ["check_output_dir", "check_rows", "resolve", "rows_at_most", "train", "train_job"]
 
+logger = logging.getLogger(__name__)
 # Time that a rank waits for the others: rank 0 reads the data ahead.
 _TIMEOUT = timedelta(minutes=30)
 
@@ -154,8 +155,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     }
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
-    if mesh.rank == 0:
-        log_warnings(result)
+    for text in result_warnings(result) if mesh.rank == 0 else ():
+        logger.warning(text)
     if not is_saved:
         raise InputError(
             f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see "
@@ -288,11 +289,18 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
 
 def _sharding_result(job: Job) -> dict[str, Any]:
     """The result's section on the sharding plan."""
-    if job.sharding is None:
+    plan = job.sharding
+    if plan is None:
         return {}
     rows = job.config.train.batch_size * job.topology.world_size
-    per_sample = {name: number / rows for name, number in asdict(expected_traffic(job)).items()}
-    return {"sharding": {**sharding_summary(job.sharding), "planned_bytes_per_sample": per_sample}}
+    return {
+        "sharding": {
+            "imbalance": plan.imbalance,
+            "tables_by_scheme": plan.tables_by_scheme,
+            "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
+            "planned_bytes_per_sample": {name: number / rows for name, number in asdict(expected_traffic(job)).items()},
+        }
+    }
 
 
 def _say(lines: Iterable[str]) -> None:

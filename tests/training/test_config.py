@@ -99,7 +99,7 @@ def test_of_two_overrides_the_later_wins_and_the_file_keeps_the_rest() -> None:
         ("replicas.moment_scale=foo", r"replicas\.moment_scale: 'foo' is neither a number nor 'num_replicas'"),
         ("replicas.precision=fp16", r"replicas\.precision: .* \(got 'fp16'\)"),
         # rules between values
-        ("model.embedding_dim=6", r"model: embedding_dim=6 must be a multiple of 4"),
+        ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
         ("model.over_arch=[8, 4]", r"model: over_arch=\[8, 4\] must end in 1"),
         ("sharding.dataflow=flat", r"sharding\.dataflow='flat' cannot carry towers, but model\.arch='dmt-dlrm'"),
         # what the data's own config says comes through

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sklearn.metrics import roc_auc_score
 
 from dmt.errors import InputError
-from dmt.training.metrics import ClickMetrics, MetricValues
+from dmt.training.loop import ClickMetrics, MetricValues
 from dmt.training.records import auc_warning
 from tests.ranks import run_ranks
 

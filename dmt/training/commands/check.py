@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from rich.table import Table
 from dmt.testing.ranks import prepare_ranks
 from dmt.training.check import CheckReport
 from dmt.training.console import table_console
+from dmt.training.records import to_json
 
 __all__ = ["print_report", "run_check"]
 
@@ -31,16 +31,7 @@ def run_check(
     steps: int,
     timeout_s: float,
 ) -> CheckReport:
-    """Does what ``dmt check`` was asked for.
-
-    Args:
-        config: file or name of a shipped config.
-        overrides: ``section.key=value``.
-        max_rows: most rows of a table.
-        max_ranks: most ranks.
-        batch_size: rows per rank and step.
-        steps: training steps.
-        timeout_s: longest time without news from the ranks.
+    """Runs ``dmt check`` on a config; the arguments are the command's, and `CheckLimits` explains the numbers.
 
     Raises:
         InputError: the config cannot be read, or the run cannot be built as it says.
@@ -67,8 +58,7 @@ def run_check(
 def print_report(report: CheckReport, *, as_json: bool) -> None:
     """Prints the report."""
     if as_json:
-        # Not a number is no JSON: a difference that is not finite is null.
-        print(json.dumps(_finite(report.to_record()), indent=1))
+        print(to_json(report.to_record()))
         return
     console = table_console(markup=True)
     for line in (*report.schemes, *report.reduced):
@@ -100,11 +90,3 @@ def _number(number: float | None) -> str:
     if number is None:
         return ""
     return f"{number:.1e}" if number else "0"
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and (value != value or abs(value) == float("inf")) else value
