@@ -1,6 +1,6 @@
 """The two optimisers of the partitioner against the packages a user would otherwise take.
 
-Stress of `embed_distances` against scikit-learn's SMACOF, and the objective of `constrained_clusters` against
+Stress of `embed_distances` against scikit-learn's SMACOF, and the objective of `search_clusters` against
 ``KMeansConstrained``. Writes JSON and a Markdown table to ``benchmarks/results/``; see ``benchmarks/README.md``.
 """
 
@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.partitioner import FeatureAffinity
-from dmt.partitioner.cluster import constrained_clusters
+from dmt.partitioner.assignment import Bounds
+from dmt.partitioner.cluster import search_clusters, squared_distances
 from dmt.partitioner.embed import distances, embed_distances
 
 __all__ = ["compare_clusters", "compare_stress", "low_rank_affinity", "main", "noise_affinity", "planted_affinity"]
@@ -109,15 +110,15 @@ def _objective(points: Matrix, labels: NDArray[np.int64]) -> float:
     return float(sum(np.square(group - group.mean(axis=0)).sum() for group in groups))
 
 
-def compare_clusters(points: Matrix, num_clusters: int, *, seed: int, balance_ratio: float = 1.0) -> dict[str, Any]:
+def compare_clusters(points: Matrix, num_clusters: int, *, seed: int) -> dict[str, Any]:
     """One row: sum of squared distances to the centres, and seconds; ours and ``KMeansConstrained``, 20 starts."""
     from k_means_constrained import KMeansConstrained
 
+    smallest, largest = len(points) // num_clusters, -(-len(points) // num_clusters)
+    bounds = Bounds(loads=np.ones((1, len(points))), lower=np.array([smallest]), upper=np.array([largest]))
     begin = time.perf_counter()
-    labels = constrained_clusters(points, num_clusters, balance_ratio=balance_ratio, seed=seed)
+    labels = search_clusters(points, squared_distances(points), num_clusters=num_clusters, bounds=bounds, seed=seed)
     ours = time.perf_counter() - begin
-    smallest = len(points) // num_clusters
-    largest = max(-(-len(points) // num_clusters), int(balance_ratio * smallest + 1e-9))
     solver = KMeansConstrained(num_clusters, size_min=smallest, size_max=largest, n_init=20, random_state=seed)
     # The package rounds distances to 1/1000; it is not to lose by that.
     scaled = points * (1000.0 / np.ptp(points, axis=0).max())

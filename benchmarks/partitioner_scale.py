@@ -5,6 +5,7 @@ Writes JSON and a log-log plot to ``benchmarks/results/``; see ``benchmarks/READ
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -22,7 +23,8 @@ import click
 import numpy as np
 
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
-from dmt.partitioner.cluster import constrained_clusters
+from dmt.partitioner.assignment import Bounds
+from dmt.partitioner.cluster import search_clusters, squared_distances
 from dmt.partitioner.embed import distances, embed_distances
 
 __all__ = ["main", "measure", "plot", "planted"]
@@ -76,7 +78,11 @@ def measure(num_features: int, num_towers: int, *, repeats: int) -> dict[str, An
     distance = distances(affinity.matrix, "coherent")
     embeds = [_timed(lambda: embed_distances(distance)) for _ in range(repeats)]
     points = embeds[0][1].points
-    clusters = [_timed(lambda: constrained_clusters(points, num_towers))[0] for _ in range(repeats)]
+    sizes = {"lower": np.array([num_features // num_towers]), "upper": np.array([-(-num_features // num_towers)])}
+    bounds = Bounds(loads=np.ones((1, num_features)), **sizes)
+    squared = squared_distances(points)
+    search = functools.partial(search_clusters, points, squared, num_clusters=num_towers, bounds=bounds, seed=0)
+    clusters = [_timed(search)[0] for _ in range(repeats)]
     return {
         "features": num_features,
         "towers": num_towers,

@@ -12,8 +12,7 @@ Example:
 from __future__ import annotations
 
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.comparison import tower_affinity
-from dmt.partitioner.partition import Partition
+from dmt.partitioner.partition import Partition, tower_affinity
 from dmt.partitioner.partitioner import TowerPartitioner
 from dmt.partitioner.report import plot_affinity, plot_balance, plot_comparison, plot_coordinates
 from dmt.partitioner.report.page import write_partition_report

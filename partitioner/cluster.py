@@ -18,23 +18,24 @@ import numpy as np
 
 from dmt.errors import InputError
 from dmt.partitioner.assignment import (
+    RESOURCES,
     Bounds,
     Floats,
+    Infeasible,
     Labels,
+    amount,
     greedy_start,
     local_search,
     objective_of,
     perturbed_search,
+    solve_exactly,
 )
-from dmt.partitioner.feasibility import RESOURCES, Infeasible, amount, solve_exactly
 
 __all__ = [
     "Grouping",
-    "constrained_clusters",
     "evenly_picked",
     "fitting_sizes",
     "group_blocks",
-    "in_order_of_occurrence",
     "search_clusters",
     "size_bounds",
     "squared_distances",
@@ -72,11 +73,10 @@ def group_blocks(
     refine: bool = True,
     progress: Callable[[float], None] | None = None,
 ) -> Grouping:
-    """Groups blocks into towers that hold every limit.
+    """Groups blocks into towers that hold every limit: constrained K-means on the points (`search_clusters`).
 
-    Groups the points by constrained K-means (`search_clusters`). With ``refine`` a local search then continues on the
-    squares of the wanted distances: the same objective without the error of squeezing them into few dimensions, which
-    leaves features on the wrong side of a group. (The paper ends with the points; ``refine=False`` does too.)
+    With ``refine`` a local search then continues on the squares of the wanted distances: the same objective without the
+    error of squeezing them into few dimensions. (The paper ends with the points; ``refine=False`` does too.)
 
     Args:
         points: [P, n] coordinates of the blocks.
@@ -86,7 +86,7 @@ def group_blocks(
             the best objective wins; the others are tried if none of these can be held.
         seed: of the starts.
         refine: continue the search on ``distance``.
-        progress: called with the share of the work done.
+        progress: called with the share of the work done, 0..1.
 
     Raises:
         InputError: no grouping holds the limits, or none was found; says which limit the closest one breaks.
@@ -102,27 +102,15 @@ def group_blocks(
                 progress((number + share) / len(searched))
 
         # The effort is shared among them.
-        found.append(
-            search_clusters(
-                points,
-                squared,
-                num_clusters=num_towers,
-                bounds=bounds,
-                seed=seed,
-                num_starts=NUM_STARTS // len(searched),
-                progress=report,
-            )
+        num_starts = NUM_STARTS // len(searched)
+        labels = search_clusters(
+            points, squared, num_clusters=num_towers, bounds=bounds, seed=seed, num_starts=num_starts, progress=report
         )
-    held = [
-        (labels, bounds) for labels, bounds in zip(found, searched, strict=True) if _holds(labels, bounds, num_towers)
-    ]
+        found.append((labels, bounds))
+    held = [(labels, bounds) for labels, bounds in found if bounds.violation(labels, num_towers) == 0]
     if not held:
-        held = [_rescued(squared, found[0], num_towers, options)]
+        held = [_rescued(squared, found[0][0], num_towers, options)]
     return _refined(held, wanted, num_towers, refine=refine, seed=seed)
-
-
-def _holds(labels: Labels, bounds: Bounds, num_towers: int) -> bool:
-    return bounds.violation(labels, num_towers) == 0
 
 
 def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequence[Bounds]) -> tuple[Labels, Bounds]:
@@ -130,7 +118,7 @@ def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequenc
     for bounds in options:
         # Limits once held are never given up: a start that fits ends with towers that fit.
         labels = local_search(squared, greedy_start(bounds, num_towers), num_towers, bounds)
-        if _holds(labels, bounds, num_towers):
+        if bounds.violation(labels, num_towers) == 0:
             return labels, bounds
     member = np.zeros((num_towers, len(closest)))
     member[closest, np.arange(len(closest))] = options[0].weights
@@ -210,32 +198,6 @@ def _num_moved(before: Labels, after: Labels, weights: Floats) -> int:
     return round(float(weights.sum() - kept))
 
 
-def constrained_clusters(
-    points: Floats, num_clusters: int, *, balance_ratio: float = 1.0, seed: int = 0, num_starts: int = 60
-) -> Labels:
-    """Groups points [F, n] around centres, with group sizes within one of the pairs of `size_bounds`.
-
-    The method is that of Bradley, Bennett and Demiriz (2000): K-means whose assignment step is a minimum-cost flow; the
-    DMT paper (section 3.3) calls for it. `search_clusters` describes the search and its arguments.
-
-    Returns:
-        The group of each point, [F] int64, numbered by first occurrence.
-
-    Example:
-        >>> constrained_clusters(np.array([[0.0], [5.0], [0.1], [5.1]]), 2).tolist()
-        [0, 1, 0, 1]
-    """
-    squared = squared_distances(points)
-    ones = np.ones((1, len(points)))
-    found = []
-    for smallest, largest in evenly_picked(size_bounds(len(points), num_clusters, balance_ratio)):
-        bounds = Bounds(loads=ones, lower=np.array([float(smallest)]), upper=np.array([float(largest)]))
-        found.append(
-            search_clusters(points, squared, num_clusters=num_clusters, bounds=bounds, seed=seed, num_starts=num_starts)
-        )
-    return in_order_of_occurrence(min(found, key=lambda labels: objective_of(squared, ones[0], labels)))
-
-
 def search_clusters(
     points: Floats,
     squared: Floats,
@@ -248,10 +210,11 @@ def search_clusters(
 ) -> Labels:
     """Searches for the best grouping within the bounds; the answer breaks them only if none that holds them is found.
 
-    The package's runs start from the centres of a hierarchical clustering, from random centres (a third of the runs),
-    and then from the perturbed centres of the best grouping so far. Its flow minimises distances, not their squares,
-    and knows sizes only, so `local_search` then moves and swaps blocks of each answer, and the answer with the least
-    sum of squared distances to the centres is kept.
+    The method is that of Bradley, Bennett and Demiriz (2000), which the DMT paper (section 3.3) calls for: K-means
+    whose assignment step is a minimum-cost flow. The package's runs start from the centres of a hierarchical
+    clustering, from random centres (a third of the runs), and then from the perturbed centres of the best grouping so
+    far. Its flow minimises distances, not their squares, and knows sizes only, so `local_search` then improves each
+    answer, and the one with the least sum of squared distances to the centres is kept.
 
     Args:
         points: [P, n] coordinates of blocks.
@@ -261,9 +224,6 @@ def search_clusters(
         seed: of the random centres.
         num_starts: the most runs; fewer are made where P x T is large.
         progress: called with the share of runs made.
-
-    Returns:
-        [P] labels.
     """
     num_points = len(points)
     assert 1 <= num_clusters <= num_points, f"TowerPartitioner checks T={num_clusters} against {num_points} points"
@@ -308,14 +268,8 @@ class _Flow:
         # Imported here: OR-tools, which solves the flow, takes longer to load than all the rest of this package.
         from k_means_constrained import KMeansConstrained
 
-        solver = KMeansConstrained(
-            self._num_clusters,
-            size_min=self._sizes[0],
-            size_max=self._sizes[1],
-            init=centres,
-            n_init=1,
-            random_state=seed,
-        )
+        sizes = {"size_min": self._sizes[0], "size_max": self._sizes[1]}
+        solver = KMeansConstrained(self._num_clusters, **sizes, init=centres, n_init=1, random_state=seed)
         return solver.fit(self.points).labels_.astype(np.int64)
 
 
@@ -340,14 +294,6 @@ def squared_distances(points: Floats) -> Floats:
     return cdist(points, points, "sqeuclidean")
 
 
-def in_order_of_occurrence(labels: Labels) -> Labels:
-    """Renumbers groups by their first point."""
-    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[inverse]
-
-
 def _ward_centres(points: Floats, num_clusters: int) -> Floats:
     """[T, n] means of the groups of Ward's hierarchical clustering, which finds clear groups whatever their sizes."""
     from scipy.cluster.hierarchy import fcluster, linkage
@@ -368,8 +314,6 @@ def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> lis
     Example:
         >>> size_bounds(26, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(24, 8, 1.0)
         ([(3, 4)], [(3, 6), (2, 4)], [(3, 3)])
-        >>> size_bounds(80, 16, 4.0)
-        [(5, 20), (4, 16), (3, 12), (2, 8)]
     """
     smallest, needed = num_points // num_clusters, -(-num_points // num_clusters)
     # The addend keeps 1.15 * 100 from falling to 114.
@@ -381,26 +325,15 @@ def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> lis
 
 
 def evenly_picked(options: Sequence[Option], count: int = 4) -> list[Option]:
-    """Picks at most ``count`` options, evenly spaced, with the first and the last.
-
-    Example:
-        >>> evenly_picked([(9, 9), (8, 9), (7, 9), (6, 9), (5, 9)], 3)
-        [(9, 9), (7, 9), (5, 9)]
-    """
+    """Picks at most ``count`` options, evenly spaced, with the first and the last."""
     return [options[i] for i in np.unique(np.linspace(0, len(options) - 1, count).round().astype(int))]
 
 
 def fitting_sizes(weights: Floats, num_towers: int, pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
     """Loosens the pairs just so far that blocks of several features can be dealt out within one of them.
 
-    First the largest group is allowed more, then the smallest is kept as large as possible: one block of many features
-    takes a large tower, and the others need not be small for it. A greedy start and a local search decide if blocks
-    fit, so the pairs may be looser than a perfect packing needs.
-
-    Args:
-        weights: [P] features of each block.
-        num_towers: T.
-        pairs: (smallest, largest) as in `size_bounds`.
+    First the largest group is allowed more, then the smallest is kept as large as possible. A greedy start and a local
+    search decide if blocks, of [P] ``weights`` features, fit, so the pairs may be looser than a perfect packing needs.
 
     Returns:
         The pairs, and by how much the largest grew; 0 if all blocks are single features.

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from dmt.errors import InputError, did_you_mean
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.cluster import Grouping, group_blocks
-from dmt.partitioner.comparison import compare_towers
 from dmt.partitioner.embed import Coordinates, distances, embed_distances
-from dmt.partitioner.partition import Partition, TowerContents
+from dmt.partitioner.partition import Partition, TowerContents, compare_towers
 from dmt.partitioner.problem import Part, SplitColumns, Task, prepare
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.verdict import deviations_from_random

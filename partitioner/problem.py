@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity, check_tables
-from dmt.partitioner.assignment import Bounds
+from dmt.partitioner.assignment import Bounds, check_bounds, largest_clique
 from dmt.partitioner.cluster import fitting_sizes, size_bounds
-from dmt.partitioner.feasibility import check_bounds, largest_clique
 from dmt.partitioner.partition import TowerLimits
 from dmt.partitioner.rules import PartitionRules
 from dmt.plan.column_shards import shard_names, split_tables
@@ -35,7 +34,6 @@ __all__ = [
     "members_affinity",
     "prepare",
 ]
-
 
 SplitColumns = Literal["no", "largest", "even"]
 
@@ -133,7 +131,7 @@ def prepare(
             max_bytes=None if np.isinf(max_bytes) else int(max_bytes),
         ),
         parts=tuple(_parts(blocks, named, num_towers, balance_ratio, upper)),
-        notes=(*_pooling_notes(affinity, named), *_split_notes(named, split_columns, splits)),
+        notes=tuple(_notes(affinity, named, split_columns, splits)),
     )
 
 
@@ -152,24 +150,23 @@ def _splits(
     return splits
 
 
-def _split_notes(rules: PartitionRules, how: SplitColumns, splits: Mapping[str, tuple[int, ...]]) -> list[str]:
-    whole = [feature for group in rules.together for feature in group]
-    if how != "even" or not splits or not whole:
-        return []
-    return [
-        f"The tables of {', '.join(map(repr, whole[:5]))} must stay together and are not cut, so the shards of the "
-        "others have another width; the models of dmt.models need one width."
-    ]
-
-
-def _pooling_notes(affinity: FeatureAffinity, rules: PartitionRules) -> list[str]:
+def _notes(
+    affinity: FeatureAffinity, rules: PartitionRules, how: SplitColumns, splits: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    notes = []
     unknown = affinity.num_features - len(rules.pooling_factors)
-    if rules.max_work_ratio is None or affinity.pooling_factors or not unknown:
-        return []
-    return [
-        f"The work of {unknown} of {affinity.num_features} features is that of one id per sample: the affinity was "
-        "collected without counting ids. Give pooling_factors where there are more."
-    ]
+    if rules.max_work_ratio is not None and not affinity.pooling_factors and unknown:
+        notes.append(
+            f"The work of {unknown} of {affinity.num_features} features is that of one id per sample: the affinity was "
+            "collected without counting ids. Give pooling_factors where there are more."
+        )
+    whole = [feature for group in rules.together for feature in group]
+    if how == "even" and splits and whole:
+        notes.append(
+            f"The tables of {', '.join(map(repr, whole[:5]))} must stay together and are not cut, so the shards of the "
+            "others have another width; the models of dmt.models need one width."
+        )
+    return notes
 
 
 def _limit(ratio: float | None, total: float, num_towers: int) -> float:
@@ -293,51 +290,38 @@ def make_blocks(
 ) -> Blocks:
     """Joins features that must share a tower and adds up their loads.
 
-    ``features`` are all members to place, column shards included, and ``specs`` their tables, if known; ``rules`` name
-    the features one by one (`PartitionRules.for_features`); ``pooling`` gives mean ids per sample by member, ``shards``
-    the column shards of each feature that is cut.
+    Args:
+        features: all members to place, column shards included.
+        specs: the members' tables, if known.
+        rules: with the features named one by one (`PartitionRules.for_features`).
+        pooling: mean ids per sample, by member.
+        shards: the column shards of each feature that is cut.
 
     Raises:
         InputError: features that must share a tower must also part, or are of different categories.
     """
-    members = {name: tuple(shards.get(name, (name,))) for name in dict.fromkeys([*shards, *features])}
-    of_shards = {shard for names in shards.values() for shard in names}
+
+    def members(group: Sequence[str]) -> list[str]:
+        return [member for feature in group for member in shards.get(feature, (feature,))]
+
+    assert set(members(list(shards))) <= set(features), "every shard is a member"
     for group in rules.together:
         for feature in group:
             if feature in shards:
+                others = ", ".join(repr(name) for name in group if name != feature)
                 raise InputError(
-                    f"Partition rules: feature {feature!r} must share a tower with {_others(feature, group)}, but its "
-                    "table is cut into column shards, which go to different towers. Drop the rule or do not split it."
+                    f"Partition rules: feature {feature!r} must share a tower with {others}, but its table is cut into "
+                    "column shards, which go to different towers. Drop the rule or do not split it."
                 )
-    groups = [*rules.together, *(spec.feature_names for spec in specs)]
-    names = joined(features, groups)
-    block_of = {name: i for i, block in enumerate(names) for name in block}
-    home = {
-        member: category
-        for category, owned in rules.categories.items()
-        for feature in owned
-        for member in members[feature]
-    }
+    names = joined(features, [*rules.together, *(spec.feature_names for spec in specs)])
+    home = {member: category for category, owned in rules.categories.items() for member in members(owned)}
     category = tuple(_one_category(block, home) for block in names)
-    expanded = [[member for feature in group for member in members[feature]] for group in rules.apart]
-    expanded += [list(found) for found in shards.values()]
-    assert of_shards <= set(features), "every shard is a member"
-    return Blocks(
-        names=names, loads=_loads(names, specs, pooling), apart=_apart(expanded, block_of, names), category=category
-    )
-
-
-def _others(feature: str, group: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in group if name != feature)
+    apart = _apart([*(members(group) for group in rules.apart), *shards.values()], names)
+    return Blocks(names=names, loads=_loads(names, specs, pooling), apart=apart, category=category)
 
 
 def joined(features: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """The connected components of features that share a group, each sorted, all sorted.
-
-    Example:
-        >>> joined(["c", "b", "a", "d"], [["a", "c"], ["c", "d"]])
-        (('a', 'c', 'd'), ('b',))
-    """
+    """Returns the connected components of features that share a group, each sorted, all sorted."""
     if not features:
         return ()
     from scipy.sparse import coo_array
@@ -380,11 +364,10 @@ def _loads(
     return loads
 
 
-def _apart(
-    groups: Sequence[Sequence[str]], block_of: Mapping[str, int], names: Sequence[Sequence[str]]
-) -> NDArray[np.bool_] | None:
+def _apart(groups: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> NDArray[np.bool_] | None:
     if not groups:
         return None
+    block_of = {name: i for i, block in enumerate(names) for name in block}
     apart = np.zeros((len(names), len(names)), dtype=np.bool_)
     for group in groups:
         for a, b in combinations(group, 2):
@@ -430,15 +413,9 @@ def choose_splits(
     if how == "no":
         return {}
     whole = {feature for group in together for feature in group}
-    by_feature = {
-        spec.feature_names[0]: spec
-        for spec in specs
-        if len(spec.feature_names) == 1 and spec.feature_names[0] not in whole
-    }
-    most = {
-        feature: spec.embedding_dim // STEP if spec.embedding_dim % STEP == 0 else 1
-        for feature, spec in by_feature.items()
-    }
+    by_feature = {spec.feature_names[0]: spec for spec in specs if len(spec.feature_names) == 1}
+    by_feature = {feature: spec for feature, spec in by_feature.items() if feature not in whole}
+    most = {f: spec.embedding_dim // STEP if spec.embedding_dim % STEP == 0 else 1 for f, spec in by_feature.items()}
     uncut = [feature for feature in feature_names(specs) if feature not in by_feature]
     held = set(uncut)
     groups = [*(spec.feature_names for spec in specs), *together]
@@ -446,7 +423,9 @@ def choose_splits(
     pieces = dict.fromkeys(most, 1)
     if how == "even":
         wanted = max(1, -(-(num_towers - num_whole) // max(1, len(most))))
-        pieces = {feature: _even_pieces(most[feature], wanted) for feature in most}
+        # The least number of equal pieces, ``wanted`` or more; else single steps of columns.
+        for feature, steps in most.items():
+            pieces[feature] = next((count for count in range(wanted, steps + 1) if steps % count == 0), steps)
     else:
         for feature, spec in by_feature.items():
             if spec.num_bytes > max_bytes:
@@ -492,11 +471,6 @@ def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...
     return FeatureAffinity(
         matrix=affinity.matrix[np.ix_(index, index)], features=tuple(names), num_samples=affinity.num_samples
     )
-
-
-def _even_pieces(steps: int, wanted: int) -> int:
-    """The least number of equal pieces of ``steps`` steps, ``wanted`` or more; else single steps."""
-    return next((count for count in range(wanted, steps + 1) if steps % count == 0), steps)
 
 
 def _widths(dim: int, count: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dmt.formatting import counted
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.comparison import tower_affinity
+from dmt.partitioner.partition import tower_affinity
 from dmt.partitioner.report.style import (
     label_of,
     name_shortener,

@@ -8,7 +8,7 @@ import numpy as np
 
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.assignment import Bounds, objective_of
-from dmt.partitioner.cluster import size_bounds
+from dmt.partitioner.cluster import evenly_picked, search_clusters, size_bounds, squared_distances
 from dmt.partitioner.embed import Coordinates
 from dmt.plan.tables import TableSpec
 
@@ -78,6 +78,18 @@ def random_bounds(rng, num_blocks, num_towers, *, slack=(1.0, 1.2, 1.5, 9.0), ap
         Bounds(loads=loads, lower=np.array([smallest, 0.0, 0.0]), upper=np.array([largest, *upper]), apart=parted)
         for smallest, largest in sizes
     ]
+
+
+def constrained_clusters(points, num_clusters, *, balance_ratio=1.0, seed=0):
+    """[F] groups of points [F, n] with sizes within one of the pairs of `size_bounds`, numbered by first occurrence."""
+    squared = squared_distances(points)
+    ones = np.ones((1, len(points)))
+    found = []
+    for smallest, largest in evenly_picked(size_bounds(len(points), num_clusters, balance_ratio)):
+        bounds = Bounds(loads=ones, lower=np.array([float(smallest)]), upper=np.array([float(largest)]))
+        found.append(search_clusters(points, squared, num_clusters=num_clusters, bounds=bounds, seed=seed))
+    labels = min(found, key=lambda labels: objective_of(squared, ones[0], labels)).tolist()
+    return np.array([list(dict.fromkeys(labels)).index(label) for label in labels])
 
 
 def best_by_trying(squared, num_towers, options):

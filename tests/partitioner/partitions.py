@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.comparison import tower_affinity
-from dmt.partitioner.partition import AffinityComparison, Partition, TowerContents, TowerLimits
+from dmt.partitioner.partition import AffinityComparison, Partition, TowerContents, TowerLimits, tower_affinity
 from dmt.plan.towers import TowerPlan
 
 BALANCED = TowerLimits(balance_ratio=1.0)

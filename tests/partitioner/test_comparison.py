@@ -10,7 +10,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner, tower_affinity
-from dmt.partitioner.comparison import compare_towers
+from dmt.partitioner.partition import compare_towers
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.instances import affinity_of
 

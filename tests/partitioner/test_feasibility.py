@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.partitioner import feasibility
-from dmt.partitioner.assignment import Bounds
-from dmt.partitioner.feasibility import Infeasible, check_bounds, solve_exactly
+from dmt.partitioner import assignment
+from dmt.partitioner.assignment import Bounds, Infeasible, check_bounds, solve_exactly
 from tests.partitioner.instances import best_by_trying, random_bounds
 
 
@@ -139,16 +138,16 @@ def test_an_answer_beyond_the_limits_by_the_tolerance_of_the_solver_is_not_taken
         margins.append(margin)
         return SimpleNamespace(x=answers[len(margins) - 1], status=0)
 
-    monkeypatch.setattr(feasibility, "_solve", solve)
+    monkeypatch.setattr(assignment, "_solve", solve)
     assert solve_exactly(np.zeros((3, 2)), bounds).tolist() == [0, 1, 1]
     assert margins[0] == 0 < margins[1]
-    monkeypatch.setattr(feasibility, "_solve", lambda *_: SimpleNamespace(x=answers[0], status=0))
+    monkeypatch.setattr(assignment, "_solve", lambda *_: SimpleNamespace(x=answers[0], status=0))
     with pytest.raises(Infeasible, match="to 2 towers within all limits was found"):
         solve_exactly(np.zeros((3, 2)), bounds)
 
 
 def test_problems_too_large_or_too_slow_are_said_to_be_unsolved_not_unsolvable(monkeypatch):
     bounds = bounds_of([[1] * 3, [0] * 3, [0] * 3], FREE)
-    monkeypatch.setattr(feasibility, "MOST_VARIABLES", 5)
+    monkeypatch.setattr(assignment, "MOST_VARIABLES", 5)
     with pytest.raises(Infeasible, match="to 2 towers within all limits was found"):
         solve_exactly(np.zeros((3, 2)), bounds)

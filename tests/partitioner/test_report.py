@@ -12,8 +12,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes
-from dmt.partitioner.comparison import compare_towers
-from dmt.partitioner.partition import AffinityComparison, TowerLimits
+from dmt.partitioner.partition import AffinityComparison, TowerLimits, compare_towers
 from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.page import write_partition_report
 from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
