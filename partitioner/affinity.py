@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +124,7 @@ class FeatureAffinity:
         forward: Callable[[nn.Module, Any], Any] | None = None,
         process_group: ProcessGroup | None = None,
     ) -> FeatureAffinity:
-        """Measures the affinity on a trained model, plain or sharded; see `dmt.partitioner.collect`.
-
-        The result carries the model's tables, and the mean number of ids per sample of each feature.
+        """Measures the affinity on a trained model, plain or sharded, with its tables and mean numbers of ids.
 
         Args:
             model: a model with one or more TorchRec ``EmbeddingBagCollection`` anywhere inside, also sharded and
@@ -136,8 +135,8 @@ class FeatureAffinity:
             forward: how to run a batch, ``forward(model, batch)``; default
                 ``model(batch.dense_features, batch.sparse_features)``.
             process_group: the ranks that call this together, each with batches of its own; all of them get the
-                affinity of all their samples. Required for a sharded model, whose ranks are all to be in it. All
-                ranks stop when the first one runs out of batches. Without a group only this process's samples count.
+                affinity of all their samples, and stop when the first one runs out of batches. Required for a sharded
+                model, whose ranks are all to be in it. Without a group only this process's samples count.
 
         Raises:
             InputError: TorchRec is absent, no collection or batch is found, the embeddings cannot be compared, the
@@ -204,7 +203,8 @@ class FeatureAffinity:
         Raises:
             InputError: the file cannot be written.
         """
-        arrays: dict[str, NDArray[Any]] = {
+        arrays: dict[str, Any] = {
+            "format": np.int64(FORMAT_VERSION),
             "matrix": self.matrix,
             "features": np.array(self.features, dtype=np.str_),
             "num_samples": np.array(-1 if self.num_samples is None else self.num_samples, dtype=np.int64),
@@ -212,7 +212,15 @@ class FeatureAffinity:
         }
         if self.pooling_factors is not None:
             arrays["pooling_factors"] = np.array(self.pooling_factors, dtype=np.float64)
-        _write_arrays(path, arrays)
+        try:
+            # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a
+            # mean are noise, and packing 128 MB of them takes seconds and saves next to nothing.
+            with atomic_write(Path(path)) as scratch, scratch.open("wb") as file:
+                np.savez(file, **arrays)
+        except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+            raise InputError(
+                f"Affinity file {path}: cannot be written ({error}). Give another path or free space."
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureAffinity:
@@ -239,7 +247,6 @@ class FeatureAffinity:
 
 
 def _check_names(features: Sequence[str]) -> None:
-    """Raises `InputError` unless there are names and none is repeated."""
     if not features:
         raise InputError("FeatureAffinity: features is empty; give at least one feature.")
     nameless = [name for name in features if not isinstance(name, str) or not name]
@@ -284,7 +291,12 @@ def _clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.floa
                 if fault.flat[place] > worst[rule][0]:
                     worst[rule] = (float(fault.flat[place]), start + place // size, place % size)
             np.clip((block + mirrored) / 2, 0.0, 1.0, out=cleaned[rows])
-    _refuse(given, worst, features)
+    for (broken, remedy), (amount, row, column) in zip(RULES, worst, strict=True):
+        if amount > ROUNDING:
+            raise InputError(
+                f"FeatureAffinity: the affinity of {features[row]!r} with {features[column]!r} is "
+                f"{float(given[row, column]):g} (mirrored: {float(given[column, row]):g}); it {broken}. {remedy}"
+            )
     cleaned.flags.writeable = False
     return cleaned
 
@@ -296,32 +308,13 @@ def _faults(block: NDArray[np.float64], mirrored: NDArray[np.float64]) -> Iterat
     yield np.abs(block - mirrored)
 
 
-def _refuse(given: NDArray[Any], worst: Sequence[tuple[float, int, int]], features: Sequence[str]) -> None:
-    for (rule, remedy), (fault, row, column) in zip(RULES, worst, strict=True):
-        if fault > ROUNDING:
-            raise InputError(
-                f"FeatureAffinity: the affinity of {features[row]!r} with {features[column]!r} is "
-                f"{float(given[row, column]):g} (mirrored: {float(given[column, row]):g}); it {rule}. {remedy}"
-            )
-
-
 def check_tables(
     tables: Sequence[Any], features: Sequence[str], *, where: str = "FeatureAffinity"
 ) -> tuple[TableSpec, ...]:
-    """Checks that the tables, if any are given, are those of the features: each is looked up in exactly one.
+    """Raises `InputError` unless the tables, if any are given, are those of the features; ``where`` begins its message.
 
-    Args:
-        tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`; may be empty.
-        features: the F names of the affinity.
-        where: beginning of the message.
-
-    Raises:
-        InputError: they are not; the feature is named.
-
-    Example:
-        >>> pair = TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=("a", "b"))
-        >>> [table.name for table in check_tables([pair], ["b", "a"])]
-        ['t']
+    Returns:
+        The tables (TorchRec ``EmbeddingBagConfig`` or `TableSpec`) as `TableSpec`.
     """
     specs = table_specs(tables)
     if not specs:
@@ -342,7 +335,6 @@ def check_tables(
 
 
 def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[str]) -> tuple[float, ...] | None:
-    """Checks the mean numbers of ids per sample, one for each feature; None if they are not known."""
     if factors is None:
         return None
     try:
@@ -363,26 +355,8 @@ def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[s
     return numbers
 
 
-def _write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Writes the arrays with the format version; an existing file is replaced in one step, or stays as it was."""
-    contents: dict[str, Any] = {"format": np.int64(FORMAT_VERSION), **arrays}
-    try:
-        # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean
-        # are noise, and packing 128 MB of them takes seconds and saves next to nothing.
-        with atomic_write(Path(path)) as scratch, scratch.open("wb") as file:
-            np.savez(file, **contents)
-    except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
-        raise InputError(
-            f"Affinity file {path}: cannot be written ({error}). Give another path or free space."
-        ) from error
-
-
 def _read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
-    """Reads the arrays of a file that has ``matrix`` and ``features`` at least; unpickles nothing.
-
-    Raises `InputError` for a file that is absent, damaged, of another kind or format version, and for an array whose
-    shape or dtype is not that of `_FORMS`.
-    """
+    """Reads the arrays of a file that has ``matrix`` and ``features`` at least, in the forms of `_FORMS`."""
     where = f"Affinity file {path}"
     try:
         # Opened here, because numpy leaves a broken archive open.
@@ -425,7 +399,7 @@ def _tables_to(tables: Sequence[TableSpec]) -> dict[str, NDArray[Any]]:
 
 
 def _tables_from(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
-    """Reads the tables that `_tables_to` wrote, if any; refuses arrays that do not fit together."""
+    """Reads the tables that `_tables_to` wrote, if any."""
     absent = [name for name in _TABLE_ARRAYS if name not in arrays]
     if len(absent) == len(_TABLE_ARRAYS):
         return ()
@@ -441,11 +415,6 @@ def _tables_from(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
         raise InputError(f"table {names[sizes.index(min(sizes))]!r} has {min(sizes)} features; it needs one at least.")
     rest = iter(features)
     return tuple(
-        TableSpec(
-            name=name,
-            num_embeddings=num_rows,
-            embedding_dim=dim,
-            feature_names=tuple(next(rest) for _ in range(size)),
-        )
+        TableSpec(name=name, num_embeddings=num_rows, embedding_dim=dim, feature_names=tuple(islice(rest, size)))
         for name, num_rows, dim, size in zip(names, rows, dims, sizes, strict=True)
     )

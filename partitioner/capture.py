@@ -33,7 +33,6 @@ class Collection:
     path: str
     """Dotted path in the model, without the wrappers of distribution."""
     module: nn.Module
-    """The collection, which may be sharded."""
     is_sharded: bool
     """True if its forward is a collective."""
     tables: tuple[TableSpec, ...]
@@ -57,12 +56,7 @@ class Captured:
 
 
 def find_collections(model: nn.Module, module_path: str | None, *, in_group: bool) -> list[Collection]:
-    """Finds the embedding collections at or below a path.
-
-    Args:
-        model: plain, or wrapped for distribution.
-        module_path: dotted path without the wrappers; None or empty: everywhere.
-        in_group: whether there is a process group, without which a sharded collection cannot be run.
+    """Finds the embedding collections at or below a path (`FeatureAffinity.collect`); None: everywhere.
 
     Raises:
         InputError: TorchRec is absent; there is no collection, none at the path, one that is sharded without a group
@@ -122,11 +116,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def capturing(collections: Sequence[Collection], ranks: Lockstep) -> Iterator[Captured]:
-    """Hooks the collections; yields the record of the current forward, which the caller empties before each forward.
-
-    Before a sharded collection exchanges ids, all ranks agree that each can: a rank that raised there would leave the
-    others waiting.
-    """
+    """Hooks the collections; yields the record of the current forward, which the caller empties before each forward."""
     captured = Captured()
     handles = []
     try:
@@ -146,9 +136,7 @@ class _Watch:
     def __init__(self, collection: Collection, captured: Captured, ranks: Lockstep) -> None:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        self._collection = collection
-        self._captured = captured
-        self._ranks = ranks
+        self._collection, self._captured, self._ranks = collection, captured, ranks
         self._ids_type: type = KeyedJaggedTensor
         self._keys: list[str] | None = None
         self._last_batch = -1
@@ -157,6 +145,7 @@ class _Watch:
         ids: Any = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, self._ids_type)), None)
         error = self._input_error(ids)
         if self._collection.is_sharded:
+            # All ranks agree that each can exchange ids: a rank that raised there would leave the others waiting.
             # TorchRec's exchanges differ with and without weights, and with one batch size or several.
             form = None if ids is None else (ids.weights_or_none() is not None, ids.variable_stride_per_key())
             stage = f"the lookup of {self._collection.path!r} in batch {self._captured.batch}"
@@ -326,28 +315,14 @@ def _sharded(path: str, module: Any) -> Collection:
 
 
 def _collection(
-    path: str,
-    module: nn.Module,
-    configs: Sequence[Any],
-    names: Sequence[Sequence[str]],
-    *,
-    is_sharded: bool,
-    is_complete: bool = True,
+    path: str, module: nn.Module, configs: Sequence[Any], names: Sequence[Sequence[str]], **flags: bool
 ) -> Collection:
-    tables = tuple(
-        TableSpec(
-            name=config.name,
-            num_embeddings=config.num_embeddings,
-            embedding_dim=config.embedding_dim,
-            feature_names=tuple(of_table),
+    tables = []
+    inputs: dict[str, str] = {}
+    for config, of_table in zip(configs, names, strict=True):
+        rows, dim = config.num_embeddings, config.embedding_dim
+        tables.append(
+            TableSpec(name=config.name, num_embeddings=rows, embedding_dim=dim, feature_names=tuple(of_table))
         )
-        for config, of_table in zip(configs, names, strict=True)
-    )
-    inputs = {
-        name: feature
-        for config, of_table in zip(configs, names, strict=True)
-        for name, feature in zip(of_table, config.feature_names, strict=True)
-    }
-    return Collection(
-        path=path, module=module, is_sharded=is_sharded, tables=tables, inputs=inputs, is_complete=is_complete
-    )
+        inputs |= zip(of_table, config.feature_names, strict=True)
+    return Collection(path=path, module=module, tables=tuple(tables), inputs=inputs, **flags)

@@ -37,14 +37,7 @@ BLOCK_ELEMENTS = 2**23
 
 
 class AffinitySum:
-    """Running sum of R R^T over samples, in float64; the sums of several processes add up to that of their data.
-
-    Example:
-        >>> total = AffinitySum(["a", "b"])
-        >>> total.add(torch.tensor([[[2.0, 0.0], [0.0, 3.0]], [[1.0, 0.0], [-5.0, 0.0]]]))
-        >>> total.result().matrix.tolist()
-        [[1.0, 0.5], [0.5, 1.0]]
-    """
+    """Running sum of R R^T over samples, in float64; the sums of several processes add up to that of their data."""
 
     def __init__(self, features: Sequence[str]) -> None:
         self.features = tuple(features)
@@ -52,32 +45,13 @@ class AffinitySum:
         self.num_samples = 0
 
     def add(self, embeddings_BFN: Tensor) -> None:
-        """Adds the samples of a batch.
-
-        Args:
-            embeddings_BFN: [B, F, N] pooled embeddings of any floating dtype and device, features in our order.
-        """
-        num_samples, num_features, dim = embeddings_BFN.shape
+        """Adds a block of samples: [B, F, N] pooled embeddings of any floating dtype and device, features in order."""
         # The sum lives where the embeddings do: a group of GPUs adds up what is on GPUs only.
         self.sum_FF = self.sum_FF.to(embeddings_BFN.device)
-        for block_BFN in embeddings_BFN.split(_block_rows(num_features, dim)):
-            unit_BFN = _normalise(block_BFN.double())
-            unit_FX = unit_BFN.transpose(0, 1).reshape(num_features, -1)
-            self.sum_FF.addmm_(unit_FX, unit_FX.T)
-        self.num_samples += num_samples
-
-    def result(
-        self, *, tables: Sequence[TableSpec] = (), pooling_factors: Sequence[float] | None = None
-    ) -> FeatureAffinity:
-        """Affinity of all samples so far, at least one, with the features' tables and pooling factors."""
-        mean = (self.sum_FF / self.num_samples).abs_()
-        return FeatureAffinity(
-            matrix=mean.cpu().numpy(),
-            features=self.features,
-            num_samples=self.num_samples,
-            tables=tuple(tables),
-            pooling_factors=None if pooling_factors is None else tuple(pooling_factors),
-        )
+        unit_BFN = _normalise(embeddings_BFN.double())
+        unit_FX = unit_BFN.transpose(0, 1).reshape(len(self.features), -1)
+        self.sum_FF.addmm_(unit_FX, unit_FX.T)
+        self.num_samples += len(embeddings_BFN)
 
 
 def collect_affinity(
@@ -128,10 +102,6 @@ class Lockstep:
 
     Raises:
         InputError: this rank is not in the group.
-
-    Example:
-        >>> Lockstep(None).share("a batch", True)
-        [True]
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -145,12 +115,8 @@ class Lockstep:
                     f"process_group={group!r} is no group of this rank; call this on the ranks of the group only."
                 )
             self._ranks = get_process_group_ranks(group)
-        self._failure_shared = False
-
-    @property
-    def failure_shared(self) -> bool:
+        self.failure_shared = False
         """True if all ranks know of a failure, so that raising it needs no further exchange."""
-        return self._failure_shared
 
     def share(self, stage: str, value: Any, error: Exception | None = None) -> list[Any]:
         """Tells all ranks this one's value, or that it failed; returns everyone's values by group rank.
@@ -165,7 +131,7 @@ class Lockstep:
         """
         if self._group is None:
             if error is not None:
-                self._failure_shared = True
+                self.failure_shared = True
                 raise error
             return [value]
         from dmt.collectives import gather_objects, reason_of
@@ -174,7 +140,7 @@ class Lockstep:
         ranks = list(zip(self._ranks, records, strict=True))
         failed = [(rank, reason) for rank, (_, _, reason) in ranks if reason is not None]
         elsewhere = [(rank, other) for rank, (other, _, _) in ranks if other != records[0][0]]
-        self._failure_shared = bool(failed or elsewhere)
+        self.failure_shared = bool(failed or elsewhere)
         if error is not None:
             raise error
         if failed:
@@ -187,12 +153,7 @@ class Lockstep:
         return [value for _, value, _ in records]
 
     def ranks_that_differ(self, values: list[Any]) -> list[int]:
-        """Global ranks whose value differs from the first rank's.
-
-        Example:
-            >>> Lockstep(None).ranks_that_differ([("a", "b")])
-            []
-        """
+        """Global ranks whose value differs from the first rank's."""
         return [rank for rank, value in zip(self._ranks, values, strict=True) if value != values[0]]
 
 
@@ -212,10 +173,7 @@ class _Measured:
             self.total = AffinitySum(tuple(embeddings))
         for block_BFN in _stacked(embeddings, self.total.features, captured.batch):
             self.total.add(block_BFN)
-        self._count(captured)
-
-    def _count(self, captured: Captured) -> None:
-        """Adds up the ids of each embedding, as long as every input could be read."""
+        # Ids of each embedding add up as long as every input could be read.
         for collection in self.collections:
             if self.num_ids is None or collection.path not in captured.outputs:
                 continue
@@ -301,7 +259,12 @@ def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | No
             f"FeatureAffinity.collect: ranks {differing} looked up other features than the first rank, see "
             f"{strange[0]!r}. Every rank must run the same model."
         )
-    total = measured.total if measured.total is not None and mine[1] else _empty_sum(features, measured.collections)
+    total = measured.total
+    if total is None or not mine[1]:
+        total = AffinitySum(features)
+        # A sum of no samples, on the device of the embeddings.
+        weights = (weight for collection in measured.collections for weight in collection.module.parameters())
+        total.sum_FF = total.sum_FF.to(next(weights, total.sum_FF).device)
     has_ids = all(known for _, _, known in everyone)
     counts = dict.fromkeys(features, 0) | (measured.num_ids or {})
     num_ids_F = torch.tensor([counts[name] for name in features], dtype=torch.float64, device=total.sum_FF.device)
@@ -310,17 +273,13 @@ def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | No
 
         total.sum_FF = sum_over_ranks(total.sum_FF, group)
         num_ids_F = sum_over_ranks(num_ids_F, group)
-    total.num_samples = num_samples
-    pooling_factors = (num_ids_F / num_samples).tolist() if has_ids else None
-    return total.result(tables=measured.tables(features), pooling_factors=pooling_factors)
-
-
-def _empty_sum(features: Sequence[str], collections: Sequence[Collection]) -> AffinitySum:
-    """Sum of no samples, on the device of the embeddings."""
-    total = AffinitySum(features)
-    weight = next((weight for collection in collections for weight in collection.module.parameters()), None)
-    total.sum_FF = total.sum_FF if weight is None else total.sum_FF.to(weight.device)
-    return total
+    return FeatureAffinity(
+        matrix=(total.sum_FF / num_samples).abs_().cpu().numpy(),
+        features=features,
+        num_samples=num_samples,
+        tables=measured.tables(features),
+        pooling_factors=tuple((num_ids_F / num_samples).tolist()) if has_ids else None,
+    )
 
 
 def _normalise(embeddings: Tensor) -> Tensor:
@@ -338,10 +297,6 @@ def _run_batch(model: nn.Module, batch: Any) -> Any:
             "say how to run it, for instance forward=lambda model, batch: model(batch)."
         )
     return model(batch.dense_features, batch.sparse_features)
-
-
-def _block_rows(num_features: int, dim: int) -> int:
-    return max(1, BLOCK_ELEMENTS // (num_features * dim))
 
 
 def _stacked(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: int) -> Iterator[Tensor]:
@@ -362,7 +317,7 @@ def _stacked(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: i
                 "Train the flat model for partitioning with one embedding_dim."
             )
     num_samples, dim = embeddings[first].shape
-    rows = _block_rows(len(features), dim)
+    rows = max(1, BLOCK_ELEMENTS // (len(features) * dim))
     for start in range(0, num_samples, rows):
         block = torch.stack([embeddings[feature][start : start + rows] for feature in features], dim=1)
         finite = block.isfinite().all(dim=2).all(dim=0)

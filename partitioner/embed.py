@@ -63,12 +63,7 @@ class Coordinates:
 
 
 def distances(matrix: NDArray[np.float64], strategy: str) -> NDArray[np.float64]:
-    """D = f(I) of the DMT paper (section 3.3): 1 - I for ``"coherent"``, I for ``"diverse"``; the diagonal is zero.
-
-    Example:
-        >>> distances(np.array([[1.0, 0.75], [0.75, 1.0]]), "coherent").tolist()
-        [[0.0, 0.25], [0.25, 0.0]]
-    """
+    """D = f(I) of the DMT paper (section 3.3): 1 - I for ``"coherent"``, I for ``"diverse"``; the diagonal is zero."""
     assert strategy in ("coherent", "diverse"), f"TowerPartitioner checks the strategy, got {strategy!r}"
     distance = 1.0 - matrix if strategy == "coherent" else matrix.copy()
     np.fill_diagonal(distance, 0.0)
@@ -93,20 +88,17 @@ def embed_distances(
     In a plane, points get in each other's way: one on the wrong side of a group cannot be moved through it by gradient
     steps, whatever their size. So every descent begins with one lifted dimension more than wanted, which is then
     squeezed flat (`descend`). A start is a view of the classical scaling of D: the first along the principal axes, the
-    others along random directions. Each start is then lifted at random and squeezed again, and keeps the better result:
-    five times, nine times from 129 points on, where starts are fewer, or twice above 1,000. The best of all are run
-    until Adam converges (`converge`). The time grows with F^2 per step.
+    others along random directions. Each start is then lifted at random and squeezed again a few times, and keeps the
+    better result. The best of all are run until Adam converges (`converge`). The time grows with F^2 per step.
 
-    The result depends on the order of the points only by rounding and through the random numbers: callers who want a
-    permutation to permute the answer sort the points first (`TowerPartitioner` does, by name). Start k draws the same
-    numbers however many starts there are.
+    The result depends on the order of the points by rounding and through the random numbers: `TowerPartitioner` sorts
+    them by name first. Start k draws the same numbers however many starts there are.
 
     Args:
         distance: [F, F] symmetric, not negative, zero diagonal.
         dims: n, at least 1.
         seed: of the random numbers, at least 0.
-        num_starts: how many starts; by default 2500 / F, at most 32 and at least 1 (26 points: 32; 100: 25; 500: 5;
-            1,000: 2; above 1,250: 1).
+        num_starts: number of starts; by default 2500 / F, at most 32 and at least 1.
         max_steps: limit on the Adam steps of one start, with those until it converges; the first 180 are always taken.
         progress: called now and then with the fraction done, which never falls, and 1.0 at the end.
 
@@ -118,22 +110,30 @@ def embed_distances(
     import torch
 
     size, scale = len(distance), float(distance.max())
-    report = _Progress(progress, max_steps)
+    report = progress or (lambda share: None)
+    num_done = 0
+
+    def on_step() -> None:
+        nonlocal num_done
+        num_done += 1
+        if num_done % STEPS_PER_REPORT == 0:
+            report(min(1.0, num_done / (max_steps + 1)))
+
     if scale == 0.0:
         # One point, or all in one place: nothing to move, and nothing to divide by.
-        report.end()
+        report(1.0)
         return Coordinates(points=np.zeros((size, dims)), stress=0.0, normalized_stress=0.0)
     target = torch.from_numpy(distance / scale)
     if num_starts is None:
         num_starts = max(1, min(32, 2500 // size))
     generators = [np.random.default_rng((seed, number)) for number in range(num_starts)]
     with _one_thread():
-        found, num_steps = _search(target, dims, generators, max_steps, report.step)
-        points, stress = converge(found, StressFunction(target), max_steps=max_steps - num_steps, on_step=report.step)
+        found, num_steps = _search(target, dims, generators, max_steps, on_step)
+        points, stress = converge(found, StressFunction(target), max_steps=max_steps - num_steps, on_step=on_step)
         best = points[int(stress.argmin())]
         best_stress = exact_stress(best, target)
     wanted = float(np.square(distance / scale).sum()) / 2
-    report.end()
+    report(1.0)
     return Coordinates(
         points=((best - best.mean(dim=0)) * scale).numpy(),
         stress=best_stress * scale**2,
@@ -154,22 +154,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class _Progress:
-    """Turns steps into calls with a fraction; a run that converges early jumps to the end."""
-
-    def __init__(self, callback: Callable[[float], None] | None, num_steps: int) -> None:
-        self._callback, self._num_steps, self._done = callback, num_steps, 0
-
-    def step(self) -> None:
-        self._done += 1
-        if self._callback is not None and self._done % STEPS_PER_REPORT == 0:
-            self._callback(min(1.0, self._done / (self._num_steps + 1)))
-
-    def end(self) -> None:
-        if self._callback is not None:
-            self._callback(1.0)
-
-
 def _search(
     target: Tensor, dims: int, generators: list[np.random.Generator], max_steps: int, on_step: Callable[[], None]
 ) -> tuple[Tensor, int]:
@@ -188,7 +172,8 @@ def _search(
     points = run(_starts(_classical_scaling(target, dims + 1), dims + 1, generators), FIRST_RUN)
     stress, _ = function(points)
     num_steps = sum(FIRST_RUN)
-    for number in range(_num_tries(size)):
+    num_tries = 2 if size > FULL_SCALING_UP_TO else 9 if size > MORE_TRIES_ABOVE else 5
+    for number in range(num_tries):
         if num_steps + 2 * sum(LATER_RUN) > max_steps:
             break
         extent = LIFTED_EXTENTS[number % len(LIFTED_EXTENTS)] * points.std(dim=(1, 2), keepdim=True)
@@ -203,12 +188,6 @@ def _search(
         return points[stress.argmin()][None], num_steps
     # Convergence may still change the order of those this close.
     return points[stress <= stress.min() * 1.001], num_steps
-
-
-def _num_tries(size: int) -> int:
-    if size > FULL_SCALING_UP_TO:
-        return 2
-    return 9 if size > MORE_TRIES_ABOVE else 5
 
 
 def _normal(generators: list[np.random.Generator], *shape: int) -> Tensor:
@@ -263,13 +242,6 @@ class StressFunction:
 
     Args:
         target: D, [F, F] floating, symmetric with a zero diagonal. Points must have its dtype.
-
-    Example:
-        >>> import torch
-        >>> function = StressFunction(torch.tensor([[0.0, 2.0], [2.0, 0.0]]))
-        >>> stress, gradient = function(torch.tensor([[[0.0], [1.0]]]))
-        >>> stress.tolist(), gradient.tolist()
-        ([1.0], [[[2.0], [-2.0]]])
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -305,14 +277,6 @@ class Adam:
     """Adam (Kingma and Ba, 2015) for one tensor, with a step size that is given at every step.
 
     ``torch.optim.Adam`` does the same in twice the time on tensors this small, and its import takes seconds.
-
-    Example:
-        >>> import torch
-        >>> adam, points = Adam(), torch.tensor([3.0])
-        >>> for _ in range(2):
-        ...     points = adam.step(points, gradient=2 * points, rate=0.5)
-        >>> [round(x, 3) for x in points.tolist()]
-        [2.004]
     """
 
     # A memory of 100 steps for the squares: runs are a few hundred steps long.
@@ -354,12 +318,6 @@ def descend(
 
     Returns:
         [K, F, n].
-
-    Example:
-        >>> import torch
-        >>> function = StressFunction(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
-        >>> descend(torch.zeros(3, 2, 2), function, rates=[0.1], num_lifted=1).shape
-        torch.Size([3, 2, 1])
     """
     adam, dims = Adam(), points.shape[2] - num_lifted
     for number, rate in enumerate(rates, start=1):
@@ -380,13 +338,6 @@ def converge(
 
     The step size halves whenever 20 steps lower no configuration's stress by more than one part in 100,000. The points
     have converged when they still do not after eight halvings, with a step of 2e-5 of the largest distance.
-
-    Example:
-        >>> import torch
-        >>> function = StressFunction(torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64))
-        >>> _, stress = converge(torch.tensor([[[0.0], [0.9]]], dtype=torch.float64), function, max_steps=500)
-        >>> bool(stress < 1e-8)
-        True
     """
     import torch
 
@@ -415,11 +366,6 @@ def exact_stress(points: Tensor, target: Tensor) -> float:
     """Stress of one configuration [F, n], from the distances themselves.
 
     `StressFunction` takes the difference of large sums, which is precise enough for a search but not for a report.
-
-    Example:
-        >>> import torch
-        >>> exact_stress(torch.tensor([[0.0], [3.0]]), torch.tensor([[0.0, 2.0], [2.0, 0.0]]))
-        1.0
     """
     import torch
 

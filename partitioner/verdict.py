@@ -43,11 +43,6 @@ def deviations_from_random(comparison: AffinityComparison) -> float | None:
     Returns:
         The number, positive where the plan's pairs are more alike and always finite; None if there is no such pair
         or random towers do not differ among themselves.
-
-    Example:
-        >>> means = {"within": 0.5, "between": 0.1, "within_strided": 0.2, "within_random": 0.2}
-        >>> round(deviations_from_random(AffinityComparison(**means, std_random=0.1)), 6)
-        3.0
     """
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
     if within is None or mean is None or std is None or not std > 0.0:
@@ -65,8 +60,8 @@ def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float
     fewer than 1 of 100 such matrices, whatever their dependence (the union bound on Gaussian tails,
     P(z > t) < exp(-t^2 / 2)). N counts the ways to deal the features into towers of these sizes, category by category.
 
-    More than that says that the affinities are not unrelated, and no more. The cosines of random vectors are related
-    too: where a and b are near each other and so are b and c, a and c are. Untrained embeddings may exceed the bound.
+    More than that says that the affinities are not unrelated, and no more: the cosines of random vectors are related
+    too, so untrained embeddings may exceed the bound.
 
     Args:
         sizes: F_t, the features of each tower.
@@ -78,8 +73,6 @@ def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float
     Example:
         >>> round(luck_bound([2, 2]), 2), round(luck_bound([4, 4, 3, 3, 3, 3, 3, 3]), 1)
         (3.38, 9.1)
-        >>> luck_bound([2, 2, 3], categories=["user", "user", "item"]) == luck_bound([2, 2])
-        True
     """
     of_category: dict[str, list[int]] = {}
     for size, category in zip(sizes, categories or [""] * len(sizes), strict=True):
