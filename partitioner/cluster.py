@@ -229,17 +229,32 @@ def search_clusters(
     assert 1 <= num_clusters <= num_points, f"TowerPartitioner checks T={num_clusters} against {num_points} points"
     if num_clusters in (1, num_points):
         return np.arange(num_points, dtype=np.int64) % num_clusters
-    flow = _Flow(points, num_clusters, bounds)
+    # Imported here: OR-tools, which solves the flow, takes longer to load than all the rest of this package.
+    from k_means_constrained import KMeansConstrained
+
+    extent = float(np.ptp(points, axis=0).max())
+    scaled = points * (EXTENT / extent) if extent > 0 else points
+    # The package counts points; if blocks have several features its answer is only a start.
+    sizes = num_points // num_clusters, -(-num_points // num_clusters)
+    if (bounds.weights == 1).all():
+        sizes = int(bounds.lower[0]), int(min(bounds.upper[0], num_points))
+
+    def flow(centres: Floats | str, seed: int = 0) -> Labels:
+        solver = KMeansConstrained(
+            num_clusters, size_min=sizes[0], size_max=sizes[1], init=centres, n_init=1, random_state=seed
+        )
+        return solver.fit(scaled).labels_.astype(np.int64)
+
     rng = np.random.default_rng(seed)
     count = min(num_starts, max(FEWEST_STARTS, START_BUDGET // (num_points * num_clusters)))
-    best, least = flow.run(_ward_centres(flow.points, num_clusters)), (np.inf, np.inf)
+    best, least = flow(_ward_centres(scaled, num_clusters)), (np.inf, np.inf)
     for number in range(count):
         if number == 0:
             start = best
         elif number <= count // 3:
-            start = flow.run("k-means++", seed=(seed + 1_000_003 * number) % 2**32)
+            start = flow("k-means++", seed=(seed + 1_000_003 * number) % 2**32)
         else:
-            start = flow.run(_perturbed_centres(flow.points, best, num_clusters, rng))
+            start = flow(_perturbed_centres(scaled, best, num_clusters, rng))
         labels = local_search(squared, start, num_clusters, bounds)
         rank = bounds.violation(labels, num_clusters), objective_of(squared, bounds.weights, labels)
         # Better by more than rounding, so that ties fall the same way everywhere.
@@ -248,29 +263,6 @@ def search_clusters(
         if progress is not None:
             progress((number + 1) / count)
     return best
-
-
-class _Flow:
-    """The package ``k-means-constrained``, with the sizes of groups and points at the scale it needs."""
-
-    def __init__(self, points: Floats, num_clusters: int, bounds: Bounds) -> None:
-        extent = float(np.ptp(points, axis=0).max())
-        self.points = points * (EXTENT / extent) if extent > 0 else points
-        count = len(points)
-        self._num_clusters = num_clusters
-        # It counts points; if blocks have several features its answer is only a start.
-        self._sizes = (count // num_clusters, -(-count // num_clusters))
-        if (bounds.weights == 1).all():
-            self._sizes = int(bounds.lower[0]), int(min(bounds.upper[0], count))
-
-    def run(self, centres: Floats | str, seed: int = 0) -> Labels:
-        """[P] labels of one run from these centres."""
-        # Imported here: OR-tools, which solves the flow, takes longer to load than all the rest of this package.
-        from k_means_constrained import KMeansConstrained
-
-        sizes = {"size_min": self._sizes[0], "size_max": self._sizes[1]}
-        solver = KMeansConstrained(self._num_clusters, **sizes, init=centres, n_init=1, random_state=seed)
-        return solver.fit(self.points).labels_.astype(np.int64)
 
 
 def _perturbed_centres(points: Floats, labels: Labels, num_clusters: int, rng: np.random.Generator) -> Floats:

@@ -20,12 +20,7 @@ from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.verdict import deviations_from_random
 from dmt.plan.towers import TowerFeatures, TowerPlan
 
-__all__ = [
-    "Answer",
-    "Strategy",
-    "TowerPartitioner",
-    "assemble",
-]
+__all__ = ["Strategy", "TowerPartitioner"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +35,8 @@ class TowerPartitioner:
     Three steps: the affinity becomes distances (`distances`), the distances become points in a plane
     (`embed_distances`), and the points are grouped by constrained K-means, with every limit held (`group_blocks`).
 
-    The answer depends on the affinity, the names, the tables, the rules and the seed alone: features are put in order
-    of their names before anything is computed, so that listing them in another order lists the same towers in another
-    order. (The last bits of floating-point sums may differ between machines.)
+    The answer depends on the affinity, the names, the tables, the rules and the seed alone, not on the order in which
+    features are listed. (The last bits of floating-point sums may differ between machines.)
 
     Raises:
         InputError: an argument is out of range or the strategy unknown.
@@ -61,9 +55,8 @@ class TowerPartitioner:
     num_towers: int
     """T."""
     strategy: Strategy = "coherent"
-    """``"coherent"`` puts features together that resemble each other, ``"diverse"`` those that do not. The paper finds
-    that either may train better, depending on model and data. ``"both"`` tries both and prefers the one that differs
-    more from random towers; only training can tell which is better."""
+    """``"coherent"`` puts features together that resemble each other, ``"diverse"`` those that do not. ``"both"`` tries
+    both and prefers the one that differs more from random towers; only training can tell which is better."""
     balance_ratio: float | None = 1.0
     """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
     always ceil(F / T). None: towers may have any number of features, for instance to balance their work instead."""
@@ -187,10 +180,10 @@ class TowerPartitioner:
             except InputError as error:
                 raise InputError(f"TowerPartitioner: {part.where}{error}") from error
             wanted = float(np.square(distance).sum()) / 2
-            answers.append(Answer(part=part, found=found, grouping=grouped, wanted=wanted))
+            answers.append(_Answer(part=part, found=found, grouping=grouped, wanted=wanted))
             done += share
         settings = {"balance_ratio": self.balance_ratio, "dims": self.dims, "refine": self.refine}
-        return assemble(task, answers, strategy=strategy, seed=self.seed, settings=settings)
+        return _assemble(task, answers, strategy=strategy, seed=self.seed, settings=settings)
 
 
 def _stage(report: Progress, name: str, begin: float, length: float) -> Callable[[float], None]:
@@ -205,7 +198,7 @@ def _distinctness(partition: Partition) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
+class _Answer:
     """Solution of one part."""
 
     part: Part
@@ -215,8 +208,8 @@ class Answer:
     """Sum of the squared wanted distances."""
 
 
-def assemble(
-    task: Task, answers: Sequence[Answer], *, strategy: str, seed: int, settings: Mapping[str, Any]
+def _assemble(
+    task: Task, answers: Sequence[_Answer], *, strategy: str, seed: int, settings: Mapping[str, Any]
 ) -> Partition:
     """Puts the answers of all parts together; ``seed`` and ``settings`` are recorded in the plan."""
     towers: list[TowerFeatures] = []
@@ -225,14 +218,18 @@ def assemble(
         for label, tower in _towers(answer, task.affinity).items():
             named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
             towers.append(named)
-            loads.append(_load(answer, label, named, weighed=bool(task.specs)))
-    plan = TowerPlan(
-        towers=tuple(towers),
-        strategy=strategy,
-        seed=seed,
-        tables=task.specs,
-        column_splits=dict(task.splits),
-    )
+            _, work, num_bytes = answer.part.blocks.loads[:, answer.grouping.labels == label].sum(axis=1).tolist()
+            loads.append(
+                TowerContents(
+                    name=named.name,
+                    num_features=len(named.features),
+                    category=answer.part.category,
+                    work=work if task.specs else None,
+                    num_bytes=int(num_bytes) if task.specs else None,
+                )
+            )
+    splits = dict(task.splits)
+    plan = TowerPlan(towers=tuple(towers), strategy=strategy, seed=seed, tables=task.specs, column_splits=splits)
     categories = {name: a.part.category for a in answers for names in a.part.blocks.names for name in names}
     comparison = compare_towers(task.affinity, plan, seed=seed, categories=categories)
     stress = sum(answer.found.stress for answer in answers)
@@ -240,21 +237,19 @@ def assemble(
     normalized = float(np.sqrt(stress / wanted)) if wanted > 0 else 0.0
     num_refined = sum(answer.grouping.num_refined for answer in answers)
     notes = (*task.notes, *_notes(task.affinity), *_size_notes(answers))
-    summary = (
-        task.source.to_summary()
-        | dict(settings)
-        | {
-            "within_towers": comparison.within,
-            "between_towers": comparison.between,
-            "within_strided_towers": comparison.within_strided,
-            "within_random_towers": comparison.within_random,
-            "std_random_towers": comparison.std_random,
-            "stress": stress,
-            "normalized_stress": normalized,
-            "num_refined": num_refined,
-            "notes": list(notes),
-        }
-    )
+    summary = {
+        **task.source.to_summary(),
+        **settings,
+        "within_towers": comparison.within,
+        "between_towers": comparison.between,
+        "within_strided_towers": comparison.within_strided,
+        "within_random_towers": comparison.within_random,
+        "std_random_towers": comparison.std_random,
+        "stress": stress,
+        "normalized_stress": normalized,
+        "num_refined": num_refined,
+        "notes": list(notes),
+    }
     return Partition(
         plan=replace(plan, affinity=summary),
         affinity=task.affinity,
@@ -269,7 +264,7 @@ def assemble(
     )
 
 
-def _towers(answer: Answer, affinity: FeatureAffinity) -> dict[int, TowerFeatures]:
+def _towers(answer: _Answer, affinity: FeatureAffinity) -> dict[int, TowerFeatures]:
     """Towers by label, in the order of their first feature in the affinity; named by their category, if any."""
     blocks, labels = answer.part.blocks, answer.grouping.labels.tolist()
     tower_of = {name: tower for names, tower in zip(blocks.names, labels, strict=True) for name in names}
@@ -284,7 +279,7 @@ def _towers(answer: Answer, affinity: FeatureAffinity) -> dict[int, TowerFeature
     }
 
 
-def _points(answers: Sequence[Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
+def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
     """[F, n] points; the parts were embedded separately and are laid side by side along the first axis."""
     position = {name: i for i, name in enumerate(affinity.features)}
     points = np.zeros((affinity.num_features, answers[0].found.points.shape[1]))
@@ -297,19 +292,6 @@ def _points(answers: Sequence[Answer], affinity: FeatureAffinity) -> NDArray[np.
         for names, point in zip(answer.part.blocks.names, own, strict=True):
             points[[position[name] for name in names]] = point
     return points
-
-
-def _load(answer: Answer, label: int, tower: TowerFeatures, *, weighed: bool) -> TowerContents:
-    """Load of one tower; work and bytes are known if tables are."""
-    part = answer.part
-    _, work, num_bytes = part.blocks.loads[:, answer.grouping.labels == label].sum(axis=1).tolist()
-    return TowerContents(
-        name=tower.name,
-        num_features=len(tower.features),
-        category=part.category,
-        work=work if weighed else None,
-        num_bytes=int(num_bytes) if weighed else None,
-    )
 
 
 def _notes(affinity: FeatureAffinity) -> list[str]:
@@ -333,7 +315,7 @@ def _notes(affinity: FeatureAffinity) -> list[str]:
     return notes
 
 
-def _size_notes(answers: Sequence[Answer]) -> list[str]:
+def _size_notes(answers: Sequence[_Answer]) -> list[str]:
     """Notes for parts whose sizes could not be as even as requested."""
     notes = []
     for answer in answers:

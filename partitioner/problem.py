@@ -120,6 +120,10 @@ def prepare(
     blocks = make_blocks(members.features, member_specs, named, pooling=pooling, shards=shards)
     max_work = _limit(named.max_work_ratio, float(blocks.loads[1].sum()), num_towers)
     upper = np.array([np.inf, max_work, max_bytes])
+    owned, counts = {"": blocks}, {"": num_towers}
+    if named.categories:
+        owned = {name: blocks.in_category(name) for name in named.categories}
+        counts = dict(named.towers_per_category) or _allot(owned, num_towers, upper)
     return Task(
         source=affinity,
         affinity=members,
@@ -130,7 +134,7 @@ def prepare(
             max_work=None if np.isinf(max_work) else max_work,
             max_bytes=None if np.isinf(max_bytes) else int(max_bytes),
         ),
-        parts=tuple(_parts(blocks, named, num_towers, balance_ratio, upper)),
+        parts=tuple(_part(name, own, counts[name], balance_ratio, upper) for name, own in owned.items()),
         notes=tuple(_notes(affinity, named, split_columns, splits)),
     )
 
@@ -173,16 +177,6 @@ def _limit(ratio: float | None, total: float, num_towers: int) -> float:
     return np.inf if ratio is None else ratio * total / num_towers
 
 
-def _parts(
-    blocks: Blocks, rules: PartitionRules, num_towers: int, balance_ratio: float | None, upper: np.ndarray
-) -> list[Part]:
-    if not rules.categories:
-        return [_part("", blocks, num_towers, balance_ratio, upper)]
-    owned = {name: blocks.in_category(name) for name in rules.categories}
-    counts = dict(rules.towers_per_category) or _allot(owned, num_towers, upper)
-    return [_part(name, owned[name], counts[name], balance_ratio, upper) for name in rules.categories]
-
-
 def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float | None, upper: np.ndarray) -> Part:
     num_features = int(blocks.loads[0].sum())
     pairs, grown = [(1, num_features)], 0
@@ -190,19 +184,12 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float |
         strict = size_bounds(num_features, num_towers, balance_ratio)
         pairs, grown = fitting_sizes(blocks.loads[0], num_towers, strict)
 
-    def bounds(pair: tuple[int, int]) -> Bounds:
-        return Bounds(
-            loads=blocks.loads,
-            lower=np.array([float(pair[0]), 0.0, 0.0]),
-            upper=np.array([float(pair[1]), *upper[1:]]),
-            apart=blocks.apart,
-        )
-
+    limits = ((np.array([float(least), 0.0, 0.0]), np.array([float(most), *upper[1:]])) for least, most in pairs)
     part = Part(
         category=category,
         blocks=blocks,
         num_towers=num_towers,
-        options=tuple(bounds(pair) for pair in pairs),
+        options=tuple(Bounds(loads=blocks.loads, lower=low, upper=high, apart=blocks.apart) for low, high in limits),
         asked=strict[0] if grown else None,
     )
     # The first set allows a tower most: what is too large for it is too large for all.
