@@ -56,10 +56,10 @@ class CheckRow:
     what: str
     """The two things compared."""
     verdict: Verdict
-    difference: float | None
+    difference: float | None = None
     """The worst one, by its share of what is allowed; None where nothing was compared."""
-    allowed: float | None
-    count: int
+    allowed: float | None = None
+    count: int = 0
     """Comparisons."""
     where: str = ""
     """Items and place that do not agree; or the reason why the check was left out."""
@@ -93,14 +93,9 @@ class CheckReport:
 def make_rows(
     findings: Iterable[Finding], titles: Mapping[str, str], skipped: Mapping[str, str]
 ) -> tuple[CheckRow, ...]:
-    """Returns the findings of all ranks as a row for each title.
+    """Returns the findings of all ranks as a row for each check, by the titles' order; ``skipped`` has reasons.
 
     A check that found nothing to compare and was not skipped on purpose has failed.
-
-    Args:
-        findings: of all ranks.
-        titles: the things that each check compares, in the order of the rows.
-        skipped: reasons why checks were left out.
 
     Example:
         >>> found = [Finding(check="a", item=f"t{i}", difference=i, allowed=1) for i in range(3)]
@@ -115,20 +110,14 @@ def make_rows(
 
 def _row(name: str, what: str, found: Sequence[Finding], skipped: str | None) -> CheckRow:
     if not found:
-        return CheckRow(
-            check=name,
-            what=what,
-            verdict="FAILED" if skipped is None else "skipped",
-            difference=None,
-            allowed=None,
-            count=0,
-            where="nothing was compared" if skipped is None else skipped,
-        )
+        if skipped is None:
+            return CheckRow(check=name, what=what, verdict="FAILED", where="nothing was compared")
+        return CheckRow(check=name, what=what, verdict="skipped", where=skipped)
     worst = max(found, key=lambda finding: finding.share)
     wrong = sorted((f for f in found if not f.agrees), key=lambda finding: -finding.share)
-    items = list(dict.fromkeys(finding.item for finding in wrong))
     where = ""
     if wrong:
+        items = list(dict.fromkeys(finding.item for finding in wrong))
         where = shorten(items, ", ") + (f" ({wrong[0].place})" if wrong[0].place else "")
     return CheckRow(
         check=name,

@@ -9,8 +9,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from dmt.plan.column_shards import split_tables
-from dmt.plan.tables import TableSpec
 from dmt.testing.plain import is_table
 from dmt.testing.ranks import run_on_ranks
 from dmt.training.check import CheckReport, Finding, make_rows
@@ -59,13 +57,7 @@ def _quietly(rank: int, on_rank: Callable[[int, CheckedRun], RankReport], run: C
 
 
 def compare_ranks(run: CheckedRun, reports: Sequence[RankReport], *, seconds: float = 0.0) -> CheckReport:
-    """Returns the report of all ranks' findings, and of the faults that only show when ranks are compared.
-
-    Args:
-        run: the run they checked.
-        reports: by rank.
-        seconds: that it took.
-    """
+    """Returns the report of all ranks' findings, and of the faults that only show when ranks are compared."""
     findings = [finding for report in reports for finding in report.findings]
     findings += [*_replicas(reports), *_coverage(run, reports)]
     skipped = {name: why for report in reports for name, why in report.skipped.items()}
@@ -111,7 +103,7 @@ def _coverage(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[Findin
         for name in report.whole:
             whole[name] = whole.get(name, 0) + is_table(name)
     names = {name.split(".")[-2]: name for name in (*shards, *(n for n, count in whole.items() if count))}
-    for table in _cut_tables(run):
+    for table in run.job.split_tables:
         full = names.get(table.name)
         if full is None:
             yield Finding(check="shards", item=f"table {table.name}", difference=1, allowed=0, place="on no rank")
@@ -123,10 +115,6 @@ def _coverage(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[Findin
         wrong = int((times != replicas).sum())
         place = f"{wrong} of its {times.numel()} numbers are not held once{each}" if wrong else ""
         yield Finding(check="shards", item=f"table {table.name}", difference=wrong, allowed=0, place=place)
-
-
-def _cut_tables(run: CheckedRun) -> Sequence[TableSpec]:
-    return split_tables(list(run.tables), run.splits)
 
 
 def _titles(run: CheckedRun) -> dict[str, str]:
@@ -172,7 +160,7 @@ def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
             "Losses and weights after training are compared with replicas averaged in fp32. All other rows have the "
             f"replicas.precision of the config, {config.replicas.precision}."
         )
-    widths = {table.name: table.embedding_dim for table in _cut_tables(run)}
+    widths = {table.name: table.embedding_dim for table in run.job.split_tables}
     cut = {
         name.split(".")[-2]
         for report in reports

@@ -64,13 +64,7 @@ _FREQUENT_ROWS = 8
 
 
 def draw_batch(run: CheckedRun, rank: int, index: int) -> ClickBatch:
-    """Returns the batch of a rank in step ``index``, the same in every process.
-
-    Args:
-        run: sizes and tables.
-        rank: global.
-        index: of the step, or `SINGLE_IDS`, or `UNEVEN_BAGS`.
-    """
+    """Returns the batch of a global rank in a step (`SINGLE_IDS`, `UNEVEN_BAGS`, ...); equal in every process."""
     generator = torch.Generator().manual_seed(1_000_003 * index + rank)
     size = run.limits.batch_size
     if index == UNEVEN_BAGS:
@@ -112,6 +106,9 @@ class Seen(NamedTuple):
     """Logits, [B]."""
 
 
+_NOTHING_SEEN = Seen({}, torch.empty(0), torch.empty(0))
+
+
 class Watch:
     """Keeps the values that pass through a model, plain or sharded, in its latest forward pass.
 
@@ -123,25 +120,19 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, send: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._model = model
-        self._send = send
-        self._embeddings: dict[str, Tensor] = {}
-        self._outputs = torch.empty(0)
-        self._logits = torch.empty(0)
+        self._model, self._send = model, send
+        self.seen = _NOTHING_SEEN
+        """Values of the latest batch."""
         sparse = sparse_part(model)
         for module in _tower_modules(sparse):
             module.register_forward_pre_hook(self._before_tower_module)
         sparse.register_forward_hook(self._after_sparse_part)
 
-    @property
-    def seen(self) -> Seen:
-        """Values of the latest batch."""
-        return Seen(self._embeddings, self._outputs, self._logits)
-
     def run(self, batch: ClickBatch) -> Tensor:
         """Returns the loss of a batch and keeps all else."""
-        self._embeddings = {}
-        loss, (self._logits, _, _) = self._model(batch)
+        self.seen = _NOTHING_SEEN
+        loss, (logits, _, _) = self._model(batch)
+        self.seen = self.seen._replace(logits=logits)
         return loss
 
     def run_and_see(self, batch: ClickBatch) -> Seen:
@@ -151,18 +142,23 @@ class Watch:
         return self.seen
 
     def _before_tower_module(self, module: nn.Module, inputs: Any) -> None:
-        self._embeddings |= {name: value.detach() for name, value in inputs[0].to_dict().items()}
+        self._see_embeddings(inputs[0])
+
+    def _see_embeddings(self, embeddings: KeyedTensor) -> None:
+        # By name: the order of the keys changes with the sharding.
+        own = {name: value.detach() for name, value in embeddings.to_dict().items()}
+        self.seen = self.seen._replace(embeddings=self.seen.embeddings | own)
 
     def _after_sparse_part(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         result = output.wait() if isinstance(output, LazyAwaitable) else output
-        self._outputs = result.values() if isinstance(result, KeyedTensor) else result
-        if isinstance(result, KeyedTensor):
-            # By name: the order of the keys changes with the sharding.
-            self._embeddings = {name: value.detach() for name, value in result.to_dict().items()}
+        if not isinstance(result, KeyedTensor):
+            self.seen = self.seen._replace(outputs=result)
+            return result if self._send is None else self._send(result)
+        self.seen = self.seen._replace(outputs=result.values())
+        self._see_embeddings(result)
         if self._send is None:
             return result
-        sent = self._send(self._outputs)
-        return KeyedTensor(result.keys(), result.length_per_key(), sent) if isinstance(result, KeyedTensor) else sent
+        return KeyedTensor(result.keys(), result.length_per_key(), self._send(result.values()))
 
 
 def sparse_part(model: nn.Module) -> Any:
@@ -228,11 +224,7 @@ class _Replica(NamedTuple):
 
 
 def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
-    """Runs the plain module.
-
-    Args:
-        run: the run that is checked.
-        layout: of its tables.
+    """Runs the plain module, whose table optimizers follow the layout of the sharded tables.
 
     Raises:
         InputError: a loss is not finite.

@@ -89,10 +89,6 @@ class Trained:
 def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
     """Runs every check on this rank; collective.
 
-    Args:
-        rank: this rank.
-        run: the run that is checked.
-
     Raises:
         InputError: the run cannot be built as its config says.
     """
@@ -127,19 +123,14 @@ class _Checks:
         self.precision = run.config.sharding.precision
         fp32 = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
         self._exact = with_values(fp32, "replicas", precision="fp32")
-        self._expected: Expected | None = None
-
-    @property
-    def expected(self) -> Expected:
-        assert self._expected is not None, "computed with the first model"
-        return self._expected
+        self.expected: Expected  # computed with the first model
 
     # The checks, in order.
 
     def forward_and_gradients(self) -> None:
         """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
         model = self._shard(_probe(self.run.config))
-        self._expected = self._meet_expected(table_layout(model))
+        self.expected = self._meet_expected(table_layout(model))
         self._begin(model, self.run.config)
         watch = Watch(model)
         for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
@@ -328,14 +319,11 @@ class _Checks:
 
     def _compare_outputs(self, check: str, ours: Tensor, wanted: Tensor) -> None:
         """Compares outputs of the sparse part, tower by tower."""
-        widths = self._tower_widths()
+        towers = sparse_part(ClickTask(build_model(self.run.job, device="meta"))).towers
+        widths = [tower.interaction.out_features for tower in towers]
         allowed = allowed_outputs(float(wanted.abs().max()), self.precision.forward, is_exact=False)
         for tower, (mine, its) in enumerate(zip(ours.split(widths, 1), wanted.split(widths, 1), strict=True)):
             self._found(check, f"output of tower {tower}", _distance(mine, its), allowed)
-
-    def _tower_widths(self) -> list[int]:
-        model = build_model(self.run.job, device="meta")
-        return [tower.interaction.out_features for tower in sparse_part(ClickTask(model)).towers]
 
     def _compare_forward_format(self, watch: Watch, embeddings: Mapping[str, Tensor], outputs: Tensor) -> None:
         """Checks that outputs that crossed between ranks were rounded at all."""

@@ -25,12 +25,9 @@ _SCALE: dict[str, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.
 
 
 def as_sent(outputs: Tensor, precision: ExchangePrecision, num_ranks: int) -> Tensor:
-    """Returns outputs as they arrive from the exchange; rounds their gradients in the backward pass.
+    """Returns outputs [B, columns] as they arrive from the exchange; rounds their gradients in the backward pass.
 
-    Args:
-        outputs: [B, columns] of the sparse part.
-        precision: of the exchange.
-        num_ranks: of a replica; a rank sends ``num_ranks`` times the gradient of the mean over ranks.
+    A rank sends ``num_ranks`` (those of a replica) times the gradient of the mean over ranks.
     """
     sent: Tensor = _AsSent.apply(outputs, precision, num_ranks)
     return sent
@@ -113,13 +110,7 @@ def scale_error(found: Iterable[FoundGradient], precision: ExchangePrecision) ->
 def forward_rounding(ours: Tensor, wanted: Tensor, name: ExchangeFormat) -> float | None:
     """Returns a format's rounding of the expected numbers over the rounding found: about 1, very large if not used.
 
-    Args:
-        ours: numbers that arrived from the exchange.
-        wanted: exact numbers expected.
-        name: of the format.
-
-    Returns:
-        None where the format changes none of them.
+    None where the format changes none of the exact numbers ``wanted``.
 
     Example:
         >>> wanted = torch.tensor([1.001, 3.001])
@@ -136,13 +127,7 @@ def backward_rounding(
 ) -> float | None:
     """Returns the largest rounding of a format over the rounding found in gradients; very large if it was not used.
 
-    Args:
-        ours: found.
-        unrounded: found with FP32 on the way back and all else equal.
-        name: of the format.
-
-    Returns:
-        None where all gradients are zero.
+    ``unrounded`` was found with FP32 on the way back and all else equal. None where all gradients are zero.
     """
     pairs = [(a.ours.detach(), b.ours.detach()) for a, b in zip(ours, unrounded, strict=True)]
     if not pairs:

@@ -72,7 +72,7 @@ class CheckedRun:
     limits: CheckLimits
     """Limits of the check."""
     folder: str
-    """Folder of plans, expected values and checkpoints; all ranks see it."""
+    """Folder of expected values and checkpoints; all ranks see it."""
     reduced: tuple[str, ...]
     """Differences to the config that make the run smaller, a line each."""
     schemes: tuple[str, ...]
@@ -108,67 +108,42 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     Args:
         job: the run.
         limits: how small.
-        folder: where the plans are written.
+        folder: where ranks put expected values and checkpoints.
 
     Raises:
         InputError: the shrunk tables cannot be placed.
     """
-    config, tables, full = job.config, job.tables, job.topology
+    config, full = job.config, job.topology
     topology = fewer_ranks(full, limits.max_ranks)
     most = max(limits.max_rows, topology.ranks_per_tower)
-    small = tuple(replace(table, num_embeddings=min(table.num_embeddings, most)) for table in tables)
+    small = tuple(replace(table, num_embeddings=min(table.num_embeddings, most)) for table in job.tables)
     config = with_values(config, "optimizer", warmup_steps=min(config.optimizer.warmup_steps, _WARMUP_STEPS))
-    config = with_values(
-        config,
-        "topology",
-        num_towers=topology.num_towers,
-        ranks_per_tower=topology.ranks_per_tower,
-        num_replicas=topology.num_replicas,
-    )
+    sizes = {key: getattr(topology, key) for key in ("num_towers", "ranks_per_tower", "num_replicas")}
+    config = with_values(config, "topology", **sizes)
     config = with_values(config, "replicas", **_replica_values(config.replicas, topology.num_replicas))
     # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from the weights.
     config = with_values(config, "train", dense_reduce_precision="fp32")
     reduced = tuple(_reductions(job, config, most))
     shared: dict[str, Any] = {"limits": limits, "folder": str(folder), "reduced": reduced}
     if config.dataflow == "flat":
-        other = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
+        scheme = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
         shrunk = Job(config=config, tables=small, num_dense=job.num_dense)
         return CheckedRun(
             job=shrunk,
-            other=replace(shrunk, config=with_values(config, "sharding", scheme=other)),
-            schemes=(f"schemes: {len(tables)} {_flat_scheme(config)}",),
+            other=replace(shrunk, config=with_values(config, "sharding", scheme=scheme)),
+            schemes=(f"schemes: {len(small)} {_flat_scheme(config)}",),
             **shared,
         )
     assert job.towers is not None, "resolved with the config"
     assert job.sharding is not None, "resolved with the config"
-    towers, whole = _Towers(job.towers, config.model.has_towers, topology), job.sharding
-    pinned = _pins(whole.placements, towers.plan.split_tables(tables), small, full, topology)
+    pinned = _pins(job.sharding.placements, job.split_tables, small, full, topology)
     others: dict[str, Rule] = {name: _other_schemes(rule, topology) for name, rule in pinned.items()}
-    workload = StepWorkload(batch_size=limits.batch_size, optimizer=config.optimizer.sparse)
-    runs, schemes = {}, dict[str, tuple[str, ...]]()
-    for name, rules, is_swapped in (("run", pinned, False), ("other", others, True)):
-        plan, by_tower = towers.arranged(small, is_swapped=is_swapped)
-        plan.save(folder / f"{name}.towers.json")
-        made = plan_tables(by_tower, topology, workload=workload, rules=ShardingRules(tables=rules))
-        made.save(folder / f"{name}.sharding.json")
-        schemes.setdefault(name, _scheme_lines(made, whole))
-        own = with_values(
-            with_values(config, "towers", plan=str(folder / f"{name}.towers.json")),
-            "sharding",
-            plan=str(folder / f"{name}.sharding.json"),
-            scheme="auto",
-            tables={},
-            memory_gib=None,
-        )
-        runs[name] = Job(
-            config=own,
-            tables=small,
-            num_dense=job.num_dense,
-            towers=plan,
-            sharding=made,
-            placement=towers.placement(is_swapped=is_swapped),
-        )
-    return CheckedRun(job=runs["run"], other=runs["other"], schemes=schemes["run"], **shared)
+    shrunk = Job(config=config, tables=small, num_dense=job.num_dense, towers=job.towers)
+    mesh = [i * topology.num_towers // job.towers.num_towers for i in range(job.towers.num_towers)]
+    run = _arranged(shrunk, limits, mesh, pinned)
+    other = _arranged(shrunk, limits, [topology.num_towers - 1 - tower for tower in mesh], others)
+    assert run.sharding is not None, "planned just now"
+    return CheckedRun(job=run, other=other, schemes=_scheme_lines(run.sharding, job.sharding), **shared)
 
 
 def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
@@ -200,43 +175,27 @@ def with_values(config: TrainingConfig, section: str, **values: Any) -> Training
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-class _Towers:
-    """Assigns the towers of the run to the towers of the smaller mesh.
+def _arranged(job: Job, limits: CheckLimits, mesh: Sequence[int], rules: Mapping[str, Rule]) -> Job:
+    """Returns the job with its towers on these towers of the mesh, and its tables placed by these rules.
 
-    Args:
-        plan: of the run, whole.
-        has_modules: whether the model is made of towers. Then they stay and several share a mesh tower; the towers of a
-            flat model are joined.
-        topology: the mesh.
+    The modules of towers stay, several on one mesh tower; the towers of a flat model are joined.
     """
-
-    def __init__(self, plan: TowerPlan, has_modules: bool, topology: TowerTopology) -> None:
-        # Without the tables it was made for, which were larger.
-        self.plan = replace(plan, tables=())
-        self._has_modules = has_modules
-        self._num_mesh = topology.num_towers
-        self._mesh_of = [i * topology.num_towers // plan.num_towers for i in range(plan.num_towers)]
-
-    def placement(self, *, is_swapped: bool) -> tuple[int, ...] | None:
-        """Returns the mesh tower of each tower; None for the plain order."""
-        mesh = self._mesh(is_swapped)
-        return tuple(mesh) if self._has_modules and mesh != list(range(self._num_mesh)) else None
-
-    def arranged(self, tables: Sequence[TableSpec], *, is_swapped: bool) -> tuple[TowerPlan, list[list[TableSpec]]]:
-        """Returns the plan to save, and the tables of each mesh tower."""
-        mesh = self._mesh(is_swapped)
-        by_tower: list[list[TableSpec]] = [[] for _ in range(self._num_mesh)]
-        features: list[list[str]] = [[] for _ in range(self._num_mesh)]
-        of_towers = self.plan.tables_by_tower(self.plan.split_tables(tables))
-        for tower, of_tower, number in zip(self.plan.towers, of_towers, mesh, strict=True):
-            by_tower[number] += of_tower
-            features[number] += tower.features
-        if self._has_modules:
-            return self.plan, by_tower
-        return TowerPlan.from_lists(features, column_splits=self.plan.column_splits), by_tower
-
-    def _mesh(self, is_swapped: bool) -> list[int]:
-        return [self._num_mesh - 1 - number for number in self._mesh_of] if is_swapped else self._mesh_of
+    assert job.towers is not None, "resolved with the config"
+    # Without the tables it was made for, which were larger.
+    plan, num_mesh = replace(job.towers, tables=()), job.topology.num_towers
+    by_tower: list[list[TableSpec]] = [[] for _ in range(num_mesh)]
+    features: list[list[str]] = [[] for _ in range(num_mesh)]
+    for tower, tables, number in zip(plan.towers, plan.tables_by_tower(job.split_tables), mesh, strict=True):
+        by_tower[number] += tables
+        features[number] += tower.features
+    has_modules, in_order = job.config.model.has_towers, list(mesh) == list(range(num_mesh))
+    workload = StepWorkload(batch_size=limits.batch_size, optimizer=job.config.optimizer.sparse)
+    return replace(
+        job,
+        towers=plan if has_modules else TowerPlan.from_lists(features, column_splits=plan.column_splits),
+        sharding=plan_tables(by_tower, job.topology, workload=workload, rules=ShardingRules(tables=rules)),
+        placement=tuple(mesh) if has_modules and not in_order else None,
+    )
 
 
 def _pins(

@@ -11,13 +11,12 @@ import pytest
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
-from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
 from dmt.training.build import build_model
 from dmt.training.check.expected import SINGLE_IDS, UNEVEN_BAGS, draw_batch
 from dmt.training.check.shrink import CheckedRun, CheckLimits, fewer_ranks, shrink
 from dmt.training.config import TrainingConfig
-from dmt.training.job import make_job, open_job, tower_plan
+from dmt.training.job import Job, make_job, open_job
 from tests.training.small import NUM_DENSE, small, source
 
 TABLES = [f"t_C{i}" for i in range(1, 7)]
@@ -30,9 +29,9 @@ def shrunk(config: TrainingConfig, folder: Path, **limits: Any) -> CheckedRun:
     return shrink(open_job(config), limits=CheckLimits(**limits), folder=folder)
 
 
-def placements(config: TrainingConfig) -> dict[str, TablePlacement]:
-    assert config.sharding.plan is not None
-    return TowerShardingPlan.load(config.sharding.plan).placements
+def placements(job: Job) -> dict[str, TablePlacement]:
+    assert job.sharding is not None
+    return dict(job.sharding.placements)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +60,7 @@ def test_nothing_is_changed_that_fits(tmp_path: Path) -> None:
     config = small("dmt-dlrm", sharding={"tables": SCHEMES})
     run = shrunk(config, tmp_path)
     assert (run.reduced, run.job.placement) == ((), None)
-    assert placements(run.config) == open_job(config).sharding.placements
+    assert placements(run.job) == open_job(config).sharding.placements
 
 
 def test_large_tables_keep_their_schemes_and_ranks(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_large_tables_keep_their_schemes_and_ranks(tmp_path: Path) -> None:
     full = open_job(config).sharding.placements
     run = shrunk(config, tmp_path, max_rows=50)
     assert {table.num_embeddings for table in run.tables} == {50}
-    assert placements(run.config) == full
+    assert placements(run.job) == full
     assert {name: placement.scheme for name, placement in full.items()} == SCHEMES
     assert run.reduced == ("6 of 6 tables have 50 rows instead of up to 20,000",)
 
@@ -81,8 +80,8 @@ def test_fewer_ranks_keep_schemes_and_several_towers_share_a_mesh_tower(tmp_path
     run = shrunk(config, tmp_path, max_ranks=4)
     assert (run.topology.num_towers, run.topology.ranks_per_tower) == (2, 2)
     assert (run.job.placement, run.other.placement) == ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
-    assert tower_plan(run.config, list(run.tables)).num_towers == 6, "every tower keeps its module"
-    assert {n: p.scheme for n, p in placements(run.config).items()} == SCHEMES | {"t_C4": "row_wise"}
+    assert run.job.towers.num_towers == 6, "every tower keeps its module"
+    assert {n: p.scheme for n, p in placements(run.job).items()} == SCHEMES | {"t_C4": "row_wise"}
     assert run.reduced[:2] == ("checked with 2 of 4 ranks per tower", "the 6 towers share 2 mesh towers")
 
 
@@ -90,13 +89,13 @@ def test_the_towers_of_a_flat_model_are_joined(tmp_path: Path) -> None:
     config = small("dlrm", "sptt", topology={"num_towers": 3, "ranks_per_tower": 4})
     run = shrunk(config, tmp_path, max_ranks=4)
     assert run.job.placement is None
-    assert tower_plan(run.config, list(run.tables)).to_lists() == [["C1", "C4", "C2", "C5"], ["C3", "C6"]]
-    assert tower_plan(run.other.config, list(run.tables)).to_lists() == [["C3", "C6"], ["C1", "C4", "C2", "C5"]]
+    assert run.job.towers.to_lists() == [["C1", "C4", "C2", "C5"], ["C3", "C6"]]
+    assert run.other.towers.to_lists() == [["C3", "C6"], ["C1", "C4", "C2", "C5"]]
 
 
 def test_the_other_placement_has_other_schemes_and_towers(tmp_path: Path) -> None:
     run = shrunk(small("dmt-dlrm", sharding={"tables": SCHEMES}), tmp_path)
-    here, there = placements(run.config), placements(run.other.config)
+    here, there = placements(run.job), placements(run.other)
     assert all(here[name].scheme != there[name].scheme for name in TABLES)
     assert run.other.placement == (1, 0)
 
@@ -120,7 +119,7 @@ def test_row_shards_of_given_sizes_keep_their_proportions(tmp_path: Path) -> Non
     type(made)(**{**vars(made), "tables": tables}).save(tmp_path / "plan.json")
     config = small("dmt-dlrm", synthetic={"rows_per_table": 1000}, sharding={"plan": str(tmp_path / "plan.json")})
     run = shrunk(config, tmp_path, max_rows=40)
-    assert {placement.sizes for placement in placements(run.config).values()} == {(36, 4)}
+    assert {placement.sizes for placement in placements(run.job).values()} == {(36, 4)}
 
 
 def test_the_memory_limit_is_that_of_the_full_size(tmp_path: Path) -> None:
@@ -161,7 +160,7 @@ def test_replicas_are_averaged_within_the_few_steps(tmp_path: Path) -> None:
         "replicas.sync_every is 2 instead of 10",
         "replicas.moment_scale is 2.0 instead of 3.0",
     )
-    assert TowerShardingPlan.load(str(run.config.sharding.plan)).topology == run.topology
+    assert run.job.sharding.topology == run.topology
 
 
 def test_batches_have_single_ids_bags_and_unequal_sizes(tmp_path: Path) -> None:
