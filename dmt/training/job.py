@@ -19,7 +19,7 @@ from dmt.sharding.rules import Rule, ShardingRules
 from dmt.sharding.schemes import SCHEMES, TablePlacement
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, open_source
-from dmt.training.data.tables import read_tables
+from dmt.training.data.config import read_tables
 
 __all__ = ["Job", "check_table_optimizer", "make_job", "open_data", "open_job", "tower_plan"]
 

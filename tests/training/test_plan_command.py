@@ -17,7 +17,7 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands import main
 from dmt.training.commands.plan import print_sharding, run_plan
 from dmt.training.config import to_toml
-from dmt.training.data.tables import read_tables
+from dmt.training.data.config import read_tables
 from dmt.training.job import open_job
 from tests.test_house import run_without_torchrec
 from tests.training.small import small

@@ -69,8 +69,8 @@ def write_pieces(pieces: Sequence[Piece], folder: Path, group: dist.ProcessGroup
 
     Args:
         pieces: those of this rank.
-        folder: a folder that all ranks see.
-        group: the ranks, on the CPU (gloo).
+        folder: seen by all ranks.
+        group: of the CPU (gloo).
 
     Returns:
         The files that this rank wrote.

@@ -159,14 +159,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def check_plain(progress: Mapping[str, Any]) -> None:
-    """Raises `InputError` unless JSON takes it.
-
-    Example:
-        >>> check_plain({"epoch": 1, "seen": {3}})
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: progress={'epoch': 1, 'seen': {3}} is not plain data: Object of type set is not JSON ...
-    """
+    """Raises `InputError` unless JSON takes it."""
     try:
         json.dumps(progress)
     except (TypeError, ValueError) as error:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torchrec.optim.keyed import KeyedOptimizer
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
@@ -19,7 +21,6 @@ from dmt.formatting import shorten
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints.dcp import SafeReader, read_pieces
 from dmt.training.checkpoints.files import Manifest, checkpoints, damaged_files, is_outdated, newest, read_manifest
-from dmt.training.checkpoints.optimizer_state import MaterializedState
 from dmt.training.checkpoints.saver import RNG
 from dmt.training.checkpoints.state import Piece, State, collect_state
 
@@ -166,10 +167,10 @@ class _Open:
         self._model, self._optimizer = model, optimizer
         self._weights = model.state_dict()
         self.state = collect_state(self._weights, optimizer)
-        self._made: MaterializedState | None = None
+        self._made: _MaterializedState | None = None
         if optimizer is not None:
             found = set(self.state.sizes)
-            self._made = MaterializedState(optimizer)
+            self._made = _MaterializedState(optimizer)
             self.state = collect_state(self._weights, optimizer)
             if self.manifest.step == 0 and not (self.state.sizes.keys() - found) & self.reader.tensors.keys():
                 # Saved before the first step made it.
@@ -192,6 +193,49 @@ class _Open:
     def undo(self) -> None:
         if self._made is not None:
             self._made.undo()
+
+
+class _MaterializedState:
+    """Makes the state that PyTorch's optimizers and schedules have only after a step, such as Adam's moments.
+
+    If state is missing, takes a step with gradients of zero and puts the weights back, since weight decay moves them
+    even so. Tables are not touched: their state exists from the beginning.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._before: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
+        states = optimizer.state
+        if all(parameter in states for parameter in optimizer.params.values()):
+            return
+        parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [("", optimizer)]
+        for _, part in parts:
+            state: Any = part.state
+            self._before.append((state, dict(state)))
+        dense = list(_dense_parameters(optimizer))
+        kept = [(parameter.detach().clone(), parameter.grad) for parameter in dense]
+        for parameter in dense:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, (weight, gradient) in zip(dense, kept, strict=True):
+                parameter.copy_(weight)
+                parameter.grad = gradient
+
+    def undo(self) -> None:
+        """Removes the state that was made."""
+        for state, before in self._before:
+            state.clear()
+            state.update(before)
+        self._optimizer.post_load_state_dict()
+
+
+def _dense_parameters(optimizer: KeyedOptimizer) -> Iterator[Tensor]:
+    unsharded = ((name, p) for name, p in optimizer.params.items() if not isinstance(p, ShardedTensor))
+    for _, parameter in in_backward_optimizer_filter(unsharded):
+        # A schedule keeps its count under an empty parameter.
+        if parameter.requires_grad and parameter.numel():
+            yield parameter
 
 
 def _damage(folder: Path, rank: int, world_size: int) -> list[str]:

@@ -32,12 +32,7 @@ def is_list(type_: pa.DataType) -> bool:
 
 
 def out_of_range(feature: str, value: int, num_embeddings: int, *, table: str, place: str) -> InputError:
-    """Makes the error for an id that its table has no row for.
-
-    Example:
-        >>> str(out_of_range("C3", 120, 100, table="t_C3", place="a.csv, line 7"))[:69]
-        "Feature 'C3': id 120 is outside the table t_C3 of 100 rows (a.csv, li"
-    """
+    """Makes the error for an id that its table has no row for."""
     return InputError(
         f"Feature {feature!r}: id {value} is outside the table {table} of {num_embeddings} rows ({place}). Set "
         f"num_embeddings_per_feature[{feature!r}] to more than the largest id, or id_mode='hash'."
@@ -46,12 +41,7 @@ def out_of_range(feature: str, value: int, num_embeddings: int, *, table: str, p
 
 @dataclass(frozen=True)
 class Place:
-    """Positions of rows in their file, for messages.
-
-    Example:
-        >>> Place("a.csv", "line", np.array([2, 5]))(1)
-        'a.csv, line 5'
-    """
+    """Positions of rows in their file, for messages."""
 
     file: str
     """The file's path as the user gave it."""
@@ -96,12 +86,7 @@ class Encoder:
     """True: dense values x become sign(x) * log(1 + abs(x))."""
 
     def encode(self, table: pa.Table, labels: NDArray[np.float32], place: Place) -> Rows:
-        """Decodes all rows of a table.
-
-        Args:
-            table: the dense (numbers) and categorical columns, n rows.
-            labels: float32 [n].
-            place: positions of the rows in their file, for messages.
+        """Decodes all rows of a table of dense (numbers) and categorical columns; labels are float32 [n].
 
         Raises:
             InputError: an infinite dense value, an id outside its table, or a category that is no text, whole

@@ -87,12 +87,7 @@ class FileReader(ABC):
     def blocks(self, paths: Sequence[str], *, quiet: bool = False) -> Iterator[FileBlock]:
         """Reads the files one after another, in constant memory (Parquet: one row group at a time).
 
-        Args:
-            paths: the files.
-            quiet: no warning about left-out rows (every rank but the first).
-
-        Yields:
-            Blocks of well-formed rows with their line or row numbers.
+        Yields blocks of well-formed rows. ``quiet``: no warning about left-out rows (every rank but the first).
 
         Raises:
             InputError: a file cannot be read or lacks a column, or a row is malformed and bad rows are not skipped:
@@ -134,20 +129,7 @@ class FileReader(ABC):
 
 @dataclass(kw_only=True)
 class ColumnReader(FileReader):
-    r"""Reads files with named columns: .parquet, .csv or .tsv (text also .gz).
-
-    Example:
-        >>> import tempfile
-        >>> config = DataConfig(kind="columns", train_path="a.csv", categorical=("c",))
-        >>> encoder = Encoder(dense=(), num_embeddings={"c": 10}, multi_hot=frozenset(), list_separator="|",
-        ...                   id_mode="index", signed_log1p=False)
-        >>> reader = ColumnReader(config=config, encoder=encoder)
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        ...     _ = file.write("label,c\n1,3\n0,4\n")
-        ...     file.flush()
-        ...     [block.labels.tolist() for block in reader.blocks([file.name])]
-        [[1.0, 0.0]]
-    """
+    """Reads files with named columns: .parquet, .csv or .tsv (text also .gz)."""
 
     config: DataConfig
     """Names the label and the split column."""
@@ -233,20 +215,9 @@ class ColumnReader(FileReader):
 
 @dataclass(kw_only=True)
 class CriteoReader(FileReader):
-    r"""Reads files in Criteo's format, plain or gzip; columns are named I1-I13 and C1-C26.
+    """Reads files in Criteo's format, plain or gzip; columns are named I1-I13 and C1-C26.
 
     All 40 columns of every line are checked, whichever are used.
-
-    Example:
-        >>> import tempfile
-        >>> encoder = Encoder(dense=("I1",), num_embeddings={"C1": 100}, multi_hot=frozenset(), list_separator="|",
-        ...                   id_mode="hash", signed_log1p=False)
-        >>> with tempfile.NamedTemporaryFile("w") as file:
-        ...     _ = file.write("1" + 13 * "\t7" + 26 * "\t0a")
-        ...     file.flush()
-        ...     blocks = CriteoReader(encoder=encoder).blocks([file.name])
-        ...     [block.rows(np.array([0])).dense.tolist() for block in blocks]
-        [[[7.0]]]
     """
 
     def _open(self, path: str) -> tuple[str, Iterator[_Piece]]:

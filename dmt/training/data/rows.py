@@ -15,17 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Bags",
-    "Block",
-    "Rows",
-    "SelectedRows",
-    "every_row",
-    "limit",
-    "own_rows",
-    "shuffled",
-    "spread_split",
-]
+__all__ = ["Bags", "Block", "Rows", "SelectedRows", "every_row", "limit", "own_rows", "shuffled", "spread_split"]
 
 _PARTS = 1_000_000
 
@@ -78,13 +68,7 @@ class Bags:
 
 @dataclass(frozen=True)
 class Rows:
-    """Decoded rows.
-
-    Example:
-        >>> one = Rows(np.ones(1, np.float32), np.zeros((1, 2), np.float32), (Bags(np.array([5])),))
-        >>> Rows.concat([one, one]).num_rows
-        2
-    """
+    """Decoded rows."""
 
     labels: NDArray[np.float32]
     """0 or 1, float32 [n]."""
@@ -173,10 +157,7 @@ def limit(blocks: Iterable[Block], most: int | None) -> Iterator[Block]:
 def spread_split(blocks: Iterable[Block], fraction: float, *, chosen: bool) -> Iterator[Block]:
     """Sets rows apart, evenly spread: row i of the stream when ``floor((i+1) * fraction) > floor(i * fraction)``.
 
-    Args:
-        blocks: the stream.
-        fraction: share of rows set apart, to a millionth.
-        chosen: yield the rows set apart; otherwise the others.
+    Yields the rows set apart if ``chosen``, otherwise the others; ``fraction`` counts to a millionth.
 
     Example:
         >>> block = Rows(np.arange(5, dtype=np.float32), np.zeros((5, 0), np.float32), ())
@@ -199,13 +180,9 @@ def shuffled(
 ) -> Iterator[tuple[list[Block], NDArray[np.int64]]]:
     """Cuts a stream into chunks of ``chunk_rows`` rows (the last may be shorter), each with a random order.
 
-    Args:
-        blocks: the stream.
-        chunk_rows: rows that are mixed with each other.
-        seed: of the order, together with the chunk's number.
-
     Yields:
-        The blocks of a chunk and the order: row ``order[i]``, counted over all its blocks, comes i-th.
+        The blocks of a chunk and the order: row ``order[i]``, counted over all its blocks, comes i-th. It depends on
+        ``seed`` and the chunk's number.
 
     Example:
         >>> block = Rows(np.zeros(3, np.float32), np.zeros((3, 0), np.float32), ())
@@ -234,13 +211,7 @@ def own_rows(
 ) -> list[Rows]:
     """Decodes a rank's own rows of a chunk: row g of the stream belongs to rank ``g // B mod W``.
 
-    Args:
-        chunk: consecutive blocks.
-        order: row ``order[i]``, counted over all blocks of the chunk, is row ``start + i`` of the stream.
-        start: stream position of the chunk.
-        rank: the rank whose rows are wanted.
-        world_size: W.
-        batch_size: B.
+    Row ``order[i]``, counted over all blocks of the chunk, is row ``start + i`` of the stream.
 
     Returns:
         The rank's rows in stream order, as one part; an empty list if there are none.

@@ -55,10 +55,8 @@ class Columns:
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     """Lists the files that a file name, directory or glob matches, in the order of their names.
 
-    Args:
-        setting: the setting's name, for messages.
-        value: its value. Of a directory, hidden files and files that begin with ``_`` are left out.
-        columns: only files whose ending says Parquet or CSV; otherwise any file.
+    Hidden files of a directory and those that begin with ``_`` are left out; with ``columns`` also those whose ending
+    says neither Parquet nor CSV.
 
     Raises:
         InputError: nothing matches, or a file has an unknown ending.
@@ -114,14 +112,6 @@ def csv_header(path: str, separator: str) -> list[str]:
 
     Raises:
         InputError: the file is empty or unreadable, or two columns have one name.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.NamedTemporaryFile("w") as file:
-        ...     _ = file.write("label,c_1")
-        ...     file.flush()
-        ...     csv_header(file.name, ",")
-        ['label', 'c_1']
     """
     block = next((block for _, block in text_blocks(path, block_bytes=1 << 16)), b"")
     try:

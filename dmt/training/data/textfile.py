@@ -46,12 +46,8 @@ def text_blocks(path: str, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple
     Gzip is recognised by its first bytes. Line ends become ``\n``, a last line without one gets it, a byte order
     mark is dropped, and a carriage return inside a line becomes a space.
 
-    Args:
-        path: the file.
-        block_bytes: approximate number of bytes to read at a time.
-
     Yields:
-        The 1-based number of the block's first line, and the block.
+        The 1-based number of the block's first line, and the block, of about ``block_bytes``.
 
     Raises:
         InputError: the file cannot be read, is a broken or cut-off gzip, or has a line of more than 16 MiB.
@@ -91,10 +87,6 @@ def text_blocks(path: str, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple
 
 def parse_block(block: bytes, form: TextFormat) -> tuple[pa.Table, NDArray[np.int64], dict[int, str]]:
     r"""Cuts a block's lines into columns of text; an empty column is missing.
-
-    Args:
-        block: whole lines, as `text_blocks` yields them.
-        form: the columns.
 
     Returns:
         The kept columns of the well-formed lines (an empty line is one with every column missing); the 0-based number
