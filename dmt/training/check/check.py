@@ -28,15 +28,12 @@ def check_run(
     *,
     on_rank: Callable[[int, CheckedRun], RankReport] = check_on_rank,
 ) -> CheckReport:
-    """Checks a run on gloo ranks of this machine against the plain single-process module.
+    """Checks a run on gloo ranks of this machine against the plain single-process module; reports what differs.
 
     Args:
         config: the run, as it is made for the cluster.
         limits: how large the check may be.
         on_rank: work of a rank.
-
-    Returns:
-        The report, also where something does not agree.
 
     Raises:
         InputError: the run cannot be built as its config says.

@@ -84,11 +84,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest through to the disk, with a digest of itself.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes the manifest through to the disk, with a digest of itself; `OSError` if it cannot be written."""
     record = {"format": _FORMAT, **asdict(manifest)}
     with (folder / MANIFEST_NAME).open("w") as stream:
         json.dump({**record, "digest": _digest(record)}, stream, indent=1)
@@ -222,12 +218,7 @@ def newest(folder: Path) -> Path | None:
 
 
 class CheckpointStore:
-    """Puts checkpoints into one folder; to be used by one process at a time.
-
-    Args:
-        folder: where checkpoints are; made if absent.
-        keep: how many to keep, at least 1.
-    """
+    """Puts checkpoints into one folder and keeps the last ``keep``; to be used by one process at a time."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         if keep < 1:
@@ -258,11 +249,7 @@ class CheckpointStore:
             raise InputError(f"Checkpoint folder {self.folder} cannot be written: {error.strerror}.") from error
 
     def scratch(self, step: int) -> Path:
-        """Makes a new empty folder to write the checkpoint of a step into.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Makes a new empty folder to write the checkpoint of a step into; `OSError` if it cannot be made."""
         path = self.folder / f".{_name(step)}.partial"
         self.drop(path)
         path.mkdir(parents=True)

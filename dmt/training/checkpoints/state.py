@@ -70,11 +70,7 @@ class State:
 
 
 def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) -> State:
-    """Names what this rank holds; nothing is copied.
-
-    Args:
-        model: the ``state_dict()`` of the model.
-        optimizer: of all parameters; None leaves it out.
+    """Names what this rank holds of a model's ``state_dict()`` and its optimizer; nothing is copied.
 
     Raises:
         InputError: something is no tensor.

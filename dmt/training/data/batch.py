@@ -73,11 +73,6 @@ def make_batch(rows: Rows, feature_names: Sequence[str], batch_size: int) -> Cli
 
     A filling row has label 0, dense features 0, id 0 in features with one id per row and an empty bag in the others.
 
-    Args:
-        rows: at most ``batch_size`` rows.
-        feature_names: the names of ``rows.bags``.
-        batch_size: B.
-
     Example:
         >>> from dmt.training.data.rows import Bags
         >>> rows = Rows(np.ones(1, np.float32), np.ones((1, 2), np.float32), (Bags(np.array([7])),))

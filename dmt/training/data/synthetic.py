@@ -40,9 +40,6 @@ _MAIN_WEIGHT = 0.5  # of a group's main effect, against 1 for its products
 class SyntheticClicks:
     """Draws blocks of rows, each a function of (seed, split, block index); what all share is drawn once, here.
 
-    Args:
-        config: sizes, strengths and the seed.
-
     Example:
         >>> clicks = SyntheticClicks(SyntheticConfig(num_features=6, num_groups=2, rows_per_table=50))
         >>> sorted(len(group) for group in clicks.planted_groups)
