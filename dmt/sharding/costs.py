@@ -1,23 +1,38 @@
-"""`CostModel`: costs of one step on a rank under each sharding scheme (Neo, section 4.1). Pure arithmetic.
+"""Costs of a step on a rank under each sharding scheme (Neo, section 4.1), and of replicas. Pure arithmetic.
 
 Legend: B samples per rank, T towers, L ranks per tower, R replicas; G = T * L * B, the samples whose ids one tower
 looks up in a step; P ids per sample of a table, F its features, N columns of a shard.
+Legend of replicas (2D sparse parallelism, Zhang et al. 2025, section 5): M replicas, W ranks of the whole job (the
+paper's T), S bytes of one copy of the tables.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError
 from dmt.files import RENAMED
+from dmt.number_formats import NUMBER_FORMATS, SyncPrecision
 from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.schemes import Scheme, TablePlacement, table_shards
 
-__all__ = ["OPTIMIZERS", "CostModel", "Hardware", "ShardLoad", "SparseOptimizer", "StepWorkload"]
+if TYPE_CHECKING:
+    from dmt.sharding.plan import TowerShardingPlan
+
+__all__ = [
+    "OPTIMIZERS",
+    "CostModel",
+    "Hardware",
+    "ReplicaCosts",
+    "ShardLoad",
+    "SparseOptimizer",
+    "StepWorkload",
+    "replica_costs",
+]
 
 SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
 OPTIMIZERS: tuple[SparseOptimizer, ...] = get_args(SparseOptimizer)
@@ -198,3 +213,131 @@ class CostModel:
     def _state_bytes(self, rows: int, columns: int) -> int:
         per_row = {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}
         return rows * per_row[self.workload.optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaCosts:
+    """Memory and time of M replicas against the same W ranks sharing one copy; see `replica_costs`.
+
+    The paper's numbers are means over ranks; their ``fullest_`` twins are those of the rank that holds or sends most,
+    for which a sync lasts. Times are None without a rate.
+    """
+
+    num_replicas: int
+    num_ranks: int
+    weight_bytes: int
+    """Bytes of the weights of one copy."""
+    state_bytes: int
+    """Bytes of their optimizer state."""
+    fullest_bytes: int
+    """Bytes of weights and state on the rank that holds most."""
+    sent_bytes: float
+    """Bytes of one copy in the format that is sent: 4 a number, also of FP16 tables, or 2 with BF16."""
+    most_sent_bytes: float
+    """The same of the rank that sends most."""
+    data_parallel_tables: int
+    """Tables that are not counted: whole on every rank with and without replicas, and reduced in every step."""
+    sync_gb_per_s: float | None
+    sync_every: int
+    table_bytes: int
+    """S: weights and optimizer state of one copy."""
+    overhead_bytes: float
+    """S (M - 1) / W: bytes that a rank holds more than if all ranks shared one copy."""
+    fullest_overhead_bytes: float
+    sync_seconds: float | None
+    """2 S (M - 1) / (W B), equation 1, of S as it is sent: a ring all-reduce of a rank's shards over the replicas."""
+    fullest_sync_seconds: float | None
+    step_seconds: float | None
+    """A step's share of a sync."""
+    fullest_step_seconds: float | None
+
+
+def replica_costs(
+    plan: TowerShardingPlan,
+    tables: Iterable[Any],
+    *,
+    sync_gb_per_s: float | None = None,
+    sync_every: int = 1,
+    precision: SyncPrecision = "fp32",
+) -> ReplicaCosts:
+    """Returns the costs of the replicas of a plan, of the tables that `dmt.ReplicaSync` averages.
+
+    Args:
+        plan: place of every table in one replica, and the number of replicas.
+        tables: ``EmbeddingBagConfig`` or `TableSpec` of every table of the plan; of a table that the tower plan cuts,
+            its column shards.
+        sync_gb_per_s: B, rate at which a rank sends to its replicas, in 10^9 bytes per second; None: not known.
+        sync_every: N, steps from one sync to the next.
+        precision: number format that is sent.
+
+    Raises:
+        InputError: the tables are not those of the plan, or a number is out of range.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> from dmt.sharding.plan_tables import plan_tables
+        >>> table = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
+        >>> plan = plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=1, num_replicas=4))
+        >>> replica_costs(plan, [table]).overhead_bytes  # 3/4 of 256,000 bytes of weights and 4,000 of state
+        195000.0
+    """
+    if sync_gb_per_s is not None and not 0 < sync_gb_per_s < math.inf:
+        raise InputError(
+            f"Costs of replicas: sync_gb_per_s={sync_gb_per_s} must be a positive number, the 10^9 bytes per second "
+            "that a rank sends to its replicas. Leave it out where it is not known."
+        )
+    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
+        raise InputError(
+            f"Costs of replicas: sync_every={sync_every!r} must be a whole number of at least 1, the steps from one "
+            "sync to the next."
+        )
+    placed, tables = {table.name: table for table in plan.tables}, list(tables)
+    names = {table.name for table in tables}
+    if len(tables) != len(names) or names != set(placed):
+        odd = sorted(names ^ set(placed)) or [table.name for table in tables]
+        raise InputError(
+            f"The sharding plan has {len(placed)} tables and {len(tables)} are given, but not the same; "
+            f"{odd[0]!r} is odd. Give the tables that the plan was made for."
+        )
+    model = CostModel(topology=plan.topology, workload=plan.workload, hardware=plan.hardware)
+    held = {(rank.tower, rank.local): 0 for rank in plan.ranks}
+    sent = dict.fromkeys(held, 0.0)
+    synchronised = [table for table in tables if placed[table.name].placement.scheme != "data_parallel"]
+    weights, width = 0, NUMBER_FORMATS[precision].num_bytes
+    for table in synchronised:
+        tower, placement = placed[table.name].tower, placed[table.name].placement
+        for shard, (local, load) in zip(table_shards(table, placement), model.shards(table, placement), strict=True):
+            numbers = shard.rows * shard.columns
+            shard_weights = numbers * number_bytes(table)
+            weights += shard_weights
+            held[tower, local] += load.memory
+            # States are FP32.
+            sent[tower, local] += (numbers + (load.memory - shard_weights) / 4) * width
+    copies, ranks = plan.topology.num_replicas, plan.topology.world_size
+
+    def seconds(bytes_sent: float, steps: int) -> float | None:
+        if sync_gb_per_s is None:
+            return None
+        return 2 * bytes_sent * (copies - 1) / copies / (1e9 * sync_gb_per_s) / steps
+
+    copy, fullest = sum(held.values()), max(held.values())
+    mean_sent, most_sent = sum(sent.values()) / ranks * copies, max(sent.values())
+    return ReplicaCosts(
+        num_replicas=copies,
+        num_ranks=ranks,
+        weight_bytes=weights,
+        state_bytes=copy - weights,
+        fullest_bytes=fullest,
+        sent_bytes=sum(sent.values()),
+        most_sent_bytes=most_sent,
+        data_parallel_tables=len(tables) - len(synchronised),
+        sync_gb_per_s=sync_gb_per_s,
+        sync_every=sync_every,
+        table_bytes=copy,
+        overhead_bytes=copy * (copies - 1) / ranks,
+        fullest_overhead_bytes=fullest * (copies - 1) / copies,
+        sync_seconds=seconds(mean_sent, 1),
+        fullest_sync_seconds=seconds(most_sent, 1),
+        step_seconds=seconds(mean_sent, sync_every),
+        fullest_step_seconds=seconds(most_sent, sync_every),
+    )

@@ -70,6 +70,12 @@ class Problem:
         """L."""
         return len(self.cost)
 
+    @property
+    def least_mean(self) -> float:
+        """Mean cost of a rank if every item takes its cheapest option, without fixed costs."""
+        least = sum(min(option.total(self.num_ranks) for option in options) for options in self.options)
+        return (float(self.cost.sum()) + least) / self.num_ranks
+
     def fixed_cost(self, kinds: Iterable[int]) -> float:
         """The fixed costs of some kinds and of those in use already."""
         return sum(self.fixed[kind] for kind in self.used.union(kinds))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.local_search import pack
 from dmt.sharding.packing import Option, Packing, Problem
 from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan
-from dmt.sharding.reasons import Reasons, notes_on
 from dmt.sharding.rules import Allowed, ShardingRules
-from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards, why_not
+from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards
 
 __all__ = ["plan_tables"]
 
@@ -65,11 +63,10 @@ def plan_tables(
     """
     model = CostModel(topology=topology, workload=workload or StepWorkload(), hardware=hardware or Hardware())
     rules = rules or ShardingRules()
-    _check_names(tables_by_tower, model, rules)
-    _check_tables(tables_by_tower, model, rules)
-    towers = [
-        _TowerPlanner(number, tables, model, rules, column_gain).plan() for number, tables in enumerate(tables_by_tower)
-    ]
+    _check_names(tables_by_tower, model)
+    allowed = rules.resolve_all(tables_by_tower, topology.ranks_per_tower)
+    planners = [_TowerPlanner(n, tables, allowed, model, column_gain) for n, tables in enumerate(tables_by_tower)]
+    towers = [planner.plan() for planner in planners]
     tables = tuple(table for tower in towers for table in tower[0])
     return TowerShardingPlan(
         topology=model.topology,
@@ -78,11 +75,11 @@ def plan_tables(
         tables=tables,
         ranks=tuple(rank for tower in towers for rank in tower[1]),
         towers=tuple(tower[2] for tower in towers),
-        notes=notes_on(tables, model),
+        notes=_notes(tables, model),
     )
 
 
-def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, rules: ShardingRules) -> None:
+def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel) -> None:
     if len(tables_by_tower) != model.topology.num_towers:
         raise InputError(
             f"Tables are given for {len(tables_by_tower)} towers, but the topology has "
@@ -94,7 +91,6 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, rul
         raise InputError(
             f"Table {doubled[0]!r} is given more than once; a table lives in one tower. Rename one of them."
         )
-    rules.check_names([table.name for table in tables])
     features = set(feature_names(tables))
     for feature in model.workload.pooling_factors:
         if feature not in features:
@@ -104,72 +100,54 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, rul
             )
 
 
-def _check_tables(tables_by_tower: Sequence[Sequence[Any]], model: CostModel, rules: ShardingRules) -> None:
-    """Refuses tables that are not trained, and schemes that not one table can have."""
-    placed = [(table, number) for number, tables in enumerate(tables_by_tower) for table in tables]
-    for table, number in placed:
-        if reason := why_not(table, "table_wise"):
-            raise InputError(f"Table {table.name!r} in tower {number} does not train: {reason}. Use one of them.")
-    allowed = [rules.resolve(table, model.topology.ranks_per_tower, number) for table, number in placed]
-    if "table_wise" in rules.schemes or any(set(choice.schemes) & set(rules.schemes) for choice in allowed):
-        return
-    for (table, number), choice in zip(placed, allowed, strict=True):
-        if not any(table.name == key or fnmatchcase(table.name, key) for key in rules.tables):
-            raise InputError(
-                f"No table of the {len(placed)} can have the scheme asked for; the first of them is table "
-                f"{table.name!r} in tower {number}: {choice.why}. Use table_wise, or leave the schemes open."
-            )
-
-
 @dataclass(frozen=True, eq=False)
 class _TowerPlanner:
     """Plans one tower."""
 
     number: int
     tables: Sequence[Any]
+    allowed: Mapping[str, Allowed]
     model: CostModel
-    rules: ShardingRules
     column_gain: float
 
     def plan(self) -> tuple[list[TableSharding], list[RankLoad], TowerLoad]:
         num_ranks = self.model.topology.ranks_per_tower
-        # By name: the order in which tables come must not matter.
-        ordered = sorted(self.tables, key=lambda table: table.name)
-        allowed = [self.rules.resolve(table, num_ranks, self.number) for table in ordered]
-        fixed = {t.name: a.placement for t, a in zip(ordered, allowed, strict=True) if a.placement is not None}
-        free = [(t, a) for t, a in zip(ordered, allowed, strict=True) if a.placement is None]
-        loads = [self.model.shards(table, fixed[table.name]) for table in ordered if table.name in fixed]
+        placements: dict[str, TablePlacement] = {}
+        free = []
         cost, memory = np.zeros(num_ranks), np.zeros(num_ranks)
-        for rank, load in (entry for shards in loads for entry in shards):
-            cost[rank] += load.seconds
-            memory[rank] += load.memory
-        capacity = self.model.hardware.memory_per_rank or np.inf
+        # By name: the order in which tables come must not matter.
+        for table in sorted(self.tables, key=lambda table: table.name):
+            pinned = self.allowed[table.name].placement
+            if pinned is None:
+                free.append(table)
+                continue
+            placements[table.name] = pinned
+            for rank, load in self.model.shards(table, pinned):
+                cost[rank] += load.seconds
+                memory[rank] += load.memory
         problem = Problem(
-            options=[self._options(table, choice) for table, choice in free],
+            options=[self._options(table) for table in free],
             cost=cost,
             memory=memory,
-            capacity=capacity,
+            capacity=self.model.hardware.memory_per_rank or np.inf,
             fixed=tuple(self.model.fixed_seconds(scheme) for scheme in SCHEMES),
-            used=frozenset(SCHEMES.index(placement.scheme) for placement in fixed.values()),
+            used=frozenset(SCHEMES.index(placement.scheme) for placement in placements.values()),
             penalized=frozenset({SCHEMES.index("column_wise")} if self.column_gain else ()),
             tolerance=self.column_gain,
         )
-        self._check_memory([table for table, _ in free], problem)
+        self._check_memory(free, problem)
         packed = pack(problem)
         if packed is None:
-            raise self._no_room([table for table, _ in free], problem)
-        placements = dict(fixed)
-        for item, (table, _) in enumerate(free):
+            raise self._no_room(free, problem)
+        for item, table in enumerate(free):
             placements[table.name] = _placement(packed.packing, item)
-        reasons = Reasons(self.model, placements, {t.name: a for t, a in zip(ordered, allowed, strict=True)})
-        method = packed.method if free else "pinned by the user"
-        return self._report(placements, reasons, method)
+        return self._report(placements, packed.method if free else "pinned by the user")
 
-    def _options(self, table: Any, allowed: Allowed) -> list[Option]:
+    def _options(self, table: Any) -> list[Option]:
         """The ways to cut a table, fewest parts first."""
         num_ranks, rows, columns = self.model.topology.ranks_per_tower, table.num_embeddings, table.embedding_dim
         options = []
-        for scheme in allowed.schemes:
+        for scheme in self.allowed[table.name].schemes:
             kind = SCHEMES.index(scheme)
             for count in _shard_counts(columns, num_ranks) if scheme == "column_wise" else (1,):
                 if scheme in ("table_wise", "column_wise"):
@@ -224,20 +202,18 @@ class _TowerPlanner:
         )
 
     def _report(
-        self, placements: dict[str, TablePlacement], reasons: Reasons, method: str
+        self, placements: Mapping[str, TablePlacement], method: str
     ) -> tuple[list[TableSharding], list[RankLoad], TowerLoad]:
-        topology, hardware = self.model.topology, self.model.hardware
-        num_ranks = topology.ranks_per_tower
-        fixed = sum(self.model.fixed_seconds(scheme) for scheme in {p.scheme for p in placements.values()})
-        seconds, lookups, sent = np.full(num_ranks, fixed), np.zeros(num_ranks), np.zeros(num_ranks)
-        memory, tables = [0] * num_ranks, []
-        costs = {table.name: self.model.shards(table, placements[table.name]) for table in self.tables}
-        for table in sorted(self.tables, key=lambda table: table.name):
-            exchanged = placements[table.name].scheme in ("table_wise", "column_wise")
-            for rank, load in costs[table.name]:
+        num_ranks = self.model.topology.ranks_per_tower
+        seconds = np.full(num_ranks, self._fixed_seconds({p.scheme for p in placements.values()}))
+        memory, lookups, sent = [0] * num_ranks, np.zeros(num_ranks), np.zeros(num_ranks)
+        shards = {table.name: self.model.shards(table, placements[table.name]) for table in self.tables}
+        for name in sorted(shards):
+            exchanged = placements[name].scheme in ("table_wise", "column_wise")
+            for rank, load in shards[name]:
                 seconds[rank] += load.seconds
-                lookups[rank] += load.lookups
                 memory[rank] += load.memory
+                lookups[rank] += load.lookups
                 sent[rank] += load.output_bytes + load.reduced_bytes
                 if exchanged and num_ranks > 1:  # the others send it their ids and gradients
                     others = (load.id_bytes + load.output_bytes) / (num_ranks - 1)
@@ -245,39 +221,98 @@ class _TowerPlanner:
                     sent[rank] -= others
                 else:
                     sent[rank] += load.id_bytes + load.output_bytes
+        tables = []
         for table in self.tables:
-            total = sum(load.seconds for _, load in costs[table.name])
-            tables.append(
-                TableSharding(
-                    name=table.name,
-                    tower=self.number,
-                    placement=placements[table.name],
-                    reason=reasons.of(table, total, seconds),
-                    seconds=total,
-                    memory=sum(load.memory for _, load in costs[table.name]),
-                )
-            )
+            loads = [load for _, load in shards[table.name]]
+            total = sum(load.seconds for load in loads)
+            reason = self._reason(table, placements, total, float(seconds.mean()))
+            shared = {"name": table.name, "tower": self.number, "placement": placements[table.name], "reason": reason}
+            tables.append(TableSharding(**shared, seconds=total, memory=sum(load.memory for load in loads)))
         ranks = [
-            RankLoad(
-                tower=self.number,
-                local=rank,
-                memory=memory[rank],
-                lookups=float(lookups[rank]),
-                bytes_sent=float(sent[rank]),
-                seconds=float(seconds[rank]),
-            )
-            for rank in range(num_ranks)
+            RankLoad(tower=self.number, local=rank, memory=m, lookups=float(n), bytes_sent=float(b), seconds=float(s))
+            for rank, (m, n, b, s) in enumerate(zip(memory, lookups, sent, seconds, strict=True))
         ]
         width = sum(table.embedding_dim * len(table.feature_names) for table in self.tables)
-        samples = self.model.global_batch * (topology.num_towers - 1) / topology.num_towers
+        num_towers = self.model.topology.num_towers
+        samples = self.model.global_batch * (num_towers - 1) / num_towers
         tower = TowerLoad(
             tower=self.number,
             num_tables=len(self.tables),
             method=method,
             imbalance=float(seconds.max() / seconds.mean()) if seconds.any() else 1.0,
-            peer_bytes=samples * width * hardware.exchange_bytes,
+            peer_bytes=samples * width * self.model.hardware.exchange_bytes,
         )
         return tables, ranks, tower
+
+    def _reason(self, table: Any, placements: Mapping[str, TablePlacement], total: float, mean: float) -> str:
+        """Returns the numbers that speak for a placement.
+
+        Args:
+            table: the table.
+            placements: of all tables of the tower.
+            total: its cost summed over ranks, in seconds.
+            mean: cost of a rank, in seconds.
+        """
+        placement, allowed = placements[table.name], self.allowed[table.name]
+        scheme, room = placement.scheme, self.model.hardware.memory_per_rank
+        words = f"{scheme} on rank {placement.ranks[0]}"
+        if scheme != "table_wise":
+            words = f"{scheme} over {len(placement.ranks)} ranks"
+        if allowed.placement is not None or (allowed.why and len(allowed.schemes) == 1):
+            return f"{words}: {allowed.why}"
+        whole = self.model.shard(table, "table_wise", table.num_embeddings, table.embedding_dim)
+        if scheme in ("row_wise", "column_wise") and room is not None and whole.memory > room:
+            return f"{words}: {human_bytes(whole.memory)} do not fit a rank's {human_bytes(room)}"
+        if "table_wise" not in allowed.schemes:
+            return f"{words}: {allowed.why}, of which it evens out the ranks best"
+        if scheme == "table_wise":
+            if self.model.topology.ranks_per_tower == 1:
+                return "table_wise: its tower has one rank"
+            if len(allowed.schemes) == 1:
+                return "table_wise: too few rows and columns to cut"
+            share = whole.seconds / mean if mean else 0.0
+            return f"table_wise: its ids and embeddings travel once; {share:.2f} x the mean load of a rank"
+        if scheme == "data_parallel" and total <= whole.seconds:
+            own = self.model.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim)
+            exchanged = (whole.id_bytes + 2 * whole.output_bytes) / self.model.topology.ranks_per_tower
+            return (
+                f"data_parallel: all-reduce of {human_bytes(own.reduced_bytes)} a rank costs less than "
+                f"{human_bytes(exchanged)} a rank of ids, embeddings and gradients"
+            )
+        if whole.seconds > mean:
+            return f"{words}: whole it would be {whole.seconds / mean:.1f} x the mean load of a rank"
+        schemes: set[Scheme] = {other.scheme for other in placements.values()}
+        fixed = self._fixed_seconds(schemes)
+        saved = self._fixed_seconds(schemes - {scheme} | {"table_wise"}) - fixed
+        if saved > 0 and "table_wise" not in schemes:
+            return f"{words}: no table of its tower is whole, which saves {1e6 * saved:.0f} us of collectives a step"
+        more = self._fixed_seconds(schemes | {"table_wise"}) - fixed
+        collectives = f" and, alone, bring {1e6 * more:.0f} us of collectives" if more > 0 else ""
+        share = whole.seconds / mean
+        return f"{words}: evens out the ranks; whole it would be {share:.2f} x their mean load{collectives}"
+
+    def _fixed_seconds(self, schemes: Set[Scheme]) -> float:
+        return sum(self.model.fixed_seconds(scheme) for scheme in schemes)
+
+
+def _notes(tables: Sequence[TableSharding], model: CostModel) -> tuple[str, ...]:
+    count = Counter(table.placement.scheme for table in tables)
+    notes = []
+    if count["column_wise"] and model.workload.optimizer == "rowwise_adagrad":
+        notes.append(
+            f"{_count(count['column_wise'])} column-wise: row-wise AdaGrad keeps one state per shard and row, so "
+            "training differs a little from that of the uncut table."
+        )
+    if count["data_parallel"] and model.topology.num_replicas > 1:
+        notes.append(
+            f"{_count(count['data_parallel'])} data-parallel: the all-reduce also crosses the "
+            f"{model.topology.num_replicas} replicas, and is counted at the tower's link rate."
+        )
+    return tuple(notes)
+
+
+def _count(tables: int) -> str:
+    return "1 table is" if tables == 1 else f"{tables:,} tables are"
 
 
 def _placement(packing: Packing, item: int) -> TablePlacement:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
@@ -56,27 +56,43 @@ class ShardingRules:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schemes", _checked("schemes", self.schemes))
-        rules = {key: self._checked_rule(key, rule) for key, rule in self.tables.items()}
+        rules: dict[str, Rule] = dict(self.tables)
+        for key, rule in self.tables.items():
+            if not isinstance(rule, TablePlacement):
+                schemes = _checked(f"Rule for tables {key!r}", [rule] if isinstance(rule, str) else rule)
+                rules[key] = schemes[0] if isinstance(rule, str) else schemes
         object.__setattr__(self, "tables", rules)
 
-    @staticmethod
-    def _checked_rule(key: str, rule: Rule) -> Rule:
-        if isinstance(rule, TablePlacement):
-            return rule
-        schemes = _checked(f"Rule for tables {key!r}", [rule] if isinstance(rule, str) else rule)
-        return schemes[0] if isinstance(rule, str) else schemes
+    def resolve_all(self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int) -> dict[str, Allowed]:
+        """Returns the planner's choices for every table, by name; see `resolve`.
 
-    def check_names(self, names: Sequence[str]) -> None:
-        """Raises `InputError` for a rule that matches no table."""
-        known = set(names)
+        Raises:
+            InputError: a rule matches no table, a table does not train, or not one can have the schemes asked for.
+        """
+        placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
+        self._check_names({table.name for table, _ in placed})
+        for table, tower in placed:
+            if reason := why_not(table, "table_wise"):
+                raise InputError(f"Table {table.name!r} in tower {tower} does not train: {reason}. Use one of them.")
+        allowed = {table.name: self.resolve(table, num_ranks, tower) for table, tower in placed}
+        free = [] if "table_wise" in self.schemes else [t for t in placed if not self._keys(t[0].name)]
+        if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):
+            name, tower = free[0][0].name, free[0][1]
+            raise InputError(
+                f"No table of the {len(placed)} can have the scheme asked for; the first of them is table {name!r} in "
+                f"tower {tower}: {allowed[name].why}. Use table_wise, or leave the schemes open."
+            )
+        return allowed
+
+    def _check_names(self, names: Set[str]) -> None:
         for key in self.tables:
-            if key in known or any(fnmatchcase(name, key) for name in names):
+            if key in names or any(fnmatchcase(name, key) for name in names):
                 continue
             if any(mark in key for mark in "*?["):
-                raise InputError(f"The rule for tables {key!r} matches none of the {len(known)} tables. Fix it.")
+                raise InputError(f"The rule for tables {key!r} matches none of the {len(names)} tables. Fix it.")
             raise InputError(
-                f"Table {key!r} is pinned but not in the model ({len(known)} tables).{did_you_mean(key, known)} Fix "
-                "the name or drop the rule."
+                f"Table {key!r} is pinned but not in the model ({len(names)} tables).{did_you_mean(key, names)} "
+                "Fix the name or drop the rule."
             )
 
     def resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
@@ -85,50 +101,39 @@ class ShardingRules:
         Raises:
             InputError: its rules contradict each other, or the table or the tower cannot take what they ask for.
         """
-        where = f"Table {table.name!r} in tower {tower}"
-        key = self._key(table.name, where)
-        if key is None:
-            possible = tuple(s for s in SCHEMES if s in self.schemes and not self._obstacle(table, s, num_ranks))
-            if tuple(self.schemes) == SCHEMES:
-                return Allowed(possible, None, "")
-            asked = " or ".join(s for s in SCHEMES if s in self.schemes)
-            if possible:
-                return Allowed(possible, None, f"{_choice(possible)}asked for")
-            return Allowed(
-                ("table_wise",), None, f"{asked} asked for, but {self._obstacle(table, self.schemes[0], num_ranks)}"
-            )
-        rule = self.tables[key]
-        of_pattern = "" if key == table.name else f" ({key!r})"
-        if isinstance(rule, TablePlacement):
-            hindered = self._obstacle(table, rule.scheme, num_ranks)
-            if hindered:
-                raise InputError(f"{where} is pinned {rule.scheme}, but {hindered}. Pin it table_wise.")
-            _check_placement(table, rule, num_ranks, where)
-            return Allowed((rule.scheme,), rule, f"pinned by the user{of_pattern}")
-        asked_schemes = (rule,) if isinstance(rule, str) else tuple(rule)
-        possible = tuple(s for s in SCHEMES if s in asked_schemes and not self._obstacle(table, s, num_ranks))
-        if not possible:
-            first = asked_schemes[0]
-            raise InputError(
-                f"{where} cannot be {first}, as the rule for {key!r} asks: "
-                f"{self._obstacle(table, first, num_ranks)}. Change the rule, or let it choose from several schemes."
-            )
-        return Allowed(possible, None, f"{_choice(possible)}asked for{of_pattern}")
-
-    def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:
-        return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)
-
-    def _key(self, name: str, where: str) -> str | None:
-        if name in self.tables:
-            return name
-        keys = [key for key in self.tables if fnmatchcase(name, key)]
+        where, keys = f"Table {table.name!r} in tower {tower}", self._keys(table.name)
         for key in keys[1:]:
             if self.tables[key] != self.tables[keys[0]]:
                 raise InputError(
                     f"{where} matches the rules {keys[0]!r} ({_words(self.tables[keys[0]])}) and {key!r} "
                     f"({_words(self.tables[key])}), which differ. Give it a rule by name, or narrow the patterns."
                 )
-        return keys[0] if keys else None
+        rule = self.tables[keys[0]] if keys else self.schemes
+        pattern = f" ({keys[0]!r})" if keys and keys[0] != table.name else ""
+        if isinstance(rule, TablePlacement):
+            if obstacle := self._obstacle(table, rule.scheme, num_ranks):
+                raise InputError(f"{where} is pinned {rule.scheme}, but {obstacle}. Pin it table_wise.")
+            _check_placement(table, rule, num_ranks, where)
+            return Allowed((rule.scheme,), rule, f"pinned by the user{pattern}")
+        asked: Sequence[Scheme] = (rule,) if isinstance(rule, str) else rule
+        possible = tuple(s for s in SCHEMES if s in asked and not self._obstacle(table, s, num_ranks))
+        if possible:
+            choice = f"{' or '.join(possible)} " if len(possible) > 1 else ""
+            return Allowed(possible, None, "" if rule == SCHEMES and not keys else f"{choice}asked for{pattern}")
+        obstacle = self._obstacle(table, asked[0], num_ranks)
+        if keys:
+            raise InputError(
+                f"{where} cannot be {asked[0]}, as the rule for {keys[0]!r} asks: {obstacle}. Change the rule, or let "
+                "it choose from several schemes."
+            )
+        schemes = " or ".join(s for s in SCHEMES if s in asked)
+        return Allowed(("table_wise",), None, f"{schemes} asked for, but {obstacle}")
+
+    def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:
+        return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)
+
+    def _keys(self, name: str) -> list[str]:
+        return [name] if name in self.tables else [key for key in self.tables if fnmatchcase(name, key)]
 
 
 def _checked(what: str, schemes: Sequence[str]) -> tuple[Scheme, ...]:
@@ -156,10 +161,6 @@ def _check_placement(table: Any, placement: TablePlacement, num_ranks: int, wher
             f"the tower. Use ranks=tuple(range({num_ranks}))."
         )
     table_shards(table, placement)
-
-
-def _choice(schemes: Sequence[Scheme]) -> str:
-    return f"{' or '.join(schemes)} " if len(schemes) > 1 else ""
 
 
 def _words(rule: Rule) -> str:

@@ -7,8 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dmt.sharding.exact import solve_exactly
-from dmt.sharding.local_search import improve, pack
+from dmt.sharding.local_search import improve, pack, solve_exactly
 from dmt.sharding.packing import Option, Packing, Problem, differencing, greedy
 
 

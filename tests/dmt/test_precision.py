@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmt import InputError, TrafficMeter
+from dmt import InputError, TowerTopology, TrafficMeter
 from dmt.number_formats import EXCHANGE_FORMATS, NUMBER_FORMATS
-from dmt.sharding.schemes import SCHEMES, why_not
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.rules import ShardingRules
+from dmt.sharding.schemes import SCHEMES, TablePlacement, why_not
 from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.precision import ExchangePrecision
 from tests.parity import make_tables
@@ -364,6 +366,23 @@ def test_table_formats_that_train_wrongly_are_refused() -> None:
         for other in (DataType.BF16, DataType.INT8):
             table.data_type = other
             assert why_not(table, scheme) == f"its data_type is '{other.value}'; tables train in FP32 or FP16"
+
+
+def test_refused_table_formats_are_named_with_table_and_tower() -> None:
+    from torchrec.modules.embedding_configs import DataType
+
+    topology, tables = TowerTopology(num_towers=2, ranks_per_tower=2), make_tables([8, 8])
+    for other in (DataType.BF16, DataType.INT8):
+        tables[1].data_type = other
+        expected = f"Table 't1' in tower 1 does not train: its data_type is '{other.value}'; tables train in FP32 or"
+        with pytest.raises(InputError, match=expected):
+            plan_tables([tables[:1], tables[1:]], topology)
+    tables[1].data_type = DataType.FP16
+    with pytest.raises(InputError, match=r"Table 't1' in tower 1 cannot be data_parallel, .*: its weights are FP16"):
+        plan_tables([tables[:1], tables[1:]], topology, rules=ShardingRules(tables={"t1": "data_parallel"}))
+    sharding = TablePlacement(scheme="data_parallel", ranks=(0, 1))
+    with pytest.raises(InputError, match=r"Table 't1' in tower 1 is pinned data_parallel, but its weights are FP16"):
+        plan_tables([tables[:1], tables[1:]], topology, rules=ShardingRules(tables={"t1": sharding}))
 
 
 def test_every_format_is_tested() -> None:

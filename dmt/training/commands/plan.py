@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from rich.text import Text
 
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import human_bytes
+from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import RankLoad, TowerShardingPlan
-from dmt.sharding.replica_costs import ReplicaCosts, replica_costs
 from dmt.training.config import load_config
 from dmt.training.console import table_console
 from dmt.training.job import check_table_optimizer, open_job
@@ -64,7 +64,7 @@ class PlannedTables:
     def to_record(self) -> dict[str, Any]:
         """Returns the plan as JSON writes it, with the costs of replicas under ``replicas``."""
         record = self.sharding.to_record()
-        return record if self.replicas is None else record | {"replicas": self.replicas.to_record()}
+        return record if self.replicas is None else record | {"replicas": asdict(self.replicas)}
 
 
 def run_plan(
