@@ -12,13 +12,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dmt.sptt.dataflow import SPTTModule
 
-__all__ = [
-    "HeldShard",
-    "TableTensor",
-    "checksum",
-    "table_tensors",
-    "uncovered",
-]
+__all__ = ["HeldShard", "TableTensor", "checksum", "table_tensors", "uncovered"]
+
+_CHUNK = 2**20
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +73,6 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
                     is_replicated=True,
                     shard=place,
                 )
-
-
-_CHUNK = 2**20
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class HeldShard(NamedTuple):

@@ -296,11 +296,8 @@ def solve_exactly(problem: Problem, best: Packing | None = None) -> Packing | No
     """Returns a packing that costs at least 0.3 % less than ``best``, or ``best`` if none is found.
 
     Minimises z + the fixed costs of the used kinds, where z is the cost of the busiest rank. Binary variables tell
-    which option each item takes and which ranks hold its parts; parts of equal size are interchangeable.
-
-    Args:
-        problem: at most some 16 items and 8 ranks.
-        best: the best packing known, if any.
+    which option each item takes and which ranks hold its parts; parts of equal size are interchangeable. Meant for at
+    most some 16 items and 8 ranks.
     """
     found = _Program(problem).solve(np.inf if best is None else best.objective * (1 - _EXACT_GAIN))
     return best if found is None or (best is not None and found.objective >= best.objective) else found

@@ -163,13 +163,8 @@ class Packing:
 def greedy(problem: Problem, preferred: Sequence[int], *, by_memory: bool = False) -> Packing | None:
     """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
-    Args:
-        problem: what to place.
-        preferred: the option of each item; if there is no room for it, the item's cheapest one that fits.
-        by_memory: largest memory first, for tight limits.
-
-    Returns:
-        The packing, or None if an item finds no room.
+    An item takes its ``preferred`` option, or its cheapest one that fits; None: an item finds no room. ``by_memory``
+    places the largest memory first, for tight limits.
     """
     packing = Packing(problem)
 
@@ -194,10 +189,7 @@ def differencing(problem: Problem, preferred: Sequence[int]) -> Packing:
     """Largest differencing (Karmarkar-Karp): joins the two most uneven partial packings until one is left.
 
     Ignores memory: see `Packing.feasible`. The load that ranks have already takes part as one partial packing.
-
-    Args:
-        problem: what to place.
-        preferred: the option of each item.
+    ``preferred`` is the option of each item.
 
     Example:
         >>> costs = [8.0, 7.0, 6.0, 5.0, 4.0]

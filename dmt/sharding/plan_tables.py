@@ -245,14 +245,7 @@ class _TowerPlanner:
         return tables, ranks, tower
 
     def _reason(self, table: Any, placements: Mapping[str, TablePlacement], total: float, mean: float) -> str:
-        """Returns the numbers that speak for a placement.
-
-        Args:
-            table: the table.
-            placements: of all tables of the tower.
-            total: its cost summed over ranks, in seconds.
-            mean: cost of a rank, in seconds.
-        """
+        """Returns the numbers that speak for a placement; total: cost of the table, mean: of a rank, in seconds."""
         placement, allowed = placements[table.name], self.allowed[table.name]
         scheme, room = placement.scheme, self.model.hardware.memory_per_rank
         words = f"{scheme} on rank {placement.ranks[0]}"

@@ -82,7 +82,12 @@ class TowerShardingPlanner:
         """
         modules = self._modules(model, sharders)
         placements = self._explain(modules, sharders).placements
-        return ShardingPlan(plan={path: self._sharding(tables, placements) for path, tables in modules.items()})
+        plan = {path: EmbeddingModuleShardingPlan() for path in modules}
+        for path, tables_by_tower in modules.items():
+            for table in (table for tables in tables_by_tower for table in tables):
+                placement = placements[table.name]
+                plan[path][table.name] = parameter_sharding(table, placement, device_type=self.device_type)
+        return ShardingPlan(plan=plan)
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
         """The plan behind `plan`, with costs, loads and reasons."""
@@ -90,7 +95,9 @@ class TowerShardingPlanner:
 
     def plan_tables(self, tables_by_tower: Sequence[Sequence[Any]]) -> TowerShardingPlan:
         """`dmt.sharding.plan_tables.plan_tables` with this planner's settings."""
-        return self._plan(tables_by_tower, self.rules, self.workload)
+        return plan_tables(
+            tables_by_tower, self.topology, workload=self.workload, hardware=self.hardware, rules=self.rules
+        )
 
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
         # Together: the modules of a model share the ranks.
@@ -105,12 +112,7 @@ class TowerShardingPlanner:
             if data_parallel_obstacle(settings):  # of one sharder is enough: rules hold for the tables of all
                 rules = replace(rules, fused_params=settings)
             workload = _same_optimizer(workload, settings)
-        return self._plan(towers, rules, workload)
-
-    def _plan(
-        self, tables_by_tower: Sequence[Sequence[Any]], rules: ShardingRules, workload: StepWorkload | None
-    ) -> TowerShardingPlan:
-        return plan_tables(tables_by_tower, self.topology, workload=workload, hardware=self.hardware, rules=rules)
+        return plan_tables(towers, self.topology, workload=workload, hardware=self.hardware, rules=rules)
 
     @staticmethod
     def _modules(model: nn.Module, sharders: Sequence[Any]) -> dict[str, list[list[Any]]]:
@@ -125,14 +127,6 @@ class TowerShardingPlanner:
             kinds = sorted({s.module_type.__name__ for s in sharders})
             raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
         return modules
-
-    def _sharding(
-        self, tables_by_tower: Sequence[Sequence[Any]], placements: Mapping[str, TablePlacement]
-    ) -> EmbeddingModuleShardingPlan:
-        plan = EmbeddingModuleShardingPlan()
-        for table in (table for tables in tables_by_tower for table in tables):
-            plan[table.name] = parameter_sharding(table, placements[table.name], device_type=self.device_type)
-        return plan
 
 
 def _same_optimizer(workload: StepWorkload | None, settings: Mapping[str, Any]) -> StepWorkload | None:
@@ -159,16 +153,10 @@ def parameter_sharding(table: Any, placement: TablePlacement, *, device_type: st
             compute_kernel=EmbeddingComputeKernel.DENSE.value,
             ranks=list(placement.ranks),
         )
-    shards = [
-        ShardMetadata(
-            shard_offsets=[shard.first_row, shard.first_column],
-            shard_sizes=[shard.rows, shard.columns],
-            placement=f"rank:{shard.rank}/cpu"
-            if device_type == "cpu"
-            else f"rank:{shard.rank}/{device_type}:{shard.rank}",
-        )
-        for shard in table_shards(table, placement)
-    ]
+    shards = []
+    for rank, *offsets, rows, columns in table_shards(table, placement):
+        device = "cpu" if device_type == "cpu" else f"{device_type}:{rank}"
+        shards.append(ShardMetadata(offsets, [rows, columns], f"rank:{rank}/{device}"))
     return ParameterSharding(
         sharding_type=placement.scheme,
         compute_kernel=EmbeddingComputeKernel.FUSED.value,
