@@ -83,11 +83,7 @@ _TOWER_MODULE = re.compile(r"\.towers\.\d+\.interaction\.")
 
 
 class ClickTask(nn.Module):
-    """A click model with its loss, in the form TorchRec's train pipelines take.
-
-    Args:
-        model: ``model(dense_features, sparse_features) -> logits [B, 1]``.
-    """
+    """A click model ``model(dense_features, sparse_features) -> logits [B, 1]`` with its loss, for train pipelines."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -206,12 +202,16 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
             hardware=job.sharding.hardware,
         )
         plan = planner.plan(model, sharders)
+    # None: TorchRec's own, DDP's ring.
+    reduce = None
+    if config.train.dense_reduce == "hierarchical":
+        reduce = HierarchicalDataParallel(mesh, precision=config.train.dense_reduce_precision)
     return DistributedModelParallel(
         model,
         device=torch.device("cpu"),
         plan=plan,
         sharders=sharders,
-        data_parallel_wrapper=_dense_reduce(config.train, mesh),
+        data_parallel_wrapper=reduce,
     )
 
 
@@ -241,13 +241,6 @@ def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> R
     )
 
 
-def _dense_reduce(config: TrainConfig, mesh: TowerMesh) -> HierarchicalDataParallel | None:
-    """Returns the averaging of the dense part's gradients; None means TorchRec's own, DDP's ring. Collective."""
-    if config.dense_reduce == "ring":
-        return None
-    return HierarchicalDataParallel(mesh, precision=config.dense_reduce_precision)
-
-
 def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
     """Shards over all ranks as TorchRec does."""
     config = job.config
@@ -272,7 +265,8 @@ def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], Shard
 
 def _flat_replicas(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
     """Shards with TorchRec's exchange over all ranks of a replica: one tower that spans them."""
-    config, topology = job.config, _flat_topology(mesh.topology)
+    config, full = job.config, mesh.topology
+    topology = replace(full, num_towers=1, ranks_per_tower=full.num_towers * full.ranks_per_tower)
     sharder = SPTTEmbeddingBagCollectionSharder(
         TowerMesh(topology),
         TowerPlan.from_lists([feature_names(job.tables)]),
@@ -294,27 +288,13 @@ def _codecs_of_all_ranks(config: TrainingConfig) -> dict[str, Any] | None:
     return None if codecs is None else {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
 
 
-def _flat_topology(topology: TowerTopology) -> TowerTopology:
-    """Returns the topology with the towers of each replica joined into one, on the same ranks.
-
-    Example:
-        >>> _flat_topology(TowerTopology(num_replicas=2, num_towers=2, ranks_per_tower=4)).tower_groups()
-        [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
-    """
-    return replace(topology, num_towers=1, ranks_per_tower=topology.num_towers * topology.ranks_per_tower)
-
-
 def expected_traffic(job: Job) -> Traffic:
-    """Returns the bytes that all ranks together should send in one training step, booked as `TrafficMeter` books them.
+    """Returns the bytes that all ranks send in one step of a job with the tower dataflow, as `TrafficMeter` counts.
 
     Hosts are as `TowerTopology.host` says. Ids and lengths follow the pooling factors of the plan; embeddings or tower
     outputs and their gradients the formats of the config; data-parallel tables, tower modules and dense parts are
     reduced in rings. Not counted: the sizes that ranks tell each other before an exchange, rows that pad small number
-    formats to full groups, that the rows of a row-wise table are not read equally often, and the sync of replicas,
-    which is no part of a step.
-
-    Args:
-        job: the run, with the tower dataflow.
+    formats to full groups, that the rows of a row-wise table are not read equally often, and the sync of replicas.
     """
     sharding, own = job.sharding, job.config.sharding
     assert sharding is not None, "the flat dataflow has no sharding plan"
@@ -369,13 +349,7 @@ def _dense_bytes(topology: TowerTopology, train: TrainConfig, of_all: int) -> tu
 
 
 def _share_across(topology: TowerTopology, ranks: Sequence[int]) -> float:
-    """The share of the links of a ring in host order that lead to another host: one from each host to the next.
-
-    Example:
-        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2)
-        >>> _share_across(topology, [0, 1, 4, 5]), _share_across(topology, [0, 1])
-        (0.5, 0.0)
-    """
+    """The share of the links of a ring in host order that lead to another host: one from each host to the next."""
     hosts = len({topology.host(rank) for rank in ranks})
     return hosts / len(ranks) if hosts > 1 else 0.0
 

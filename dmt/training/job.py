@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.plan.column_shards import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
@@ -91,14 +92,7 @@ def make_job(
     towers: TowerPlan | None = None,
     source: ClickData | None = None,
 ) -> Job:
-    """Resolves the plans of a run for given tables.
-
-    Args:
-        config: the run.
-        tables: uncut.
-        num_dense: number of dense columns.
-        towers: the tower plan, from `tower_plan`; by default the one that the config names.
-        source: the opened data.
+    """Resolves the plans of a run for given uncut tables; ``towers`` is by default the plan that the config names.
 
     Raises:
         InputError: a plan or a rule does not fit the tables or the memory.
@@ -139,12 +133,9 @@ def open_data(config: TrainingConfig) -> tuple[ClickData, TowerPlan | None]:
 def tower_plan(
     config: TrainingConfig, tables: Sequence[TableSpec], loaded: TowerPlan | None = None
 ) -> TowerPlan | None:
-    """Returns the tower plan that the config names, checked against the tables; None with the flat dataflow.
+    """Returns the tower plan that the config names, checked against the uncut tables; None with the flat dataflow.
 
-    Args:
-        config: the run.
-        tables: uncut.
-        loaded: the plan's file, if it has been read already.
+    The plan's file is read unless it comes as ``loaded``.
 
     Raises:
         InputError: the file is bad, does not fit the tables or cuts one into shards that FBGEMM cannot take, or more
@@ -229,13 +220,7 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
 
 
 def _rules_of_shards(rules: Mapping[str, Rule], tables: Sequence[TableSpec], splits: Splits) -> dict[str, Rule]:
-    """The rules with those for the name, or for a pattern of the name, of a table that is cut given to its shards.
-
-    Example:
-        >>> table = TableSpec(name="t_ad", num_embeddings=9, embedding_dim=8, feature_names=("ad",))
-        >>> _rules_of_shards({"t_ad": "row_wise", "t_ad[4:8]": "table_wise"}, [table], {"ad": (4, 4)})
-        {'t_ad[4:8]': 'table_wise', 't_ad[0:4]': 'row_wise'}
-    """
+    """The rules with those for the name, or for a pattern of the name, of a table that is cut given to its shards."""
     names = [table.name for table in split_tables(tables, splits)]
     cut = {t.name: shard_names(t.name, splits[t.feature_names[0]]) for t in tables if t.feature_names[0] in splits}
     of_shards: dict[str, Rule] = {}
@@ -268,11 +253,9 @@ def _loaded_placements(file: str, topology: TowerTopology, tables: Sequence[Tabl
             "this config."
         )
     placements, names = loaded.placements, {table.name for table in tables}
-    for what, some in (("lacks", names - set(placements)), ("places", set(placements) - names)):
-        if some:
-            which = ", ".join(repr(name) for name in sorted(some)[:3]) + (", ..." if len(some) > 3 else "")
-            raise InputError(
-                f"Sharding plan {file} {what} tables that the run {'has' if what == 'lacks' else 'lacks'}: {which}. "
-                "Re-run `dmt plan` with this config."
-            )
+    missing, extra = names - set(placements), set(placements) - names
+    if missing or extra:
+        apart = "lacks tables that the run has" if missing else "places tables that the run lacks"
+        which = shorten([repr(name) for name in sorted(missing or extra)], ", ")
+        raise InputError(f"Sharding plan {file} {apart}: {which}. Re-run `dmt plan` with this config.")
     return placements

@@ -37,21 +37,17 @@ def affinity_of_run(
     max_rows: int = 65_536,
     check: Callable[[Sequence[TableSpec]], object] | None = None,
 ) -> tuple[FeatureAffinity, list[TableSpec]]:
-    """Collects the feature affinity of a trained model on rows from all over its training rows.
+    """Collects the feature affinity of a run's newest whole checkpoint, and returns it with the tables.
 
-    Batches are taken at even distances (see `spread_batches`), so that a file sorted by time or by user is sampled
-    from its beginning to its end. Of the run's own data only rows that it was trained on are used: what it stopped
-    short of may hold ids whose embeddings it has never seen. A file of ``data_path`` is read once more, to count it.
-    The features are those of the data: where the run's tower plan cuts tables into column shards, they are joined.
+    Batches come from all over the rows (see `spread_batches`): a file may be sorted by time or by user. Of the run's
+    own data only rows that it was trained on are used; others may hold ids whose embeddings it has never seen. A file
+    of ``data_path`` is read once more, to count it. Column shards of a table are joined.
 
     Args:
-        run: the ``output_dir`` of a run; the newest whole checkpoint in its ``checkpoint/`` is taken.
+        run: the ``output_dir`` of a run.
         data_path: rows from here instead of the run's own ``data.train_path``.
         max_rows: rows to average over, at most; the mean settles quickly.
         check: called with the tables before the model is made, to raise where they will not do.
-
-    Returns:
-        The affinity and the tables of the model.
 
     Raises:
         InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
@@ -92,17 +88,14 @@ def affinity_of_run(
 def affinity_of_model(
     model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int
 ) -> FeatureAffinity:
-    """Collects the feature affinity of a sharded flat model at the end of its training; collective.
+    """Collects the affinity of a sharded flat model on ``train.affinity_rows`` of its rows; collective.
 
     Args:
         model: the sharded `ClickTask`, detached from its train pipeline.
-        data: what it was trained on.
+        data: its training data.
         mesh: the groups.
-        config: with the number of rows, ``affinity_rows``; a batch of them per rank is taken at least.
-        steps: how many steps it was trained for.
-
-    Returns:
-        The affinity over rows from all over those it was trained on, the same on every rank.
+        config: gives the number of rows; at least a batch of one row per rank is taken.
+        steps: number of steps it was trained for.
     """
     world_size = mesh.topology.world_size
     batches = spread_batches(
@@ -121,21 +114,10 @@ def affinity_of_model(
 def write_affinity(
     model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int, path: Path
 ) -> bool:
-    """Collects as `affinity_of_model` does, and writes the affinity on the first rank; collective.
+    """Writes the result of `affinity_of_model`, which has the same arguments, on the first rank; collective.
 
     A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
-    the first rank logs a warning, and training goes on to its end.
-
-    Args:
-        model: see `affinity_of_model`, as the arguments up to ``steps``.
-        data: what it was trained on.
-        mesh: the groups.
-        config: with the number of rows.
-        steps: how many steps it was trained for.
-        path: the ``.npz`` file.
-
-    Returns:
-        Whether this rank could do its part.
+    the first rank logs a warning, and false is returned.
     """
     try:
         affinity = affinity_of_model(model, data, mesh, config=config, steps=steps)
@@ -156,14 +138,14 @@ def write_affinity(
 def spread_batches(
     data: ClickData, *, num_rows: int, max_rows: int, batch_size: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[ClickBatch]:
-    """Batches at even distances among the first training rows, so that they show all of them.
+    """Returns batches at even distances among the first ``num_rows`` training rows.
 
     Candidates are taken as the batches of the first ranks of a job of many: the ranks that are not there skip theirs,
     without decoding them. For even distances there are four to eight candidates for each batch, where there are rows.
 
     Args:
         data: the source.
-        num_rows: how many rows from the beginning of the stream to draw from.
+        num_rows: rows from the beginning of the stream to draw from.
         max_rows: rows of all ranks together, at most; but one batch per rank at least.
         batch_size: rows of a batch.
         rank: this rank.
@@ -192,12 +174,7 @@ def spread_batches(
 
 
 def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
-    """Returns the number of rows, from the beginning of the stream, that a run was trained on in one epoch.
-
-    Example:
-        >>> trained_rows(TrainConfig(batch_size=10, epochs=2), steps=50, world_size=4)
-        1000
-    """
+    """Returns the number of rows, from the beginning of the stream, that a run was trained on in one epoch."""
     return steps // config.epochs * config.batch_size * world_size
 
 
@@ -214,7 +191,7 @@ def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:
 
 
 def _count_rows(data: ClickData, num_ranks: int) -> int:
-    """The training rows of the source, from a pass as one rank of many, which decodes few of them."""
+    """Counts the training rows in a pass as one rank of many, which decodes few of them."""
     known = data.num_rows("train")
     if known is None:
         for _ in data.batches("train", rank=0, world_size=num_ranks, batch_size=1):

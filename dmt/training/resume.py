@@ -40,8 +40,8 @@ __all__ = [
 
 # Sections that define the parameters; another value makes another model.
 _SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
-# Settings of the order of rows; with another value, a position among rows has no meaning.
-_SAME_ROWS = "data"
+# Settings of the data that do not change the order of rows; with another value of the rest, a position among rows has
+# no meaning.
 _NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows", "data.validate_rows")
 # Settings of training that may change between two attempts.
 _TRAINING = (
@@ -52,7 +52,6 @@ _TRAINING = (
     "sharding.table_precision",
     "train.batch_size",
 )
-
 
 TrainingFiles = Sequence[tuple[str, int, int]]
 
@@ -77,7 +76,7 @@ def checkpoint_folder(config: TrainingConfig) -> Path:
 
 
 def discard_checkpoints(config: TrainingConfig) -> None:
-    """Removes the run's checkpoints if ``train.resume`` is ``"never"``; do not call it in a restart."""
+    """Removes the run's checkpoints if ``train.resume`` is ``"never"``; not to be called in a restart."""
     folder = checkpoint_folder(config)
     if config.train.resume != "never" or not folder.is_dir():
         return
@@ -154,27 +153,19 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
         )
     _refuse(folder, of_rows, is_own=is_own)
     position = Position(step=manifest.step, epoch=manifest.progress["epoch"], row=manifest.progress["row"])
-    if _is_finished(position, config) and (notes or not is_own):
-        settings = f", with other settings ({shorten(notes)})" if notes else ""
-        raise InputError(
-            f"{folder} is of a run that is finished{settings}: there is nothing left to train. Give more "
-            "train.max_steps or train.epochs to go on"
-            + (
-                ", another train.output_dir, or train.resume=never to start over and remove its checkpoints."
-                if is_own
-                else "."
+    most = config.train.max_steps
+    if position.epoch >= config.train.epochs or (most is not None and position.step >= most):
+        if notes or not is_own:
+            settings = f", with other settings ({shorten(notes)})" if notes else ""
+            others = ", another train.output_dir, or train.resume=never to start over and remove its checkpoints"
+            raise InputError(
+                f"{folder} is of a run that is finished{settings}: there is nothing left to train. Give more "
+                f"train.max_steps or train.epochs to go on{others if is_own else ''}."
             )
-        )
-    if _is_finished(position, config):
         notes.append("nothing is left to train: it is evaluated again")
     if is_own and config.train.resume not in ("auto", "never"):
         notes.append(f"train.resume={config.train.resume!r} is not read: the run has checkpoints of its own")
     return Start(folder=folder, position=position, notes=tuple(notes), is_own=is_own)
-
-
-def _is_finished(position: Position, config: TrainingConfig) -> bool:
-    most = config.train.max_steps
-    return position.epoch >= config.train.epochs or (most is not None and position.step >= most)
 
 
 def _refuse(folder: Path, changed: Mapping[str, tuple[Any, Any]], *, is_own: bool) -> None:
@@ -190,18 +181,17 @@ def _refuse(folder: Path, changed: Mapping[str, tuple[Any, Any]], *, is_own: boo
 
 
 def _check_towers(folder: Path, plan: TowerPlan) -> None:
-    saved = TowerPlan.load(folder / "towers.json")
-    for number, (old, new) in enumerate(zip(saved.towers, plan.towers, strict=False)):
-        if old.features != new.features:
-            raise InputError(
-                f"{folder} is of a run with other towers: tower {number} has features {list(old.features)}, not "
-                f"{list(new.features)}. Set towers.plan to {str(folder / 'towers.json')!r}."
-            )
-    if len(saved.towers) != len(plan.towers):
-        raise InputError(
-            f"{folder} is of a run with {len(saved.towers)} towers, not {len(plan.towers)}. Set towers.plan to "
-            f"{str(folder / 'towers.json')!r}."
-        )
+    file = folder / "towers.json"
+    saved, now = TowerPlan.load(file).to_lists(), plan.to_lists()
+    if saved == now:
+        return
+    number = next((i for i, (old, new) in enumerate(zip(saved, now, strict=False)) if old != new), None)
+    apart = (
+        f"{len(saved)} towers, not {len(now)}"
+        if number is None
+        else f"other towers: tower {number} has features {saved[number]}, not {now[number]}"
+    )
+    raise InputError(f"{folder} is of a run with {apart}. Set towers.plan to {str(file)!r}.")
 
 
 def _saved_config(folder: Path) -> dict[str, Any]:
@@ -218,12 +208,7 @@ def _saved_config(folder: Path) -> dict[str, Any]:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields keys whose values differ; None now equals a key that was not saved.
-
-    Example:
-        >>> list(_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": None}}))
-        [('a.c', 2, 3)]
-    """
+    """Yields keys whose values differ, with both; None now equals a key that was not saved."""
     for key in {**saved, **now}:
         old, new = saved.get(key), now.get(key)
         where = f"{path}.{key}" if path else key
@@ -234,12 +219,7 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "
 
 
 def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> tuple[str, str]:
-    """Describes both lists by their lengths and the first (name, bytes, fingerprint) that differs.
-
-    Example:
-        >>> _first_difference([["a", 5, 1]], [["a", 5, 1], ["b", 7, 255]])
-        ('1 of them', '2 of them, with b of 7 bytes (CRC-32 000000ff)')
-    """
+    """Describes both lists by their lengths and the first (name, bytes, fingerprint) that differs."""
     number = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
     def text(files: Sequence[Any]) -> str:
@@ -256,14 +236,11 @@ def _changes_rows(key: str, old: Any, new: Any) -> bool:
     if key == "data.eval_path":
         # Without one, rows of the training files are set apart for evaluation.
         return old is None or new is None
-    return _is_under(key, (_SAME_ROWS,)) and not _is_under(key, _NOT_THE_ROWS)
+    return _is_under(key, ("data",)) and not _is_under(key, _NOT_THE_ROWS)
 
 
 def _is_under(key: str, sections: tuple[str, ...]) -> bool:
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
-
-
-_POLL_S = 0.05
 
 
 def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
@@ -297,11 +274,8 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
                 waiting.remove(other)
             elif store.check([f"dmt/greeting/{other}"]):
                 store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", own)
-        time.sleep(_POLL_S if waiting else 0)
+        time.sleep(0.05 if waiting else 0)
     return dist.PrefixStore(own, store)
-
-
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 @contextmanager
@@ -312,21 +286,12 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         InputError: another job holds it.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder, folder_lock(Path(folder)):
-        ...     with folder_lock(Path(folder)):
-        ...         pass
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: Another job is running in ...
     """
     with (folder / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _HELD:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise InputError(
                     f"Another job is running in {folder}. Wait for its end, or give another train.output_dir."
                 ) from error

@@ -38,14 +38,11 @@ _LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
 
 
 def run_partition(options: Mapping[str, Any], command: str) -> Partition:
-    """Does what ``dmt partition`` was asked for; says on stderr what it is at and what it wrote besides the plan.
+    """Runs ``dmt partition`` and writes the plan; progress goes to stderr.
 
     Args:
         options: the command's options by name, with ``-`` as ``_``.
-        command: what the user typed; recorded in the plan.
-
-    Returns:
-        The partition, whose plan has been written.
+        command: command line that is recorded in the plan.
 
     Raises:
         InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
@@ -55,7 +52,8 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
     if options["affinity"] is not None and options["data"] is not None:
         raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
     _check_outputs(options)
-    rules = _rules(options)
+    rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
+    rules = replace(rules, **{name: options[name] for name in _LIMITS if options[name] is not None})
     # Made first: what is wrong with it shows before a model is loaded and run.
     partitioner = TowerPartitioner(
         num_towers=options["towers"],
@@ -72,13 +70,19 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         affinity.save(options["save_affinity"])
         _say(f"Affinity written to {options['save_affinity']}.")
     with _progress() as progress:
-        found = _named(partitioner.partition(affinity, progress=progress), command)
+        found = partitioner.partition(affinity, progress=progress)
+    others = tuple(replace(other, plan=replace(other.plan, command=command)) for other in found.alternatives)
+    found = replace(found, plan=replace(found.plan, command=command), alternatives=others)
     out: Path = options["out"]
     found.plan.save(out)
     for other in found.alternatives:
         other.plan.save(_beside(out, other.plan.strategy))
     try:
-        _draw(found, options)
+        if options["picture"]:
+            plot_affinity(found.affinity, found.plan, options["picture"])
+            _say(f"Picture written to {options['picture']}.")
+        if options["report"]:
+            write_partition_report(found, options["report"])
     except InputError as error:
         raise InputError(f"{error} The plan itself was written to {out}.") from error
     if options.get("as_json"):
@@ -86,14 +90,6 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         for line in _places(found, out, options["report"]):
             _say(line)
     return found
-
-
-def _draw(found: Partition, options: Mapping[str, Any]) -> None:
-    if options["picture"]:
-        plot_affinity(found.affinity, found.plan, options["picture"])
-        _say(f"Picture written to {options['picture']}.")
-    if options["report"]:
-        write_partition_report(found, options["report"])
 
 
 def print_partition(found: Partition, out: Path, report: Path | None) -> None:
@@ -173,12 +169,6 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
     return affinity
 
 
-def _rules(options: Mapping[str, Any]) -> PartitionRules:
-    rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
-    given = {name: options[name] for name in _LIMITS if options[name] is not None}
-    return replace(rules, **given)
-
-
 def _balance_ratio(text: str) -> float | None:
     if text == "free":
         return None
@@ -190,30 +180,12 @@ def _balance_ratio(text: str) -> float | None:
         ) from error
 
 
-def _named(found: Partition, command: str) -> Partition:
-    others = tuple(replace(other, plan=replace(other.plan, command=command)) for other in found.alternatives)
-    return replace(found, plan=replace(found.plan, command=command), alternatives=others)
-
-
 def _beside(out: Path, strategy: str) -> Path:
     return out.with_name(f"{out.stem}.{strategy}{out.suffix}")
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-class _Stages:
-    """A line on stderr when another stage begins, with the share of the work done and the time since the beginning."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._stage = ""
-
-    def report(self, stage: str, share: float) -> None:
-        if stage != self._stage:
-            self._stage = stage
-            _say(f"partition: {100 * share:.0f} % after {time.monotonic() - self._begin:.0f} s, {stage}")
 
 
 @contextmanager
@@ -224,14 +196,18 @@ def _progress() -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Stages().report
+        began, last = time.monotonic(), ""
+
+        def report(stage: str, share: float) -> None:
+            nonlocal last
+            if stage != last:
+                last = stage
+                _say(f"partition: {100 * share:.0f} % after {time.monotonic() - began:.0f} s, {stage}")
+
+        yield report
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-    )
+    percentage = TextColumn("{task.percentage:>3.0f} %")
+    columns = (TextColumn("{task.description}"), BarColumn(), percentage, TimeElapsedColumn())
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("partitioning", total=1.0)
         yield lambda stage, share: bar.update(task, description=stage, completed=share)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dmt.errors import InputError, did_you_mean
-from dmt.formatting import human_bytes
+from dmt.formatting import counted, human_bytes
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import RankLoad, TowerShardingPlan
 from dmt.training.config import load_config
@@ -76,7 +76,7 @@ def run_plan(
         config: file or name of a shipped config.
         overrides: ``section.key=value``.
         sync_gb_per_s: rate at which a rank sends to its replicas, in 10^9 bytes per second.
-        out: where the plan is written, if anywhere.
+        out: file that the plan is written to.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
@@ -119,15 +119,9 @@ def _refuse_options(*arguments: str) -> None:
 
 
 def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None) -> None:
-    """Prints loads of ranks, the tables with their reasons, the imbalance, the costs of replicas and the notes.
+    """Prints a plan, with all ranks and tables or the most telling ones, and the file it was written to.
 
-    As wide as the terminal or as ``COLUMNS`` says. Where that is narrow, names fold and columns are left out; numbers
-    are never cut.
-
-    Args:
-        planned: the plan.
-        everything: all ranks and tables, not the most telling.
-        out: where the plan was written.
+    In a narrow terminal (or ``COLUMNS``) names fold and columns are left out; numbers are never cut.
     """
     console, found = table_console(markup=False), planned.sharding
     shown = _print_fitting(console, *_ranks(found, everything), leave_out=("lookups/step", "sent/step"))
@@ -135,7 +129,7 @@ def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None
         console.print("sent/step: ids, embeddings, gradients and all-reduces that the rank sends inside its tower.")
     _print_fitting(console, *_tables(found, everything), leave_out=("memory", "tower", "cost"))
     schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in found.tables_by_scheme.items())
-    console.print(f"{len(found.tables):,} table{'' if len(found.tables) == 1 else 's'}: {schemes}.")
+    console.print(f"{counted(len(found.tables), 'table')}: {schemes}.")
     worst = max(found.towers, key=lambda tower: tower.imbalance)
     console.print(
         f"Imbalance (busiest rank over mean): {found.imbalance:.2f} over all ranks; inside a tower at most "
@@ -147,7 +141,11 @@ def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None
     )
     if planned.replicas is not None:
         _print_replicas(console, planned.replicas)
-    for note in (*found.notes, *_notes(found)):
+    notes = list(found.notes)
+    if found.hardware.memory_per_rank is None:
+        fullest = human_bytes(max(rank.memory for rank in found.ranks))
+        notes.append(f"no memory limit given; the fullest rank needs {fullest} (sharding.memory_gib).")
+    for note in notes:
         console.print(Text.assemble(("Note:", "yellow"), f" {note}"))
     if out is not None:
         console.print(f"Written to {out}.", soft_wrap=True)
@@ -181,20 +179,10 @@ def _time(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:,.3f} ms"
 
 
-def _notes(found: TowerShardingPlan) -> Iterator[str]:
-    if found.hardware.memory_per_rank is None:
-        fullest = human_bytes(max(rank.memory for rank in found.ranks))
-        yield (f"no memory limit given; the fullest rank needs {fullest} (sharding.memory_gib).")
-
-
 def _print_fitting(
     console: Console, title: str, headers: Sequence[str], rows: Rows, *, leave_out: Sequence[str]
 ) -> list[str]:
-    """Prints a table, without the first few columns of ``leave_out`` where the console is narrow.
-
-    Returns:
-        The headers that were printed.
-    """
+    """Prints a table, without the first few columns of ``leave_out`` where the console is narrow; returns headers."""
     for count in range(len(leave_out) + 1):
         keep = [i for i, header in enumerate(headers) if header not in leave_out[:count]]
         table = Table(*(headers[i] for i in keep), title=title)
@@ -233,12 +221,7 @@ def _ranks(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[st
 
 
 def _cells(rank: RankLoad) -> tuple[str, ...]:
-    return (
-        human_bytes(rank.memory),
-        f"{rank.lookups:,.0f}",
-        human_bytes(rank.bytes_sent),
-        _time(rank.seconds),
-    )
+    return human_bytes(rank.memory), f"{rank.lookups:,.0f}", human_bytes(rank.bytes_sent), _time(rank.seconds)
 
 
 def _tables(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:
