@@ -136,7 +136,7 @@ def test_a_saved_plan_must_be_for_the_tables_of_the_run(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"sharding\.json places tables that the run lacks: 't_C5', 't_C6'\. Re-run"):
         resolve(fewer, 4)
     saved_without(file, "t_C2", "t_C4", "t_C3", "t_C6")
-    with pytest.raises(InputError, match=r"sharding\.json lacks tables that the run has: 't_C2', 't_C3', 't_C4' and \d+ more"):
+    with pytest.raises(InputError, match=r"sharding\.json lacks tables that the run has: 't_C2', 't_C3', 't_C4' and 1"):
         resolve(small(sharding={"plan": str(file)}), 4)
 
 
