@@ -394,14 +394,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
 
 
 def accept_old_names(values: dict[str, Any]) -> None:
-    """Replaces names of earlier versions in the section ``sharding``, in place; logs each one once in a process.
-
-    Example:
-        >>> values = {"sharding": {"scheme": "data_wise", "exchange_us": 5.0}}
-        >>> accept_old_names(values)
-        >>> values
-        {'sharding': {'scheme': 'data_parallel', 'collective_latency_us': 5.0}}
-    """
+    """Replaces names of earlier versions in the section ``sharding``, in place; logs each one once in a process."""
     section = values.get("sharding")
     if not isinstance(section, dict):
         return

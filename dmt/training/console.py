@@ -46,11 +46,7 @@ SYNC_ROW = ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}
 
 
 def table_console(*, markup: bool) -> Console:
-    """A console for tables of names and numbers, as wide as the terminal or ``COLUMNS``.
-
-    Args:
-        markup: whether rich's markup is read in what is printed.
-    """
+    """A console for tables of names and numbers, as wide as the terminal or ``COLUMNS``."""
     console = Console(highlight=False, markup=markup, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         # A pipe has no width; 80 columns would break what a file has room for.
@@ -61,10 +57,8 @@ def table_console(*, markup: bool) -> Console:
 def quiet_libraries(*, rank: int) -> None:
     """Sends this package's log to the terminal and silences what others say on every rank at INFO or by warning.
 
-    For programs only: a library that changes logging when it is imported takes the choice from its user.
-
-    Args:
-        rank: of this process; ranks other than 0 report errors only.
+    For programs only: a library that changes logging when it is imported takes the choice from its user. Ranks other
+    than 0 report errors only.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -101,14 +95,7 @@ the mean of all ranks.'
 
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
-    """`ROWS`, and `SYNC_ROW` where one of the runs had replicas.
-
-    Example:
-        >>> rows_of([{"eval_auc": 0.75}]) == ROWS
-        True
-        >>> rows_of([{"eval_auc": 0.75}, {"replicas": {"bytes_per_sample": 96.0}}])[-1][0]
-        "bytes/sample replicas' sync"
-    """
+    """`ROWS`, and `SYNC_ROW` where one of the runs had replicas."""
     return (*ROWS, SYNC_ROW) if any(result.get("replicas") for result in results) else ROWS
 
 

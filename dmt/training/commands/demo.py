@@ -35,16 +35,13 @@ _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"
 
 
 def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:
-    """Trains the flat model, partitions its features, trains the multi-tower model, and compares them.
+    """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
     Args:
         data: a file of clicks (see `demo_settings`), None for the built-in generator.
-        output_dir: where everything goes.
+        output_dir: folder of everything that is written.
         overrides: ``section.key=value`` for both runs; what only the tower dataflow has is for the second one.
-        command: what the user typed, for the report.
-
-    Returns:
-        The results of both runs, by model.
+        command: command line, for the report.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -171,8 +168,6 @@ def flat_settings(settings: Sequence[str]) -> list[str]:
     """The settings without those that the flat dataflow refuses, because they are about tables inside towers.
 
     Example:
-        >>> flat_settings(["train.epochs=1", "sharding.scheme=row_wise", 'sharding.tables={"t_*" = "data_parallel"}'])
-        ['train.epochs=1']
         >>> flat_settings(["sharding.scheme=table_wise", "train.micro_batches=4", "sharding.table_precision=fp16"])
         ['sharding.scheme=table_wise', 'sharding.table_precision=fp16']
     """

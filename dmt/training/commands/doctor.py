@@ -61,7 +61,7 @@ def diagnose(
     Args:
         version: version of a package, None when absent.
         load_error: last line of the error of importing a module in a fresh process, empty when it loads.
-        has_gpu: whether an NVIDIA driver is there; by default looked up.
+        has_gpu: true with an NVIDIA driver; by default looked up.
 
     Example:
         >>> lines = diagnose(lambda package: None, lambda module: "", has_gpu=False)
