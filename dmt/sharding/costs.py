@@ -234,7 +234,7 @@ class ReplicaCosts:
     sent_bytes: float
     """Bytes of one copy in the format that is sent: 4 a number, also of FP16 tables, or 2 with BF16."""
     most_sent_bytes: float
-    """The same of the rank that sends most."""
+    """Bytes of the rank that sends most, in that format."""
     data_parallel_tables: int
     """Tables that are not counted: whole on every rank with and without replicas, and reduced in every step."""
     sync_gb_per_s: float | None
