@@ -162,7 +162,7 @@ def test_all_lists_exist(path: Path) -> None:
 
 def test_file_sizes() -> None:
     sizes = sorted(len(path.read_text().splitlines()) for path in SOURCES)
-    # 200 until the rebuild, which merged small files on purpose: a library of 23,000 lines in 115 files has a mean of 200.
+    # It was 200 until small files were merged: a library of 23,000 lines in 115 files has a mean of 200.
     assert statistics.median(sizes) <= 210
     assert sizes[int(0.95 * len(sizes))] <= 500
     assert sizes[-1] <= 800
