@@ -3,16 +3,20 @@
 DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps are these; see
 `dmt.sptt.input_dist` for the other route and docs/sptt.md for a worked example.
 
-======  ===========================================================  =====  ==================  ========================
-step    what                                                         group  method              who does it
-======  ===========================================================  =====  ==================  ========================
-a, c    ids to the peer whose tower owns the feature, in peer order  peer   `_exchange_ids`     `PeerInputDist`
-a       from there to the rank that holds the table or shard         tower  `look_up`           TorchRec's sharded EBC
-b       lookup                                                       -      `look_up`           FBGEMM
-d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           TorchRec's sharded EBC
--       tower module: [P, N] -> [P, O]                               -      `run_towers`        `ShardedTowerCollection`
-f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  `PeerExchange`
-======  ===========================================================  =====  ==================  ========================
+======  ===========================================================  =====  ==================  =======================
+step    what                                                         group  method              file
+======  ===========================================================  =====  ==================  =======================
+a, c    ids to the peer whose tower owns the feature, in peer order  peer   `_exchange_ids`     ``input_dist.py``
+a       from there to the rank that holds the table or shard         tower  `look_up`           ``group_ebc.py``
+b       lookup                                                       -      `look_up`           FBGEMM's kernels
+d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``group_ebc.py``
+-       tower module: [P, N] -> [P, O]                               -      `run_towers`        ``towers.py``
+f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  ``output_dist.py``
+======  ===========================================================  =====  ==================  =======================
+
+Peers send in peer order, so the peer permute (step c) needs no code here; `GlobalInputDist` has the explicit one.
+``dmt/sharding/group_ebc.py`` is TorchRec's sharded collection on the ranks of the tower, with its all-to-all and, for
+row-wise tables, the reduce-scatter of `RowWiseOutputs`. Embeddings arrive as step e's view and are read by key.
 
 Shape suffixes: B samples of this rank; P samples of all T peers, in tower order (the sum of their B); N columns of the
 embeddings of this tower's features side by side; O columns of this tower's output; S sum of O over the towers.
