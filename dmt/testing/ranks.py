@@ -28,8 +28,8 @@ _SHOWN_FRAMES = 3
 # A failing rank makes others fail; the parent waits this long for the one that began it.
 _SETTLE_S = 1.0
 # Processes serve this number of calls. TorchRec and DDP keep process groups of earlier calls alive, and the threads of
-# gloo's idle groups poll: after 150 calls, a rank that did nothing took a fifth of a core.
-_MOST_CALLS = 12
+# gloo's idle groups poll: after 150 calls, a rank that did nothing took a fifth of a core. New processes cost seconds.
+_MOST_CALLS = 32
 # PyTorch's own initial seed: each call begins like a fresh process.
 _INITIAL_SEED = 67280421310721
 
