@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import traceback
@@ -24,16 +23,17 @@ def run_program(arguments: Sequence[str], ranks: int, folder: Path | None = None
 
     As under torchrun, the others are stopped when a rank ends with an error; all that was printed until then is kept.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    # Like torchrun's agent, the parent serves the store: a free port that is looked up first may be taken meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with TemporaryDirectory() as printed:
-        code = 0
+        failure = ""
         try:
-            run_ranks(_on_rank, ranks, list(arguments), str(folder or Path.cwd()), port, printed, fresh=True)
-        except RanksFailedError:
-            code = 1
-        streams = ["".join(Path(printed, f"{rank}.{name}").read_text() for rank in range(ranks)) for name in _STREAMS]
-    return subprocess.CompletedProcess(arguments, code, *streams)
+            run_ranks(_on_rank, ranks, list(arguments), str(folder or Path.cwd()), store.port, printed, fresh=True)
+        except RanksFailedError as error:
+            failure = str(error)
+        # A rank that was stopped before the program began has no file.
+        out, err = ("".join(path.read_text() for path in sorted(Path(printed).glob(f"*.{name}"))) for name in _STREAMS)
+    return subprocess.CompletedProcess(arguments, 1 if failure else 0, out, err + failure)
 
 
 _STREAMS = ("stdout", "stderr")
@@ -41,8 +41,11 @@ _STREAMS = ("stdout", "stderr")
 
 def _on_rank(rank: int, arguments: list[str], folder: str, port: int, printed: str) -> None:
     alone = dist.get_world_size() == 1
+    # A rank that leaves at once breaks the connections that the others are still making.
+    dist.barrier()
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if alone:
         for name in [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE")) or "MASTER_" in name]:
             del os.environ[name]

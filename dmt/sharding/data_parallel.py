@@ -9,6 +9,7 @@ backward pass, even if that goes through several forward passes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -137,8 +138,10 @@ class DataParallelTables(nn.Module):
         self._pending: list[tuple[Tensor, Any]] = []
         for weight in weights.values():
             mark_updated_in_backward(weight, self.optimizer)
+        # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
+        reduce = weakref.WeakMethod(self._reduce)
         for _, parameter in lookup.named_parameters():
-            parameter.register_post_accumulate_grad_hook(self._reduce)
+            parameter.register_post_accumulate_grad_hook(lambda parameter: _call_living(reduce, parameter))
 
     def forward(self, features: Any) -> Tensor:
         """Looks up; nothing is sent."""
@@ -173,6 +176,11 @@ class DataParallelTables(nn.Module):
             work.wait()
             parameter.grad = None
         self._pending = []
+
+
+def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
+    if (living := method()) is not None:
+        living(parameter)
 
 
 def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,9 +27,6 @@ _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "torchrec.distribu
 _SHOWN_FRAMES = 3
 # A failing rank makes others fail; the parent waits this long for the one that began it.
 _SETTLE_S = 1.0
-# Processes serve this number of calls. TorchRec and DDP keep process groups of earlier calls alive, and the threads of
-# gloo's idle groups poll: after 150 calls, a rank that did nothing took a fifth of a core. New processes cost seconds.
-_MOST_CALLS = 32
 # PyTorch's own initial seed: each call begins like a fresh process.
 _INITIAL_SEED = 67280421310721
 
@@ -111,14 +108,10 @@ class RankPool:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._environment = dict(environment or {})
         self._ranks: list[_Rank] = []
-        self._calls = 0
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float) -> list[Any]:
         """Same as `run_on_ranks`, but the processes stay for the next call."""
         prepare_ranks()
-        if self._calls >= _MOST_CALLS:
-            self.close(wait_s=0)
-        self._calls += 1
         # Plain pickle: multiprocessing's own would share tensor memory with a process that may end.
         task = pickle.dumps((function, args))
         with tempfile.TemporaryDirectory(prefix="dmt-ranks-") as folder:
@@ -152,7 +145,7 @@ class RankPool:
         Args:
             wait_s: seconds that they have to leave by themselves before they are killed.
         """
-        ranks, self._ranks, self._calls = self._ranks, [], 0
+        ranks, self._ranks = self._ranks, []
         deadline = time.monotonic() + wait_s
         for rank in ranks:
             rank.pipe.close()
@@ -273,7 +266,7 @@ def _serve(pipe: Connection) -> None:
             os.environ.clear()
             os.environ.update(environment | call.environment)
             pipe.send_bytes(_answer(call))
-            # Models in reference cycles are not left to die in the middle of the next call.
+            # Models in reference cycles, and their process groups, are not left to die in the middle of the next call.
             gc.collect()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -322,6 +323,24 @@ def meta_on_rank(rank: int) -> None:
 
 def test_modules_may_be_built_on_meta() -> None:
     run_ranks(meta_on_rank, 4)
+
+
+def freed_on_rank(rank: int, scheme: str) -> None:
+    case = Case(towers=2, ranks=2, scheme=scheme)
+    model = shard(case, build(case), TowerMesh(TWO_BY_TWO))
+    ids, labels = case.batches().draw(rank, 0, make_tables(list(case.dims)))
+    loss_of(model(ids)[1], labels).backward()
+    del model
+    gc.collect()
+    modules = [type(one) for one in gc.get_objects() if isinstance(one, torch.nn.Module)]
+    left = {kind.__name__ for kind in modules if kind.__module__.startswith("dmt.")}
+    assert not left, f"still in memory: {left}"
+
+
+@pytest.mark.parametrize("scheme", ["table_wise", "row_wise", "column_wise", "data_parallel"])
+def test_a_model_that_is_let_go_leaves_memory(scheme: str) -> None:
+    """Hooks of data-parallel tables once kept tables and process groups until the process ended."""
+    run_ranks(freed_on_rank, 4, scheme)
 
 
 def test_a_mesh_needs_a_process_group() -> None:

@@ -93,9 +93,9 @@ class Job:
         torch.manual_seed(seed + dist.get_rank())
         topology = TowerTopology(num_replicas=layout.replicas, num_towers=layout.towers, ranks_per_tower=layout.ranks)
         # Groups take long to make.
-        mesh = _MESHES.get(topology)
-        if mesh is None or mesh.global_group is not dist.group.WORLD:  # made for an earlier call of this process
-            mesh = _MESHES[topology] = TowerMesh(topology)
+        if any(mesh.global_group is not dist.group.WORLD for mesh in _MESHES.values()):
+            _MESHES.clear()  # made for an earlier call of this process
+        mesh = _MESHES[topology] = _MESHES.get(topology) or TowerMesh(topology)
         sharder = TowerCollectionSharder(
             mesh, placement=layout.placement, fused_params=FUSED, moment_scale=moment_scale
         )
