@@ -23,5 +23,10 @@ def _prepared_ranks(request: pytest.FixtureRequest) -> None:
         from dmt.testing.ranks import prepare_ranks
 
         # What training loads late.
-        late = ["torch.utils.tensorboard", "torchmetrics.functional.classification", "torchrec.metrics.ne"]
+        late = [
+            "scipy.optimize",
+            "torch.utils.tensorboard",
+            "torchmetrics.functional.classification",
+            "torchrec.metrics.ne",
+        ]
         prepare_ranks([*sorted(modules), *late])

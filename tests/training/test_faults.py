@@ -144,6 +144,7 @@ def test_a_run_whose_ranks_are_killed_ends_like_an_undisturbed_one(tmp_path: Pat
     assert outcome(killed) == outcome(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_torchrun_starts_a_killed_run_again(tmp_path: Path) -> None:
     pair = {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2}
@@ -157,7 +158,7 @@ def test_torchrun_starts_a_killed_run_again(tmp_path: Path) -> None:
         [sys.executable, *torchrun, "-m", "tests.training.kills", str(path)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         env=os.environ | {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)},
         cwd=ROOT,
         check=False,

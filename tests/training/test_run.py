@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -278,23 +275,6 @@ SMALL_RUN = [
 ]
 
 
-def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        "-m",
-        "dmt.training",
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=180, env=environment, check=False
-    )
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("arch", [pytest.param("dlrm", marks=pytest.mark.slow), "dmt-dlrm"])
 def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) -> None:
@@ -302,7 +282,8 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     folder.mkdir()
     (folder / "affinity.npz").write_text("of an earlier run, hours of work")
     (folder / "sharding.json").write_text("of an earlier run")
-    finished = torchrun("demo", *SMALL_RUN, f"model.arch={arch}", f"train.output_dir={folder}")
+    overrides = [*SMALL_RUN, f"model.arch={arch}", f"train.output_dir={folder}"]
+    finished = run_program(["-m", "dmt.training", "demo", *overrides], 4)
     printed = finished.stdout + finished.stderr
     assert finished.returncode == 0, printed
     result = json.loads((folder / "result.json").read_text())

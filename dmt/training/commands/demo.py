@@ -187,24 +187,27 @@ def _setting(key: str, path: Path) -> str:
 
 
 def _train(config: TrainingConfig) -> dict[str, Any]:
-    """Runs torchrun on a config; its table goes to ``train.log``, its progress bar and warnings to the terminal."""
+    """Trains a config on ranks of this machine; its table goes to ``train.log``, the rest to the terminal."""
     folder = Path(config.train.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(to_toml(config))
-    ranks = config.topology.build().world_size
+    code = _torchrun(folder / "run.toml", config.topology.build().world_size, folder / "train.log")
+    if code:
+        raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")
+    return read_result(folder)
+
+
+def _torchrun(config: Path, ranks: int, log: Path) -> int:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, "-m", "dmt.training", str(folder / "run.toml")]
+    command = [*launcher, "-m", "dmt.training", str(config)]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with (folder / "train.log").open("w") as log, subprocess.Popen(command, stdout=log, env=environment) as run:
+    with log.open("w") as stdout, subprocess.Popen(command, stdout=stdout, env=environment) as run:
         # Whoever stops this process stops the ranks too: by default they would go on without it.
         previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
-            code = run.wait()
+            return run.wait()
         except BaseException:
             run.terminate()
             raise
         finally:
             signal.signal(signal.SIGTERM, previous)
-    if code:
-        raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")
-    return read_result(folder)

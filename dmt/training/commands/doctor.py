@@ -109,7 +109,8 @@ def _fbgemm(version: Callable[[str], str | None], gpu: bool) -> Finding:
 
 
 def _loads(load_error: Callable[[str], str], version: Callable[[str], str | None], gpu: bool) -> Finding:
-    for module in ("torch", "fbgemm_gpu", "torchrec"):
+    # TorchRec loads the other two; only if it does not, who is to blame matters.
+    for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
         error = load_error(module)
         if error:
             build = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu"
