@@ -68,15 +68,12 @@ class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
     def __init__(self, qcomm_codecs_registry: dict[str, Any] | None = None) -> None:
         super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
         self._has_uninitialized_input_dist = True
-
-    @property
-    def id_exchange(self) -> nn.Module | None:
-        """Module that sends ids; None before the first batch."""
-        return self._input_dists[0] if self._input_dists else None
+        self.id_exchanges: list[Any] = self._input_dists
+        """The module that sends ids; empty before the first batch."""
 
     def set_id_exchange(self, exchange: nn.Module) -> None:
         """Installs the id exchange once the batch's features are known."""
-        self._input_dists = [exchange]
+        self.id_exchanges.append(exchange)
         self._has_uninitialized_input_dist = False
 
     def named_modules(

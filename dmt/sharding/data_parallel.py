@@ -1,4 +1,4 @@
-"""Data-parallel tables of a tower: whole on every rank, gradients averaged, updated in the backward pass.
+"""`DataParallelOptimizer`: the optimizer of tables that are whole on every rank of a tower.
 
 Neo (arXiv 2104.05158, section 4, "Data parallelism"): no exchange of ids or embeddings, an all-reduce of the table's
 gradient instead. TorchRec leaves such tables to the dense optimizer and drops the fused one they were given; here they
@@ -9,22 +9,18 @@ backward pass, even if that goes through several forward passes.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
-from dmt._torchrec import at_end_of_backward, mark_updated_in_backward
-from dmt.collectives import start_sum
 from dmt.errors import InputError
 from dmt.sharding.optimizers import FUSED_DEFAULTS, data_parallel_obstacle
 
-__all__ = ["DataParallelOptimizer", "DataParallelTables"]
+__all__ = ["DataParallelOptimizer"]
 
 _STATES = {
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: ("momentum1",),
@@ -106,81 +102,6 @@ class DataParallelOptimizer(FusedOptimizer):
         mean = first / (1 - beta1 ** int(steps))
         root = (second / (1 - beta2 ** int(steps))).sqrt()
         return torch.where(rows.unsqueeze(1), mean / (root + eps), 0.0)
-
-
-class DataParallelTables(nn.Module):
-    """The lookup of data-parallel tables with their gradients averaged over a group; takes the place of TorchRec's DDP.
-
-    ========= ==========================================================================================
-    forward   nothing is sent
-    backward  every rank: the gradient of its own samples -> the mean over the group, on every rank; the
-              all-reduce runs while the rest of the backward pass does, the update at its end
-    ========= ==========================================================================================
-
-    Args:
-        lookup: TorchRec's lookup; named ``module`` for TorchRec, which unwraps it.
-        weights: [rows, columns] of each table, views of the lookup's own parameters.
-        settings: of the fused optimizer of each table.
-        group: the ranks that hold the tables.
-    """
-
-    def __init__(
-        self,
-        lookup: nn.Module,
-        weights: Mapping[str, Tensor],
-        settings: Mapping[str, Mapping[str, Any]],
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__()
-        self.module = lookup
-        self.optimizer = DataParallelOptimizer(weights, settings)
-        self._group = group
-        self._pending: list[tuple[Tensor, Any]] = []
-        for weight in weights.values():
-            mark_updated_in_backward(weight, self.optimizer)
-        # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
-        reduce = weakref.WeakMethod(self._reduce)
-        for _, parameter in lookup.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: _call_living(reduce, parameter))
-
-    def forward(self, features: Any) -> Tensor:
-        """Looks up; nothing is sent."""
-        # What a backward pass left that did not come to its end, because something raised.
-        self._drop_pending()
-        return self.module(features)
-
-    def flush(self) -> None:
-        """Called by TorchRec before it reads weights; they are always up to date."""
-
-    def purge(self) -> None:
-        """Called by TorchRec before it loads weights; nothing is cached."""
-
-    def _reduce(self, parameter: Tensor) -> None:
-        # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
-        at_end_of_backward(self._finish)
-        assert parameter.grad is not None, "called once the gradient is there"
-        self._pending.append((parameter, start_sum(parameter.grad, self._group)))
-
-    def _finish(self) -> None:
-        if not self._pending:
-            return
-        for parameter, work in self._pending:
-            work.wait()
-            assert parameter.grad is not None, "it was there when its reduction began"
-            parameter.grad.div_(self._group.size())
-        self.optimizer.update()
-        self._drop_pending()
-
-    def _drop_pending(self) -> None:
-        for parameter, work in self._pending:
-            work.wait()
-            parameter.grad = None
-        self._pending = []
-
-
-def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
-    if (living := method()) is not None:
-        living(parameter)
 
 
 def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,26 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
-from dmt._torchrec import OpenShardedEBC, fused_settings, group_env, settings_on_parameters
-from dmt.collectives import broadcast_tensor
-from dmt.sharding.data_parallel import DataParallelTables
+from dmt._torchrec import (
+    OpenShardedEBC,
+    at_end_of_backward,
+    fused_settings,
+    group_env,
+    mark_updated_in_backward,
+    settings_on_parameters,
+)
+from dmt.collectives import broadcast_tensor, start_sum
+from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sharding.optimizers import moment_scaled
 
-__all__ = ["GroupShardedEBC", "RowWiseOutputs", "ScaledRateOptimizer", "equal_blocks", "row_starts"]
+__all__ = [
+    "DataParallelTables",
+    "GroupShardedEBC",
+    "RowWiseOutputs",
+    "ScaledRateOptimizer",
+    "equal_blocks",
+    "row_starts",
+]
 
 
 class GroupShardedEBC(OpenShardedEBC):
@@ -71,7 +86,7 @@ class GroupShardedEBC(OpenShardedEBC):
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
             if scheme == "row_wise":
                 self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank())
-        names = [name for name, _ in self.output_columns]
+        names, self._widths = zip(*self.output_columns, strict=True)
         divided = {
             feature if feature in names else f"{feature}@{table.name}": feature
             for table in self._configs
@@ -141,7 +156,7 @@ class GroupShardedEBC(OpenShardedEBC):
         position = {key: i for i, key in enumerate(features.keys())}
         ones = torch.ones_like(lengths[0])
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
-        widths = torch.tensor([width for _, width in self.output_columns], device=lengths.device)
+        widths = torch.tensor(self._widths, device=lengths.device)
         return torch.stack(columns, dim=1).repeat_interleave(widths, dim=1).to(torch.float32)
 
     def _with_scaled_rate(self, optimizer: Any) -> Any:
@@ -149,6 +164,81 @@ class GroupShardedEBC(OpenShardedEBC):
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a lookup has tables of moment scales {scales}"
         return ScaledRateOptimizer(optimizer, math.sqrt(scales.pop())) if scales - {1.0} else optimizer
+
+
+class DataParallelTables(nn.Module):
+    """The lookup of data-parallel tables with their gradients averaged over a group; takes the place of TorchRec's DDP.
+
+    ========= ==========================================================================================
+    forward   nothing is sent
+    backward  every rank: the gradient of its own samples -> the mean over the group, on every rank; the
+              all-reduce runs while the rest of the backward pass does, the update at its end
+    ========= ==========================================================================================
+
+    Args:
+        lookup: TorchRec's lookup; named ``module`` for TorchRec, which unwraps it.
+        weights: [rows, columns] of each table, views of the lookup's own parameters.
+        settings: of the fused optimizer of each table.
+        group: the ranks that hold the tables.
+    """
+
+    def __init__(
+        self,
+        lookup: nn.Module,
+        weights: Mapping[str, Tensor],
+        settings: Mapping[str, Mapping[str, Any]],
+        group: ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.module = lookup
+        self.optimizer = DataParallelOptimizer(weights, settings)
+        self._group = group
+        self._pending: list[tuple[Tensor, Any]] = []
+        for weight in weights.values():
+            mark_updated_in_backward(weight, self.optimizer)
+        # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
+        reduce = weakref.WeakMethod(self._reduce)
+        for _, parameter in lookup.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: _call_living(reduce, parameter))
+
+    def forward(self, features: Any) -> Tensor:
+        """Looks up; nothing is sent."""
+        # What a backward pass left that did not come to its end, because something raised.
+        self._drop_pending()
+        return self.module(features)
+
+    def flush(self) -> None:
+        """Called by TorchRec before it reads weights; they are always up to date."""
+
+    def purge(self) -> None:
+        """Called by TorchRec before it loads weights; nothing is cached."""
+
+    def _reduce(self, parameter: Tensor) -> None:
+        # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
+        at_end_of_backward(self._finish)
+        assert parameter.grad is not None, "called once the gradient is there"
+        self._pending.append((parameter, start_sum(parameter.grad, self._group)))
+
+    def _finish(self) -> None:
+        if not self._pending:
+            return
+        for parameter, work in self._pending:
+            work.wait()
+            assert parameter.grad is not None, "it was there when its reduction began"
+            parameter.grad.div_(self._group.size())
+        self.optimizer.update()
+        self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        for parameter, work in self._pending:
+            work.wait()
+            parameter.grad = None
+        self._pending = []
+
+
+def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
+    if (living := method()) is not None:
+        living(parameter)
 
 
 def row_starts(table: Any) -> list[int]:

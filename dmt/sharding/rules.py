@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from dmt.errors import InputError, did_you_mean
 from dmt.files import current_name
-from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, table_shards, why_not
+from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, shards_in_tower, why_not
 
 __all__ = ["Allowed", "Rule", "ShardingRules"]
 
@@ -113,7 +113,7 @@ class ShardingRules:
         if isinstance(rule, TablePlacement):
             if obstacle := self._obstacle(table, rule.scheme, num_ranks):
                 raise InputError(f"{where} is pinned {rule.scheme}, but {obstacle}. Pin it table_wise.")
-            _check_placement(table, rule, num_ranks, where)
+            shards_in_tower(table, rule, num_ranks=num_ranks, tower=tower)
             return Allowed((rule.scheme,), rule, f"pinned by the user{pattern}")
         asked: Sequence[Scheme] = (rule,) if isinstance(rule, str) else rule
         possible = tuple(s for s in SCHEMES if s in asked and not self._obstacle(table, s, num_ranks))
@@ -147,20 +147,6 @@ def _checked(what: str, schemes: Sequence[str]) -> tuple[Scheme, ...]:
             f"{what}: scheme {unknown[0]!r} is unknown; use one of {list(SCHEMES)}.{did_you_mean(unknown[0], SCHEMES)}"
         )
     return cast("tuple[Scheme, ...]", schemes)
-
-
-def _check_placement(table: Any, placement: TablePlacement, num_ranks: int, where: str) -> None:
-    outside = [rank for rank in placement.ranks if not 0 <= rank < num_ranks]
-    if outside:
-        raise InputError(
-            f"{where} is pinned to local rank {outside[0]}, but its tower has ranks 0..{num_ranks - 1}. Use one."
-        )
-    if placement.scheme in ("row_wise", "data_parallel") and len(placement.ranks) != num_ranks:
-        raise InputError(
-            f"{where} is pinned {placement.scheme} on {len(placement.ranks)} ranks; it takes all {num_ranks} ranks of "
-            f"the tower. Use ranks=tuple(range({num_ranks}))."
-        )
-    table_shards(table, placement)
 
 
 def _words(rule: Rule) -> str:

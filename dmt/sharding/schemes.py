@@ -22,6 +22,7 @@ __all__ = [
     "column_shards",
     "column_widths",
     "row_shards",
+    "shards_in_tower",
     "table_shards",
     "why_not",
 ]
@@ -70,7 +71,7 @@ class TablePlacement:
             )
         if self.scheme in ("row_wise", "data_parallel") and self.ranks != tuple(range(len(self.ranks))):
             raise InputError(
-                f"A {self.scheme} table lives on every rank of its tower, in order, but ranks={list(self.ranks)}."
+                f"A {self.scheme} table takes every rank of its tower, in order, but ranks={list(self.ranks)}."
             )
         if self.sizes and (self.scheme in ("table_wise", "data_parallel") or len(self.sizes) != len(self.ranks)):
             raise InputError(
@@ -127,6 +128,27 @@ def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
     except InputError as error:
         raise InputError(f"Table {table.name!r}: {error}") from error
     return [TableShard(rank, 0, 0, rows, columns) for rank in ranks]
+
+
+def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, tower: int) -> list[TableShard]:
+    """Returns the shards of a table that is placed in a tower of ``num_ranks`` ranks.
+
+    Raises:
+        InputError: the tower has not the ranks, or the table cannot be cut so; names both.
+    """
+    where, ranks = f"Table {table.name!r} in tower {tower}", list(placement.ranks)
+    outside = [rank for rank in ranks if not 0 <= rank < num_ranks]
+    if outside:
+        raise InputError(
+            f"{where} has a shard on local rank {outside[0]}, but its tower has ranks 0..{num_ranks - 1}. Use one of "
+            "them."
+        )
+    if placement.scheme in ("row_wise", "data_parallel") and len(ranks) != num_ranks:
+        raise InputError(
+            f"{where} is {placement.scheme} on ranks {ranks}; it takes every rank of its tower, "
+            f"{list(range(num_ranks))}."
+        )
+    return table_shards(table, placement)
 
 
 def row_shards(num_embeddings: int, num_shards: int) -> list[int]:

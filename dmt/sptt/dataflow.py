@@ -204,28 +204,33 @@ class SPTTModule(TowerState):
         """
         return CachedAwaitable(self.exchange_outputs(output, ctx.batch_sizes), self.finish)
 
+    @profiler_range("exchange_ids")
+    @torch.no_grad()
     def _exchange_ids(self, ctx: SPTTContext, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, samples in peer order."""
-        exchange = self.id_exchange
-        if exchange is None:
+        if not self.id_exchanges:
             device = ids.device() if self._target_device.type == "meta" else self._target_device
-            exchange = self._route.exchange(ids.keys(), device)
-            self.set_id_exchange(exchange)
-        with profiler_range("exchange_ids"), torch.no_grad():
-            return KJTListSplitsAwaitable([exchange(ids)], ctx)
+            self.set_id_exchange(self._route.exchange(ids.keys(), device))
+        return KJTListSplitsAwaitable([self.id_exchanges[0](ids)], ctx)
 
+    @profiler_range("look_up")
     def look_up(self, ctx: SPTTContext, ids: KeyedJaggedTensor) -> list[KeyedTensor]:
         """Steps b, d and e: looks up, and brings embeddings to the tower's ranks: [P, columns] of each collection."""
-        self.check_replicas()
-        self.wait_for_replicas(is_training_pass=self.training and torch.is_grad_enabled())
-        with profiler_range("look_up"):
-            pending = self._route.look_up(ids, ctx.sharding_contexts[0].batch_size_per_rank)
-            return [lazy.wait() for lazy in pending]
+        if self.replicas_ready is not None:
+            self.replicas_ready(self.training and torch.is_grad_enabled())
+        elif self.mesh.topology.num_replicas > 1:
+            raise InputError(
+                f"num_replicas={self.mesh.topology.num_replicas}, but nothing keeps the replicas equal: they would "
+                "drift apart. Make dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every "
+                "training step."
+            )
+        pending = self._route.look_up(ids, ctx.sharding_contexts[0].batch_size_per_rank)
+        return [lazy.wait() for lazy in pending]
 
+    @profiler_range("run_towers")
     def run_towers(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
         """Runs the tower module: the embeddings of this tower's features [P, N] -> [P, O]."""
-        with profiler_range("run_towers"):
-            return self.tower_output(embeddings, num_samples)
+        return self.tower_output(embeddings, num_samples)
 
     def exchange_outputs(self, output: TowerOutput, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
         """Step f: starts the exchange of rows for columns among peers, [P, O] -> [B, S].
@@ -277,8 +282,8 @@ class SPTTModule(TowerState):
             )
         if self._is_weighted and ids.weights_or_none() is None:
             raise InputError("The bags are weighted, but the KeyedJaggedTensor has no weights.")
-        if self.id_exchange is not None:
-            expected = self.id_exchange.input_features
+        if self.id_exchanges:
+            expected = self.id_exchanges[0].input_features
             if ids.keys() != expected:
                 raise InputError(
                     f"The batch has features {ids.keys()}, but earlier ones had {expected}; the keys and their order "

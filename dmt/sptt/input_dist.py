@@ -221,6 +221,11 @@ class GlobalIdRoute:
         self._mesh = mesh
         self._collections = collections
         self._wanted = run_on_all_or_raise(self._wanted_ids, mesh.sharding_group)
+        self._counts = [
+            [sum(len(table.feature_names) for table in tables) for _, tables in collection.tables_by_lookup]
+            for collection in collections
+        ]
+        """Features of each lookup of each collection."""
         self.peers = slice(mesh.local, None, mesh.topology.ranks_per_tower)
         """Positions of this rank's peers, in tower order, among the ranks of the sharding group."""
 
@@ -245,13 +250,9 @@ class GlobalIdRoute:
         assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"
         # Peer order: every rank of the tower serves one block, the samples of all its peers.
         served = [sum(batch_sizes[local::num_ranks]) for local in range(num_ranks)]
-        counts = [
-            [sum(len(table.feature_names) for table in tables) for _, tables in collection.tables_by_lookup]
-            for collection in self._collections
-        ]
-        parts = iter(ids.split([count for of_collection in counts for count in of_collection]))
+        parts = iter(ids.split([count for of_collection in self._counts for count in of_collection]))
         pending = []
-        for collection, of_collection in zip(self._collections, counts, strict=True):
+        for collection, of_collection in zip(self._collections, self._counts, strict=True):
             context = collection.create_context()
             context.sharding_contexts = [EmbeddingShardingContext(batch_size_per_rank=[*served]) for _ in of_collection]
             pending.append(collection.compute_and_output_dist(context, KJTList([next(parts) for _ in of_collection])))

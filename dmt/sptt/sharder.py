@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
 
@@ -18,12 +18,11 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_globally
-from dmt.collectives import gather_objects
+from dmt.collectives import gather_objects, ranks_that_differ
 from dmt.errors import InputError, did_you_mean
 from dmt.sharding.group_ebc import GroupShardedEBC
 from dmt.sharding.optimizers import MomentScale, TableOptimizer, check_moment_scale, moment_scale_of
-from dmt.sharding.schemes import ID_ROUTES, IdRoute
-from dmt.sptt.checks import check_agreement
+from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, TableShard, shards_in_tower, why_not
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
 
@@ -122,9 +121,56 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> TowerState:
-        """Checks that ranks agree, and shards the module; called by DMP, whose ``env`` is ignored."""
-        check_agreement(self, module, params)
+        """Checks that ranks agree, and shards the module; called by DMP, whose ``env`` is ignored.
+
+        Every rank looks at the tables of all towers, so that a fault in one raises everywhere and no rank is left
+        waiting. Collective over the job.
+
+        Args:
+            module: the unsharded module.
+            params: sharding of each table, with ranks and placements local to its tower (0..L-1).
+            env: DMP's.
+            device: this rank's device.
+            module_fqn: DMP's.
+
+        Raises:
+            InputError: ranks differ in towers, tables, plan, exchange or moment scale; a table has no sharding, an
+                unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format or
+                optimizer that its scheme does not have; its optimizer has no moment to scale.
+        """
+        tables_by_tower = self.tables_by_tower(module)
+        self._check_agreement(tables_by_tower, params)
+        parameters, topology = self.shardable_parameters(module), self.mesh.topology
+        for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
+            _check_sharding(table, params.get(table.name), tower=tower, num_ranks=topology.ranks_per_tower)
+            scheme = params[table.name].sharding_type
+            settings = fused_settings(parameters[table.name], self.fused_params)
+            if scheme != "data_parallel":
+                moment_scale_of(self.optimizer.moment_scale, settings, topology.num_replicas)
+            if reason := why_not(table, scheme, fused_params=settings):
+                raise InputError(
+                    f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. Change the table, its optimizer "
+                    "or its scheme."
+                )
         return self.sharded(module, params, device)
+
+    def _check_agreement(
+        self, tables_by_tower: Sequence[Sequence[Any]], sharding: Mapping[str, ParameterSharding]
+    ) -> None:
+        tables = [[_table_record(table) for table in of_tower] for of_tower in tables_by_tower]
+        plan = [_sharding_record(sharding.get(table.name)) for of_tower in tables_by_tower for table in of_tower]
+        exchange, scale = self.exchange, self.optimizer.moment_scale
+        for value, what in (
+            (
+                tables,
+                "other towers or tables than rank 0. Build the same model and load the same tower plan on every rank.",
+            ),
+            (exchange, f"another id_route or peer_precision than rank 0 ({exchange}). Give every rank the same."),
+            (scale, f"another moment_scale than rank 0 ({scale!r}). Give every rank the same."),
+            (plan, "another sharding plan than rank 0. Make the plan from the same arguments on every rank."),
+        ):
+            if differing := ranks_that_differ(value, self.mesh.global_group):
+                raise InputError(f"Ranks {differing} have {what}")
 
     def shard_in_tower(
         self, collection: EmbeddingBagCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
@@ -133,8 +179,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
         Args:
             collection: the collection.
-            sharding: for each table its scheme, with ranks and placements local to the tower (0..L-1); see
-                `dmt.sptt.checks.check_agreement`.
+            sharding: of each table, as in `shard`.
             device: this rank's device.
         """
         mesh, bags = self.mesh, collection.embedding_bags
@@ -176,39 +221,19 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """The sharded collections of this rank's tower."""
         self.sharded_tables = model_parallel_tables(sharding)
         """Names of all towers' tables that are not data-parallel."""
-        self._replicas_ready: Callable[[bool], None] | None = None
+        self.replicas_ready: Callable[[bool], None] | None = None
+        """Returns when this rank's tables may be read; True: by a training pass. `dmt.ReplicaSync` sets it."""
 
     @abc.abstractmethod
     def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yields this rank's sharded collections and tower modules with their names in the unsharded module."""
 
-    def set_replica_hook(self, ready: Callable[[bool], None]) -> None:
-        """Sets the function that waits until tables may be read; made by `dmt.ReplicaSync`.
-
-        Args:
-            ready: called before tables are read, with True if a training pass reads them.
-        """
-        self._replicas_ready = ready
-
-    def wait_for_replicas(self, *, is_training_pass: bool = False) -> None:
-        """Waits until this rank's tables may be read."""
-        if self._replicas_ready is not None:
-            self._replicas_ready(is_training_pass)
-
-    def check_replicas(self) -> None:
-        """Raises `InputError` if there are replicas and no `ReplicaSync` keeps them equal."""
-        if self._replicas_ready is None and self.mesh.topology.num_replicas > 1:
-            raise InputError(
-                f"num_replicas={self.mesh.topology.num_replicas}, but nothing keeps the replicas equal: they would "
-                "drift apart. Make dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every "
-                "training step."
-            )
-
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
-        self.wait_for_replicas()
+        if self.replicas_ready is not None:
+            self.replicas_ready(False)
         state: Any = OrderedDict() if destination is None else destination
         for name, part in self.parts(prefix.removesuffix(".")):
             part.state_dict(destination=state, prefix=f"{name}." if name else "", keep_vars=keep_vars)
@@ -216,7 +241,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's towers from a state dict with the keys of `state_dict`."""
-        self.wait_for_replicas()
+        if self.replicas_ready is not None:
+            self.replicas_ready(False)
         missing: list[str] = []
         unexpected = set(state_dict)
         for name, part in self.parts():
@@ -267,3 +293,41 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 def model_parallel_tables(sharding: Mapping[str, ParameterSharding]) -> list[str]:
     """Returns the names of the tables of which each rank of a tower holds a part, or nothing."""
     return [name for name, of_table in sharding.items() if of_table.sharding_type != "data_parallel"]
+
+
+def _table_record(table: Any) -> tuple[Any, ...]:
+    kind = (str(table.pooling), str(table.data_type))
+    return (table.name, table.num_embeddings, table.embedding_dim, tuple(table.feature_names), *kind)
+
+
+def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | None:
+    if sharding is None:
+        return None
+    cuts = [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in _shards(sharding)]
+    return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
+
+
+def _shards(sharding: ParameterSharding) -> list[Any]:
+    return list(getattr(sharding.sharding_spec, "shards", None) or [])
+
+
+def _check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: int, num_ranks: int) -> None:
+    """Raises `InputError` unless a tower of ``num_ranks`` ranks can carry out a table's sharding."""
+    where = f"Table {table.name!r} in tower {tower}"
+    if sharding is None:
+        raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
+    scheme: Any = sharding.sharding_type
+    if scheme not in SCHEMES:
+        raise InputError(f"{where} is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}.")
+    shards = [TableShard(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in _shards(sharding)]
+    sizes = {"row_wise": [shard.rows for shard in shards], "column_wise": [shard.columns for shard in shards]}
+    try:
+        placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()), sizes=tuple(sizes.get(scheme, ())))
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    expected = shards_in_tower(table, placement, num_ranks=num_ranks, tower=tower)
+    if scheme != "data_parallel" and shards != expected:
+        raise InputError(
+            f"{where} is {scheme} on ranks {list(placement.ranks)}, but its shards (rank, first row, first column, "
+            f"rows, columns) {[shard[:] for shard in shards]} do not cover it as {[shard[:] for shard in expected]} do."
+        )

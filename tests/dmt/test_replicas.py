@@ -98,7 +98,7 @@ def sharded(case: Replicated, mesh: TowerMesh) -> tuple[DistributedModelParallel
 
 
 def own_tables(model: DistributedModelParallel) -> list[TableTensor]:
-    module = next(m for m in model.modules() if hasattr(m, "set_replica_hook"))
+    module = next(m for m in model.modules() if hasattr(m, "replicas_ready"))
     return table_tensors(module)
 
 

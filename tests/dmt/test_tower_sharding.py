@@ -298,8 +298,12 @@ def pinned(scheme: str, *ranks: int) -> TablePlacement:
         ({"t_ad": pinned("column_wise", 0)}, 1, "Table 't_ad' in tower 0 is pinned column_wise, but its tower has one"),
         ({"t_hour": "row_wise"}, 4, "cannot be row_wise.*num_embeddings=3 is fewer than the 4 ranks of the tower"),
         ({"t_hour": "column_wise"}, 4, "cannot be column_wise.*embedding_dim=4 cannot be cut into two multiples of 4"),
-        ({"t_ad": pinned("table_wise", 4)}, 4, r"pinned to local rank 4, but its tower has ranks 0\.\.3"),
-        ({"t_ad": pinned("row_wise", 0, 1)}, 4, "pinned row_wise on 2 ranks; it takes all 4 ranks of the tower"),
+        ({"t_ad": pinned("table_wise", 4)}, 4, r"shard on local rank 4, but its tower has ranks 0\.\.3"),
+        (
+            {"t_ad": pinned("row_wise", 0, 1)},
+            4,
+            r"row_wise on ranks \[0, 1\]; it takes every rank of its tower",
+        ),
         (
             {"t_hour": pinned("column_wise", 0, 1)},
             4,

@@ -49,8 +49,7 @@ def places() -> dict[str, Place]:
     """Where a rank can be killed, besides at its "start"."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-    from dmt.replicas.mean import RunningMean
-    from dmt.replicas.sync import ReplicaSync
+    from dmt.replicas.sync import ReplicaSync, RunningMean
     from dmt.training import train as run
     from dmt.training.checkpoints import dcp, saver
     from dmt.training.checkpoints.files import CheckpointStore
