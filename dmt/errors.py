@@ -13,24 +13,11 @@ class InputError(ValueError):
 
     The message names the argument, its value, the rule, the place and what to do. Faults that only
     this library can cause are ``assert`` statements with a message instead.
-
-    Example:
-        >>> raise InputError("num_towers=0 is not positive. Give at least one tower.")
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: num_towers=0 is not positive. Give at least one tower.
     """
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Replicas of a shard differ where they must be equal, or the shards of a replica do not cover its tables.
-
-    Example:
-        >>> raise ReplicaMismatchError("t_ad.momentum1 of ranks 0 and 4 differ.")
-        Traceback (most recent call last):
-        ...
-        dmt.errors.ReplicaMismatchError: t_ad.momentum1 of ranks 0 and 4 differ.
-    """
+    """Replicas of a shard differ where they must be equal, or the shards of a replica do not cover its tables."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -58,10 +58,6 @@ def fsync_path(path: Path) -> None:
 
     Raises:
         OSError: the path does not exist or cannot be flushed.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     fsync_path(Path(folder))
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -75,12 +71,6 @@ def check_writable(folder: Path) -> None:
 
     Raises:
         OSError: nothing can be written there.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     check_writable(Path(folder, "new"))
-        ...     [path.name for path in Path(folder).rglob("*")]
-        ['new']
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):

@@ -60,11 +60,6 @@ def table_format(table: Any) -> str:
 
     Args:
         table: ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`; one without ``data_type`` is FP32.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> table_format(SimpleNamespace(data_type="FP16")), table_format(SimpleNamespace())
-        ('FP16', 'FP32')
     """
     kind = getattr(table, "data_type", "FP32")
     return str(getattr(kind, "value", kind))

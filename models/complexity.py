@@ -10,6 +10,7 @@ These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,12 +48,7 @@ _PAPER_TOWER_DIM = {"dlrm": 64, "dcn": 128}
 
 @dataclass(frozen=True, kw_only=True)
 class Complexity:
-    """Cost of a model.
-
-    Example:
-        >>> Complexity(mflops_per_sample=14.74, parameters=22_780_000_000, compression_ratio=1.0).parameters
-        22780000000
-    """
+    """Cost of a model."""
 
     mflops_per_sample: float
     """Millions of FLOPs of one training step (forward and backward), for one sample."""
@@ -103,12 +99,7 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
 def compression_ratio(model: nn.Module) -> float:
     """Numbers per sample that enter the tower modules over those that leave them; 1.0 for a model without towers.
 
-    Args:
-        model: with its towers in a TorchRec ``EmbeddingTowerCollection``, unsharded.
-
-    Example:
-        >>> compression_ratio(nn.Linear(2, 1))
-        1.0
+    Towers are those of a TorchRec ``EmbeddingTowerCollection``, unsharded.
     """
     modules: list[Any] = [
         tower.interaction
@@ -147,10 +138,6 @@ def complexity_of(
     Raises:
         InputError: an unknown architecture, tower settings without towers, c or p with DCN, or anything that the
             model refuses.
-
-    Example:
-        >>> complexity_of(arch="dlrm", tables=criteo_1tb_tables(embedding_dim=64)).parameters
-        11390720513
     """
     _check_settings(arch, tower_plan is not None, tower_dim, c, p)
     common: dict[str, Any] = {
@@ -175,15 +162,8 @@ def paper_complexity(
 ) -> Complexity:
     """Counts a model of the paper's size on Criteo-1TB, a cell of its Tables 3, 4 and 5.
 
-    Args:
-        arch: as for `complexity_of`, like ``tower_dim``, ``c`` and ``p``.
-        num_towers: T, with the naive strided assignment of features; ``None`` for the flat model.
-        tower_dim: D. The paper's 16-tower DLRM has D=128, c=0, p=1.
-        c: projections of each feature.
-        p: linear combinations of a tower's features.
-
-    Raises:
-        InputError: `complexity_of` refuses the settings, or ``num_towers`` is not between 1 and 26.
+    Arguments and errors are those of `complexity_of`, but for ``num_towers``: T of 1 to 26, with the naive strided
+    assignment of features; ``None`` for the flat model. The paper's 16-tower DLRM has D=128, c=0, p=1.
 
     Example:
         >>> round(paper_complexity("dlrm").mflops_per_sample, 2)
@@ -222,15 +202,6 @@ class MetaTables(nn.Module):
         return {feature: table(ids) for table, features in pairs for feature in features}
 
 
-class _MetaTower(nn.Module):
-    def __init__(self, embedding: nn.Module, interaction: nn.Module) -> None:
-        super().__init__()
-        self.embedding, self.interaction = embedding, interaction
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.interaction(self.embedding(ids))
-
-
 class MetaTowers(nn.Module):
     """Stands in for TorchRec's ``EmbeddingTowerCollection``: true tower modules over `MetaTables`."""
 
@@ -244,7 +215,9 @@ class MetaTowers(nn.Module):
         super().__init__()
         check_tower_modules(plan, tower_modules)
         pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
-        self.towers = nn.ModuleList(_MetaTower(MetaTables(own, device), module) for own, module in pairs)
+        self.towers = nn.ModuleList(
+            nn.Sequential(OrderedDict(embedding=MetaTables(own, device), interaction=module)) for own, module in pairs
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [B] -> [B, sum O_t]."""

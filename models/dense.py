@@ -3,7 +3,8 @@
 Parameter names and arithmetic are those of ``torchrec.modules.mlp``, ``torchrec.modules.crossnet`` and
 ``torchrec.models.dlrm``, so the state dict of each part loads into its TorchRec counterpart and back. Two things
 are better here: every part may be built on the meta device and initialised later (``DistributedModelParallel`` calls
-``reset_parameters`` and fills buffers with zeros), and no part holds a buffer that this would damage.
+``reset_parameters`` and fills buffers with zeros), and no part holds a buffer that this would damage. Each refuses
+sizes that are not positive whole numbers with `InputError`.
 
 Legend: B samples, F vectors (features, or the outputs of towers), D their dimension, I inputs, O outputs.
 """
@@ -80,9 +81,6 @@ class MLP(nn.Module):
         layer_sizes: output size of each layer; O is the last. Without any, the input is passed on.
         device: of the parameters.
 
-    Raises:
-        InputError: a size is not a positive whole number.
-
     Example:
         >>> MLP(13, [8, 4])(torch.zeros(2, 13)).shape
         torch.Size([2, 4])
@@ -102,12 +100,7 @@ class MLP(nn.Module):
 
 
 class DenseArch(nn.Module):
-    """Bottom MLP: dense features [B, I] -> one vector [B, D] beside the embeddings (DLRM, arXiv 1906.00091).
-
-    Example:
-        >>> DenseArch(13, [512, 256, 128])(torch.zeros(2, 13)).shape
-        torch.Size([2, 128])
-    """
+    """Bottom MLP: dense features [B, I] -> one vector [B, D] beside the embeddings (DLRM, arXiv 1906.00091)."""
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
         super().__init__()
@@ -127,11 +120,7 @@ class OverArch(nn.Module):
         device: of the parameters.
 
     Raises:
-        InputError: no layer, or a size that is not a positive whole number.
-
-    Example:
-        >>> OverArch(479, [512, 256, 1])(torch.zeros(2, 479)).shape
-        torch.Size([2, 1])
+        InputError: there is no layer.
     """
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
@@ -154,9 +143,6 @@ class DotInteraction(nn.Module):
     Args:
         num_vectors: F, the sparse vectors; the dense one comes on top.
         dim: D.
-
-    Raises:
-        InputError: a size is not a positive whole number.
 
     Example:
         >>> interaction = DotInteraction(num_vectors=26, dim=128)
@@ -216,9 +202,6 @@ class LowRankCrossNet(nn.Module):
         rank: rows of V [rank, I] and columns of W [I, rank]; called ``low_rank`` in TorchRec.
         device: of the parameters.
 
-    Raises:
-        InputError: a size is not a positive whole number.
-
     Example:
         >>> LowRankCrossNet(8, num_layers=3, rank=2)(torch.zeros(5, 8)).shape
         torch.Size([5, 8])
@@ -251,9 +234,6 @@ class CrossInteraction(nn.Module):
         num_layers: cross layers.
         rank: rank of each.
         device: of the parameters.
-
-    Raises:
-        InputError: a size is not a positive whole number.
     """
 
     def __init__(self, *, num_vectors: int, dim: int, num_layers: int, rank: int, device: Device = None) -> None:

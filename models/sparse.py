@@ -3,34 +3,7 @@
 TorchRec and FBGEMM are imported when a sparse part is built, so the dense parts and the complexity accounting work
 without them. A table may be cut into column shards (`dmt.plan.TowerPlan.column_splits`): in a flat model
 `joined_sparse_arch` puts them side by side again, so that the interaction still sees one vector per feature.
-
-Example:
-    A model of your own, with your over arch and TorchRec's tables. The sharders find the sparse part by its type, and
-    the train pipeline finds its input by tracing ``forward``: pass ``sparse_features`` to it as it is.
-
-    >>> from dmt.models.dense import DenseArch
-    >>> from dmt.models.tower_modules import DCNTowerModule
-    >>> class MyModel(nn.Module):
-    ...     def __init__(self, tables, plan):
-    ...         super().__init__()
-    ...         towers = [DCNTowerModule(t.features, embedding_dim=8, tower_dim=4, rank=2) for t in plan.towers]
-    ...         self.dense_arch = DenseArch(13, [8])
-    ...         self.sparse_arch = tower_sparse_arch(tables, plan, towers)
-    ...         self.over_arch = nn.Linear(8 + sum(tower.out_features for tower in towers), 1)
-    ...
-    ...     def forward(self, dense_features, sparse_features):
-    ...         towers = self.sparse_arch(sparse_features)
-    ...         return self.over_arch(torch.cat((self.dense_arch(dense_features), towers), dim=1))
-    >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-    >>> tables = [
-    ...     TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=8, feature_names=(f"f{i}",)) for i in range(4)
-    ... ]
-    >>> model = MyModel(tables, TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]]))
-    >>> two_samples = KeyedJaggedTensor.from_lengths_sync(
-    ...     keys=["f0", "f1", "f2", "f3"], values=torch.arange(8), lengths=torch.ones(8, dtype=torch.int32)
-    ... )
-    >>> model(torch.zeros(2, 13), two_samples).shape
-    torch.Size([2, 1])
+docs/your_model.md composes a model of its own from them.
 """
 
 from __future__ import annotations
@@ -102,10 +75,8 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
 def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> EmbeddingBagCollection:
     """Builds one TorchRec ``EmbeddingBagCollection`` of all tables, on ``device``.
 
-    Its result is a ``KeyedTensor``; read it by name, since the order of its keys changes with the sharding.
-
-    Raises:
-        InputError: two tables have one name, or a feature looks up in two tables.
+    Its result is a ``KeyedTensor``; read it by name, since the order of its keys changes with the sharding. Errors are
+    those of `embedding_bag_configs`.
     """
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -173,7 +144,7 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
             raise InputError(
                 f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but {owner} needs the same for all its "
                 f"tables and table {first.name!r} has {first.embedding_dim}. Make them equal, or compose a model with "
-                "tower modules of your own (see dmt.models.sparse)."
+                "tower modules of your own (see docs/your_model.md)."
             )
     return first.embedding_dim
 

@@ -9,23 +9,8 @@ A tower module of your own is an ``nn.Module`` with three attributes and a forwa
 
 It must read the embeddings **by name**: in a job they come as a TorchRec ``KeyedTensor`` whose order of columns depends
 on how the tables are sharded, so ``embeddings.values()`` would silently be another order. It sees one sample per row
-and must not mix rows (no batch norm): in a job its batch is that of all its peers. `dmt.models.sparse` shows how to
-put it into a model.
-
-Example:
-    A tower that averages its features:
-
-    >>> class MeanTower(nn.Module):
-    ...     def __init__(self, features, *, embedding_dim):
-    ...         super().__init__()
-    ...         self.features = tuple(features)
-    ...         self.in_features = len(self.features) * embedding_dim
-    ...         self.out_features = embedding_dim
-    ...
-    ...     def forward(self, embeddings):
-    ...         return torch.stack([embeddings[name] for name in self.features]).mean(dim=0)
-    >>> MeanTower(["f0", "f1"], embedding_dim=2)({"f1": torch.ones(3, 2), "f0": torch.zeros(3, 2)}).tolist()
-    [[0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]
+and must not mix rows (no batch norm): in a job its batch is that of all its peers. docs/your_model.md puts one into a
+model. A tower module without a feature, or of a size that is not positive, is refused with `InputError`.
 
 Legend: B samples, F_t features of the tower, N their embedding dimension, D the tower dimension, O_t outputs.
 """
@@ -80,7 +65,7 @@ class DLRMTowerModule(nn.Module):
         device: where the parameters are made.
 
     Raises:
-        InputError: no feature, a size that is not positive, or c and p both 0.
+        InputError: c and p are both 0.
 
     Example:
         >>> tower = DLRMTowerModule(["f0", "f1"], embedding_dim=8, tower_dim=4, c=1, p=1)
@@ -135,15 +120,7 @@ class DCNTowerModule(nn.Module):
     The listing prints F_t D outputs; the MFLOPs of Table 4 (and D=128=N, which would compress nothing) fit one
     projection to D *per tower* and no other reading. A projection from F_t N = D inputs is skipped.
 
-    Args:
-        features: the tower's features, in the plan's order.
-        embedding_dim: N.
-        tower_dim: D, the outputs of the tower.
-        rank: rank of the cross layer.
-        device: where the parameters are made.
-
-    Raises:
-        InputError: no feature, or a size that is not positive.
+    Arguments are those of `DLRMTowerModule`, but for ``rank`` of the cross layer; D is the outputs of the tower.
 
     Example:
         >>> tower = DCNTowerModule(["f0", "f1"], embedding_dim=8, tower_dim=4, rank=2)
@@ -183,7 +160,7 @@ class PassThroughTowerModule(nn.Module):
         embedding_dims: the dimension of each feature's embedding, in the same order.
 
     Raises:
-        InputError: no feature, not one dimension for each, or one that is not positive.
+        InputError: not one dimension for each feature.
 
     Example:
         >>> tower = PassThroughTowerModule(["f0", "f1"], embedding_dims=[1, 2])

@@ -5,6 +5,7 @@ Legend: R replicas, T towers, L ranks per tower; R * T * L ranks in the job.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -114,48 +115,34 @@ class TowerTopology:
 
     def tower_groups(self) -> list[list[int]]:
         """Ranks of one tower in one replica (fast links): R * T groups of L."""
-        return [
-            [self.rank(r, t, i) for i in range(self.ranks_per_tower)]
-            for r in range(self.num_replicas)
-            for t in range(self.num_towers)
-        ]
+        return self._groups(lambda at: (at.replica, at.tower))
 
     def peer_groups(self) -> list[list[int]]:
         """Ranks with one local index, one per tower of a replica (slow links): R * L groups of T."""
-        return [
-            [self.rank(r, t, i) for t in range(self.num_towers)]
-            for r in range(self.num_replicas)
-            for i in range(self.ranks_per_tower)
-        ]
+        return self._groups(lambda at: (at.replica, at.local))
 
     def sharding_groups(self) -> list[list[int]]:
         """Ranks over which one copy of the tables is split: R groups of T * L."""
-        return [
-            [self.rank(r, t, i) for t in range(self.num_towers) for i in range(self.ranks_per_tower)]
-            for r in range(self.num_replicas)
-        ]
+        return self._groups(lambda at: (at.replica,))
 
     def replica_groups(self) -> list[list[int]]:
         """Ranks that hold one shard in the different replicas: T * L groups of R."""
-        return [
-            [self.rank(r, t, i) for r in range(self.num_replicas)]
-            for t in range(self.num_towers)
-            for i in range(self.ranks_per_tower)
-        ]
+        return self._groups(lambda at: (at.tower, at.local))
 
     def tower_module_groups(self) -> list[list[int]]:
         """Ranks that hold a copy of one tower's dense module (all replicas): T groups of R * L."""
-        return [
-            sorted(self.rank(r, t, i) for r in range(self.num_replicas) for i in range(self.ranks_per_tower))
-            for t in range(self.num_towers)
-        ]
+        return self._groups(lambda at: (at.tower,))
 
     def host_groups(self) -> list[list[int]]:
         """Ranks of one `host` each."""
-        groups: dict[int, list[int]] = {}
+        return self._groups(lambda at: (self.host(self.rank(*at)),))
+
+    def _groups(self, key: Callable[[RankCoordinates], tuple[int, ...]]) -> list[list[int]]:
+        """Groups of ranks with equal keys, in the order of the keys."""
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            groups.setdefault(self.host(rank), []).append(rank)
-        return [groups[host] for host in sorted(groups)]
+            groups.setdefault(key(self.coordinates(rank)), []).append(rank)
+        return [ranks for _, ranks in sorted(groups.items())]
 
     def peer_order(self) -> list[int]:
         """The ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c.

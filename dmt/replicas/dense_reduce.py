@@ -8,7 +8,6 @@ Legend: W ranks, H hosts, n numbers of a DDP bucket.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,7 +100,8 @@ class _HierarchicalReduce:
         self._inside = inside
         self._across = across
         self._in_bf16 = in_bf16
-        self._pending: list[_Bucket] = []
+        self._pending: list[tuple[Tensor, Tensor, Any]] = []
+        """The gradients of a bucket, this rank's part of them, and the all-reduce of it."""
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients, size = bucket.buffer(), self._inside.size()
@@ -110,7 +110,7 @@ class _HierarchicalReduce:
             share = gradients / (size * self._across.size())
             part = scatter_sum(nn.functional.pad(share, (0, -share.numel() % size)), self._inside)
             part = part.bfloat16() if self._in_bf16 else part
-            self._pending.append(_Bucket(gradients, part, start_sum(part, self._across)))
+            self._pending.append((gradients, part, start_sum(part, self._across)))
         at_end_of_backward(self._finish)
         # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -119,10 +119,10 @@ class _HierarchicalReduce:
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, []
-        for bucket in pending:
-            bucket.work.wait()
-            mean = gather_parts(bucket.part.to(bucket.gradients.dtype), self._inside)
-            bucket.gradients.copy_(mean[: bucket.gradients.numel()])
+        for gradients, part, work in pending:
+            work.wait()
+            mean = gather_parts(part.to(gradients.dtype), self._inside)
+            gradients.copy_(mean[: gradients.numel()])
 
 
 def _blocks(world_size: int, ranks_per_host: int) -> list[list[int]]:
@@ -132,10 +132,3 @@ def _blocks(world_size: int, ranks_per_host: int) -> list[list[int]]:
             "job; give the ranks of one host."
         )
     return [list(range(first, first + ranks_per_host)) for first in range(0, world_size, ranks_per_host)]
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    gradients: Tensor
-    part: Tensor
-    work: Any

@@ -52,12 +52,6 @@ class StepWorkload:
 
     Raises:
         InputError: a batch below 1, a pooling factor that is not positive, or an unknown optimizer.
-
-    Example:
-        >>> StepWorkload(batch_size=0)
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: StepWorkload: batch_size=0 must be a whole number of at least 1, the samples per rank.
     """
 
     batch_size: int = 1024

@@ -283,17 +283,9 @@ class RowWiseOutputs(nn.Module):
         largest = max(sizes)
         padded = [nn.functional.pad(part, (0, 0, 0, largest - len(part))) for part in partial_sums.split(sizes)]
         even = EmbeddingShardingContext(batch_size_per_rank=[largest] * len(sizes))
-        return _FirstRows(self._exchange(torch.cat(padded), even), sizes[self._rank])
-
-
-class _FirstRows(Awaitable[Tensor]):
-    def __init__(self, awaitable: Awaitable[Tensor], rows: int) -> None:
-        super().__init__()
-        self._awaitable = awaitable
-        self._rows = rows
-
-    def _wait_impl(self) -> Tensor:
-        return self._awaitable.wait()[: self._rows]
+        sums = self._exchange(torch.cat(padded), even)
+        sums.callbacks.append(lambda rows: rows[: sizes[self._rank]])
+        return sums
 
 
 class ScaledRateOptimizer(OptimizerWrapper):

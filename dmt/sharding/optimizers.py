@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from dmt.errors import InputError
@@ -15,7 +14,6 @@ from dmt.errors import InputError
 __all__ = [
     "FUSED_DEFAULTS",
     "MomentScale",
-    "TableOptimizer",
     "check_moment_scale",
     "data_parallel_obstacle",
     "moment_scale_of",
@@ -73,25 +71,8 @@ MomentScale = float | Literal["num_replicas"]
 _WITH_MOMENTS = ("rowwise_adagrad", "adagrad")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableOptimizer:
-    """A sharder's settings for its tables' fused optimizer."""
-
-    fused_params: dict[str, Any] | None = None
-    """FBGEMM's settings; those on a table's parameter override them."""
-    moment_scale: MomentScale = "num_replicas"
-    """Factor c of AdaGrad's moments."""
-
-
 def check_moment_scale(moment_scale: MomentScale, num_replicas: int) -> None:
-    """Raises `InputError` unless ``moment_scale`` is ``"num_replicas"`` or in (0, M] (Scaling Rule 1).
-
-    Example:
-        >>> check_moment_scale(3, num_replicas=2)
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: moment_scale=3 must be above 0 and at most num_replicas=2, or 'num_replicas' (2D ...
-    """
+    """Raises `InputError` unless ``moment_scale`` is ``"num_replicas"`` or in (0, M] (Scaling Rule 1)."""
     if moment_scale == "num_replicas":
         return
     is_number = isinstance(moment_scale, int | float) and not isinstance(moment_scale, bool)

@@ -199,73 +199,39 @@ def differencing(problem: Problem, preferred: Sequence[int]) -> Packing:
         (16.0, 17.0)
     """
     num_ranks = problem.num_ranks
-    # A partial packing: slot costs, largest first, and for each slot a tree of the parts in it, -1 for an empty one.
-    heap: list[tuple[float, int, Vector, NDArray[np.int64]]] = []
-    trees = _Trees(num_ranks)
+    # A partial packing: slot costs, largest first, and (item, part) of each slot; (-1, rank) stands for the rank.
+    heap: list[tuple[float, int, Vector, list[list[tuple[int, int]]]]] = []
 
-    def push(costs: Vector, slots: NDArray[np.int64], number: int) -> None:
+    def push(costs: Vector, slots: Sequence[list[tuple[int, int]]], number: int) -> None:
         order = np.argsort(-costs, kind="stable")
-        heapq.heappush(heap, (float(costs.min() - costs.max()), number, costs[order], slots[order]))
+        heapq.heappush(heap, (float(costs.min() - costs.max()), number, costs[order], [slots[i] for i in order]))
 
-    # The first slots stand for the ranks themselves.
-    push(problem.cost - problem.cost.min(), np.arange(num_ranks), -1)
+    push(problem.cost - problem.cost.min(), [[(-1, rank)] for rank in range(num_ranks)], -1)
     for item, option in enumerate(preferred):
         parts = problem.options[item][option].part_costs
         if parts:
-            costs, slots = np.zeros(num_ranks), np.full(num_ranks, -1)
+            costs = np.zeros(num_ranks)
             costs[: len(parts)] = parts
-            slots[: len(parts)] = trees.leaves(item, len(parts))
-            push(costs, slots, item)
+            push(costs, [[(item, slot)] if slot < len(parts) else [] for slot in range(num_ranks)], item)
     number = len(preferred)
     while len(heap) > 1:
         *_, first, left = heapq.heappop(heap)
         *_, second, right = heapq.heappop(heap)
-        push(first + second[::-1], trees.join(left, right[::-1]), number)
+        push(first + second[::-1], [_joined(*slots) for slots in zip(left, reversed(right), strict=True)], number)
         number += 1
+    rank_of: dict[tuple[int, int], int] = {}
+    for slot in heap[0][3]:
+        rank = next(part for item, part in slot if item < 0)
+        rank_of.update(dict.fromkeys(slot, rank))
     packing = Packing(problem)
-    placed = trees.ranks_of(heap[0][3], [len(problem.options[i][o].part_costs) for i, o in enumerate(preferred)])
     for item, option in enumerate(preferred):
-        packing.put(item, option, placed[item])
+        parts = problem.options[item][option].part_costs
+        packing.put(item, option, [rank_of[item, part] for part in range(len(parts))])
     return packing
 
 
-class _Trees:
-    """Binary trees over leaves, built for many slots at a time: leaves are ranks or parts of items."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.nodes: list[tuple[int, int]] = [(-1, rank) for rank in range(num_ranks)]
-        self.num_ranks = num_ranks
-        self.joined: dict[int, tuple[int, int]] = {}
-
-    def leaves(self, item: int, count: int) -> NDArray[np.int64]:
-        first = len(self.nodes)
-        self.nodes += [(item, part) for part in range(count)]
-        return np.arange(first, first + count)
-
-    def join(self, left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
-        both = (left >= 0) & (right >= 0)
-        slots = np.where(left >= 0, left, right)
-        first = len(self.nodes)
-        pairs = list(zip(left[both].tolist(), right[both].tolist(), strict=True))
-        slots[both] = np.arange(first, first + len(pairs))
-        self.joined.update(enumerate(pairs, first))
-        self.nodes += pairs
-        return slots
-
-    def ranks_of(self, slots: NDArray[np.int64], counts: Sequence[int]) -> list[list[int]]:
-        """The rank of every part of every item: that of the slot it is in."""
-        placed = [[-1] * count for count in counts]
-        for slot in slots.tolist():
-            rank, parts, stack = -1, [], [slot]
-            while stack:
-                node = stack.pop()
-                if node in self.joined:
-                    stack += self.joined[node]
-                elif node < self.num_ranks:
-                    rank = node
-                else:
-                    parts.append(self.nodes[node])
-            assert rank >= 0, "a slot of the last packing has no rank"
-            for item, part in parts:
-                placed[item][part] = rank
-        return placed
+def _joined(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Extends the longer list by the shorter: joining n items one by one must not copy n lists."""
+    short, long = sorted((one, other), key=len)
+    long += short
+    return long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,5 @@ class TowerShardingPlan:
 
 
 def _placed(record: Mapping[str, Any]) -> TablePlacement:
-    def whole(numbers: Sequence[Any]) -> tuple[int, ...]:
-        return tuple(int(number) for number in numbers)
-
-    return TablePlacement(scheme=record["scheme"], ranks=whole(record["ranks"]), sizes=whole(record["sizes"]))
+    ranks, sizes = (tuple(int(number) for number in record[key]) for key in ("ranks", "sizes"))
+    return TablePlacement(scheme=record["scheme"], ranks=ranks, sizes=sizes)

@@ -172,7 +172,6 @@ class _TowerPlanner:
                 f"The tables pinned to local rank {rank} of {where} need {human_bytes(problem.memory[rank])}, but "
                 f"memory_per_rank is {human_bytes(room)}. Pin some of them elsewhere."
             )
-        least = 0.0
         for table, options in zip(free, problem.options, strict=True):
             smallest = min(options, key=lambda option: option.most_memory)
             if smallest.most_memory > room:
@@ -181,9 +180,7 @@ class _TowerPlanner:
                     f"{SCHEMES[smallest.kind]}, but memory_per_rank is {human_bytes(room)}. Use more ranks per "
                     "tower or a smaller data type or optimizer state, or allow it other schemes."
                 )
-            least += min(_all_memory(option) for option in options)
-        if least + problem.memory.sum() > ranks * room:
-            needed = least + problem.memory.sum()
+        if (needed := _least_memory(problem)) > ranks * room:
             raise InputError(
                 f"The {len(self.tables)} tables of {where} need at least {human_bytes(needed)}, which is "
                 f"{human_bytes(needed - ranks * room)} more than its ranks_per_tower={ranks} ranks of memory_per_rank="
@@ -192,8 +189,7 @@ class _TowerPlanner:
 
     def _no_room(self, free: Sequence[Any], problem: Problem) -> InputError:
         largest = max(range(len(free)), key=lambda i: min(option.most_memory for option in problem.options[i]))
-        least = sum(min(_all_memory(option) for option in options) for options in problem.options)
-        needed, room = least + problem.memory.sum(), problem.capacity
+        needed, room = _least_memory(problem), problem.capacity
         return InputError(
             f"No placement was found for the {len(self.tables)} tables of tower {self.number}: they need at least "
             f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} that {problem.num_ranks} ranks of "
@@ -316,9 +312,14 @@ def _placement(packing: Packing, item: int) -> TablePlacement:
     )
 
 
-def _all_memory(option: Option) -> float:
-    spread = 0.0 if option.everywhere_memory is None else float(option.everywhere_memory.sum())
-    return spread + sum(option.part_memory)
+def _least_memory(problem: Problem) -> float:
+    """Bytes of all ranks together if every item takes its smallest option."""
+
+    def needed(option: Option) -> float:
+        spread = 0.0 if option.everywhere_memory is None else float(option.everywhere_memory.sum())
+        return spread + sum(option.part_memory)
+
+    return sum(min(map(needed, options)) for options in problem.options) + float(problem.memory.sum())
 
 
 def _shard_counts(columns: int, num_ranks: int) -> list[int]:

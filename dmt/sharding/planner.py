@@ -93,12 +93,6 @@ class TowerShardingPlanner:
         """The plan behind `plan`, with costs, loads and reasons."""
         return self._explain(self._modules(model, sharders), sharders)
 
-    def plan_tables(self, tables_by_tower: Sequence[Sequence[Any]]) -> TowerShardingPlan:
-        """`dmt.sharding.plan_tables.plan_tables` with this planner's settings."""
-        return plan_tables(
-            tables_by_tower, self.topology, workload=self.workload, hardware=self.hardware, rules=self.rules
-        )
-
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
         # Together: the modules of a model share the ranks.
         towers = [
@@ -107,7 +101,7 @@ class TowerShardingPlanner:
         rules, workload = self.rules, self.workload
         for sharder in sharders:
             settings = getattr(sharder, "fused_params", None) or {}
-            if getattr(getattr(sharder, "exchange", None), "id_route", "peer") == "global":
+            if getattr(sharder, "id_route", "peer") == "global":
                 rules = replace(rules, id_route="global")
             if data_parallel_obstacle(settings):  # of one sharder is enough: rules hold for the tables of all
                 rules = replace(rules, fused_params=settings)

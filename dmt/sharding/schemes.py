@@ -199,12 +199,6 @@ def column_widths(shards: Iterable[Any]) -> list[int]:
 
     Args:
         shards: ``ShardMetadata`` of all shards of the table, of a TorchRec plan or a ``ShardedTensor``.
-
-    Example:
-        >>> from torch.distributed._shard.metadata import ShardMetadata
-        >>> right, left = ([[0, 8], [40, 4]], [[0, 0], [40, 8]])
-        >>> column_widths(ShardMetadata(offsets, sizes) for offsets, sizes in (right, left))
-        [8, 4]
     """
     widths = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in shards}
     return [widths[first] for first in sorted(widths)]

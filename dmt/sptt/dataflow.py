@@ -124,7 +124,7 @@ class SPTTModule(TowerState):
         device: torch.device | None,
     ) -> None:
         super().__init__(sharder, sharding)
-        self.exchange = sharder.exchange
+        self.id_route, self.peer_precision = sharder.id_route, sharder.peer_precision
         self._is_weighted = is_weighted
         self._target_device = device or torch.device("cpu")
         # A feature that several tables of a tower look up is sent there once.
@@ -132,7 +132,7 @@ class SPTTModule(TowerState):
         self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._outputs: AgreedOutputs | None = None
         self._tag = next(self.mesh.tags)
-        self.exchange.precision.check_device(self._target_device)
+        self.peer_precision.check_device(self._target_device)
 
     def build_input_dist(self, collections: Iterable[GroupShardedEBC]) -> None:
         """Chooses the id route into the sharded collections of this rank's tower; subclasses call it once they exist.
@@ -142,7 +142,7 @@ class SPTTModule(TowerState):
         """
         # A plain list: subclasses register them, under their own names.
         self.collections = list(collections)
-        if self.exchange.id_route == "global":
+        if self.id_route == "global":
             self._route = GlobalIdRoute(self.mesh, self.collections)
         else:
             self._route = PeerIdRoute(self.mesh, self.collections, self._features_by_tower)
@@ -257,7 +257,7 @@ class SPTTModule(TowerState):
             # Under autocast a tower with a matrix product has another output dtype than one that passes through.
             dtype=functools.reduce(torch.promote_types, (dtype for _, dtype in peers)),
             device=output.columns_PO.device,
-            precision=self.exchange.precision,
+            precision=self.peer_precision,
             tag=self._tag,
         )
         return AgreedOutputs(list(output.pieces), [piece for pieces, _ in peers for piece in pieces], exchange)

@@ -4,24 +4,9 @@ DMT (arXiv 2403.00877) sections 3.1.1 and 3.1.3; docs/sptt.md follows one batch 
 ids of a batch to the ranks that hold the tables. From the lookup (step b) on nothing differs, so the results of both
 have the same bits.
 
-The peer route, the default, sends ids to the own peer in each tower; TorchRec's sharded collection carries them on:
-
-======  ==================================================================  ==============  =====================
-step    what                                                                group           who does it
-======  ==================================================================  ==============  =====================
-a, c    ids of each feature to the peer whose tower owns it, in peer order  peer            `PeerInputDist`
-a       from there to the rank that holds the table (or column shard)       tower           TorchRec's sharded EBC
-======  ==================================================================  ==============  =====================
-
-The global route needs one hop, and pays with a copy for every column shard and a length for every row shard across the
-slow links:
-
-======  ==================================================================  ==============  =====================
-step    what                                                                group           who does it
-======  ==================================================================  ==============  =====================
-a       ids of each feature to the rank that holds the table or shard       sharding        `GlobalInputDist`
-c       peer permute, on ids: blocks of samples from rank into peer order   -               `GlobalInputDist`
-======  ==================================================================  ==============  =====================
+The peer route, the default, sends ids to the own peer in each tower (`PeerInputDist`); TorchRec's sharded collection
+carries them on to the rank that holds the table or column shard, inside the tower. The global route needs one hop
+(`GlobalInputDist`), and pays with a copy for every column shard and a length for every row shard across the slow links.
 """
 
 from __future__ import annotations

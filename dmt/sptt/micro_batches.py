@@ -149,7 +149,7 @@ class MicroBatches:
                 "rank. Give every rank the same."
             )
         # The global route brings samples to the ranks in another order.
-        if self._num > 1 and any(part.exchange.id_route == "global" for part in self._sparse):
+        if self._num > 1 and any(part.id_route == "global" for part in self._sparse):
             raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")
 
 
@@ -278,14 +278,29 @@ def in_micro_batch_order(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num
     return KeyedJaggedTensor(keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=num_samples)
 
 
-def _leaves(value: Any) -> list[Any]:
+def _children(value: Any) -> list[Any] | None:
+    """Parts of a list, tuple, dict or dataclass; None for anything else."""
     if isinstance(value, dict):
-        return [leaf for part in value.values() for leaf in _leaves(part)]
+        return list(value.values())
     if isinstance(value, (list, tuple)):
-        return [leaf for part in value for leaf in _leaves(part)]
+        return list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [leaf for field in fields(value) for leaf in _leaves(getattr(value, field.name))]
-    return [value]
+        return [getattr(value, field.name) for field in fields(value) if field.init]
+    return None
+
+
+def _rebuilt(value: Any, children: Sequence[Any]) -> Any:
+    """Makes the same structure of other parts."""
+    if isinstance(value, dict):
+        return dict(zip(value, children, strict=True))
+    if isinstance(value, (list, tuple)):
+        return value._make(children) if hasattr(value, "_make") else type(value)(children)
+    return replace(value, **dict(zip([f.name for f in fields(value) if f.init], children, strict=True)))
+
+
+def _leaves(value: Any) -> list[Any]:
+    children = _children(value)
+    return [value] if children is None else [leaf for part in children for leaf in _leaves(part)]
 
 
 def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
@@ -298,17 +313,11 @@ def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
                 "micro-batches every tensor among its arguments must have one row for each. Keep others in the module."
             )
         return list(value.split(list(sizes)))
-    if isinstance(value, dict):
-        parts = {key: _split(part, sizes, owner) for key, part in value.items()}
-        return [{key: part[i] for key, part in parts.items()} for i in range(len(sizes))]
-    if isinstance(value, (list, tuple)):
-        columns = [_split(part, sizes, owner) for part in value]
-        make = type(value)._make if hasattr(value, "_make") else type(value)
-        return [make(column[i] for column in columns) for i in range(len(sizes))]
-    if is_dataclass(value) and not isinstance(value, type):
-        by_field = {f.name: _split(getattr(value, f.name), sizes, owner) for f in fields(value) if f.init}
-        return [replace(value, **{name: part[i] for name, part in by_field.items()}) for i in range(len(sizes))]
-    return [value] * len(sizes)
+    children = _children(value)
+    if children is None:
+        return [value] * len(sizes)
+    columns = [_split(part, sizes, owner) for part in children]
+    return [_rebuilt(value, [column[i] for column in columns]) for i in range(len(sizes))]
 
 
 def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
@@ -333,11 +342,9 @@ def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
             f"{owner} returned something else for one micro-batch than for another ({first!r:.60} for the first); it "
             "must return the same structure for each."
         )
-    if isinstance(first, dict):
-        return {key: _join([output[key] for output in outputs], sizes, owner) for key in first}
-    if isinstance(first, (list, tuple)):
-        make = type(first)._make if hasattr(first, "_make") else type(first)
-        return make(_join(column, sizes, owner) for column in zip(*outputs, strict=True))
+    if isinstance(first, (dict, list, tuple)):
+        by_part = zip(*(_children(output) or () for output in outputs), strict=True)
+        return _rebuilt(first, [_join(of_part, sizes, owner) for of_part in by_part])
     raise InputError(
         f"{owner} returned a {type(first).__name__}, which cannot be put together from micro-batches; return tensors, "
         "or lists, tuples or dicts of them."

@@ -32,15 +32,8 @@ _DEFAULT_SCALE = 4096.0
 class ExchangePrecision:
     """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
-    ========  ================  ===============================================================================
-    format    bytes per number  largest relative error of one number, unless said otherwise
-    ========  ================  ===============================================================================
-    ``fp32``  as computed       none: numbers travel in the dtype of the towers' outputs
-    ``fp16``  2                 2^-11; magnitudes above 65504 arrive as 65504
-    ``bf16``  2                 2^-8; the range of FP32
-    ``int8``  1.25              absolute: 1/510 of the range of its group of 32 numbers, plus rounding of FP32
-    ``fp8``   1.25              2^-4 forward (1-4-3), 2^-3 backward (1-5-2); CUDA only
-    ========  ================  ===============================================================================
+    `dmt.number_formats.NUMBER_FORMATS` has their bytes and rounding errors. ``fp32`` sends numbers in the dtype of the
+    towers' outputs; with ``fp16`` magnitudes above 65504 arrive as 65504; ``fp8`` runs on CUDA only.
 
     A number that is not finite and has to be converted arrives as NaN (with ``int8`` and ``fp8`` its whole group of 32
     does), never as an ordinary number: FBGEMM's own codecs turn infinity into 65504 (FP16) and may turn NaN into a
@@ -159,13 +152,14 @@ class ExchangePrecision:
         )
         as_is: Any = NoOpQuantizedCommCodec()
         as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
-        codecs = QuantizedCommCodecs(forward=as_is, backward=as_is)
-        if not _is_plain(self.forward, dtype):
-            codecs.forward = _ExactFrame(made.forward, 1.0, dtype, group=NUMBER_FORMATS[self.forward].group)
-        if not _is_plain(self.backward, dtype):
-            group = NUMBER_FORMATS[self.backward].group
-            codecs.backward = _ExactFrame(made.backward, self.backward_scale, dtype, group=group)
-        return codecs
+
+        def framed(codec: Any, name: ExchangeFormat, scale: float) -> Any:
+            return as_is if _is_plain(name, dtype) else _ExactFrame(codec, scale, dtype, NUMBER_FORMATS[name].group)
+
+        return QuantizedCommCodecs(
+            forward=framed(made.forward, self.forward, 1.0),
+            backward=framed(made.backward, self.backward, self.backward_scale),
+        )
 
 
 class _ExactFrame:
@@ -178,7 +172,7 @@ class _ExactFrame:
         group: numbers that share a scale, so that one that is not finite spoils its group.
     """
 
-    def __init__(self, codec: Any, scale: float, dtype: torch.dtype, *, group: int) -> None:
+    def __init__(self, codec: Any, scale: float, dtype: torch.dtype, group: int) -> None:
         self._codec = codec
         self._scale = scale
         self._dtype = dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -21,41 +20,14 @@ from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_g
 from dmt.collectives import gather_objects, ranks_that_differ
 from dmt.errors import InputError, did_you_mean
 from dmt.sharding.group_ebc import GroupShardedEBC
-from dmt.sharding.optimizers import MomentScale, TableOptimizer, check_moment_scale, moment_scale_of
+from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, TableShard, shards_in_tower, why_not
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
 
-__all__ = ["Exchange", "SharderSettings", "TowerSharder", "TowerState"]
+__all__ = ["SharderSettings", "TowerSharder", "TowerState"]
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """Route of the ids and number formats of the outputs; equal on every rank.
-
-    Raises:
-        InputError: ``id_route`` is unknown.
-
-    Example:
-        >>> Exchange(id_route="globl")
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: id_route='globl' is unknown; use one of ['peer', 'global']. Did you mean 'global'?
-    """
-
-    id_route: IdRoute = "peer"
-    """Ids by way of the own peer in each tower, or straight to the holders of the tables (`dmt.sptt.input_dist`)."""
-    precision: ExchangePrecision = field(default_factory=ExchangePrecision)
-    """Number formats of tower outputs and of their gradients."""
-
-    def __post_init__(self) -> None:
-        if self.id_route not in ID_ROUTES:
-            raise InputError(
-                f"id_route={self.id_route!r} is unknown; use one of {list(ID_ROUTES)}."
-                f"{did_you_mean(self.id_route, ID_ROUTES)}"
-            )
 
 
 class SharderSettings(TypedDict, total=False):
@@ -99,9 +71,14 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
+        if id_route not in ID_ROUTES:
+            raise InputError(
+                f"id_route={id_route!r} is unknown; use one of {list(ID_ROUTES)}.{did_you_mean(id_route, ID_ROUTES)}"
+            )
         self.mesh = mesh
-        self.exchange = Exchange(id_route=id_route, precision=peer_precision or ExchangePrecision())
-        self.optimizer = TableOptimizer(fused_params=fused_params, moment_scale=moment_scale)
+        self.id_route = id_route
+        self.peer_precision = peer_precision or ExchangePrecision()
+        self.moment_scale = moment_scale
 
     @abc.abstractmethod
     def tables_by_tower(self, module: Module) -> list[list[Any]]:
@@ -121,17 +98,10 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> TowerState:
-        """Checks that ranks agree, and shards the module; called by DMP, whose ``env`` is ignored.
+        """Checks that ranks agree, and shards the module; called by DMP, whose ``env`` is ignored. Collective.
 
-        Every rank looks at the tables of all towers, so that a fault in one raises everywhere and no rank is left
-        waiting. Collective over the job.
-
-        Args:
-            module: the unsharded module.
-            params: sharding of each table, with ranks and placements local to its tower (0..L-1).
-            env: DMP's.
-            device: this rank's device.
-            module_fqn: DMP's.
+        ``params`` is the sharding of each table, with ranks and placements local to its tower (0..L-1). Every rank
+        looks at the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
 
         Raises:
             InputError: ranks differ in towers, tables, plan, exchange or moment scale; a table has no sharding, an
@@ -146,7 +116,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             scheme = params[table.name].sharding_type
             settings = fused_settings(parameters[table.name], self.fused_params)
             if scheme != "data_parallel":
-                moment_scale_of(self.optimizer.moment_scale, settings, topology.num_replicas)
+                moment_scale_of(self.moment_scale, settings, topology.num_replicas)
             if reason := why_not(table, scheme, fused_params=settings):
                 raise InputError(
                     f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. Change the table, its optimizer "
@@ -159,7 +129,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     ) -> None:
         tables = [[_table_record(table) for table in of_tower] for of_tower in tables_by_tower]
         plan = [_sharding_record(sharding.get(table.name)) for of_tower in tables_by_tower for table in of_tower]
-        exchange, scale = self.exchange, self.optimizer.moment_scale
+        exchange, scale = (self.id_route, self.peer_precision), self.moment_scale
         for value, what in (
             (
                 tables,
@@ -186,7 +156,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         devices = gather_objects(str(device or "cpu"), mesh.tower_group)
         names = [table.name for table in collection.embedding_bag_configs()]
         placed = {name: place_globally(sharding[name], mesh.tower_ranks(), devices) for name in names}
-        scale, replicas = self.optimizer.moment_scale, mesh.topology.num_replicas
+        scale, replicas = self.moment_scale, mesh.topology.num_replicas
         return GroupShardedEBC(
             collection,
             placed,
