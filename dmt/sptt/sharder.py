@@ -298,6 +298,6 @@ def _check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: in
     expected = shards_in_tower(table, placement, num_ranks=num_ranks, tower=tower)
     if scheme != "data_parallel" and shards != expected:
         raise InputError(
-            f"{where} is {scheme} on ranks {list(placement.ranks)}, but its shards (rank, first row, first column, "
+            f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards (rank, first row, first column, "
             f"rows, columns) {[shard[:] for shard in shards]} do not cover it as {[shard[:] for shard in expected]} do."
         )
