@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,16 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmt.errors import InputError
+from dmt.formatting import shorten
 
 __all__ = [
     "PendingExchange",
     "RankError",
     "broadcast_module",
     "broadcast_tensor",
+    "check_agreement",
     "gather_objects",
     "gather_parts",
     "profiler_range",
-    "ranks_that_differ",
     "reason_of",
     "run_on_all_or_raise",
     "scatter_sum",
@@ -56,11 +58,39 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def ranks_that_differ(value: Any, group: dist.ProcessGroup) -> list[int]:
-    """Compares a small picklable object over the group; returns the global ranks whose one differs from the first's."""
-    values = gather_objects(value, group)
+def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Checks that all ranks of the group were given the same; collective.
+
+    Args:
+        caller: who was given the arguments, for the message.
+        arguments: by name, small and picklable; a mapping of values is compared value by value.
+        group: the ranks.
+
+    Raises:
+        InputError: on every rank; names an argument, the ranks that have another value than the first rank, and both.
+    """
+    own = _by_path(arguments)
+    # Thousands of tables on hundreds of ranks are gathered only to say what differs.
+    if len(set(gather_objects(hashlib.sha256(repr(own).encode()).digest(), group))) == 1:
+        return
+    everyone = gather_objects(own, group)
     ranks = dist.get_process_group_ranks(group)
-    return [rank for rank, other in zip(ranks, values, strict=True) if other != values[0]]
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name, "absent") for theirs in everyone]
+        others = [rank for rank, value in zip(ranks, values, strict=True) if value != values[0]]
+        if others:
+            raise InputError(
+                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {values[ranks.index(others[0])]} on rank "
+                f"{shorten([str(rank) for rank in others], ', ')}. Give every rank the same."
+            )
+
+
+def _by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    paths: dict[str, Any] = {}
+    for name, value in arguments.items():
+        inner = _by_path(value) if isinstance(value, Mapping) else {}
+        paths |= {f"{name}.{path}": one for path, one in inner.items()} or {name: value}
+    return paths
 
 
 def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from dmt._torchrec import add_dense_hook, at_end_of_backward
-from dmt.collectives import gather_parts, scatter_sum, start_sum
+from dmt.collectives import check_agreement, gather_parts, scatter_sum, start_sum
 from dmt.errors import InputError
 from dmt.number_formats import SyncPrecision
 from dmt.sptt.mesh import TowerMesh
@@ -51,8 +51,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         options: further arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
 
     Raises:
-        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, or hosts that do not divide the
-            ranks.
+        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, hosts that do not divide the
+            ranks, or ranks that were given other arguments.
 
     Example::
 
@@ -77,6 +77,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
                 "TorchRec's own all-reduce, which this one replaces; use precision='bf16'."
             )
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
+        arguments = {"precision": precision, "ranks_per_host": ranks_per_host, "bucket_cap_mb": bucket_cap_mb}
+        check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group)
         topology = mesh.topology
         hosts = topology.host_groups() if ranks_per_host is None else _blocks(topology.world_size, ranks_per_host)
         self._inside = mesh.new_group(hosts)

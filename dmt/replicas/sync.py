@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dmt.collectives import broadcast_tensor, gather_objects, ranks_that_differ, start_mean
+from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, start_mean
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.number_formats import SyncPrecision
@@ -61,8 +61,8 @@ class ReplicaSync:
             copy of weights and states).
 
     Raises:
-        InputError: an argument is out of range, no module of the model was made by the tower sharders, or replicas
-            hold other shards.
+        InputError: an argument is out of range or not the same on all ranks, no module of the model was made by the
+            tower sharders, or replicas hold other shards.
 
     Example::
 
@@ -103,12 +103,10 @@ class ReplicaSync:
         prefixed = {f"{path}." if len(modules) > 1 else "": module for path, module in modules.items()}
         self._tensors = [one for prefix, module in prefixed.items() for one in table_tensors(module, prefix)]
         self._tables = [prefix + table for prefix, module in prefixed.items() for table in module.sharded_tables]
-        shapes = [(one.name, tuple(one.tensor.shape)) for one in self._tensors]
-        if differing := ranks_that_differ(shapes, mesh.replica_group):
-            raise InputError(
-                f"Ranks {differing} hold other shards than rank {mesh.replica_ranks()[0]}, of which they are replicas. "
-                "Give every rank the same sharding plan."
-            )
+        arguments = {"interval": interval, "optimizer_state": optimizer_state, "asynchronous": asynchronous}
+        check_agreement("ReplicaSync", arguments | {"precision": precision}, mesh.global_group)
+        shapes = {one.name: tuple(one.tensor.shape) for one in self._tensors}
+        check_agreement("ReplicaSync", {"shape": shapes}, mesh.replica_group)
         replicated = [one for one in self._tensors if one.is_replicated and mesh.topology.num_replicas > 1]
         weights = [one.tensor for one in replicated if one.is_weight]
         states = [one.tensor for one in replicated if not one.is_weight]

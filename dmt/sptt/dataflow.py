@@ -42,7 +42,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterShardi
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
-from dmt.collectives import gather_objects, profiler_range
+from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.tables import feature_names
 from dmt.sharding.group_ebc import GroupShardedEBC
@@ -131,6 +131,7 @@ class SPTTModule(TowerState):
         self._features_by_tower = [list(dict.fromkeys(feature_names(tables))) for tables in tables_by_tower]
         self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._outputs: AgreedOutputs | None = None
+        self._dtypes: dict[str, torch.dtype | None] = {}  # of the first batch
         self._tag = next(self.mesh.tags)
         self.peer_precision.check_device(self._target_device)
 
@@ -208,9 +209,18 @@ class SPTTModule(TowerState):
     @torch.no_grad()
     def _exchange_ids(self, ctx: SPTTContext, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, samples in peer order."""
+        dtypes = {
+            f"dtype of {part}": None if values is None else values.dtype
+            for part, values in (("ids", ids.values()), ("lengths", ids.lengths()), ("weights", ids.weights_or_none()))
+        }
         if not self.id_exchanges:
+            # Bytes of another dtype would be read as other ids, or too few of them.
+            check_agreement("The first batch", dtypes, self.mesh.sharding_group)
+            self._dtypes = dtypes
             device = ids.device() if self._target_device.type == "meta" else self._target_device
             self.set_id_exchange(self._route.exchange(ids.keys(), device))
+        if dtypes != self._dtypes:
+            raise InputError(f"The batch has {dtypes}, but the first one had {self._dtypes}; they must stay.")
         return KJTListSplitsAwaitable([self.id_exchanges[0](ids)], ctx)
 
     @profiler_range("look_up")

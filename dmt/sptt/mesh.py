@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 
@@ -35,7 +36,7 @@ class TowerMesh:
             the same on every rank if all make their modules in one order.
 
     Raises:
-        InputError: no default process group, or another world size than R * T * L.
+        InputError: no default process group, another world size than R * T * L, or ranks with other topologies.
     """
 
     def __init__(self, topology: TowerTopology) -> None:
@@ -44,6 +45,10 @@ class TowerMesh:
                 "TowerMesh needs torch.distributed; call torch.distributed.init_process_group(...) first, "
                 "or start the script with torchrun."
             )
+        world = dist.group.WORLD
+        assert world is not None, "the default group exists once torch.distributed is initialized"
+        # Before any group is made: ranks that make other groups wait for each other without a word.
+        check_agreement("TowerMesh", {"topology": topology}, world)
         topology.check_world_size(dist.get_world_size())
         self.topology = topology
         self.rank = dist.get_rank()
@@ -53,8 +58,6 @@ class TowerMesh:
         self.sharding_group = self.new_group(topology.sharding_groups())
         self.replica_group = self.new_group(topology.replica_groups())
         self.tower_module_group = self.new_group(topology.tower_module_groups())
-        world = dist.group.WORLD
-        assert world is not None, "the default group exists once torch.distributed is initialized"
         self.global_group = world
         self.tags: Iterator[int] = itertools.count(1)
 

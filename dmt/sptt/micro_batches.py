@@ -26,7 +26,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dmt.collectives import ranks_that_differ
+from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.sptt.results import CachedAwaitable, split_rows
@@ -143,11 +143,8 @@ class MicroBatches:
                 f"run_in_micro_batches needs a model whose sharded modules are all from dmt's sharders, after "
                 f"DistributedModelParallel; this {own} {found}."
             )
-        if ranks := ranks_that_differ(self._num, self._sparse[0].mesh.global_group):
-            raise InputError(
-                f"num_micro_batches={self._num} on this rank, but ranks {ranks} were given another than the first "
-                "rank. Give every rank the same."
-            )
+        arguments = {"num_micro_batches": self._num}
+        check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
         # The global route brings samples to the ranks in another order.
         if self._num > 1 and any(part.id_route == "global" for part in self._sparse):
             raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")

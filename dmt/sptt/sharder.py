@@ -17,7 +17,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_globally
-from dmt.collectives import gather_objects, ranks_that_differ
+from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError, did_you_mean
 from dmt.sharding.group_ebc import GroupShardedEBC
 from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of
@@ -109,13 +109,14 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 optimizer that its scheme does not have; its optimizer has no moment to scale.
         """
         tables_by_tower = self.tables_by_tower(module)
-        self._check_agreement(tables_by_tower, params)
+        self._check_agreement(module, tables_by_tower, params)
         parameters, topology = self.shardable_parameters(module), self.mesh.topology
         for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
             _check_sharding(table, params.get(table.name), tower=tower, num_ranks=topology.ranks_per_tower)
             scheme = params[table.name].sharding_type
             settings = fused_settings(parameters[table.name], self.fused_params)
             if scheme != "data_parallel":
+                _check_kernel(table, params[table.name].compute_kernel, topology.num_replicas)
                 moment_scale_of(self.moment_scale, settings, topology.num_replicas)
             if reason := why_not(table, scheme, fused_params=settings):
                 raise InputError(
@@ -125,22 +126,31 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         return self.sharded(module, params, device)
 
     def _check_agreement(
-        self, tables_by_tower: Sequence[Sequence[Any]], sharding: Mapping[str, ParameterSharding]
+        self, module: Module, tables_by_tower: Sequence[Sequence[Any]], sharding: Mapping[str, ParameterSharding]
     ) -> None:
-        tables = [[_table_record(table) for table in of_tower] for of_tower in tables_by_tower]
-        plan = [_sharding_record(sharding.get(table.name)) for of_tower in tables_by_tower for table in of_tower]
-        exchange, scale = (self.id_route, self.peer_precision), self.moment_scale
-        for value, what in (
-            (
-                tables,
-                "other towers or tables than rank 0. Build the same model and load the same tower plan on every rank.",
-            ),
-            (exchange, f"another id_route or peer_precision than rank 0 ({exchange}). Give every rank the same."),
-            (scale, f"another moment_scale than rank 0 ({scale!r}). Give every rank the same."),
-            (plan, "another sharding plan than rank 0. Make the plan from the same arguments on every rank."),
-        ):
-            if differing := ranks_that_differ(value, self.mesh.global_group):
-                raise InputError(f"Ranks {differing} have {what}")
+        tables = [table for of_tower in tables_by_tower for table in of_tower]
+        parameters = self.shardable_parameters(module)
+        settings = {table.name: fused_settings(parameters[table.name], self.fused_params) for table in tables}
+        codecs = self.qcomm_codecs_registry or {}
+        bags = [part for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
+        arguments = {
+            "towers": {
+                f"tower {tower}": [table.name for table in of_tower] for tower, of_tower in enumerate(tables_by_tower)
+            },
+            "table": {table.name: _table_record(table) for table in tables},
+            "is_weighted": [part.is_weighted() for part in bags],
+            "id_route": self.id_route,
+            "peer_precision": self.peer_precision,
+            "qcomm_codecs_registry": {
+                name: (both.forward.quantized_dtype, both.backward.quantized_dtype) for name, both in codecs.items()
+            },
+            "moment_scale": self.moment_scale,
+            "sharding plan": {table.name: _sharding_record(sharding.get(table.name)) for table in tables},
+            "fused_params": {
+                name: {key: _text(value) for key, value in of_table.items()} for name, of_table in settings.items()
+            },
+        }
+        check_agreement(type(self).__name__, arguments, self.mesh.global_group)
 
     def shard_in_tower(
         self, collection: EmbeddingBagCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
@@ -277,6 +287,20 @@ def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | No
     return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
 
 
+def _text(value: Any) -> str:
+    """Returns a setting as text: what it may be is FBGEMM's affair, and it need not compare nor be picklable."""
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _check_kernel(table: Any, kernel: str, num_replicas: int) -> None:
+    if num_replicas > 1 and kernel == "dense":
+        raise InputError(
+            f"Table {table.name!r} has the compute kernel 'dense', which no ReplicaSync averages: the {num_replicas} "
+            "replicas would drift apart. Use 'fused', or the scheme data_parallel."
+        )
+
+
 def _shards(sharding: ParameterSharding) -> list[Any]:
     return list(getattr(sharding.sharding_spec, "shards", None) or [])
 
@@ -298,6 +322,7 @@ def _check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: in
     expected = shards_in_tower(table, placement, num_ranks=num_ranks, tower=tower)
     if scheme != "data_parallel" and shards != expected:
         raise InputError(
-            f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards (rank, first row, first column, "
-            f"rows, columns) {[shard[:] for shard in shards]} do not cover it as {[shard[:] for shard in expected]} do."
+            f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards (rank, first row, first "
+            f"column, rows, columns) {[shard[:] for shard in shards]} do not cover it as "
+            f"{[shard[:] for shard in expected]} do."
         )

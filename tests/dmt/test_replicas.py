@@ -319,7 +319,7 @@ def wrong_use_on_rank(rank: int) -> None:
     sgd = Case(towers=2, ranks=1, optimizer="sgd")
     with pytest.raises(InputError, match=r"moment_scale=2 scales the moments of rowwise_adagrad and adagrad, but"):
         shard(sgd, build(sgd), mesh, moment_scale=2)
-    with pytest.raises(InputError, match=r"Ranks \[3\] have another moment_scale than rank 0"):
+    with pytest.raises(InputError, match=r"moment_scale is .* on rank 0, but .* on rank 3"):
         shard(case.case, build(case.case), mesh, moment_scale=2 if rank == 3 else 1)
     model = shard(case.case, build(case.case), mesh)
     ids, _ = Case(towers=2, ranks=1, sizes=(5,) * 4).batches().draw(rank, 0, make_tables([8] * 4))
