@@ -102,6 +102,10 @@ def run_without_torchrec(code: str) -> subprocess.CompletedProcess[str]:
 def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
     result = run_without_torchrec(
         """
+        from dmt.sptt.precision import ExchangePrecision
+        assert ExchangePrecision(forward="int8", backward="fp16").backward_scale == 4096.0
+        assert "torch" not in sys.modules
+
         import numpy as np
         import dmt, dmt.partitioner, dmt.models.complexity
         from dmt import TowerPlan, TowerTopology
@@ -116,10 +120,16 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
         plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=2))
         print(plan.num_towers, round(dmt.models.complexity.paper_complexity("dlrm", 8).mflops_per_sample, 2))
         assert "torchrec" not in sys.modules and "fbgemm_gpu" not in sys.modules
+        try:
+            dmt.models.DLRM(tables=dmt.models.criteo_1tb_tables(), dense_in_features=13)
+        except ImportError as error:
+            print(error)
         """
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["2", "8.95"]
+    counted, refused = result.stdout.splitlines()
+    assert counted.split() == ["2", "8.95"]
+    assert "torchrec" in refused, "the blocker does not block"
 
 
 def test_commands_without_torchrec() -> None:

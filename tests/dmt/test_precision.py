@@ -23,7 +23,6 @@ from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.precision import ExchangePrecision
 from tests.parity import make_tables
 from tests.ranks import run_ranks
-from tests.test_house import run_without_torchrec
 
 CPU = torch.device("cpu")
 ON_CPU = ("fp32", "fp16", "bf16", "int8")
@@ -162,17 +161,6 @@ def test_padding_makes_whole_groups_and_no_more() -> None:
             fewer = range(before, after)
             assert not any(all(b * o % 32 == 0 for o in outputs) for b in fewer), "padded more than needed"
     assert ExchangePrecision(forward="fp16").padded_batch_sizes([5, 0], output_sizes=[3]) == [5, 0]
-
-
-def test_choices_are_made_without_torchrec() -> None:
-    result = run_without_torchrec(
-        """
-        from dmt.sptt.precision import ExchangePrecision
-        print(ExchangePrecision(forward="int8", backward="fp16").backward_scale)
-        assert "torch" not in sys.modules
-        """
-    )
-    assert result.stdout.strip() == "4096.0", result.stderr
 
 
 def exchange(

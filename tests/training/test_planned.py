@@ -50,16 +50,15 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 MIX = {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise", "t_C[36]": "table_wise"}
 # Two replicas. Gradients of data-parallel tables and tower modules cross hosts only between hosts, those of dense parts
 # do in both placements.
-for _placement in ("inter_host", "intra_host"):
-    for _name, _arch, _sizes, _tables in (
-        ("2 x 2 x 2", "dmt-dlrm", (2, 2), MIX),
-        ("flat model on 2 x 2 x 2", "dlrm", (2, 2), MIX),
-        ("2 x 2 x 1", "dmt-dcn", (2, 1), {}),
-        ("2 x 1 x 2", "dmt-dlrm", (1, 2), MIX),
-    ):
-        _mesh = {"num_replicas": 2, "replica_placement": _placement}
-        _topology = {"num_towers": _sizes[0], "ranks_per_tower": _sizes[1], **_mesh}
-        CASES[f"{_name}, {_placement}"] = (_arch, {"sharding": {"tables": _tables}, "topology": _topology})
+for _placement, _name, _arch, _sizes, _tables in (
+    ("inter_host", "2 x 2 x 2", "dmt-dlrm", (2, 2), MIX),
+    ("intra_host", "flat model on 2 x 2 x 2", "dlrm", (2, 2), MIX),
+    ("inter_host", "2 x 2 x 1", "dmt-dcn", (2, 1), {}),
+    ("intra_host", "2 x 1 x 2", "dmt-dlrm", (1, 2), MIX),
+):
+    _mesh = {"num_replicas": 2, "replica_placement": _placement}
+    _topology = {"num_towers": _sizes[0], "ranks_per_tower": _sizes[1], **_mesh}
+    CASES[f"{_name}, {_placement}"] = (_arch, {"sharding": {"tables": _tables}, "topology": _topology})
 
 
 def config_of(name: str, folder: str) -> TrainingConfig:
