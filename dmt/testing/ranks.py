@@ -10,6 +10,7 @@ import pickle
 import random
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 from dmt.errors import InputError
 
-__all__ = ["RankPool", "RanksFailedError", "prepare_ranks", "run_on_ranks", "say"]
+__all__ = ["RankPool", "RanksFailedError", "end_with", "prepare_ranks", "run_on_ranks", "say"]
 
 _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "torchrec.distributed.model_parallel")
 _SHOWN_FRAMES = 3
@@ -50,6 +51,27 @@ def prepare_ranks(modules: Sequence[str] = ()) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *modules])
     forkserver.ensure_running()
+
+
+def end_with(process: int) -> None:
+    """Kills this process as soon as another one has ended, however that one ends; returns at once.
+
+    A thread waits for it. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
+    process, and the parent of a rank is the process that `prepare_ranks` starts, not the one that waits for its result.
+
+    Args:
+        process: its number; one that has ended already kills this process now.
+    """
+    try:
+        ended = os.pidfd_open(process)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def follow() -> None:
+        wait([ended])
+        os._exit(1)
+
+    threading.Thread(target=follow, name="end_with", daemon=True).start()
 
 
 def say(text: str) -> None:
@@ -250,6 +272,10 @@ _PARENT: list[Connection] = []
 def _serve(pipe: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the parent stops this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = mp.parent_process()
+    assert parent is not None, "started by multiprocessing"
+    assert parent.pid is not None, "its own number"
+    end_with(parent.pid)
     import torch
 
     torch.set_num_threads(1)

@@ -10,6 +10,7 @@ import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError
+from dmt.testing.ranks import end_with
 from dmt.training.config import load_config
 from dmt.training.console import quiet_libraries
 
@@ -27,6 +28,9 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     OVERRIDES replace single values, as section.key=value.
     """
     rank = int(os.environ.get("RANK", "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # A torchrun that is killed would leave its ranks training.
+        end_with(os.getppid())
     quiet_libraries(rank=rank)
     try:
         settings = load_config(config, overrides)

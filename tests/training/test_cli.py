@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -339,13 +341,13 @@ def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: 
     assert f'data.kind="{kind}"' in demo_settings(tmp_path / name)
 
 
-def processes_with(text: str) -> list[str]:
+def processes_with(setting: str) -> list[str]:
+    """Command lines of the processes that have a setting in their environment."""
     found = []
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            command = line.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if text in command:
-                found.append(command)
+            if setting.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return found
 
 
@@ -359,16 +361,31 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @pytest.mark.ranks
-def test_a_stopped_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    program = [sys.executable, "-c", "from dmt.training.commands import main; main()", "demo", "--out", str(out)]
-    few = ["topology.ranks_per_tower=1"]
-    with subprocess.Popen([*program, *few], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("demo", signal.SIGKILL),
+        ("check", signal.SIGTERM),
+        pytest.param("demo", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("check", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stopped_command_leaves_no_process_behind(command: str, number: signal.Signals, tmp_path: Path) -> None:
+    """Of a demo: torchrun and its ranks. Of a check: the ranks and the process they are forked from."""
+    arguments, begun, processes = {
+        "demo": (["topology.ranks_per_tower=1", "--out", str(tmp_path)], "dlrm/metrics.jsonl", 4),
+        "check": (["demo", "--steps", "1000000"], "dmt-ranks-*/store", 6),
+    }[command]
+    program = [sys.executable, "-c", "from dmt.training.commands import main; main()", command, *arguments]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    left = partial(processes_with, f"TMPDIR={tmp_path}")
+    with subprocess.Popen(program, env={**os.environ, "TMPDIR": str(tmp_path)}, **quiet) as stopped:
         try:
-            assert wait_until((out / "dlrm" / "metrics.jsonl").exists, 300), "training did not start"
-            assert len(processes_with(str(out))) >= 4  # the demo, torchrun, two ranks
-            demo.terminate()
-            assert demo.wait(60) == 128 + signal.SIGTERM
+            assert wait_until(lambda: any(tmp_path.glob(begun)) and len(left()) >= processes, 300), left()
+            stopped.send_signal(number)
+            assert stopped.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
         finally:
-            demo.kill()
-    assert wait_until(lambda: not processes_with(str(out)), 30), processes_with(str(out))
+            stopped.kill()
+    assert wait_until(lambda: not left(), 30), left()
+    if (command, number) == ("check", signal.SIGTERM):
+        assert not [*tmp_path.iterdir()], "temporary folders are removed"

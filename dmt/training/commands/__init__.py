@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class _Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         quiet_libraries(rank=0)
+        # As Ctrl-C does, it ends what this process has started, and removes its temporary folders.
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
         except InputError as error:
@@ -34,6 +37,8 @@ class _Commands(click.Group):
             if (error.name or "").partition(".")[0] not in _FULL:
                 raise
             click.echo(f"error: {error.name} is not installed. `dmt doctor` tells how to fix it.", err=True)
+        finally:
+            signal.signal(signal.SIGTERM, previous)
         return ctx.exit(2)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,6 +29,11 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
 _STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
+# A demo that is killed takes torchrun along, which takes its ranks along.
+_TORCHRUN = (
+    "import os; from dmt.testing.ranks import end_with; end_with(os.getppid()); "
+    "from torch.distributed.run import main; main()"
+)
 # Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
 _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
 
@@ -198,16 +202,13 @@ def _train(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _torchrun(config: Path, ranks: int, log: Path) -> int:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [sys.executable, "-c", _TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
     command = [*launcher, "-m", "dmt.training", str(config)]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with log.open("w") as stdout, subprocess.Popen(command, stdout=stdout, env=environment) as run:
-        # Whoever stops this process stops the ranks too: by default they would go on without it.
-        previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return run.wait()
         except BaseException:
+            # As Ctrl-C would: it stops its ranks and waits for them.
             run.terminate()
             raise
-        finally:
-            signal.signal(signal.SIGTERM, previous)
