@@ -52,6 +52,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
+    "DENSE_OPTIMIZERS",
     "ClickTask",
     "build_model",
     "build_optimizer",
@@ -59,11 +60,12 @@ __all__ = [
     "expected_traffic",
     "fused_params",
     "in_micro_batches",
+    "is_tower_module",
     "replica_sync",
     "shard_model",
 ]
 
-_DENSE = {
+DENSE_OPTIMIZERS = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
@@ -78,8 +80,6 @@ _FUSED = {
 # Schemes that TorchRec's flat dataflow is given to choose from.
 _FLAT_SCHEMES: list[Scheme] = ["table_wise", "column_wise"]
 _ID_BYTES = 8  # an id, and a length
-# The parameters of tower modules, by name as in the unsharded model.
-_TOWER_MODULE = re.compile(r"\.towers\.\d+\.interaction\.")
 
 
 class ClickTask(nn.Module):
@@ -134,6 +134,11 @@ def count_model(job: Job) -> Complexity:
     return count_complexity(model, torch.empty(1, job.num_dense, device="meta"), ids)
 
 
+def is_tower_module(name: str) -> bool:
+    """Returns whether a parameter, by its name in the unsharded model, belongs to a tower module."""
+    return re.search(r"\.towers\.\d+\.interaction\.", name) is not None
+
+
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
     """The optimizer of everything: the tables' fused ones, one for tower modules and one for the other dense parts.
 
@@ -143,12 +148,12 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
     rates = {"towers": config.dense_lr if config.tower_lr is None else config.tower_lr, "dense": config.dense_lr}
     parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in rates}
     for name, parameter in in_backward_optimizer_filter(trainable):
-        parameters["towers" if _TOWER_MODULE.search(name) else "dense"][name] = parameter
+        parameters["towers" if is_tower_module(name) else "dense"][name] = parameter
     parts: list[tuple[str, KeyedOptimizer, float]] = [("tables", model.fused_optimizer, config.sparse_lr)]
     for part, rate in rates.items():
         # A flat model has no tower modules, and PyTorch's optimizers refuse to have nothing to do.
         if parameters[part]:
-            make = partial(_DENSE[config.dense], lr=rate)
+            make = partial(DENSE_OPTIMIZERS[config.dense], lr=rate)
             parts.append((part, KeyedOptimizerWrapper(parameters[part], make), rate))
     # Also without a warm-up, at the full rate: a checkpoint then has the same state with and without.
     steps = max(1, config.warmup_steps)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
 import math
-import os
 import platform
 import shutil
 from collections.abc import Mapping
@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+_FULL = "%s cannot be written to (%s). Training goes on; %s."
 # Nearer to chance than this, an AUC is called chance.
 _CHANCE = 0.02
 # Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a warning.
@@ -83,6 +84,7 @@ class RunRecord:
     def __init__(self, config: TrainingConfig, *, enabled: bool, resumed_step: int | None = None) -> None:
         self._enabled = enabled
         self.folder = Path(config.train.output_dir)
+        self._metrics = self.folder / "metrics.jsonl"
         self._resumed_step, self._recorded = resumed_step, set[str]()
         self._waiting, self._whole_bytes, self._has_room = "", 0, True
         if not enabled:
@@ -91,25 +93,19 @@ class RunRecord:
         (self.folder / "result.json").unlink(missing_ok=True)
         if resumed_step is None:
             # What an earlier run left here would be read as this one's.
-            (self.folder / "metrics.jsonl").unlink(missing_ok=True)
+            self._metrics.unlink(missing_ok=True)
             shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
-        else:
-            self._drop_later(resumed_step)
+        elif self._metrics.exists():
+            kept = [values for values in _whole_lines(self._metrics) if values["step"] <= resumed_step]
+            self._recorded = {name for values in kept if values["step"] == resumed_step for name in values}
+            _write(self._metrics, "".join(json.dumps(values) + "\n" for values in kept))
+            self._whole_bytes = self._metrics.stat().st_size
         _write(self.folder / "config.toml", to_toml(config))
         # Imported here, or whoever reads a checkpoint or a result would load TensorBoard.
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = None if resumed_step is None else resumed_step + 1
         self._board: SummaryWriter | None = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
-
-    def _drop_later(self, step: int) -> None:
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return
-        kept = [line for line in _finished_lines(path) if json.loads(line)["step"] <= step]
-        self._recorded = {name for values in map(json.loads, kept) if values["step"] == step for name in values}
-        _write(path, "".join(f"{line}\n" for line in kept))
-        self._whole_bytes = path.stat().st_size
 
     def sharding(self, plan: TowerShardingPlan | None) -> None:
         """Writes the sharding plan as ``sharding.json``; None removes what an earlier run left."""
@@ -124,14 +120,11 @@ class RunRecord:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Adds numbers at a training step; names such as ``"train/loss"``."""
-        if not self._enabled:
-            return
         if step == self._resumed_step:
             values = {name: value for name, value in values.items() if name not in self._recorded}
-        if not values:
-            return
-        self._waiting += json.dumps({"step": step, **values}) + "\n"
-        self._write_waiting()
+        if self._enabled and values:
+            self._waiting += json.dumps({"step": step, **values}) + "\n"
+            self._write_waiting()
 
     def close(self, result: dict[str, Any]) -> None:
         """Writes the result and the versions, and closes TensorBoard's file.
@@ -160,17 +153,21 @@ class RunRecord:
         """Writes the waiting lines, or warns at the first failure of several."""
         lines = self._waiting
         try:
-            self._append()
+            with self._metrics.open("ab") as stream:
+                if stream.tell() > self._whole_bytes:
+                    # Half a line that an earlier attempt found room for.
+                    stream.truncate(self._whole_bytes)
+                stream.write(lines.encode())
         except OSError as error:
-            self._warn(error, "metrics.jsonl is completed when there is room")
+            if self._has_room:
+                logger.warning(_FULL, self.folder, error, "metrics.jsonl is completed when there is room")
             self._has_room = False
             return
-        self._has_room = True
+        self._waiting, self._whole_bytes, self._has_room = "", self._metrics.stat().st_size, True
         if self._board is None:
             return
         try:
-            for line in lines.splitlines():
-                values = json.loads(line)
+            for values in map(json.loads, lines.splitlines()):
                 step = values.pop("step")
                 for name, value in values.items():
                     self._board.add_scalar(name, value, step)
@@ -179,23 +176,7 @@ class RunRecord:
         except OSError as error:
             # Its writer does not recover.
             self._board = None
-            self._warn(error, "metrics.jsonl has all numbers, TensorBoard only those up to now")
-
-    def _warn(self, error: OSError, rest: str) -> None:
-        if self._has_room:
-            logger.warning("%s cannot be written to (%s). Training goes on; %s.", self.folder, error, rest)
-
-    def _append(self) -> None:
-        path = self.folder / "metrics.jsonl"
-        with path.open("ab", buffering=0) as stream:
-            if stream.seek(0, os.SEEK_END) > self._whole_bytes:
-                # Half a line that an earlier attempt found room for.
-                stream.truncate(self._whole_bytes)
-            left = memoryview(self._waiting.encode())
-            while left:
-                left = left[stream.write(left) :]
-            end = stream.tell()
-        self._waiting, self._whole_bytes = "", end
+            logger.warning(_FULL, self.folder, error, "metrics.jsonl has all numbers, TensorBoard only those up to now")
 
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
@@ -267,17 +248,25 @@ def read_result(folder: Path) -> dict[str, Any]:
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Reads the curves of a run, finished or not: for each name its (step, value) pairs."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for line in _finished_lines(folder / "metrics.jsonl"):
-        values = json.loads(line)
+    for values in _whole_lines(folder / "metrics.jsonl"):
         step = values.pop("step")
         for name, value in values.items():
             curves.setdefault(name, []).append((step, value))
     return curves
 
 
-def _finished_lines(path: Path) -> list[str]:
-    """Returns the complete lines of a file; its writer may have been killed in the last one."""
-    return path.read_text().split("\n")[:-1]
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the values of the whole lines, and warns of others; a killed writer leaves half a line at the end."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    values = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict) and isinstance(found.get("step"), int):
+                values.append(found)
+    if len(values) < len(lines):
+        logger.warning("%s: %d of its %d lines are damaged and left out.", path, len(lines) - len(values), len(lines))
+    return values
 
 
 def _write(path: Path, text: str) -> None:

@@ -142,11 +142,6 @@ def test_no_torchrec_is_needed(towers: Path) -> None:
     ("arguments", "message"),
     [
         (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json': holds no list of tables"),
-        (["demo", "--towers", "towers.json"], "dmt plan takes a CONFIG and no --towers any more. Write towers.plan="),
-        (["--tables", "two.json"], "no --tables any more. Write data.tables=FILE.json after the CONFIG"),
-        (["demo", "--memory-gib=1"], "no --memory-gib any more. Write sharding.memory_gib=NUMBER after the CONFIG"),
-        (["demo", "--link-gb-per-s", "1"], "Write sharding.intra_tower_gb_per_s=NUMBER"),
-        (["demo", "--replica", "2"], "dmt plan has no option --replica. Did you mean '--replicas'?"),
         (["demo", "topology.num_replicas=0"], "topology.num_replicas: Input should be greater than or equal to 1"),
         (["demo", "--sync-gb-per-s", "0"], "sync_gb_per_s=0.0 must be a positive number"),
         (["demo", "model.arch=dlrm"], "has the flat dataflow (model.arch='dlrm')"),

@@ -131,6 +131,15 @@ def test_an_unfinished_last_line_is_not_read(killed: Path) -> None:
     assert read_curves(killed) == {"train/loss": [(10, 10.0), (20, 20.0), (30, 30.0)], "eval/auc": [(20, 0.5)]}
 
 
+@pytest.mark.parametrize("damage", ["", "garbage", "[1]", "\0\0\0", "{", "[" * 100_000, '{"loss": 1}', "\xff"])
+def test_a_damaged_line_costs_no_other(damage: str, killed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lines = (killed / "metrics.jsonl").read_bytes().split(b"\n")
+    (killed / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], damage.encode("latin-1"), *lines[2:]]))
+    record_of(killed, resumed_step=20)
+    assert "1 of its 5 lines are damaged and left out" in caplog.text
+    assert read_curves(killed) == {"train/loss": [(10, 10.0), (20, 20.0)], "eval/auc": [(20, 0.5)]}
+
+
 def test_other_ranks_touch_nothing(killed: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
     record = RunRecord(config_of(killed), enabled=False, resumed_step=10)

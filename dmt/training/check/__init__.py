@@ -1,51 +1,30 @@
 """``dmt check``: a run's model, towers, sharding plan, precision and id route against the plain module.
 
-Here are the data of its report, which need no torch: a `Finding` is one number that was compared; findings become the
-rows of a `CheckReport`.
+`check_run` shrinks the run, starts `check_on_rank` on gloo ranks and makes of their findings the rows of a report.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from dmt.formatting import shorten
+import torch
 
-__all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "make_rows"]
+from dmt.formatting import shorten
+from dmt.testing.plain import is_table, table_name
+from dmt.testing.ranks import run_on_ranks
+from dmt.training.check.on_rank import Finding, RankReport, check_on_rank, table_of
+from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
+from dmt.training.config import TrainingConfig
+from dmt.training.console import quiet_libraries
+from dmt.training.train import resolve
+
+__all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "check_run", "compare_ranks", "make_rows"]
 
 Verdict = Literal["ok", "FAILED", "skipped"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One comparison on one rank."""
-
-    check: str
-    """Name of the row it belongs to."""
-    item: str
-    """Table, tower or parameter."""
-    difference: float
-    """Largest found."""
-    allowed: float
-    """Largest that rounding explains; 0: bitwise."""
-    place: str = ""
-    """Rank and step."""
-
-    @property
-    def agrees(self) -> bool:
-        """Is true if the difference is allowed; NaN never is."""
-        return self.difference <= self.allowed
-
-    @property
-    def share(self) -> float:
-        """Difference over the allowed difference, to find the worst."""
-        if math.isnan(self.difference):
-            return math.inf
-        if self.difference == 0:
-            return 0.0
-        return self.difference / self.allowed if self.allowed else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +55,10 @@ class CheckReport:
     """Remarks for the reader."""
     ranks: int
     """On which it was checked."""
-    seconds: float
     schemes: tuple[str, ...] = ()
     """Number of tables in each sharding scheme; and the tables that could not have the scheme asked for."""
+    seconds: float = 0.0
+    """Duration of the command, with the loading of packages."""
 
     @property
     def agrees(self) -> bool:
@@ -88,6 +68,80 @@ class CheckReport:
     def to_record(self) -> dict[str, Any]:
         """Returns the report as JSON has it."""
         return {"agrees": self.agrees, **asdict(self)}
+
+
+def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
+    """Checks a run on gloo ranks of this machine against the plain single-process module; reports what differs.
+
+    Args:
+        config: the run, as it is made for the cluster.
+        limits: how large the check may be.
+
+    Raises:
+        InputError: the run cannot be built as its config says.
+        RanksFailedError: a rank failed, died or hangs.
+    """
+    job = resolve(config, config.topology.build().world_size)
+    with TemporaryDirectory(prefix="dmt-check-") as folder:
+        run = shrink(job, limits=limits, folder=Path(folder))
+        reports = run_on_ranks(_quietly, run.topology.world_size, run, timeout_s=limits.timeout_s)
+    return compare_ranks(run, reports)
+
+
+def _quietly(rank: int, run: CheckedRun) -> RankReport:
+    quiet_libraries(rank=1)
+    return check_on_rank(rank, run)
+
+
+def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport:
+    """Returns the report of all ranks' findings, and of the faults that only show when ranks are compared."""
+    findings = [finding for report in reports for finding in report.findings]
+    findings += [*_replicas(reports), *_coverage(run, reports)]
+    skipped = {name: why for report in reports for name, why in report.skipped.items()}
+    if not any(finding.check == "tower gradients" for finding in findings):
+        skipped["tower gradients"] = "no tower module has parameters"
+    if not run.config.model.has_towers:
+        skipped["tower outputs"] = "a flat model has none"
+    return CheckReport(
+        rows=make_rows(findings, _titles(run), skipped),
+        reduced=run.reduced,
+        schemes=run.schemes,
+        notes=tuple(_notes(run, reports)),
+        ranks=len(reports),
+    )
+
+
+def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
+    """Compares the bits of everything that several ranks hold: whole tensors, and the shards of several replicas."""
+    holders: dict[tuple[object, ...], dict[int, str]] = {}
+    for rank, report in enumerate(reports):
+        for *place, digest in (*report.whole.items(), *report.shards):
+            holders.setdefault(tuple(place), {})[rank] = digest
+    for (name, *_), digests in holders.items():
+        first = min(digests)
+        differing = [rank for rank, digest in digests.items() if digest != digests[first]]
+        where = f"ranks {differing} differ from rank {first}" if differing else ""
+        yield Finding(check="replicas", item=table_of(str(name)), difference=len(differing), allowed=0, place=where)
+
+
+def _coverage(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[Finding]:
+    """Checks that in each replica every number of a table is in one shard, or whole on all ranks of its tower."""
+    replicas = run.topology.num_replicas
+    each = " in each replica" if replicas > 1 else ""
+    holders = run.topology.ranks_per_tower * (run.topology.num_towers if run.config.dataflow == "flat" else 1)
+    times = {
+        table.name: torch.zeros(table.num_embeddings, table.embedding_dim, dtype=torch.int32)
+        for table in run.job.split_tables
+    }
+    for report in reports:
+        for name, (row, column), (rows, columns), _ in report.shards:
+            times[table_name(name)][row : row + rows, column : column + columns] += holders
+        for name in filter(is_table, report.whole):
+            times[table_name(name)] += 1
+    for table, held in times.items():
+        wrong = int((held != replicas * holders).sum())
+        place = f"{wrong} of its {held.numel()} numbers are not held once{each}" if held.any() else "on no rank"
+        yield Finding(check="shards", item=f"table {table}", difference=wrong, allowed=0, place=place if wrong else "")
 
 
 def make_rows(
@@ -128,3 +182,56 @@ def _row(name: str, what: str, found: Sequence[Finding], skipped: str | None) ->
         count=len(found),
         where=where,
     )
+
+
+def _titles(run: CheckedRun) -> dict[str, str]:
+    """Returns the comparison of each row; with the plain module, unless it names another."""
+    steps, precision, has_replicas = run.limits.steps, run.config.sharding.precision, run.topology.num_replicas > 1
+    trained = f"after {steps} steps" + (", tables averaged over replicas" if has_replicas else "")
+    between = f"{precision.forward} forward, {precision.backward} backward"
+    return {
+        "embeddings": "tables, one id per bag",
+        "bags": "tables, bags of 0 to 3 ids, unequal batches",
+        "tower outputs": f"after the exchange ({between})",
+        "logits": "both batches",
+        "dense gradients": "means over ranks",
+        "tower gradients": "means over ranks",
+        "table gradients": "means over ranks" + (" of a replica" if has_replicas else ""),
+        "gradient scales": "<g, e> / <e, e> - 1, by kind",
+        "formats": "rounding expected over rounding found",
+        "losses": f"{steps} steps, and one batch after them",
+        "dense weights": trained,
+        "table weights": trained,
+        "pipeline": "TrainPipelineSparseDist against the plain loop",
+        "id routes": "the other one against this one",
+        "checkpoint": "read by the plain module, against the trained weights",
+        "reload": "under another placement, and its next outputs",
+        "replicas": f"what several ranks {'or replicas hold' if has_replicas else 'hold whole'} is equal",
+        "shards": "every number of every table once" + (" in each replica" if has_replicas else ""),
+    }
+
+
+def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
+    config = run.config
+    shards = [(table_name(name), sizes[1]) for report in reports for name, _, sizes, _ in report.shards]
+    is_exact = config.sharding.precision.forward == config.sharding.precision.backward == "fp32"
+    if not is_exact:
+        yield (
+            "Losses and weights after training are compared with fp32 between ranks: an optimizer that divides by the "
+            "gradient's own size makes a whole step of what rounding leaves of a gradient that cancels. All other rows "
+            "have the formats of the config."
+        )
+    if run.topology.num_replicas > 1 and not shards:
+        yield "Every table is data-parallel, so nothing is averaged over replicas; see sharding.scheme."
+    if run.topology.num_replicas > 1 and config.replicas.precision != "fp32":
+        yield (
+            "Losses and weights after training are compared with replicas averaged in fp32. All other rows have the "
+            f"replicas.precision of the config, {config.replicas.precision}."
+        )
+    widths = {table.name: table.embedding_dim for table in run.job.split_tables}
+    cut = {table for table, width in shards if width < widths[table]}
+    if cut and config.optimizer.sparse == "rowwise_adagrad":
+        yield (
+            f"{len(cut)} column-wise tables keep one row-wise AdaGrad state per shard and row, in TorchRec too; the "
+            "plain module was given the same. Uncut tables would train a little differently."
+        )

@@ -8,10 +8,8 @@ or sharded, the same things under the same names.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dmt.errors import InputError
 from dmt.testing.plain import PlainTraining, is_table, table_name, warmup_share
 from dmt.testing.state import TableLayout
-from dmt.training.build import ClickTask, build_model, fused_params
+from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, is_tower_module
 from dmt.training.check.rounding import as_sent
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig
@@ -33,25 +31,16 @@ __all__ = [
     "SINGLE_IDS",
     "UNEVEN_BAGS",
     "Expected",
-    "Forward",
     "Seen",
     "Watch",
     "compute_expected",
     "draw_batch",
-    "is_tower_module",
     "plain_task",
     "sparse_part",
     "table_of",
 ]
 
 State = dict[str, Tensor]
-
-_DENSE = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
-}
 
 SINGLE_IDS = 0
 """The batch in which every bag has one id, so that an embedding is a row of a table, bit by bit."""
@@ -120,18 +109,18 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, send: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._model, self._send = model, send
+        self.model, self._send = model, send
         self.seen = _NOTHING_SEEN
         """Values of the latest batch."""
         sparse = sparse_part(model)
         for module in _tower_modules(sparse):
-            module.register_forward_pre_hook(self._before_tower_module)
+            module.register_forward_pre_hook(lambda module, inputs: self._see_embeddings(inputs[0]))
         sparse.register_forward_hook(self._after_sparse_part)
 
     def run(self, batch: ClickBatch) -> Tensor:
         """Returns the loss of a batch and keeps all else."""
         self.seen = _NOTHING_SEEN
-        loss, (logits, _, _) = self._model(batch)
+        loss, (logits, _, _) = self.model(batch)
         self.seen = self.seen._replace(logits=logits)
         return loss
 
@@ -141,9 +130,6 @@ class Watch:
             self.run(batch)
         return self.seen
 
-    def _before_tower_module(self, module: nn.Module, inputs: Any) -> None:
-        self._see_embeddings(inputs[0])
-
     def _see_embeddings(self, embeddings: KeyedTensor) -> None:
         # By name: the order of the keys changes with the sharding.
         own = {name: value.detach() for name, value in embeddings.to_dict().items()}
@@ -151,14 +137,13 @@ class Watch:
 
     def _after_sparse_part(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         result = output.wait() if isinstance(output, LazyAwaitable) else output
+        send = self._send or (lambda outputs: outputs)
         if not isinstance(result, KeyedTensor):
             self.seen = self.seen._replace(outputs=result)
-            return result if self._send is None else self._send(result)
+            return send(result)
         self.seen = self.seen._replace(outputs=result.values())
         self._see_embeddings(result)
-        if self._send is None:
-            return result
-        return KeyedTensor(result.keys(), result.length_per_key(), self._send(result.values()))
+        return KeyedTensor(result.keys(), result.length_per_key(), send(result.values()))
 
 
 def sparse_part(model: nn.Module) -> Any:
@@ -177,32 +162,20 @@ def _tower_modules(sparse: Any) -> list[nn.Module]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forward:
-    """One forward pass over the batches of all ranks."""
-
-    embeddings: list[State]
-    """By rank and feature: [B, N]."""
-    outputs: list[Tensor]
-    """By rank: [B, columns] of the sparse part."""
-    logits: list[Tensor]
-    """By rank: [B]."""
-    rounding: float
-    """Largest change of a logit when the outputs of the sparse part are rounded as the exchange rounds them."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Expected:
     """Everything that the ranks compare with."""
 
     start: State
     """The first weights, that every model starts from."""
-    forward: dict[int, Forward]
-    """By batch (`SINGLE_IDS`, `UNEVEN_BAGS`)."""
+    seen: dict[int, list[Seen]]
+    """Values by batch (`SINGLE_IDS`, `UNEVEN_BAGS`) and rank; embeddings [B, N]."""
+    logit_rounding: dict[int, float]
+    """Largest change of a logit, by batch, when outputs of the sparse part are rounded as the exchange rounds them."""
     gradients: list[State]
     """By replica, for `UNEVEN_BAGS`: means over ranks of the gradients of their mean losses. The ranks are those of the
     replica for tables that it trains by itself, and all for the rest."""
     rounding: dict[str, float]
-    """Largest change of each gradient when outputs and their gradients are rounded as the exchange rounds them."""
+    """The same for each gradient, when gradients of the outputs are rounded too."""
     losses: list[list[float]]
     """By step and rank; one step more than is trained."""
     weights: State
@@ -213,14 +186,6 @@ def plain_task(run: CheckedRun) -> ClickTask:
     """Returns the unsharded model, with FP32 tables."""
     tables = tuple(replace(table, data_type="FP32") for table in run.tables)
     return ClickTask(build_model(replace(run.job, tables=tables)))
-
-
-class _Replica(NamedTuple):
-    """A copy of the plain module, and the ranks whose batches it sees."""
-
-    task: ClickTask
-    watch: Watch
-    ranks: Sequence[int]
 
 
 def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
@@ -235,45 +200,53 @@ def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
         for name, weight in tasks[0].named_parameters():
             if run.config.sharding.table_precision == "fp16" and is_table(name):
                 weight.copy_(weight.half())  # a start that FP16 tables can hold
-    start = {name: value.clone() for name, value in tasks[0].state_dict().items()}
+    start = _copy_of(tasks[0])
     for task in tasks[1:]:
         task.load_state_dict(start)
     sent = _Sent(run)
-    replicas = [
-        _Replica(task, Watch(task, sent), ranks)
-        for task, ranks in zip(tasks, run.topology.sharding_groups(), strict=True)
-    ]
-    watch = replicas[0].watch
-    forward = {index: _forward(run, watch, sent, index) for index in (SINGLE_IDS, UNEVEN_BAGS)}
+    watches = [Watch(task, sent) for task in tasks]
+    seen, logit_rounding = {}, {}
+    for index in (SINGLE_IDS, UNEVEN_BAGS):
+        sent.is_rounded = True
+        rounded = _forward(run, watches[0], index)
+        sent.is_rounded = False
+        seen[index] = _forward(run, watches[0], index)
+        pairs = zip(rounded, seen[index], strict=True)
+        logit_rounding[index] = max(float((a.logits - b.logits).abs().max()) for a, b in pairs)
     training = _plain_training(run, tasks, layout)
     gradients: list[list[State]] = []
     for sent.is_rounded in (True, False):
-        _backward(run, replicas, UNEVEN_BAGS)
+        _backward(run, watches, UNEVEN_BAGS)
         training.average_gradients()
         gradients.append(
             [{name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None} for task in tasks]
         )
-    rounded, exact = gradients
+    exact = gradients[1]
     losses = []
     for step in range(run.limits.steps):
-        losses.append(_backward(run, replicas, step))
+        losses.append(_backward(run, watches, step))
         _set_rates(training, run.config.optimizer, step)
         training.step()
     training.sync()
     with torch.no_grad():
-        losses.append([float(watch.run(draw_batch(run, r, run.limits.steps))) for r in _ranks(run)])
+        losses.append([float(watches[0].run(batch)) for batch in _batches(run, run.limits.steps)])
     _check_finite(run, losses)
     return Expected(
         start=start,
-        forward=forward,
+        seen=seen,
+        logit_rounding=logit_rounding,
         gradients=exact,
         rounding={
-            name: max(float((a[name] - b[name]).abs().max()) for a, b in zip(rounded, exact, strict=True))
+            name: max(float((a[name] - b[name]).abs().max()) for a, b in zip(*gradients, strict=True))
             for name in exact[0]
         },
         losses=losses,
-        weights={name: value.clone() for name, value in tasks[0].state_dict().items()},
+        weights=_copy_of(tasks[0]),
     )
+
+
+def _copy_of(task: ClickTask) -> State:
+    return {name: value.clone() for name, value in task.state_dict().items()}
 
 
 def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: TableLayout) -> PlainTraining:
@@ -281,7 +254,7 @@ def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: TableLa
     return PlainTraining(
         tasks,
         fused_params=fused_params(optimizer),
-        make_optimizer=partial(_dense_optimizer, optimizer),
+        make_optimizer=lambda parameters: _dense_optimizer(optimizer, parameters),
         layout=layout,
         moment_scale=replicas.moment_scale,
         interval=replicas.sync_every,
@@ -296,7 +269,7 @@ def _dense_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parame
         rate = config.dense_lr if rate is None else rate
         members = [p for name, p in parameters.items() if is_tower_module(name) is of_towers]
         groups += [{"params": members, "lr": rate, "initial_lr": rate}] if members else []
-    return _DENSE[config.dense](groups)
+    return DENSE_OPTIMIZERS[config.dense](groups)
 
 
 def _set_rates(training: PlainTraining, config: OptimizerConfig, step: int) -> None:
@@ -319,18 +292,9 @@ def _check_finite(run: CheckedRun, losses: Sequence[Sequence[float]]) -> None:
                 )
 
 
-def is_tower_module(name: str) -> bool:
-    """Returns whether a parameter of this name belongs to a tower module."""
-    return re.search(r"\.towers\.\d+\.interaction\.", name) is not None
-
-
 def table_of(name: str) -> str:
     """Returns the name of a parameter in the report: a table's own name, others in full."""
     return f"table {table_name(name)}" if is_table(name) else name.removeprefix("model.")
-
-
-def _ranks(run: CheckedRun) -> range:
-    return range(run.topology.world_size)
 
 
 class _Sent:
@@ -345,29 +309,21 @@ class _Sent:
         return as_sent(outputs, self._precision, self._ranks) if self.is_rounded else outputs
 
 
-def _forward(run: CheckedRun, watch: Watch, sent: _Sent, index: int) -> Forward:
-    exact, logits = [], []
-    with torch.no_grad():
-        for is_rounded in (True, False):
-            sent.is_rounded = is_rounded
-            exact = [watch.run_and_see(draw_batch(run, rank, index)) for rank in _ranks(run)]
-            logits.append([seen.logits for seen in exact])
-    moved = [float((rounded - plain).abs().max()) for rounded, plain in zip(*logits, strict=True)]
-    return Forward(
-        embeddings=[seen.embeddings for seen in exact],
-        outputs=[seen.outputs for seen in exact],
-        logits=logits[-1],
-        rounding=max(moved),
-    )
+def _batches(run: CheckedRun, index: int) -> list[ClickBatch]:
+    return [draw_batch(run, rank, index) for rank in range(run.topology.world_size)]
 
 
-def _backward(run: CheckedRun, replicas: Sequence[_Replica], index: int) -> list[float]:
+def _forward(run: CheckedRun, watch: Watch, index: int) -> list[Seen]:
+    return [watch.run_and_see(batch) for batch in _batches(run, index)]
+
+
+def _backward(run: CheckedRun, watches: Sequence[Watch], index: int) -> list[float]:
     """Leaves in every replica the gradients of its ranks' mean loss; returns the losses by rank."""
-    losses = {}
-    for task, watch, ranks in replicas:
-        task.zero_grad()
+    batches, losses = _batches(run, index), [0.0] * run.topology.world_size
+    for watch, ranks in zip(watches, run.topology.sharding_groups(), strict=True):
+        watch.model.zero_grad()
         for rank in ranks:
-            loss = watch.run(draw_batch(run, rank, index))
+            loss = watch.run(batches[rank])
             (loss / len(ranks)).backward()
             losses[rank] = float(loss.detach())
-    return [losses[rank] for rank in _ranks(run)]
+    return losses

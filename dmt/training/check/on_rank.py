@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,37 +17,48 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.testing.bounds import (
-    allowed_gradient,
-    allowed_logits,
-    allowed_outputs,
-    allowed_weights,
-    step_error,
-)
 from dmt.testing.plain import is_table
 from dmt.testing.ranks import say
 from dmt.testing.state import LocalPart, TableLayout, copy_parts, digest, load_plain_state, local_parts, table_layout
-from dmt.training.build import ClickTask, build_model, build_optimizer, in_micro_batches, replica_sync, shard_model
-from dmt.training.check import Finding
+from dmt.training.build import (
+    ClickTask,
+    build_model,
+    build_optimizer,
+    in_micro_batches,
+    is_tower_module,
+    replica_sync,
+    shard_model,
+)
 from dmt.training.check.expected import (
     SINGLE_IDS,
     UNEVEN_BAGS,
     Expected,
-    Forward,
+    Seen,
     Watch,
     compute_expected,
     draw_batch,
-    is_tower_module,
     plain_task,
     sparse_part,
     table_of,
 )
-from dmt.training.check.rounding import FoundGradient, backward_rounding, forward_rounding, scale_error
+from dmt.training.check.rounding import (
+    FoundGradient,
+    allowed_gradient,
+    allowed_logits,
+    allowed_outputs,
+    allowed_weights,
+    format_error,
+    format_use,
+    rounded,
+    scale_error,
+    step_error,
+    unit_of,
+)
 from dmt.training.check.shrink import CheckedRun, with_values
 from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from dmt.training.config import TrainingConfig
 
-__all__ = ["RankReport", "Trained", "check_on_rank"]
+__all__ = ["Finding", "RankReport", "Trained", "check_on_rank", "table_of"]
 
 CPU = torch.device("cpu")
 # Tables are updated in the backward pass: their gradient is read off one step of SGD. At this rate the step is as large
@@ -56,6 +68,36 @@ _PROBE_RATE = 2.0**10
 # grows with the square root of the samples that are summed up, to about 200 for a thousand per rank; an unused format
 # leaves equal bits there.
 _FORWARD_USED, _BACKWARD_USED = 10.0, 1000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One comparison on one rank."""
+
+    check: str
+    """Name of the row it belongs to."""
+    item: str
+    """Table, tower or parameter."""
+    difference: float
+    """Largest found."""
+    allowed: float
+    """Largest that rounding explains; 0: bitwise."""
+    place: str = ""
+    """Rank and step."""
+
+    @property
+    def agrees(self) -> bool:
+        """Is true if the difference is allowed; NaN never is."""
+        return self.difference <= self.allowed
+
+    @property
+    def share(self) -> float:
+        """Difference over the allowed difference, to find the worst."""
+        if math.isnan(self.difference):
+            return math.inf
+        if self.difference == 0:
+            return 0.0
+        return self.difference / self.allowed if self.allowed else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +177,7 @@ class _Checks:
         watch = Watch(model)
         for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
             loss = watch.run(draw_batch(self.run, self.rank, index))
-            self._compare_forward(watch, self.expected.forward[index], name)
+            self._compare_forward(watch.seen, index, name)
         loss.backward()
         found = self._gradients(model)
         self._compare_gradients(found)
@@ -147,7 +189,7 @@ class _Checks:
         expected, steps = self.expected, self.run.limits.steps
         for step, loss in enumerate(trained.losses):
             mean = expected.losses[step][self.rank]
-            # A step of Adam may differ in single weights, see `bounds`; a mean loss feels little of that.
+            # A step of Adam may differ in single weights, see `rounding`; a mean loss feels little of that.
             self._found("losses", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
         optimizer = self.run.config.optimizer
         errors = {
@@ -161,8 +203,7 @@ class _Checks:
             if check in still:
                 continue
             start, wanted = part.of(expected.start), part.of(expected.weights)
-            is_half = part.tensor.dtype == torch.float16
-            allowed = allowed_weights(start, wanted, error=errors[check], steps=steps, is_half=is_half)
+            allowed = allowed_weights(part.tensor, start, wanted, error=errors[check], steps=steps)
             distance = float((part.tensor.float() - wanted).norm())
             self._found(check, table_of(part.name), distance, allowed, f"after {steps} steps")
         has_moved = any(not torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts)
@@ -175,21 +216,7 @@ class _Checks:
 
     def pipeline(self, plain: Trained) -> None:
         """TorchRec's train pipeline, which exchanges ids a batch ahead, against the plain loop."""
-        model = self._shard(self.run.config)
-        replicas = self._begin(model, self.run.config)
-        in_micro_batches(self.run.config.train, model)
-        pipeline: Any = TrainPipelineSparseDist(
-            model, build_optimizer(self.run.config.optimizer, model), CPU, execute_all_batches=True
-        )
-        batches = self._batches()
-        logits = []
-        for _ in range(self.run.limits.steps):
-            logits.append(pipeline.progress(batches)[0])
-            if replicas is not None:
-                replicas.step()
-        if replicas is not None:
-            replicas.sync()
-        self._compare_bits("pipeline", plain, logits, local_parts(model))
+        self._compare_bits("pipeline", plain, self._train(self.run.config, in_pipeline=True))
 
     def routes(self, plain: Trained) -> None:
         """The other id route."""
@@ -203,7 +230,7 @@ class _Checks:
             # Every rank raises: what a route cannot carry is agreed on before anything is sent.
             self.skipped["id routes"] = f"id_route={other!r} cannot: {str(error).partition(', but')[0]}"
             return
-        self._compare_bits("id routes", plain, trained.logits, trained.parts)
+        self._compare_bits("id routes", plain, trained)
 
     def checkpoint(self, trained: Trained) -> None:
         """The trained weights, saved, read into the plain module, and loaded under another placement."""
@@ -261,49 +288,53 @@ class _Checks:
         expected: Expected = torch.load(path, weights_only=False, mmap=True)
         return expected
 
-    def _batches(self) -> Iterator[Any]:
-        return (draw_batch(self.run, self.rank, step) for step in range(self.run.limits.steps))
-
-    def _train(self, config: TrainingConfig) -> Trained:
+    def _train(self, config: TrainingConfig, *, in_pipeline: bool = False) -> Trained:
         model = self._shard(config)
         replicas = self._begin(model, config)
         # Only in training: what is watched elsewhere is the whole batch.
         in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)
-        losses, logits = [], []
-        for batch in self._batches():
-            optimizer.zero_grad()
-            loss, (of_batch, _, _) = model(batch)
-            loss.backward()
-            optimizer.step()
+        steps, losses, logits = self.run.limits.steps, [], []
+        batches = (draw_batch(self.run, self.rank, step) for step in range(steps))
+        pipeline: Any = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=True)
+        for _ in range(steps):
+            if in_pipeline:
+                logits.append(pipeline.progress(batches)[0])
+            else:
+                optimizer.zero_grad()
+                loss, (of_batch, _, _) = model(next(batches))
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+                logits.append(of_batch)
             if replicas is not None:
                 replicas.step()
-            losses.append(float(loss.detach()))
-            logits.append(of_batch)
         if replicas is not None:
             replicas.sync()
         parts = copy_parts(model)
-        with torch.no_grad():
-            losses.append(float(model(draw_batch(self.run, self.rank, self.run.limits.steps))[0]))
+        if not in_pipeline:
+            with torch.no_grad():
+                losses.append(float(model(draw_batch(self.run, self.rank, steps))[0]))
         return Trained(model=model, parts=parts, losses=losses, logits=logits, replicas=replicas)
 
-    def _compare_forward(self, watch: Watch, expected: Forward, check: str) -> None:
+    def _compare_forward(self, seen: Seen, index: int, check: str) -> None:
         has_towers = self.run.config.model.has_towers
         # A tower sees the samples of all its peers, tower by tower.
-        seen = dist.get_process_group_ranks(self.mesh.peer_group) if has_towers else [self.rank]
-        wanted = {
-            feature: torch.cat([expected.embeddings[rank][feature] for rank in seen])
-            for feature in watch.seen.embeddings
+        ranks = dist.get_process_group_ranks(self.mesh.peer_group) if has_towers else [self.rank]
+        of_ranks, wanted = self.expected.seen[index], self.expected.seen[index][self.rank]
+        embeddings = {
+            feature: torch.cat([of_ranks[rank].embeddings[feature] for rank in ranks]) for feature in seen.embeddings
         }
         # With one id per bag an embedding is a row; a sum of three may be added up in another order.
-        self._compare_tables(check, watch.seen.embeddings, wanted, is_exact=check == "embeddings")
-        self._compare_forward_format(watch, wanted, expected.outputs[self.rank])
-        outputs, logits = expected.outputs[self.rank], expected.logits[self.rank]
+        self._compare_tables(check, seen.embeddings, embeddings, is_exact=index == SINGLE_IDS)
         if has_towers:
-            self._compare_outputs("tower outputs", watch.seen.outputs, outputs)
-        allowed = allowed_logits(logits, expected.rounding)
-        batch = "one id per bag" if check == "embeddings" else "bags of 0 to 3 ids"
-        self._found("logits", "the logits", _distance(watch.seen.logits, logits), allowed, batch)
+            self._compare_outputs("tower outputs", seen.outputs, wanted.outputs)
+            self._compare_forward_format(seen.outputs, wanted.outputs)
+        else:
+            self._compare_forward_format(*(torch.cat([*some.values()], 1) for some in (seen.embeddings, embeddings)))
+        allowed = allowed_logits(wanted.logits, self.expected.logit_rounding[index])
+        batch = "one id per bag" if index == SINGLE_IDS else "bags of 0 to 3 ids"
+        self._found("logits", "the logits", _distance(seen.logits, wanted.logits), allowed, batch)
 
     def _compare_tables(
         self, check: str, ours: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, is_exact: bool
@@ -325,17 +356,11 @@ class _Checks:
         for tower, (mine, its) in enumerate(zip(ours.split(widths, 1), wanted.split(widths, 1), strict=True)):
             self._found(check, f"output of tower {tower}", _distance(mine, its), allowed)
 
-    def _compare_forward_format(self, watch: Watch, embeddings: Mapping[str, Tensor], outputs: Tensor) -> None:
+    def _compare_forward_format(self, ours: Tensor, wanted: Tensor) -> None:
         """Checks that outputs that crossed between ranks were rounded at all."""
-        ours, wanted, name = watch.seen.outputs, outputs, self.precision.forward
-        if not self._crosses or name == "fp32":
-            return
-        if not self.run.config.model.has_towers:
-            ours = torch.cat([watch.seen.embeddings[feature] for feature in embeddings], 1)
-            wanted = torch.cat([*embeddings.values()], 1)
-        ratio = forward_rounding(ours, wanted, name)
-        if ratio is not None:
-            self._found("formats", f"the exchange did not use its format ({name} forward)", ratio, _FORWARD_USED)
+        name = self.precision.forward
+        if self._crosses and name != "fp32":
+            self._compare_use(f"{name} forward", (rounded(wanted, name) - wanted).norm(), ours, wanted, _FORWARD_USED)
 
     def _compare_backward_format(self, found: Sequence[FoundGradient]) -> None:
         """Checks that gradients were rounded, against a run with the same forward pass and FP32 gradients."""
@@ -347,11 +372,18 @@ class _Checks:
         self._begin(model, config)
         model(draw_batch(self.run, self.rank, UNEVEN_BAGS))[0].backward()
         ours, plain = (
-            [g for g in some if _kind(g.name) != "dense gradients"] for some in (found, self._gradients(model))
+            [g.ours.detach().reshape(-1) for g in some if _kind(g.name) != "dense gradients"]
+            for some in (found, self._gradients(model))
         )
-        ratio = backward_rounding(ours, plain, name)
+        if ours:
+            exact = torch.cat(plain)
+            rounding = format_error(name) * exact.norm()
+            self._compare_use(f"{name} backward", rounding, torch.cat(ours), exact, _BACKWARD_USED)
+
+    def _compare_use(self, name: str, rounding: Tensor, ours: Tensor, exact: Tensor, most: float) -> None:
+        ratio = format_use(rounding, ours, exact)
         if ratio is not None:
-            self._found("formats", f"the exchange did not use its format ({name} backward)", ratio, _BACKWARD_USED)
+            self._found("formats", f"the exchange did not use its format ({name})", ratio, most)
 
     @property
     def _crosses(self) -> bool:
@@ -372,8 +404,7 @@ class _Checks:
                 start = part.of(self.expected.start)
                 after = part.tensor.float()
                 # The step was rounded with the weights that it led to.
-                unit = 2.0**-11 if part.tensor.dtype == torch.float16 else 2.0**-24
-                rounding = 2 * unit * float(after.abs().max()) / _PROBE_RATE
+                rounding = 2 * unit_of(part.tensor) * float(after.abs().max()) / _PROBE_RATE
                 found.append(FoundGradient(part.name, (start - after) / _PROBE_RATE, part.of(expected), rounding))
         for name, parameter in model.named_parameters():
             if not is_table(name) and parameter.grad is not None:
@@ -404,12 +435,12 @@ class _Checks:
         except ReplicaMismatchError as error:
             self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
 
-    def _compare_bits(self, check: str, plain: Trained, logits: Sequence[Tensor], parts: Sequence[LocalPart]) -> None:
-        for step, (ours, wanted) in enumerate(zip(logits, plain.logits, strict=True)):
+    def _compare_bits(self, check: str, plain: Trained, other: Trained) -> None:
+        for step, (ours, wanted) in enumerate(zip(other.logits, plain.logits, strict=True)):
             self._found(check, "the logits", _distance(ours, wanted), 0.0, f"step {step}")
-        for part, other in zip(parts, plain.parts, strict=True):
-            assert part.name == other.name, f"{part.name} is in the place of {other.name}"
-            self._found(check, table_of(part.name), _distance(part.tensor, other.tensor), 0.0, "after training")
+        for part, same in zip(other.parts, plain.parts, strict=True):
+            assert part.name == same.name, f"{part.name} is in the place of {same.name}"
+            self._found(check, table_of(part.name), _distance(part.tensor, same.tensor), 0.0, "after training")
 
     def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
         place = f"rank {self.rank}" + (f", {place}" if place else "")

@@ -129,8 +129,6 @@ def partition(**options: Any) -> None:
 
 
 @main.command(
-    # Options of earlier versions reach `run_plan`, which says what to write instead.
-    context_settings={"ignore_unknown_options": True},
     epilog="Example: dmt plan demo sharding.memory_gib=16; or for tables without data: dmt plan CONFIG.toml "
     "data.tables=tables.json topology.num_towers=4 --out plan.json",
 )

@@ -6,32 +6,26 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from dmt.testing.ranks import prepare_ranks
-from dmt.training.check import CheckReport
 from dmt.training.console import table_console
 from dmt.training.records import to_json
+
+if TYPE_CHECKING:
+    from dmt.training.check import CheckReport
 
 __all__ = ["print_report", "run_check"]
 
 _COLOURS = {"ok": "green", "FAILED": "bold red", "skipped": "yellow"}
 
 
-def run_check(
-    config: str,
-    overrides: Sequence[str],
-    *,
-    max_rows: int,
-    max_ranks: int,
-    batch_size: int,
-    steps: int,
-    timeout_s: float,
-) -> CheckReport:
-    """Runs ``dmt check`` on a config; the arguments are the command's, and `CheckLimits` explains the numbers.
+def run_check(config: str, overrides: Sequence[str], **limits: Any) -> CheckReport:
+    """Runs ``dmt check`` on a config; ``limits`` are those of `CheckLimits`.
 
     Raises:
         InputError: the config cannot be read, or the run cannot be built as it says.
@@ -42,17 +36,14 @@ def run_check(
 
     settings = load_config(config, overrides)
     # The ranks' packages take as long to load as this process's: both at once.
-    prepare_ranks(["dmt.training.check.on_rank"])
-    from dmt.training.check.check import check_run
+    prepare_ranks(["dmt.training.check"])
+    from dmt.training.check import check_run
     from dmt.training.check.shrink import CheckLimits
 
-    limits = CheckLimits(
-        max_rows=max_rows, max_ranks=max_ranks, batch_size=batch_size, steps=steps, timeout_s=timeout_s
-    )
     # What one process says of the whole run, such as a far too large batch, is no news here.
     logging.getLogger("dmt").setLevel(logging.WARNING)
     with Console(stderr=True).status("Checking ..."):
-        return replace(check_run(settings, limits), seconds=time.perf_counter() - began)
+        return replace(check_run(settings, CheckLimits(**limits)), seconds=time.perf_counter() - began)
 
 
 def print_report(report: CheckReport, *, as_json: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import RankLoad, TowerShardingPlan
@@ -27,29 +27,6 @@ _SHOWN_TABLES = 20
 # Characters that names and reasons get at least, before columns of numbers are left out for them.
 _FOLDED = {"table": 12, "why": 24, "replicas": 12}
 Rows = Sequence[Sequence[str]]
-
-# Options of earlier versions, and the setting that replaces each.
-_OLD_OPTIONS: Mapping[str, str] = {
-    "--tables": "data.tables=FILE.json",
-    "--towers": "towers.plan=FILE.json, and data.tables=FILE.json for the tables that it records",
-    "--num-towers": "topology.num_towers=T",
-    "--ranks-per-tower": "topology.ranks_per_tower=L",
-    "--replicas": "topology.num_replicas=M",
-    "--num-replicas": "topology.num_replicas=M",
-    "--sync-every": "replicas.sync_every=N",
-    "--batch-size": "train.batch_size=B",
-    "--pooling": "sharding.pooling_factors={FEATURE = NUMBER}",
-    "--memory-gib": "sharding.memory_gib=NUMBER",
-    "--optimizer": "optimizer.sparse=NAME",
-    "--memory-gb-per-s": "sharding.memory_gb_per_s=NUMBER",
-    "--lookup-gb-per-s": "sharding.memory_gb_per_s=NUMBER",
-    "--intra-tower-gb-per-s": "sharding.intra_tower_gb_per_s=NUMBER",
-    "--link-gb-per-s": "sharding.intra_tower_gb_per_s=NUMBER",
-    "--collective-latency-us": "sharding.collective_latency_us=NUMBER",
-    "--exchange-us": "sharding.collective_latency_us=NUMBER",
-    "--scheme": "sharding.scheme=SCHEME",
-    "--pin": "sharding.tables={TABLES = SCHEME}",
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +58,6 @@ def run_plan(
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
     """
-    _refuse_options(config, *overrides)
     run = load_config(config, overrides)
     if run.dataflow == "flat":
         raise InputError(
@@ -102,20 +78,6 @@ def run_plan(
     if out:
         job.sharding.save(out)
     return PlannedTables(job.sharding, replicas)
-
-
-def _refuse_options(*arguments: str) -> None:
-    """Raises `InputError` for an option, saying which setting replaces it."""
-    given = next((argument for argument in arguments if argument.startswith("--")), None)
-    if given is None:
-        return
-    option = given.partition("=")[0]
-    if option not in _OLD_OPTIONS:
-        raise InputError(f"dmt plan has no option {option}.{did_you_mean(option, _OLD_OPTIONS)} See dmt plan --help.")
-    raise InputError(
-        f"dmt plan takes a CONFIG and no {option} any more. Write {_OLD_OPTIONS[option]} after the CONFIG, for example "
-        "dmt plan CONFIG.toml data.tables=tables.json topology.num_towers=4."
-    )
 
 
 def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None) -> None:

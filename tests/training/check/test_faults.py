@@ -18,8 +18,7 @@ from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
 from dmt.testing.state import local_parts
-from dmt.training.check import CheckReport, Finding, make_rows, on_rank
-from dmt.training.check.check import compare_ranks
+from dmt.training.check import CheckReport, Finding, compare_ranks, make_rows, on_rank
 from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_values
 from dmt.training.checkpoints import Checkpointer
