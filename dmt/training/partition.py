@@ -23,7 +23,7 @@ from dmt.training.data import ClickBatch, ClickData, open_source
 from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
 
-__all__ = ["affinity_of_model", "affinity_of_run", "spread_batches", "trained_rows", "write_affinity"]
+__all__ = ["affinity_of_run", "path_setting", "spread_batches", "trained_rows", "write_affinity"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,13 @@ def affinity_of_run(
         raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
     overrides = []
     if (checkpoint / "towers.json").exists():
-        overrides.append(f"towers.plan={json.dumps(str(checkpoint / 'towers.json'))}")
-    if data_path is not None:
-        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
-            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        overrides.append(f"data.train_path={json.dumps(str(data_path))}")
+        overrides.append(path_setting("towers.plan", checkpoint / "towers.json"))
     config = load_config(checkpoint / "config.toml", overrides)
+    if data_path is not None:
+        if config.data.kind == "synthetic":
+            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
+        overrides.append(path_setting("data.train_path", data_path))
+        config = load_config(checkpoint / "config.toml", overrides)
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
     if check is not None:
         check(data.tables)
@@ -75,7 +76,7 @@ def affinity_of_run(
     if plan is not None and plan.column_splits:
         # A new partition may cut other tables, or none: it is of the whole ones.
         model = whole_tables(task, data.tables, plan.column_splits)
-        forward = _look_up
+        forward = lambda tables, batch: tables(batch.sparse_features)  # noqa: E731
     # At most the run's own batch: that many rows there are.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
     rows = None if data_path is not None else _rows_of_run(run, config)
@@ -85,10 +86,13 @@ def affinity_of_run(
     return FeatureAffinity.collect(model, batches, forward=forward), data.tables
 
 
-def affinity_of_model(
-    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int
-) -> FeatureAffinity:
+def write_affinity(
+    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int, path: Path
+) -> FeatureAffinity | None:
     """Collects the affinity of a sharded flat model on ``train.affinity_rows`` of its rows; collective.
+
+    A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
+    the first rank logs a warning.
 
     Args:
         model: the sharded `ClickTask`, detached from its train pipeline.
@@ -96,6 +100,10 @@ def affinity_of_model(
         mesh: the groups.
         config: gives the number of rows; at least a batch of one row per rank is taken.
         steps: number of steps it was trained for.
+        path: file that the first rank writes.
+
+    Returns:
+        The affinity; None after a warning.
     """
     world_size = mesh.topology.world_size
     batches = spread_batches(
@@ -106,21 +114,10 @@ def affinity_of_model(
         rank=mesh.rank,
         world_size=world_size,
     )
-    return FeatureAffinity.collect(
-        model, batches, forward=lambda task, batch: task(batch), process_group=mesh.global_group
-    )
-
-
-def write_affinity(
-    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int, path: Path
-) -> bool:
-    """Writes the result of `affinity_of_model`, which has the same arguments, on the first rank; collective.
-
-    A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
-    the first rank logs a warning, and false is returned.
-    """
     try:
-        affinity = affinity_of_model(model, data, mesh, config=config, steps=steps)
+        affinity = FeatureAffinity.collect(
+            model, batches, forward=lambda task, batch: task(batch), process_group=mesh.global_group
+        )
         if mesh.rank == 0:
             affinity.save(path)
     except (InputError, OSError) as error:
@@ -131,8 +128,8 @@ def write_affinity(
                 config.affinity_rows,
                 error,
             )
-        return False
-    return True
+        return None
+    return affinity
 
 
 def spread_batches(
@@ -178,8 +175,10 @@ def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
     return steps // config.epochs * config.batch_size * world_size
 
 
-def _look_up(tables: nn.Module, batch: ClickBatch) -> object:
-    return tables(batch.sparse_features)
+def path_setting(key: str, path: Path | str) -> str:
+    """Returns the override that sets a config key to a path, whatever characters are in it."""
+    # A JSON string is a TOML string, but for its escapes of characters outside the basic plane.
+    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"
 
 
 def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:

@@ -81,7 +81,7 @@ def draw_batch(run: CheckedRun, rank: int, index: int) -> ClickBatch:
         sparse_features=ids,
         labels=torch.rand(size, generator=generator).round(),
         weights=torch.ones(size),
-    ).split_columns(run.splits)
+    ).split_columns({} if run.job.towers is None else run.job.towers.column_splits)
 
 
 class Seen(NamedTuple):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.formatting import counted, shorten
+from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
@@ -18,7 +18,7 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import Rule, ShardingRules
 from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
-from dmt.training.config import ReplicasConfig, TrainingConfig
+from dmt.training.config import TrainingConfig
 from dmt.training.job import Job
 
 __all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
@@ -89,11 +89,6 @@ class CheckedRun:
         return self.job.tables
 
     @property
-    def splits(self) -> Mapping[str, tuple[int, ...]]:
-        """Columns of each shard of the tables that the tower plan cuts, by feature."""
-        return {} if self.job.towers is None else self.job.towers.column_splits
-
-    @property
     def topology(self) -> TowerTopology:
         """The mesh that is run."""
         return self.config.topology.build()
@@ -113,18 +108,14 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     Raises:
         InputError: the shrunk tables cannot be placed.
     """
-    config, full = job.config, job.topology
-    topology = fewer_ranks(full, limits.max_ranks)
+    full, topology = job.topology, fewer_ranks(job.topology, limits.max_ranks)
     most = max(limits.max_rows, topology.ranks_per_tower)
     small = tuple(replace(table, num_embeddings=min(table.num_embeddings, most)) for table in job.tables)
-    config = with_values(config, "optimizer", warmup_steps=min(config.optimizer.warmup_steps, _WARMUP_STEPS))
-    sizes = {key: getattr(topology, key) for key in ("num_towers", "ranks_per_tower", "num_replicas")}
-    config = with_values(config, "topology", **sizes)
-    config = with_values(config, "replicas", **_replica_values(config.replicas, topology.num_replicas))
-    # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from the weights.
-    config = with_values(config, "train", dense_reduce_precision="fp32")
-    reduced = tuple(_reductions(job, config, most))
-    shared: dict[str, Any] = {"limits": limits, "folder": str(folder), "reduced": reduced}
+    config, reduced = _smaller(job.config, topology)
+    cut = [table.num_embeddings for table in job.tables if table.num_embeddings > most]
+    if cut:
+        reduced.append(f"{len(cut)} of {len(small)} tables have {most:,} rows instead of up to {max(cut):,}")
+    shared: dict[str, Any] = {"limits": limits, "folder": str(folder), "reduced": tuple(reduced)}
     if config.dataflow == "flat":
         scheme = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
         shrunk = Job(config=config, tables=small, num_dense=job.num_dense)
@@ -144,6 +135,33 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     other = _arranged(shrunk, limits, [topology.num_towers - 1 - tower for tower in mesh], others)
     assert run.sharding is not None, "planned just now"
     return CheckedRun(job=run, other=other, schemes=_scheme_lines(run.sharding, job.sharding), **shared)
+
+
+def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingConfig, list[str]]:
+    """Returns the config of a shorter run on fewer ranks, and a line for everything that is smaller than asked for."""
+    own, instead = config.replicas, "{key} is {after} instead of {before}"
+    changes: list[tuple[str, str, Any, str]] = [
+        ("topology", "ranks_per_tower", topology.ranks_per_tower, "checked with {after} of {before} ranks per tower"),
+        ("topology", "num_towers", topology.num_towers, "the {before} towers share the ranks of {after}"),
+        # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from weights.
+        ("train", "dense_reduce_precision", "fp32", "dense gradients are sent in {after} instead of {before}"),
+        ("optimizer", "warmup_steps", _WARMUP_STEPS, "learning rates rise over {after} steps instead of {before}"),
+    ]
+    if topology.num_replicas > 1:
+        most = own.moment_scale if isinstance(own.moment_scale, str) else float(topology.num_replicas)
+        changes += [
+            ("topology", "num_replicas", topology.num_replicas, "checked with {after} of {before} replicas"),
+            ("replicas", "sync_every", _SYNC_EVERY[own.optimizer_state], instead),
+            ("replicas", "moment_scale", most, instead),
+        ]
+    lines = []
+    for section, key, after, line in changes:
+        before = getattr(getattr(config, section), key)
+        after = after if isinstance(after, str) else min(before, after)
+        if before != after:
+            config = with_values(config, section, **{key: after})
+            lines.append(line.format(key=f"{section}.{key}", before=before, after=after))
+    return config, lines
 
 
 def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
@@ -250,36 +268,3 @@ def _scheme_lines(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple[st
     for reason, names in by_reason.items():
         lines.append(f"{shorten(names, ', ')}: {reason}")
     return tuple(lines)
-
-
-def _replica_values(own: ReplicasConfig, num_replicas: int) -> dict[str, Any]:
-    """Returns the settings that must be smaller with few replicas and steps."""
-    scale = own.moment_scale
-    return {
-        "sync_every": min(own.sync_every, _SYNC_EVERY[own.optimizer_state]),
-        "moment_scale": scale if isinstance(scale, str) else min(scale, float(num_replicas)),
-    }
-
-
-def _reductions(asked: Job, config: TrainingConfig, most: int) -> Iterator[str]:
-    """Yields a line for everything that is smaller than asked for."""
-    full, topology, given = asked.topology, config.topology, asked.config
-    if full.ranks_per_tower != topology.ranks_per_tower:
-        yield f"checked with {topology.ranks_per_tower} of {full.ranks_per_tower} ranks per tower"
-    if full.num_towers != topology.num_towers:
-        yield f"the {full.num_towers} towers share {counted(topology.num_towers, 'mesh tower')}"
-    if topology.num_replicas > 1:
-        if full.num_replicas != topology.num_replicas:
-            yield f"checked with {topology.num_replicas} of {full.num_replicas} replicas"
-        for key in ("sync_every", "moment_scale"):
-            before, after = getattr(given.replicas, key), getattr(config.replicas, key)
-            if before != after:
-                yield f"replicas.{key} is {after} instead of {before}"
-    cut = [table.num_embeddings for table in asked.tables if table.num_embeddings > most]
-    if cut:
-        yield f"{len(cut)} of {len(asked.tables)} tables have {most:,} rows instead of up to {max(cut):,}"
-    if given.train.dense_reduce_precision != config.train.dense_reduce_precision:
-        yield f"dense gradients are sent in fp32 instead of {given.train.dense_reduce_precision}"
-    warmup, short = given.optimizer.warmup_steps, config.optimizer.warmup_steps
-    if warmup != short:
-        yield f"learning rates rise over {short} steps instead of {warmup}"

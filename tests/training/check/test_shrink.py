@@ -82,7 +82,7 @@ def test_fewer_ranks_keep_schemes_and_several_towers_share_a_mesh_tower(tmp_path
     assert (run.job.placement, run.other.placement) == ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
     assert run.job.towers.num_towers == 6, "every tower keeps its module"
     assert {n: p.scheme for n, p in placements(run.job).items()} == SCHEMES | {"t_C4": "row_wise"}
-    assert run.reduced[:2] == ("checked with 2 of 4 ranks per tower", "the 6 towers share 2 mesh towers")
+    assert run.reduced[:2] == ("checked with 2 of 4 ranks per tower", "the 6 towers share the ranks of 2")
 
 
 def test_the_towers_of_a_flat_model_are_joined(tmp_path: Path) -> None:
