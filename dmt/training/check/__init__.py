@@ -113,15 +113,17 @@ def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport
 
 def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
     """Compares the bits of everything that several ranks hold: whole tensors, and the shards of several replicas."""
-    holders: dict[tuple[object, ...], dict[int, str]] = {}
+    holders: dict[tuple[str, object], dict[int, str]] = {}
     for rank, report in enumerate(reports):
-        for *place, digest in (*report.whole.items(), *report.shards):
-            holders.setdefault(tuple(place), {})[rank] = digest
-    for (name, *_), digests in holders.items():
+        for name, digest in report.whole.items():
+            holders.setdefault((name, None), {})[rank] = digest
+        for name, offsets, sizes, digest in report.shards:
+            holders.setdefault((name, (offsets, sizes)), {})[rank] = digest
+    for (name, _), digests in holders.items():
         first = min(digests)
         differing = [rank for rank, digest in digests.items() if digest != digests[first]]
         where = f"ranks {differing} differ from rank {first}" if differing else ""
-        yield Finding(check="replicas", item=table_of(str(name)), difference=len(differing), allowed=0, place=where)
+        yield Finding(check="replicas", item=table_of(name), difference=len(differing), allowed=0, place=where)
 
 
 def _coverage(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,13 +106,14 @@ class Watch:
 
     Args:
         model: a `ClickTask`, or one that is sharded.
-        send: changes the sparse part's output before it reaches the dense parts, see `as_sent`.
     """
 
-    def __init__(self, model: nn.Module, send: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.model, self._send = model, send
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.seen = _NOTHING_SEEN
         """Values of the latest batch."""
+        self.send: Callable[[Tensor], Tensor] | None = None
+        """Changes the sparse part's output before it reaches the dense parts, see `as_sent`."""
         sparse = sparse_part(model)
         for module in _tower_modules(sparse):
             module.register_forward_pre_hook(lambda module, inputs: self._see_embeddings(inputs[0]))
@@ -137,7 +139,7 @@ class Watch:
 
     def _after_sparse_part(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         result = output.wait() if isinstance(output, LazyAwaitable) else output
-        send = self._send or (lambda outputs: outputs)
+        send = self.send or (lambda outputs: outputs)
         if not isinstance(result, KeyedTensor):
             self.seen = self.seen._replace(outputs=result)
             return send(result)
@@ -203,19 +205,21 @@ def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
     start = _copy_of(tasks[0])
     for task in tasks[1:]:
         task.load_state_dict(start)
-    sent = _Sent(run)
-    watches = [Watch(task, sent) for task in tasks]
+    send = partial(as_sent, precision=run.config.sharding.precision, num_ranks=run.topology.world_size // len(tasks))
+    watches = [Watch(task) for task in tasks]
     seen, logit_rounding = {}, {}
     for index in (SINGLE_IDS, UNEVEN_BAGS):
-        sent.is_rounded = True
+        watches[0].send = send
         rounded = _forward(run, watches[0], index)
-        sent.is_rounded = False
+        watches[0].send = None
         seen[index] = _forward(run, watches[0], index)
         pairs = zip(rounded, seen[index], strict=True)
         logit_rounding[index] = max(float((a.logits - b.logits).abs().max()) for a, b in pairs)
     training = _plain_training(run, tasks, layout)
     gradients: list[list[State]] = []
-    for sent.is_rounded in (True, False):
+    for how in (send, None):
+        for watch in watches:
+            watch.send = how
         _backward(run, watches, UNEVEN_BAGS)
         training.average_gradients()
         gradients.append(
@@ -295,18 +299,6 @@ def _check_finite(run: CheckedRun, losses: Sequence[Sequence[float]]) -> None:
 def table_of(name: str) -> str:
     """Returns the name of a parameter in the report: a table's own name, others in full."""
     return f"table {table_name(name)}" if is_table(name) else name.removeprefix("model.")
-
-
-class _Sent:
-    """Passes the sparse part's output on, exact or rounded as the exchange rounds it."""
-
-    def __init__(self, run: CheckedRun) -> None:
-        self.is_rounded = False
-        self._precision = run.config.sharding.precision
-        self._ranks = run.topology.world_size // run.topology.num_replicas
-
-    def __call__(self, outputs: Tensor) -> Tensor:
-        return as_sent(outputs, self._precision, self._ranks) if self.is_rounded else outputs
 
 
 def _batches(run: CheckedRun, index: int) -> list[ClickBatch]:

@@ -161,19 +161,22 @@ class _Checks:
     def __init__(self, rank: int, run: CheckedRun, mesh: TowerMesh) -> None:
         self.rank, self.run, self.mesh = rank, run, mesh
         self.findings: list[Finding] = []
-        self.skipped: dict[str, str] = {}
         self.precision = run.config.sharding.precision
         fp32 = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
         self._exact = with_values(fp32, "replicas", precision="fp32")
-        self.expected: Expected  # computed with the first model
+        self.expected = self._meet_expected(table_layout(shard_model(run.job, mesh)))
+        self._crosses = run.config.dataflow == "flat" or run.topology.num_towers > 1
+        why = "the formats change none of these numbers" if self._crosses else "a single tower sends nothing to others"
+        if self.precision.forward == self.precision.backward == "fp32":
+            why = "fp32 rounds nothing"
+        # A check that finds something to compare is not skipped.
+        self.skipped = {"formats": why}
 
     # The checks, in order.
 
     def forward_and_gradients(self) -> None:
         """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
-        model = self._shard(_probe(self.run.config))
-        self.expected = self._meet_expected(table_layout(model))
-        self._begin(model, self.run.config)
+        model, _ = self._start(_probe(self.run.config))
         watch = Watch(model)
         for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
             loss = watch.run(draw_batch(self.run, self.rank, index))
@@ -186,32 +189,26 @@ class _Checks:
     def training(self) -> Trained:
         """A few steps against the plain module, with FP32 between towers; returns the run in its own formats."""
         trained = self._train(self._exact)
-        expected, steps = self.expected, self.run.limits.steps
+        expected = self.expected
         for step, loss in enumerate(trained.losses):
             mean = expected.losses[step][self.rank]
             # A step of Adam may differ in single weights, see `rounding`; a mean loss feels little of that.
             self._found("losses", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
         optimizer = self.run.config.optimizer
-        errors = {
-            "table weights": step_error(optimizer.sparse, dense_optimizer=optimizer.dense),
-            "dense weights": step_error(optimizer.dense),
-        }
-        still = self._unmoved()
-        self.skipped |= still
-        for part in trained.parts:
-            check = "table weights" if is_table(part.name) else "dense weights"
-            if check in still:
-                continue
-            start, wanted = part.of(expected.start), part.of(expected.weights)
-            allowed = allowed_weights(part.tensor, start, wanted, error=errors[check], steps=steps)
-            distance = float((part.tensor.float() - wanted).norm())
-            self._found(check, table_of(part.name), distance, allowed, f"after {steps} steps")
+        table_error = step_error(optimizer.sparse, dense_optimizer=optimizer.dense)
+        self._compare_weights("table weights", trained, table_error, "optimizer.sparse_lr")
+        self._compare_weights("dense weights", trained, step_error(optimizer.dense), "optimizer.dense_lr and tower_lr")
         has_moved = any(not torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts)
         must_move = any(not torch.equal(part.of(expected.weights), part.of(expected.start)) for part in trained.parts)
         if must_move and not has_moved:
             self._found("table weights", "every weight", float("nan"), 0.0, "training moved nothing")
         own = trained if self._exact == self.run.config else self._train(self.run.config)
-        self._compare_replicas(own)
+        try:
+            # With optimizer states, which no other check sees at the end of training.
+            if own.replicas is not None:
+                own.replicas.check()
+        except ReplicaMismatchError as error:
+            self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
         return own
 
     def pipeline(self, plain: Trained) -> None:
@@ -257,26 +254,25 @@ class _Checks:
 
     # Their parts.
 
-    def _unmoved(self) -> dict[str, str]:
-        """Returns the kinds of weights that the plain module's training leaves unchanged, and the reason."""
-        still = {}
-        for check, of_tables, rates in (
-            ("table weights", True, "optimizer.sparse_lr"),
-            ("dense weights", False, "optimizer.dense_lr and tower_lr"),
-        ):
-            names = [name for name in self.expected.weights if is_table(name) is of_tables]
-            if all(torch.equal(self.expected.weights[name], self.expected.start[name]) for name in names):
-                still[check] = f"training moved nothing, in the plain module too; raise {rates}"
-        return still
+    def _compare_weights(self, check: str, trained: Trained, error: float, rates: str) -> None:
+        """Compares the weights of a kind after training; skips those that it moves in the plain module neither."""
+        start, after, steps = self.expected.start, self.expected.weights, self.run.limits.steps
+        of_tables = check == "table weights"
+        if all(torch.equal(after[name], start[name]) for name in after if is_table(name) is of_tables):
+            self.skipped[check] = f"training moved nothing, in the plain module too; raise {rates}"
+            return
+        for part in trained.parts:
+            if is_table(part.name) is not of_tables:
+                continue
+            allowed = allowed_weights(part.tensor, part.of(start), part.of(after), error=error, steps=steps)
+            distance = float((part.tensor.float() - part.of(after)).norm())
+            self._found(check, table_of(part.name), distance, allowed, f"after {steps} steps")
 
-    def _shard(self, config: TrainingConfig) -> DistributedModelParallel:
-        """The sharded model of the run with other settings; its plans stay."""
-        return shard_model(replace(self.run.job, config=config), self.mesh)
-
-    def _begin(self, model: DistributedModelParallel, config: TrainingConfig) -> ReplicaSync | None:
-        """Gives a model the first weights; returns its `ReplicaSync` if it has replicas."""
+    def _start(self, config: TrainingConfig) -> tuple[DistributedModelParallel, ReplicaSync | None]:
+        """Returns the sharded model of a config with the first weights, and its `ReplicaSync` if it has replicas."""
+        model = shard_model(replace(self.run.job, config=config), self.mesh)
         load_plain_state(model, self.expected.start)
-        return replica_sync(config.replicas, model, self.mesh)
+        return model, replica_sync(config.replicas, model, self.mesh)
 
     def _meet_expected(self, layout: TableLayout) -> Expected:
         """Runs the plain module on rank 0; the others read its results."""
@@ -289,8 +285,7 @@ class _Checks:
         return expected
 
     def _train(self, config: TrainingConfig, *, in_pipeline: bool = False) -> Trained:
-        model = self._shard(config)
-        replicas = self._begin(model, config)
+        model, replicas = self._start(config)
         # Only in training: what is watched elsewhere is the whole batch.
         in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)
@@ -367,9 +362,7 @@ class _Checks:
         name = self.precision.backward
         if not self._crosses or name == "fp32":
             return
-        config = with_values(_probe(self.run.config), "sharding", backward_precision="fp32")
-        model = self._shard(config)
-        self._begin(model, config)
+        model, _ = self._start(with_values(_probe(self.run.config), "sharding", backward_precision="fp32"))
         model(draw_batch(self.run, self.rank, UNEVEN_BAGS))[0].backward()
         ours, plain = (
             [g.ours.detach().reshape(-1) for g in some if _kind(g.name) != "dense gradients"]
@@ -384,17 +377,6 @@ class _Checks:
         ratio = format_use(rounding, ours, exact)
         if ratio is not None:
             self._found("formats", f"the exchange did not use its format ({name})", ratio, most)
-
-    @property
-    def _crosses(self) -> bool:
-        """Is true if an exchange has a number format; otherwise notes why not."""
-        why = ""
-        if self.precision.forward == self.precision.backward == "fp32":
-            why = "fp32 rounds nothing"
-        elif self.run.config.dataflow != "flat" and self.run.topology.num_towers == 1:
-            why = "a single tower sends nothing to others"
-        self.skipped["formats"] = why or "the formats change none of these numbers"
-        return not why
 
     def _gradients(self, model: DistributedModelParallel) -> list[FoundGradient]:
         expected = self.expected.gradients[self.mesh.replica]
@@ -425,15 +407,6 @@ class _Checks:
             error = scale_error([gradient for gradient in found if _kind(gradient.name) == kind], self.precision)
             if error is not None:
                 self._found("gradient scales", kind, *error)
-
-    def _compare_replicas(self, trained: Trained) -> None:
-        """Compares replicas, with optimizer states, which no other check sees at the end of training."""
-        if trained.replicas is None:
-            return
-        try:
-            trained.replicas.check()
-        except ReplicaMismatchError as error:
-            self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
 
     def _compare_bits(self, check: str, plain: Trained, other: Trained) -> None:
         for step, (ours, wanted) in enumerate(zip(other.logits, plain.logits, strict=True)):
