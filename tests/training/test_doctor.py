@@ -55,9 +55,7 @@ def test_what_is_wrong_is_mended(changes: dict[str, str | None], gpu: bool, what
 
 
 def test_a_library_that_does_not_load_is_reported_with_its_error() -> None:
-    findings = diagnose(
-        GOOD.get, lambda module: "undefined symbol: _ZN" if module == "fbgemm_gpu" else "", has_gpu=False
-    )
+    findings = diagnose(GOOD.get, lambda module: "" if module == "torch" else "undefined symbol: _ZN", has_gpu=False)
     assert findings[-1].found == "undefined symbol: _ZN"
     assert findings[-1].what == "import fbgemm_gpu"
     assert f"torch=={TESTED['torch']}" in findings[-1].fix

@@ -69,57 +69,45 @@ def diagnose(
         'pip install torch==2.13.0'
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
-    findings = [_python(), _pinned("torch", version("torch"), f"pip install torch=={TESTED['torch']}")]
-    findings.append(_fbgemm(version, gpu))
-    fix = f"pip install --no-deps torchrec=={TESTED['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
-    findings.append(_pinned("torchrec", version("torchrec"), fix))
-    for package in (*(need.partition("==")[0] for need in _TORCHREC_NEEDS), *_TRAINER_NEEDS):
-        if version(package) is None:
-            wanted = next((need for need in _TORCHREC_NEEDS if need.startswith(package)), package)
-            findings.append(Finding(what=package, found="absent", expected="any", fix=f"pip install {wanted}"))
-    if all(finding.ok for finding in findings):
-        findings.append(_loads(load_error or _load_error, version, gpu))
-    return findings
-
-
-def _python() -> Finding:
-    found = platform.python_version()
-    good = found.startswith("3.11.")
-    fix = "" if good else "use Python 3.11, e.g. `make install PYTHON=python3.11`"
-    return Finding(what="python", found=found, expected="3.11", fix=fix)
-
-
-def _pinned(what: str, found: str | None, fix: str) -> Finding:
-    good = found == TESTED[what]
-    return Finding(what=what, found=found or "absent", expected=TESTED[what], fix="" if good else fix)
-
-
-def _fbgemm(version: Callable[[str], str | None], gpu: bool) -> Finding:
-    found = {package: version(package) for package in _FBGEMM if version(package) is not None}
-    build = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu"
+    build, python = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu", platform.python_version()
+    builds = {package: number for package in _FBGEMM if (number := version(package)) is not None}
     install = f"pip install {build}=={TESTED['fbgemm']}"
-    shown = ", ".join(f"{package} {number}" for package, number in found.items()) or "absent"
-    fix = ""
-    if len(found) > 1:
+    if len(builds) > 1:
         # Both unpack into the same folder; whichever came last has overwritten half of the other.
-        fix = f"pip uninstall -y {' '.join(_FBGEMM)} && {install}"
-    elif list(found.values()) != [TESTED["fbgemm"]]:
-        fix = install
-    return Finding(what="fbgemm", found=shown, expected=TESTED["fbgemm"], fix=fix)
-
-
-def _loads(load_error: Callable[[str], str], version: Callable[[str], str | None], gpu: bool) -> Finding:
+        install = f"pip uninstall -y {' '.join(_FBGEMM)} && {install}"
+    torchrec = f"pip install --no-deps torchrec=={TESTED['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
+    findings = [
+        _finding(
+            "python", python, "3.11", "use Python 3.11, e.g. `make install PYTHON=python3.11`", python[:5] == "3.11."
+        ),
+        _finding("torch", version("torch"), TESTED["torch"], f"pip install torch=={TESTED['torch']}"),
+        _finding(
+            "fbgemm",
+            ", ".join(f"{package} {number}" for package, number in builds.items()),
+            TESTED["fbgemm"],
+            install,
+            [*builds.values()] == [TESTED["fbgemm"]],
+        ),
+        _finding("torchrec", version("torchrec"), TESTED["torchrec"], torchrec),
+    ]
+    for need in (*_TORCHREC_NEEDS, *_TRAINER_NEEDS):
+        package = need.partition("==")[0]
+        if version(package) is None:
+            findings.append(_finding(package, None, "any", f"pip install {need}"))
+    if any(not finding.ok for finding in findings):
+        return findings
     # TorchRec loads the other two; only if it does not, who is to blame matters.
+    load_error = load_error or _load_error
     for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
-        error = load_error(module)
-        if error:
-            build = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu"
+        if error := load_error(module):
             fix = f"pip install --force-reinstall --no-deps torch=={TESTED['torch']} {build}=={TESTED['fbgemm']}"
-            if not gpu and version("fbgemm-gpu") is not None:
-                # The CUDA build needs the driver's libraries even to be imported.
-                fix = f"pip uninstall -y fbgemm-gpu && {fix}"
-            return Finding(what=f"import {module}", found=error, expected="loads", fix=fix)
-    return Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads")
+            return [*findings, _finding(f"import {module}", error, "loads", fix)]
+    return [*findings, _finding("import", "torch, fbgemm_gpu and torchrec load", "loads", "", True)]
+
+
+def _finding(what: str, found: str | None, expected: str, fix: str, good: bool | None = None) -> Finding:
+    good = found == expected if good is None else good
+    return Finding(what=what, found=found or "absent", expected=expected, fix="" if good else fix)
 
 
 def _load_error(module: str) -> str:
