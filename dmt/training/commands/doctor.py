@@ -22,6 +22,7 @@ TESTED: Mapping[str, str] = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm": "
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 _TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
 _TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tensorboard", "tomli-w", "jinja2")
+_PYTHON = "use Python 3.11, e.g. `make install PYTHON=python3.11`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +78,15 @@ def diagnose(
         install = f"pip uninstall -y {' '.join(_FBGEMM)} && {install}"
     torchrec = f"pip install --no-deps torchrec=={TESTED['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
     findings = [
-        _finding(
-            "python", python, "3.11", "use Python 3.11, e.g. `make install PYTHON=python3.11`", python[:5] == "3.11."
-        ),
-        _finding("torch", version("torch"), TESTED["torch"], f"pip install torch=={TESTED['torch']}"),
-        _finding(
-            "fbgemm",
-            ", ".join(f"{package} {number}" for package, number in builds.items()),
-            TESTED["fbgemm"],
-            install,
-            [*builds.values()] == [TESTED["fbgemm"]],
-        ),
-        _finding("torchrec", version("torchrec"), TESTED["torchrec"], torchrec),
+        Finding(what="python", found=python, expected="3.11", fix="" if python.startswith("3.11.") else _PYTHON),
+        _pinned("torch", version("torch"), f"pip install torch=={TESTED['torch']}"),
+        _pinned("fbgemm", ", ".join(builds.values()), install),
+        _pinned("torchrec", version("torchrec"), torchrec),
     ]
     for need in (*_TORCHREC_NEEDS, *_TRAINER_NEEDS):
         package = need.partition("==")[0]
         if version(package) is None:
-            findings.append(_finding(package, None, "any", f"pip install {need}"))
+            findings.append(Finding(what=package, found="absent", expected="any", fix=f"pip install {need}"))
     if any(not finding.ok for finding in findings):
         return findings
     # TorchRec loads the other two; only if it does not, who is to blame matters.
@@ -101,13 +94,16 @@ def diagnose(
     for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
         if error := load_error(module):
             fix = f"pip install --force-reinstall --no-deps torch=={TESTED['torch']} {build}=={TESTED['fbgemm']}"
-            return [*findings, _finding(f"import {module}", error, "loads", fix)]
-    return [*findings, _finding("import", "torch, fbgemm_gpu and torchrec load", "loads", "", True)]
+            if not gpu and "fbgemm-gpu" in builds:
+                # The CUDA build needs the driver's libraries even to be imported.
+                fix = f"pip uninstall -y fbgemm-gpu && {fix}"
+            return [*findings, Finding(what=f"import {module}", found=error, expected="loads", fix=fix)]
+    return [*findings, Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads")]
 
 
-def _finding(what: str, found: str | None, expected: str, fix: str, good: bool | None = None) -> Finding:
-    good = found == expected if good is None else good
-    return Finding(what=what, found=found or "absent", expected=expected, fix="" if good else fix)
+def _pinned(what: str, found: str | None, fix: str) -> Finding:
+    expected = TESTED[what]
+    return Finding(what=what, found=found or "absent", expected=expected, fix="" if found == expected else fix)
 
 
 def _load_error(module: str) -> str:
