@@ -14,11 +14,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from dmt.errors import InputError
 
@@ -142,19 +141,10 @@ class RankPool:
                     self._ranks.append(_Rank(len(self._ranks)))
                 ranks = self._ranks[:world_size]
                 for rank in ranks:
-                    place = {"RANK": rank.number, "WORLD_SIZE": world_size}
-                    place |= {f"LOCAL_{name}": value for name, value in place.items()}
-                    rank.begin(
-                        _Call(
-                            task=task,
-                            rank=rank.number,
-                            world_size=world_size,
-                            store=f"{folder}/store",
-                            timeout_s=timeout_s,
-                            folder=os.getcwd(),
-                            environment={name: str(value) for name, value in place.items()} | self._environment,
-                        )
-                    )
+                    place = {"RANK": str(rank.number), "WORLD_SIZE": str(world_size)}
+                    environment = place | {f"LOCAL_{name}": value for name, value in place.items()} | self._environment
+                    store = f"{folder}/store"
+                    rank.begin(_Call(task, rank.number, world_size, store, timeout_s, os.getcwd(), environment))
                 _listen(ranks, timeout_s)
             except BaseException:
                 self.close(wait_s=0)
@@ -184,8 +174,7 @@ class RankPool:
         self.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
+class _Call(NamedTuple):
     task: bytes
     rank: int
     world_size: int

@@ -108,7 +108,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     Raises:
         InputError: the shrunk tables cannot be placed.
     """
-    full, topology = job.topology, fewer_ranks(job.topology, limits.max_ranks)
+    topology = fewer_ranks(job.topology, limits.max_ranks)
     most = max(limits.max_rows, topology.ranks_per_tower)
     small = tuple(replace(table, num_embeddings=min(table.num_embeddings, most)) for table in job.tables)
     config, reduced = _smaller(job.config, topology)
@@ -117,24 +117,26 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
         reduced.append(f"{len(cut)} of {len(small)} tables have {most:,} rows instead of up to {max(cut):,}")
     shared: dict[str, Any] = {"limits": limits, "folder": str(folder), "reduced": tuple(reduced)}
     if config.dataflow == "flat":
-        scheme = "table_wise" if config.sharding.scheme == "column_wise" else "column_wise"
+        scheme = config.sharding.scheme
+        other = with_values(config, "sharding", scheme="table_wise" if scheme == "column_wise" else "column_wise")
+        shown = "table_wise or column_wise, as TorchRec's planner chooses" if scheme == "auto" else scheme
         shrunk = Job(config=config, tables=small, num_dense=job.num_dense)
         return CheckedRun(
             job=shrunk,
-            other=replace(shrunk, config=with_values(config, "sharding", scheme=scheme)),
-            schemes=(f"schemes: {len(small)} {_flat_scheme(config)}",),
+            other=replace(shrunk, config=other),
+            schemes=(f"schemes: {len(small)} {shown}",),
             **shared,
         )
     assert job.towers is not None, "resolved with the config"
     assert job.sharding is not None, "resolved with the config"
-    pinned = _pins(job.sharding.placements, job.split_tables, small, full, topology)
+    pinned = _pins(job, most, topology)
     others: dict[str, Rule] = {name: _other_schemes(rule, topology) for name, rule in pinned.items()}
     shrunk = Job(config=config, tables=small, num_dense=job.num_dense, towers=job.towers)
     mesh = [i * topology.num_towers // job.towers.num_towers for i in range(job.towers.num_towers)]
     run = _arranged(shrunk, limits, mesh, pinned)
-    other = _arranged(shrunk, limits, [topology.num_towers - 1 - tower for tower in mesh], others)
+    again = _arranged(shrunk, limits, [topology.num_towers - 1 - tower for tower in mesh], others)
     assert run.sharding is not None, "planned just now"
-    return CheckedRun(job=run, other=other, schemes=_scheme_lines(run.sharding, job.sharding), **shared)
+    return CheckedRun(job=run, other=again, schemes=_scheme_lines(run.sharding, job.sharding), **shared)
 
 
 def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingConfig, list[str]]:
@@ -216,31 +218,24 @@ def _arranged(job: Job, limits: CheckLimits, mesh: Sequence[int], rules: Mapping
     )
 
 
-def _pins(
-    placements: Mapping[str, TablePlacement],
-    whole: Sequence[TableSpec],
-    small: Sequence[TableSpec],
-    full: TowerTopology,
-    topology: TowerTopology,
-) -> dict[str, Rule]:
-    """Returns the scheme of every table of the full-size plan, and its ranks where towers keep theirs."""
-    if full.ranks_per_tower != topology.ranks_per_tower:
+def _pins(job: Job, most: int, topology: TowerTopology) -> dict[str, Rule]:
+    """Returns the scheme of every table of the full-size plan, and its ranks where towers keep theirs.
+
+    Row shards of given sizes about keep their proportions in tables of at most ``most`` rows.
+    """
+    assert job.sharding is not None, "resolved with the config"
+    placements = job.sharding.placements
+    if job.topology.ranks_per_tower != topology.ranks_per_tower:
         return {name: placement.scheme for name, placement in placements.items()}
-    rows = {table.name: table.num_embeddings for table in whole}
-    most = max(table.num_embeddings for table in small)
-    return {
-        name: _with_fewer_rows(placement, rows[name], min(rows[name], most)) for name, placement in placements.items()
-    }
-
-
-def _with_fewer_rows(placement: TablePlacement, rows: int, fewer: int) -> TablePlacement:
-    """Returns the placement for a table of fewer rows; row shards of given sizes about keep their proportions."""
-    if placement.scheme != "row_wise" or not placement.sizes or rows == fewer:
-        return placement
-    spare = fewer - len(placement.sizes)  # every shard has a row
-    sizes = [1 + spare * size // rows for size in placement.sizes]
-    sizes[sizes.index(max(sizes))] += fewer - sum(sizes)
-    return replace(placement, sizes=tuple(sizes))
+    pins: dict[str, Rule] = dict(placements)
+    for table in job.split_tables:
+        placement, rows = placements[table.name], table.num_embeddings
+        if placement.scheme == "row_wise" and placement.sizes and rows > most:
+            spare = most - len(placement.sizes)  # every shard has a row
+            sizes = [1 + spare * size // rows for size in placement.sizes]
+            sizes[sizes.index(max(sizes))] += most - sum(sizes)
+            pins[table.name] = replace(placement, sizes=tuple(sizes))
+    return pins
 
 
 def _other_schemes(rule: Rule, topology: TowerTopology) -> tuple[Scheme, ...]:
@@ -249,11 +244,6 @@ def _other_schemes(rule: Rule, topology: TowerTopology) -> tuple[Scheme, ...]:
     used = rule.scheme if isinstance(rule, TablePlacement) else rule
     # Not data-parallel, which FP16 tables cannot be and the global id route cannot carry.
     return tuple(scheme for scheme in SCHEMES if scheme not in (used, "data_parallel"))
-
-
-def _flat_scheme(config: TrainingConfig) -> str:
-    scheme = config.sharding.scheme
-    return "table_wise or column_wise, as TorchRec's planner chooses" if scheme == "auto" else scheme
 
 
 def _scheme_lines(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple[str, ...]:

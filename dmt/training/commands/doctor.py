@@ -72,7 +72,8 @@ def diagnose(
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     build, python = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu", platform.python_version()
     builds = {package: number for package in _FBGEMM if (number := version(package)) is not None}
-    install = f"pip install {build}=={TESTED['fbgemm']}"
+    pin, shown = TESTED["fbgemm"], ", ".join(f"{package} {number}" for package, number in builds.items()) or "absent"
+    install = f"pip install {build}=={pin}"
     if len(builds) > 1:
         # Both unpack into the same folder; whichever came last has overwritten half of the other.
         install = f"pip uninstall -y {' '.join(_FBGEMM)} && {install}"
@@ -80,7 +81,7 @@ def diagnose(
     findings = [
         Finding(what="python", found=python, expected="3.11", fix="" if python.startswith("3.11.") else _PYTHON),
         _pinned("torch", version("torch"), f"pip install torch=={TESTED['torch']}"),
-        _pinned("fbgemm", ", ".join(builds.values()), install),
+        Finding(what="fbgemm", found=shown, expected=pin, fix="" if [*builds.values()] == [pin] else install),
         _pinned("torchrec", version("torchrec"), torchrec),
     ]
     for need in (*_TORCHREC_NEEDS, *_TRAINER_NEEDS):
@@ -93,7 +94,7 @@ def diagnose(
     load_error = load_error or _load_error
     for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
         if error := load_error(module):
-            fix = f"pip install --force-reinstall --no-deps torch=={TESTED['torch']} {build}=={TESTED['fbgemm']}"
+            fix = f"pip install --force-reinstall --no-deps torch=={TESTED['torch']} {build}=={pin}"
             if not gpu and "fbgemm-gpu" in builds:
                 # The CUDA build needs the driver's libraries even to be imported.
                 fix = f"pip uninstall -y fbgemm-gpu && {fix}"

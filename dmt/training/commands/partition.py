@@ -33,7 +33,6 @@ from dmt.plan.tables import TableSpec, feature_names
 __all__ = ["print_partition", "run_partition"]
 
 _SHOWN_FEATURES = 8
-_FILES = ("affinity", "rules", "out", "report", "picture", "save_affinity")
 _LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
 
 
@@ -71,11 +70,11 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         _say(f"Affinity written to {options['save_affinity']}.")
     with _progress() as progress:
         found = partitioner.partition(affinity, progress=progress)
+    out: Path = options["out"]
     others = tuple(replace(other, plan=replace(other.plan, command=command)) for other in found.alternatives)
     found = replace(found, plan=replace(found.plan, command=command), alternatives=others)
-    out: Path = options["out"]
     found.plan.save(out)
-    for other in found.alternatives:
+    for other in others:
         other.plan.save(_beside(out, other.plan.strategy))
     try:
         if options["picture"]:
@@ -130,30 +129,26 @@ def _places(found: Partition, out: Path, report: Path | None) -> Iterator[str]:
 
 def _check_outputs(options: Mapping[str, Any]) -> None:
     """Raises `InputError` for an output that cannot be written: a large partition takes minutes."""
-    taken: dict[Path, str] = {}
-    for name in _FILES:
-        path: Path | None = options[name]
-        if path is not None:
-            option = f"--{name.replace('_', '-')}"
-            first = taken.setdefault(path.resolve(), option)
-            if first != option:
-                raise InputError(
-                    f"{first} and {option} are the same file, {str(path)!r}. Name another for one of them."
-                )
     if options["picture"] is not None:
         # Made and dropped: it refuses a suffix that is no picture format.
         new_figure(options["picture"], size=(1.0, 1.0), caller="--picture", layout=None)
-    for name in ("out", "report", "picture", "save_affinity"):
-        path = options[name]
+    taken: dict[Path, str] = {}
+    for name in ("affinity", "rules", "out", "report", "picture", "save_affinity"):
+        path: Path | None = options[name]
         if path is None:
             continue
-        option = f"--{name.replace('_', '-')} {str(path)!r}"
+        option = f"--{name.replace('_', '-')}"
+        first = taken.setdefault(path.resolve(), option)
+        if first != option:
+            raise InputError(f"{first} and {option} are the same file, {str(path)!r}. Name another for one of them.")
+        if name in ("affinity", "rules"):
+            continue
         try:
             check_writable(path if name == "report" else path.parent)
         except OSError as error:
-            raise InputError(f"{option} cannot be written: {error.strerror}.") from error
+            raise InputError(f"{option} {str(path)!r} cannot be written: {error.strerror}.") from error
         if name != "report" and path.is_dir():
-            raise InputError(f"{option} cannot be written: it is a folder. Name a file in it.")
+            raise InputError(f"{option} {str(path)!r} cannot be written: it is a folder. Name a file in it.")
 
 
 def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffinity:
