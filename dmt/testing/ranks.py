@@ -41,11 +41,8 @@ class RanksFailedError(Exception):
 def prepare_ranks(modules: Sequence[str] = ()) -> None:
     """Starts a process from which all ranks are forked and which imports their modules, while this process goes on.
 
-    Optional: `RankPool` calls it too. Only the first call in a process has an effect.
-
-    Args:
-        modules: names of further modules that the functions of the ranks need. One that cannot be imported is left to
-            the rank that needs it.
+    Optional: `RankPool` calls it too. Only the first call in a process has an effect. ``modules`` are those that the
+    functions of the ranks need; one that cannot be imported is left to the rank that needs it.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *modules])
@@ -57,9 +54,6 @@ def end_with(process: int) -> None:
 
     A thread waits for it. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
     process, and the parent of a rank is the process that `prepare_ranks` starts, not the one that waits for its result.
-
-    Args:
-        process: its number; one that has ended already kills this process now.
     """
     try:
         ended = os.pidfd_open(process)
@@ -74,11 +68,7 @@ def end_with(process: int) -> None:
 
 
 def say(text: str) -> None:
-    """Tells the parent what this rank is at, and that it is alive; does nothing outside ranks of this module.
-
-    Args:
-        text: named in the error if this rank fails, dies or hangs from now on.
-    """
+    """Tells the parent that this rank is alive, and the text that names what it is at should it fail, die or hang."""
     for pipe in _PARENT:
         with contextlib.suppress(OSError):
             pipe.send_bytes(pickle.dumps(("at", text)))
@@ -152,11 +142,7 @@ class RankPool:
         return [rank.result for rank in ranks]
 
     def close(self, *, wait_s: float = 5.0) -> None:
-        """Ends all processes.
-
-        Args:
-            wait_s: seconds that they have to leave by themselves before they are killed.
-        """
+        """Ends all processes; kills those that have not left by themselves after ``wait_s`` seconds."""
         ranks, self._ranks = self._ranks, []
         deadline = time.monotonic() + wait_s
         for rank in ranks:

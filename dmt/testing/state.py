@@ -136,18 +136,8 @@ def gather_plain_state(
 def join_parts(parts: Iterable[LocalPart], *, num_replicas: int = 1) -> dict[str, Tensor]:
     """Joins the parts that all ranks hold to whole tensors.
 
-    Args:
-        parts: of all ranks.
-        num_replicas: how often the shards must cover each tensor.
-
     Raises:
         ReplicaMismatchError: parts differ where they overlap, or do not cover a tensor ``num_replicas`` times.
-
-    Example:
-        >>> left = LocalPart("w", torch.zeros(1, 2), (slice(0, 1), slice(0, 2)), (1, 3), True)
-        >>> right = LocalPart("w", torch.ones(1, 1), (slice(0, 1), slice(2, 3)), (1, 3), True)
-        >>> join_parts([left, right])
-        {'w': tensor([[0., 0., 1.]])}
     """
     whole: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}

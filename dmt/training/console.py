@@ -73,17 +73,7 @@ def quiet_libraries(*, rank: int) -> None:
 
 
 def sharding_sentence(plan: TowerShardingPlan) -> str:
-    """Tables, schemes, the largest rank and the imbalance of a sharding plan.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> from dmt.plan.topology import TowerTopology
-        >>> from dmt.sharding.plan_tables import plan_tables
-        >>> table = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
-        >>> sharding_sentence(plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=1)))
-        '1 table in 1 tower of 1 rank: 1 table_wise. A rank holds at most 260 kB. The busiest rank costs 1.00 times \
-the mean of all ranks.'
-    """
+    """Tables, schemes, the largest rank and the imbalance of a sharding plan."""
     topology = plan.topology
     schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in plan.tables_by_scheme.items())
     return (
@@ -100,12 +90,7 @@ def rows_of(results: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str, str],
 
 
 def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS) -> list[str]:
-    """The values of one run, formatted, in the order of the rows.
-
-    Example:
-        >>> cells({"eval_auc": 0.75})[:2]
-        ['0.7500', '-']
-    """
+    """The values of one run, formatted, in the order of the rows."""
     formatted = []
     for _, path, form in rows:
         value: Any = result

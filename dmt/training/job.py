@@ -33,11 +33,6 @@ class Job:
     """A run, resolved: its config and everything that follows from it, each file of a plan read once.
 
     Made by `open_job`, or by `make_job` for tables without data. `dmt.training.build` makes the models of a job.
-
-    Example:
-        >>> job = open_job(TrainingConfig(topology={"num_towers": 2, "ranks_per_tower": 2}))
-        >>> len(job.tables), job.num_dense, job.towers.num_towers, len(job.sharding.placements)
-        (26, 13, 2, 26)
     """
 
     config: TrainingConfig

@@ -93,17 +93,11 @@ def write_affinity(
 
     A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
     the first rank logs a warning.
-
-    Args:
-        model: the sharded `ClickTask`, detached from its train pipeline.
-        data: its training data.
-        mesh: the groups.
-        config: gives the number of rows; at least a batch of one row per rank is taken.
-        steps: number of steps it was trained for.
-        path: file that the first rank writes.
+    The model is the sharded `ClickTask`, detached from its train pipeline, after ``steps`` steps. At least a batch of
+    one row per rank is taken.
 
     Returns:
-        The affinity; None after a warning.
+        The affinity, which the first rank writes to ``path``; None after a warning.
     """
     world_size = mesh.topology.world_size
     batches = spread_batches(
@@ -139,25 +133,10 @@ def spread_batches(
 
     Candidates are taken as the batches of the first ranks of a job of many: the ranks that are not there skip theirs,
     without decoding them. For even distances there are four to eight candidates for each batch, where there are rows.
-
-    Args:
-        data: the source.
-        num_rows: rows from the beginning of the stream to draw from.
-        max_rows: rows of all ranks together, at most; but one batch per rank at least.
-        batch_size: rows of a batch.
-        rank: this rank.
-        world_size: ranks, each of which gets other rows, and equally many.
+    Each rank gets other rows, and equally many: ``max_rows`` of all ranks together at most, but a batch each at least.
 
     Raises:
         InputError: there are fewer rows than one batch per rank; raised when the first batch is asked for.
-
-    Example:
-        >>> from dmt.training.data import DataConfig, SyntheticConfig
-        >>> data = open_source(DataConfig(synthetic=SyntheticConfig(num_rows=100)))
-        >>> every = [batch.dense_features.sum() for batch in data.batches("train", rank=0, world_size=1, batch_size=5)]
-        >>> some = spread_batches(data, num_rows=100, max_rows=20, batch_size=5)
-        >>> [every.index(batch.dense_features.sum()) for batch in some]
-        [0, 5, 10, 15]
     """
     whole = world_size * batch_size
     there, wanted = max(1, num_rows // whole), max(1, max_rows // whole)

@@ -68,17 +68,6 @@ class RunRecord:
         enabled: true on rank 0.
         resumed_step: steps of the checkpoint that training goes on from; None for a run of its own, which removes what
             an earlier one left.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     config = TrainingConfig.model_validate({"train": {"output_dir": folder}})
-        ...     record = RunRecord(config, enabled=True)
-        ...     for step in (10, 20, 30):
-        ...         record.scalars(step, {"train/loss": 1 / step})
-        ...     resumed = RunRecord(config, enabled=True, resumed_step=20)
-        ...     read_curves(Path(folder))
-        {'train/loss': [(10, 0.1), (20, 0.05)]}
     """
 
     def __init__(self, config: TrainingConfig, *, enabled: bool, resumed_step: int | None = None) -> None:
@@ -188,7 +177,7 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def auc_warning(auc: float) -> str:
-    """Returns a warning with likely causes for an AUC no better than chance; else an empty string."""
+    """Returns a warning with likely causes for an AUC no better than chance; else ""."""
     if math.isnan(auc):
         return "AUC is undefined: the evaluation rows have one label only. Check data.label and the split."
     if abs(auc - 0.5) > _CHANCE:
@@ -202,12 +191,7 @@ def auc_warning(auc: float) -> str:
 
 
 def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """Returns a warning if the bytes per sample, by the names of `Traffic`, are not as planned; else an empty string.
-
-    Example:
-        >>> traffic_warning({"ids": 208.0, "inside": 3000.0}, {"ids": 624.0, "inside": 3010.0})[:65]
-        'The sharding plan expected other bytes per sample: ids 208, measu'
-    """
+    """Returns a warning if the bytes per sample, by the names of `Traffic`, are not as planned; else ""."""
     apart = [
         f"{name} {number:,.0f}, measured {measured[name]:,.0f}"
         for name, number in planned.items()
@@ -222,12 +206,7 @@ def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float])
 
 
 def to_json(result: Any) -> str:
-    """Writes JSON that every parser reads: a number that is undefined (NaN) becomes null.
-
-    Example:
-        >>> to_json({"eval_auc": float("nan"), "steps": 3}).split()
-        ['{', '"eval_auc":', 'null,', '"steps":', '3', '}']
-    """
+    """Writes JSON that every parser reads: a number that is undefined (NaN) becomes null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -71,11 +71,7 @@ class CheckReport:
 
 
 def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
-    """Checks a run on gloo ranks of this machine against the plain single-process module; reports what differs.
-
-    Args:
-        config: the run, as it is made for the cluster.
-        limits: how large the check may be.
+    """Checks a run, as it is made for the cluster, on gloo ranks of this machine against the plain module.
 
     Raises:
         InputError: the run cannot be built as its config says.
@@ -152,11 +148,6 @@ def make_rows(
     """Returns the findings of all ranks as a row for each check, by the titles' order; ``skipped`` has reasons.
 
     A check that found nothing to compare and was not skipped on purpose has failed.
-
-    Example:
-        >>> found = [Finding(check="a", item=f"t{i}", difference=i, allowed=1) for i in range(3)]
-        >>> [(row.check, row.verdict, row.where) for row in make_rows(found, {"a": "", "b": ""}, {"b": "no towers"})]
-        [('a', 'FAILED', 't2'), ('b', 'skipped', 'no towers')]
     """
     by_check: dict[str, list[Finding]] = {name: [] for name in titles}
     for finding in findings:

@@ -169,11 +169,6 @@ def scale_error(found: Iterable[FoundGradient], precision: ExchangePrecision) ->
     """Returns the error in scale of gradients g against the expected e, ``|<g, e> / <e, e> - 1|``, and the allowed one.
 
     A fault of scale shows here whatever single ReLUs do. Returns None if all expected gradients are zero.
-
-    Example:
-        >>> e = torch.tensor([1.0, -2.0])
-        >>> scale_error([FoundGradient("w", 1.25 * e, e, 0.0)], ExchangePrecision())
-        (0.25, 0.0001)
     """
     product = square = noise = 0.0
     for _, ours, wanted, rounding in found:
@@ -193,12 +188,6 @@ def format_use(rounding: Tensor, found: Tensor, exact: Tensor) -> float | None:
     """Returns the rounding that a format should make, as an L2 norm, over the rounding found: large if it was not used.
 
     None where the format changes none of these numbers.
-
-    Example:
-        >>> exact = torch.tensor([1.001, 3.001])
-        >>> rounding = (rounded(exact, "fp16") - exact).norm()
-        >>> format_use(rounding, rounded(exact, "fp16"), exact), format_use(rounding, exact, exact)
-        (1.0, inf)
     """
     if found.shape != exact.shape:
         return math.nan

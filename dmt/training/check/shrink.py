@@ -100,11 +100,6 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     The sharding plan is made for the full size, under the config's memory limit, and its schemes are pinned; where
     towers keep their number of ranks, so are the ranks of every shard.
 
-    Args:
-        job: the run.
-        limits: how small.
-        folder: where ranks put expected values and checkpoints.
-
     Raises:
         InputError: the shrunk tables cannot be placed.
     """
@@ -171,17 +166,6 @@ def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
 
     Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
     least 4 (8 with replicas) there are two towers where there were two or more.
-
-    Example:
-        >>> small = fewer_ranks(TowerTopology(num_towers=2, ranks_per_tower=8), 8)
-        >>> small.num_towers, small.ranks_per_tower
-        (2, 4)
-        >>> small = fewer_ranks(TowerTopology(num_towers=16, ranks_per_tower=8), 8)
-        >>> small.num_towers, small.ranks_per_tower
-        (4, 2)
-        >>> small = fewer_ranks(TowerTopology(num_towers=16, ranks_per_tower=8, num_replicas=8), 8)
-        >>> small.num_replicas, small.num_towers, small.ranks_per_tower
-        (2, 2, 2)
     """
     towers, ranks, replicas = topology.num_towers, topology.ranks_per_tower, min(topology.num_replicas, _REPLICAS)
     max_ranks //= replicas

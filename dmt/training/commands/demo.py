@@ -40,11 +40,8 @@ _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"
 def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
-    Args:
-        data: a file of clicks (see `demo_settings`), None for the built-in generator.
-        output_dir: folder of everything that is written.
-        overrides: ``section.key=value`` for both runs; what only the tower dataflow has is for the second one.
-        command: command line, for the report.
+    ``data`` is a file of clicks (see `demo_settings`), None for the built-in generator; ``overrides`` are for both
+    runs, those that only the tower dataflow has for the second one; ``command`` is named in the report.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -169,12 +166,7 @@ def step_settings(rows: int, ranks: int) -> list[str]:
 
 
 def flat_settings(settings: Sequence[str]) -> list[str]:
-    """The settings without those that the flat dataflow refuses, because they are about tables inside towers.
-
-    Example:
-        >>> flat_settings(["sharding.scheme=table_wise", "train.micro_batches=4", "sharding.table_precision=fp16"])
-        ['sharding.scheme=table_wise', 'sharding.table_precision=fp16']
-    """
+    """The settings without those that the flat dataflow refuses, because they are about tables inside towers."""
 
     def about_towers(setting: str) -> bool:
         key, _, value = (part.strip() for part in setting.partition("="))

@@ -63,11 +63,6 @@ def diagnose(
         version: version of a package, None when absent.
         load_error: last line of the error of importing a module in a fresh process, empty when it loads.
         has_gpu: true with an NVIDIA driver; by default looked up.
-
-    Example:
-        >>> lines = diagnose(lambda package: None, lambda module: "", has_gpu=False)
-        >>> next(line.fix for line in lines if line.what == "torch")
-        'pip install torch==2.13.0'
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     build, python = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu", platform.python_version()

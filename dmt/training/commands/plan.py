@@ -47,13 +47,7 @@ class PlannedTables:
 def run_plan(
     config: str, overrides: Sequence[str] = (), *, sync_gb_per_s: float | None = None, out: Path | None = None
 ) -> PlannedTables:
-    """Plans the run of a config as the trainer will, or the tables that its ``data.tables`` lists.
-
-    Args:
-        config: file or name of a shipped config.
-        overrides: ``section.key=value``.
-        sync_gb_per_s: rate at which a rank sends to its replicas, in 10^9 bytes per second.
-        out: file that the plan is written to.
+    """Plans the run of a config as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
