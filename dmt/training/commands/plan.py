@@ -47,7 +47,7 @@ class PlannedTables:
 def run_plan(
     config: str, overrides: Sequence[str] = (), *, sync_gb_per_s: float | None = None, out: Path | None = None
 ) -> PlannedTables:
-    """Plans the run of a config as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
+    """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
