@@ -313,7 +313,9 @@ def expected_traffic(job: Job) -> Traffic:
     model = build_model(job, device="meta", without_tables=True)
     outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
     numbers = outputs / sharding.hardware.exchange_bytes
-    of_all, of_towers = _replicated_bytes(model)
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    of_towers = sum(size for name, size in sizes.items() if is_tower_module(name))
+    of_all = sum(size for name, size in sizes.items() if not name.startswith("sparse_arch."))
     tables_ring = replicas * sum(load.reduced_bytes for _, load in loads)
     all_across, all_inside = _dense_bytes(topology, job.config.train, of_all)
     tower_ring = 2 * (replicas * topology.ranks_per_tower - 1) * of_towers + tables_ring
@@ -357,14 +359,3 @@ def _share_across(topology: TowerTopology, ranks: Sequence[int]) -> float:
     """The share of the links of a ring in host order that lead to another host: one from each host to the next."""
     hosts = len({topology.host(rank) for rank in ranks})
     return hosts / len(ranks) if hosts > 1 else 0.0
-
-
-def _replicated_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the dense parts, and of the tower modules of all towers together."""
-    sizes = {"dense": 0, "towers": 0}
-    for name, parameter in model.named_parameters():
-        if not name.startswith("sparse_arch."):
-            sizes["dense"] += parameter.nbytes
-        elif ".interaction." in name:
-            sizes["towers"] += parameter.nbytes
-    return sizes["dense"], sizes["towers"]
