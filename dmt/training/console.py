@@ -19,6 +19,7 @@ __all__ = [
     "ROWS",
     "SYNC_ROW",
     "cells",
+    "make_table",
     "print_summary",
     "quiet_libraries",
     "rows_of",
@@ -52,6 +53,18 @@ def table_console(*, markup: bool) -> Console:
         # A pipe has no width; 80 columns would break what a file has room for.
         console.width = _PIPE_WIDTH
     return console
+
+
+def make_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: Iterable[int] = ()
+) -> Table:
+    """A table whose columns of these numbers (``right``) hold numbers."""
+    table = Table(*headers, title=title)
+    for number in right:
+        table.columns[number].justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def quiet_libraries(*, rank: int) -> None:
@@ -103,10 +116,9 @@ def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS
 
 def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Prints runs side by side, one column each."""
-    table, rows = Table(title="evaluation and cost"), rows_of(results.values())
-    table.add_column("")
-    for name in results:
-        table.add_column(name, justify="right")
-    for (label, _, _), *values in zip(rows, *(cells(result, rows) for result in results.values()), strict=True):
-        table.add_row(label, *values)
-    Console(width=110).print(table)
+    rows = rows_of(results.values())
+    columns = [[label for label, _, _ in rows], *(cells(result, rows) for result in results.values())]
+    lines = zip(*columns, strict=True)
+    Console(width=110).print(
+        make_table(["", *results], lines, title="evaluation and cost", right=range(1, len(columns)))
+    )

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from dmt import __version__
 from dmt.errors import InputError
-from dmt.training.console import quiet_libraries
+from dmt.training.console import make_table, print_summary, quiet_libraries
 
 __all__ = ["main"]
 
@@ -66,8 +67,6 @@ def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...
 
         click.echo(to_json(results))
         return
-    from dmt.training.console import print_summary
-
     print_summary(results)
 
 
@@ -81,10 +80,8 @@ def doctor(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
     else:
-        _table(
-            ["", "found", "tested with", ""],
-            [[f.what, f.found, f.expected, "ok" if f.ok else "FIX"] for f in findings],
-        )
+        rows = [[f.what, f.found, f.expected, "ok" if f.ok else "FIX"] for f in findings]
+        Console().print(make_table(["", "found", "tested with", ""], rows))
         for finding in findings:
             if finding.fix:
                 click.echo(f"{finding.what}: {finding.fix}")
@@ -207,25 +204,13 @@ def complexity(*, arch: str, towers: int | None, tower_dim: int | None, c: int, 
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(counted)))
         return
-    _table(
-        ["", f"{arch}, {towers} towers" if towers else arch],
-        [
-            ["MFLOPs/sample", f"{counted.mflops_per_sample:.2f}"],
-            ["parameters", f"{counted.parameters:,} ({counted.parameters / 1e9:.2f} G)"],
-            ["compression ratio", f"{counted.compression_ratio:.2f}"],
-        ],
-    )
+    rows = [
+        ["MFLOPs/sample", f"{counted.mflops_per_sample:.2f}"],
+        ["parameters", f"{counted.parameters:,} ({counted.parameters / 1e9:.2f} G)"],
+        ["compression ratio", f"{counted.compression_ratio:.2f}"],
+    ]
+    Console().print(make_table(["", f"{arch}, {towers} towers" if towers else arch], rows))
 
 
 def _command() -> str:
     return shlex.join(["dmt", *sys.argv[1:]])
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from dmt.testing.ranks import prepare_ranks
-from dmt.training.console import table_console
+from dmt.training.console import make_table, table_console
 from dmt.training.records import to_json
 
 if TYPE_CHECKING:
@@ -54,21 +53,16 @@ def print_report(report: CheckReport, *, as_json: bool) -> None:
     console = table_console(markup=True)
     for line in (*report.schemes, *report.reduced):
         console.print(f"- {escape(line)}")
-    table = Table("", "against the plain module, or as said", "difference", "allowed", "")
+    rows = []
+    for row in report.rows:
+        where = f"\n[{'red' if row.verdict == 'FAILED' else 'dim'}]{escape(row.where)}[/]" if row.where else ""
+        allowed = "bitwise" if row.allowed == 0 else _number(row.allowed)
+        verdict = f"[{_COLOURS[row.verdict]}]{row.verdict}[/]"
+        rows.append((row.check, escape(row.what) + where, _number(row.difference), allowed, verdict))
+    headers = ("", "against the plain module, or as said", "difference", "allowed", "")
+    table = make_table(headers, rows, right=(2, 3))
     for column in table.columns:
         column.overflow = "fold"
-    for column in table.columns[2:4]:
-        column.justify = "right"
-    for row in report.rows:
-        where = f"\n[red]{escape(row.where)}[/]" if row.verdict == "FAILED" else ""
-        where = f"\n[dim]{escape(row.where)}[/]" if row.verdict == "skipped" else where
-        table.add_row(
-            row.check,
-            escape(row.what) + where,
-            _number(row.difference),
-            "bitwise" if row.allowed == 0 else _number(row.allowed),
-            f"[{_COLOURS[row.verdict]}]{row.verdict}[/]",
-        )
     console.print(table)
     for note in report.notes:
         console.print(f"[yellow]Note:[/] {escape(note)}")

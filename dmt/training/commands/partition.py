@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dmt.errors import InputError
@@ -29,6 +28,7 @@ from dmt.partitioner.partitioner import Progress
 from dmt.partitioner.report.style import new_figure
 from dmt.partitioner.verdict import judge_balance, judge_meaning
 from dmt.plan.tables import TableSpec, feature_names
+from dmt.training.console import make_table
 
 __all__ = ["print_partition", "run_partition"]
 
@@ -96,17 +96,16 @@ def print_partition(found: Partition, out: Path, report: Path | None) -> None:
     # Names are any text: brackets in them are no markup and colons no emoji.
     console = Console(highlight=False, markup=False, emoji=False)
     weighed = found.loads[0].work is not None
-    table = Table("tower", "features", *(("elements/sample", "tables") if weighed else ()), "")
-    for column in table.columns[1:-1]:
-        column.justify = "right"
+    rows = []
     for tower, load in zip(found.plan.towers, found.loads, strict=True):
         names = " ".join(tower.features[:_SHOWN_FEATURES])
         more = len(tower.features) - _SHOWN_FEATURES
         weights = (f"{load.work:,.0f}", human_bytes(load.num_bytes or 0)) if weighed else ()
-        table.add_row(
-            tower.name, f"{load.num_features:,}", *weights, names + (f" and {more:,} more" if more > 0 else "")
+        rows.append(
+            (tower.name, f"{load.num_features:,}", *weights, names + (f" and {more:,} more" if more > 0 else ""))
         )
-    console.print(table)
+    headers = ("tower", "features", *(("elements/sample", "tables") if weighed else ()), "")
+    console.print(make_table(headers, rows, right=range(1, len(headers) - 1)))
     for note in found.notes:
         console.print(Text.assemble(("Note:", "yellow"), f" {note}"))
     for partition in found.every:

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from dmt.errors import InputError
@@ -17,7 +16,7 @@ from dmt.formatting import counted, human_bytes
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import RankLoad, TowerShardingPlan
 from dmt.training.config import load_config
-from dmt.training.console import table_console
+from dmt.training.console import make_table, table_console
 from dmt.training.job import check_table_optimizer, open_job
 
 __all__ = ["PlannedTables", "print_sharding", "run_plan"]
@@ -64,10 +63,12 @@ def run_plan(
     assert job.sharding is not None, "the tower dataflow has a plan"
     replicas = None
     if sync_gb_per_s is not None or job.topology.num_replicas > 1:
-        own = run.replicas
-        rate = {} if sync_gb_per_s is None else {"sync_gb_per_s": sync_gb_per_s}
         replicas = replica_costs(
-            job.sharding, job.split_tables, precision=own.precision, sync_every=own.sync_every, **rate
+            job.sharding,
+            job.split_tables,
+            precision=run.replicas.precision,
+            sync_every=run.replicas.sync_every,
+            sync_gb_per_s=sync_gb_per_s,
         )
     if out:
         job.sharding.save(out)
@@ -141,9 +142,7 @@ def _print_fitting(
     """Prints a table, without the first few columns of ``leave_out`` where the console is narrow; returns headers."""
     for count in range(len(leave_out) + 1):
         keep = [i for i, header in enumerate(headers) if header not in leave_out[:count]]
-        table = Table(*(headers[i] for i in keep), title=title)
-        for row in rows:
-            table.add_row(*(row[i] for i in keep))
+        table = make_table([headers[i] for i in keep], ([row[i] for i in keep] for row in rows), title=title)
         needed = Measurement.get(console, console.options.update(width=10**6), table).maximum
         for column in table.columns:
             folded = _FOLDED.get(str(column.header))
