@@ -60,7 +60,6 @@ from dmt.training.config import TrainingConfig
 
 __all__ = ["Finding", "RankReport", "Trained", "check_on_rank", "table_of"]
 
-CPU = torch.device("cpu")
 # Tables are updated in the backward pass: their gradient is read off one step of SGD. At this rate the step is as large
 # as the weights or larger, so that its rounding tells nothing else.
 _PROBE_RATE = 2.0**10
@@ -291,7 +290,9 @@ class _Checks:
         optimizer = build_optimizer(config.optimizer, model)
         steps, losses, logits = self.run.limits.steps, [], []
         batches = (draw_batch(self.run, self.rank, step) for step in range(steps))
-        pipeline: Any = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=True)
+        pipeline: Any = None
+        if in_pipeline:
+            pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
         for _ in range(steps):
             if in_pipeline:
                 logits.append(pipeline.progress(batches)[0])
