@@ -177,7 +177,7 @@ class Expected:
     """By replica, for `UNEVEN_BAGS`: means over ranks of the gradients of their mean losses. The ranks are those of the
     replica for tables that it trains by itself, and all for the rest."""
     rounding: dict[str, float]
-    """The same for each gradient, when gradients of the outputs are rounded too."""
+    """Largest change of each gradient, when gradients of the outputs are rounded too."""
     losses: list[list[float]]
     """By step and rank; one step more than is trained."""
     weights: State

@@ -1,4 +1,4 @@
-"""What rounding explains: the largest differences allowed, by compared quantity and number format, and what they hide.
+"""Effects of rounding: the largest differences allowed, by compared quantity and number format, and what they hide.
 
 Two ways to sum K products in FP32 differ by at most K units in the last place of the sum of their magnitudes, and
 typically by its square root; K is a few thousand in the widest layers here, so 64 units are allowed. A fault (a wrong
