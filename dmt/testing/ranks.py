@@ -202,11 +202,10 @@ class _Rank:
             )
             return
         self.messages += 1
+        self.is_done = kind != "at"
         if kind == "at":
             self.stage = value
-            return
-        self.is_done = True
-        if kind == "result":
+        elif kind == "result":
             self.result = value
         elif kind == "input":
             self.fault = InputError(value)

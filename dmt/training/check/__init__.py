@@ -156,24 +156,21 @@ def make_rows(
 
 
 def _row(name: str, what: str, found: Sequence[Finding], skipped: str | None) -> CheckRow:
-    if not found:
-        if skipped is None:
-            return CheckRow(check=name, what=what, verdict="FAILED", where="nothing was compared")
+    if not found and skipped is not None:
         return CheckRow(check=name, what=what, verdict="skipped", where=skipped)
-    worst = max(found, key=lambda finding: finding.share)
-    wrong = sorted((f for f in found if not f.agrees), key=lambda finding: -finding.share)
-    where = ""
-    if wrong:
-        items = list(dict.fromkeys(finding.item for finding in wrong))
-        where = shorten(items, ", ") + (f" ({wrong[0].place})" if wrong[0].place else "")
+    if not found:
+        return CheckRow(check=name, what=what, verdict="FAILED", where="nothing was compared")
+    found = sorted(found, key=lambda finding: -finding.share)
+    wrong = [finding for finding in found if not finding.agrees]
+    where = shorten(list(dict.fromkeys(finding.item for finding in wrong)), ", ")
     return CheckRow(
         check=name,
         what=what,
         verdict="FAILED" if wrong else "ok",
-        difference=worst.difference,
-        allowed=worst.allowed,
+        difference=found[0].difference,
+        allowed=found[0].allowed,
         count=len(found),
-        where=where,
+        where=where + (f" ({wrong[0].place})" if wrong and wrong[0].place else ""),
     )
 
 

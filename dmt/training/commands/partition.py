@@ -184,24 +184,17 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """A bar on a terminal; in a log file a line for each stage that begins."""
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        began, last = time.monotonic(), ""
+    """A line that changes on a terminal; in a log file one for each stage that begins."""
+    console, began, last = Console(stderr=True), time.monotonic(), ""
+    with console.status("partition") as status:
 
         def report(stage: str, share: float) -> None:
             nonlocal last
-            if stage != last:
+            line = f"partition: {100 * share:.0f} % after {time.monotonic() - began:.0f} s, {stage}"
+            if console.is_terminal:
+                status.update(line)
+            elif stage != last:
                 last = stage
-                _say(f"partition: {100 * share:.0f} % after {time.monotonic() - began:.0f} s, {stage}")
+                _say(line)
 
         yield report
-        return
-    percentage = TextColumn("{task.percentage:>3.0f} %")
-    columns = (TextColumn("{task.description}"), BarColumn(), percentage, TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("partitioning", total=1.0)
-        yield lambda stage, share: bar.update(task, description=stage, completed=share)
