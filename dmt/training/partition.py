@@ -76,7 +76,7 @@ def affinity_of_run(
     if plan is not None and plan.column_splits:
         # A new partition may cut other tables, or none: it is of the whole ones.
         model = whole_tables(task, data.tables, plan.column_splits)
-        forward = lambda tables, batch: tables(batch.sparse_features)  # noqa: E731
+        forward = _look_up
     # At most the run's own batch: that many rows there are.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
     rows = None if data_path is not None else _rows_of_run(run, config)
@@ -93,6 +93,7 @@ def write_affinity(
 
     A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
     the first rank logs a warning.
+
     The model is the sharded `ClickTask`, detached from its train pipeline, after ``steps`` steps. At least a batch of
     one row per rank is taken.
 
@@ -152,6 +153,10 @@ def spread_batches(
 def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
     """Returns the number of rows, from the beginning of the stream, that a run was trained on in one epoch."""
     return steps // config.epochs * config.batch_size * world_size
+
+
+def _look_up(tables: nn.Module, batch: ClickBatch) -> object:
+    return tables(batch.sparse_features)
 
 
 def path_setting(key: str, path: Path | str) -> str:
