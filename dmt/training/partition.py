@@ -23,7 +23,7 @@ from dmt.training.data import ClickBatch, ClickData, open_source
 from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
 
-__all__ = ["affinity_of_run", "path_setting", "spread_batches", "trained_rows", "write_affinity"]
+__all__ = ["affinity_of_run", "spread_batches", "trained_rows", "write_affinity"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +57,12 @@ def affinity_of_run(
         raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
     overrides = []
     if (checkpoint / "towers.json").exists():
-        overrides.append(path_setting("towers.plan", checkpoint / "towers.json"))
-    config = load_config(checkpoint / "config.toml", overrides)
+        overrides.append(f"towers.plan={json.dumps(str(checkpoint / 'towers.json'))}")
     if data_path is not None:
-        if config.data.kind == "synthetic":
+        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
             raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        overrides.append(path_setting("data.train_path", data_path))
-        config = load_config(checkpoint / "config.toml", overrides)
+        overrides.append(f"data.train_path={json.dumps(str(data_path))}")
+    config = load_config(checkpoint / "config.toml", overrides)
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
     if check is not None:
         check(data.tables)
@@ -157,12 +156,6 @@ def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
 
 def _look_up(tables: nn.Module, batch: ClickBatch) -> object:
     return tables(batch.sparse_features)
-
-
-def path_setting(key: str, path: Path | str) -> str:
-    """Returns the override that sets a config key to a path, whatever characters are in it."""
-    # A JSON string is a TOML string, but for its escapes of characters outside the basic plane.
-    return f"{key}={json.dumps(str(path), ensure_ascii=False)}"
 
 
 def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import logging
 import math
 import platform
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
 
 from dmt.errors import InputError
 from dmt.files import atomic_write
+from dmt.formatting import shorten
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import TrainingConfig, to_toml
 
@@ -83,11 +82,12 @@ class RunRecord:
         if resumed_step is None:
             # What an earlier run left here would be read as this one's.
             self._metrics.unlink(missing_ok=True)
-            shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
+            for path in (self.folder / "tensorboard").glob("events.out.tfevents.*"):
+                path.unlink()
         elif self._metrics.exists():
-            kept = [values for values in _whole_lines(self._metrics) if values["step"] <= resumed_step]
+            kept = [values for values in _read_metrics(self._metrics) if values["step"] <= resumed_step]
             self._recorded = {name for values in kept if values["step"] == resumed_step for name in values}
-            _write(self._metrics, "".join(json.dumps(values) + "\n" for values in kept))
+            _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
             self._whole_bytes = self._metrics.stat().st_size
         _write(self.folder / "config.toml", to_toml(config))
         # Imported here, or whoever reads a checkpoint or a result would load TensorBoard.
@@ -227,25 +227,37 @@ def read_result(folder: Path) -> dict[str, Any]:
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Reads the curves of a run, finished or not: for each name its (step, value) pairs."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for values in _whole_lines(folder / "metrics.jsonl"):
+    for values in _read_metrics(folder / "metrics.jsonl"):
         step = values.pop("step")
         for name, value in values.items():
             curves.setdefault(name, []).append((step, value))
     return curves
 
 
-def _whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the values of the whole lines, and warns of others; a killed writer leaves half a line at the end."""
-    *lines, _ = path.read_bytes().split(b"\n")
-    values = []
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line)
-            if isinstance(found, dict) and isinstance(found.get("step"), int):
-                values.append(found)
-    if len(values) < len(lines):
-        logger.warning("%s: %d of its %d lines are damaged and left out.", path, len(lines) - len(values), len(lines))
-    return values
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads the whole records of ``metrics.jsonl``, and warns of other lines: a crash or a full disk can leave some.
+
+    No line is expected after the last line feed, where a killed writer may have left half of one.
+    """
+    records, damaged = [], list[int]()
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        is_whole = isinstance(record, dict) and all(type(value) in (int, float) for value in record.values())
+        if is_whole and type(record.get("step")) is int:
+            records.append(record)
+        else:
+            damaged.append(number)
+    if damaged:
+        logger.warning(
+            "%s: %d of its lines are no records of a run and are left out: %s.",
+            path,
+            len(damaged),
+            shorten([f"line {number}" for number in damaged], ", "),
+        )
+    return records
 
 
 def _write(path: Path, text: str) -> None:

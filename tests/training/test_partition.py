@@ -24,7 +24,7 @@ from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, load_config, to_toml
 from dmt.training.data import DataConfig, open_source
 from dmt.training.job import open_job
-from dmt.training.partition import affinity_of_run, path_setting, spread_batches, trained_rows, write_affinity
+from dmt.training.partition import affinity_of_run, spread_batches, trained_rows, write_affinity
 from dmt.training.train import resolve
 from tests.programs import run_program
 from tests.ranks import run_ranks
@@ -110,11 +110,6 @@ def test_the_affinity_of_towers_at_the_end_of_training_is_refused() -> None:
     with pytest.raises(InputError, match=r"train\.affinity_rows=100 needs a flat model, but model\.arch is 'dmt-dlrm'"):
         resolve(small(train={"affinity_rows": 100}), 4)
     assert resolve(small("dlrm", train={"affinity_rows": 100}), 4)
-
-
-@pytest.mark.parametrize("name", ["a b", "x'y", 'x"y', "back\\slash", "\N{PILE OF POO}", "ü", "tab\t"])
-def test_any_path_can_be_set(name: str) -> None:
-    assert load_config("demo", [path_setting("train.output_dir", name)]).train.output_dir == name
 
 
 def finished_run(folder: Path, data: dict[str, Any], *, steps: int | None) -> Path:

@@ -131,15 +131,6 @@ def test_an_unfinished_last_line_is_not_read(killed: Path) -> None:
     assert read_curves(killed) == {"train/loss": [(10, 10.0), (20, 20.0), (30, 30.0)], "eval/auc": [(20, 0.5)]}
 
 
-@pytest.mark.parametrize("damage", ["", "garbage", "[1]", "\0\0\0", "{", "[" * 100_000, '{"loss": 1}', "\xff"])
-def test_a_damaged_line_costs_no_other(damage: str, killed: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lines = (killed / "metrics.jsonl").read_bytes().split(b"\n")
-    (killed / "metrics.jsonl").write_bytes(b"\n".join([*lines[:2], damage.encode("latin-1"), *lines[2:]]))
-    record_of(killed, resumed_step=20)
-    assert "1 of its 5 lines are damaged and left out" in caplog.text
-    assert read_curves(killed) == {"train/loss": [(10, 10.0), (20, 20.0)], "eval/auc": [(20, 0.5)]}
-
-
 def test_other_ranks_touch_nothing(killed: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
     record = RunRecord(config_of(killed), enabled=False, resumed_step=10)
@@ -236,3 +227,20 @@ def test_a_result_without_room_is_printed(long_run: Path, capsys: pytest.Capture
     assert [json.loads(line)["step"] for line in lines[:2]] == [1002, 1003]
     assert json.loads("".join(lines[2:]))["steps"] == 1003
     assert not (long_run / "result.json").exists()
+
+
+GARBAGE = ["", "\0" * 9, "loss 0.3", '{"train/loss": 1.0}', '{"step": "2", "a": 1.0}', "[" * 10_000, "9" * 5_000]
+
+
+@pytest.mark.parametrize("line", [*GARBAGE, '{"step": 20, "eval/auc": [0.5]}'], ids=range(len(GARBAGE) + 1))
+def test_lines_that_are_no_records_are_left_out_and_told(
+    line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses(record_of(tmp_path), range(10, 30, 10))
+    path = tmp_path / "metrics.jsonl"
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + line.encode() + b"\n" + second + b"\xff\n")
+    assert read_curves(tmp_path) == {"train/loss": [(10, 10.0), (20, 20.0)]}
+    assert f"{path}: 2 of its lines are no records of a run and are left out: line 2, line 4." in caplog.text
+    losses(record_of(tmp_path, resumed_step=20), range(30, 40, 10))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
