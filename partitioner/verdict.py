@@ -49,9 +49,8 @@ class Verdict:
 def deviations_from_random(comparison: AffinityComparison) -> float | None:
     """Mean affinity within towers minus that within random towers, in standard deviations of the latter.
 
-    Returns:
-        The number, positive where the plan's pairs are more alike and always finite; None if there is no such pair
-        or random towers do not differ among themselves.
+    Positive where the plan's pairs are more alike, and finite; None if there is no such pair or random towers do not
+    differ among themselves.
     """
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
     if within is None or mean is None or std is None or not std > 0.0:
@@ -63,14 +62,10 @@ def deviations_from_random(comparison: AffinityComparison) -> float | None:
 def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
     """Bounds the deviation of the best of all assignments if the affinities are unrelated, in standard deviations.
 
-    A partitioner looks for an assignment that differs from random ones, and finds one in noise too: on affinities that
-    are independent numbers, it reached 6 to 8 deviations for 26 features in 8 towers and 17 for 100 in 16. Were the
-    mean affinities of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for
-    fewer than 1 of 100 such matrices, whatever their dependence (the union bound on Gaussian tails,
+    A partitioner looks for an assignment that differs from random ones, and finds one in noise too. Were the mean
+    affinities of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for fewer
+    than 1 of 100 matrices of independent numbers, whatever their dependence (the union bound on Gaussian tails,
     P(z > t) < exp(-t^2 / 2)). N counts the ways to deal the features into towers of these sizes, category by category.
-
-    More than that says that the affinities are not unrelated, and no more: the cosines of random vectors are related
-    too, so untrained embeddings may exceed the bound.
 
     Args:
         sizes: F_t, the features of each tower.
@@ -97,10 +92,7 @@ def _log_ways(sizes: Sequence[int]) -> float:
 
 
 def judge_meaning(partition: Partition) -> Verdict:
-    """Judges the towers' affinity against random towers and against the best of many (`luck_bound`).
-
-    It says at most that the affinities have structure. Where that comes from, one training run cannot tell.
-    """
+    """Judges the towers' affinity against random towers and against the best of many (`luck_bound`)."""
     comparison, loads = partition.comparison, partition.loads
     deviations = deviations_from_random(comparison)
     aim, sign = _AIMS.get(partition.plan.strategy, ("", 0.0))
@@ -184,7 +176,7 @@ class Quantity:
 def quantities(partition: Partition) -> list[Quantity]:
     """Features, work and bytes of the towers, as far as they are known."""
     loads, limits = partition.loads, partition.limits
-    columns = [
+    columns: list[tuple[str, list[float], float | None]] = [
         ("features", [load.num_features for load in loads], None),
         ("work", [load.work for load in loads if load.work is not None], limits.max_work),
         ("bytes", [load.num_bytes for load in loads if load.num_bytes is not None], limits.max_bytes),

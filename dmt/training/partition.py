@@ -23,7 +23,7 @@ from dmt.training.data import ClickBatch, ClickData, open_source
 from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
 
-__all__ = ["affinity_of_model", "affinity_of_run", "spread_batches", "trained_rows", "write_affinity"]
+__all__ = ["affinity_of_model", "affinity_of_run", "spread_batches", "trained_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,12 @@ def affinity_of_run(
 
 
 def affinity_of_model(
-    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int
-) -> FeatureAffinity:
+    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int, path: Path
+) -> FeatureAffinity | None:
     """Collects the affinity of a sharded flat model on ``train.affinity_rows`` of its rows; collective.
+
+    A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
+    the first rank logs a warning, and None is returned.
 
     Args:
         model: the sharded `ClickTask`, detached from its train pipeline.
@@ -96,6 +99,7 @@ def affinity_of_model(
         mesh: the groups.
         config: gives the number of rows; at least a batch of one row per rank is taken.
         steps: number of steps it was trained for.
+        path: file that the first rank writes.
     """
     world_size = mesh.topology.world_size
     batches = spread_batches(
@@ -106,21 +110,10 @@ def affinity_of_model(
         rank=mesh.rank,
         world_size=world_size,
     )
-    return FeatureAffinity.collect(
-        model, batches, forward=lambda task, batch: task(batch), process_group=mesh.global_group
-    )
-
-
-def write_affinity(
-    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int, path: Path
-) -> bool:
-    """Writes the result of `affinity_of_model`, which has the same arguments, on the first rank; collective.
-
-    A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
-    the first rank logs a warning, and false is returned.
-    """
     try:
-        affinity = affinity_of_model(model, data, mesh, config=config, steps=steps)
+        affinity = FeatureAffinity.collect(
+            model, batches, forward=lambda task, batch: task(batch), process_group=mesh.global_group
+        )
         if mesh.rank == 0:
             affinity.save(path)
     except (InputError, OSError) as error:
@@ -131,8 +124,8 @@ def write_affinity(
                 config.affinity_rows,
                 error,
             )
-        return False
-    return True
+        return None
+    return affinity
 
 
 def spread_batches(

@@ -40,7 +40,7 @@ from dmt.training.data import ValidationReport
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, make_job, open_data
 from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
-from dmt.training.partition import write_affinity
+from dmt.training.partition import affinity_of_model
 from dmt.training.records import RunRecord, result_warnings, versions
 from dmt.training.resume import (
     Start,
@@ -144,7 +144,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         if micro_batches is not None:
             micro_batches.detach()  # collecting needs all embeddings of a batch at once
         path = record.folder / "affinity.npz"
-        write_affinity(model, job.data, mesh, config=config.train, steps=time.steps, path=path)
+        affinity_of_model(model, job.data, mesh, config=config.train, steps=time.steps, path=path)
     traffic = trainer.measure_traffic()
 
     # Report.

@@ -12,7 +12,7 @@ import numpy as np
 from dmt.formatting import counted
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import tower_affinity
-from dmt.partitioner.report.style import drawable, new_figure, save_figure, tower_color, write_badge
+from dmt.partitioner.report.style import drawable, new_figure, save_figure, tower_badges, write_badge
 from dmt.plan.towers import TowerPlan
 
 if TYPE_CHECKING:
@@ -47,13 +47,6 @@ def plot_affinity(
     Raises:
         InputError: plan and affinity are not about the same features, the suffix is no picture format, or the file
             cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     plot_affinity(affinity, TowerPlan.from_lists([["a", "b"], ["c"]]), f"{folder}/towers.png").name
-        'towers.png'
     """
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -87,16 +80,19 @@ def _draw_towers(axes: Axes, plan: TowerPlan, row_height: float) -> None:
     start, badges = 0, []
     # A default name is shown by its number; names of one's own may be long and are then written upright.
     turned = max(len(tower.name.removeprefix("tower_")) for tower in plan.towers) > 3
-    for number, tower in enumerate(plan.towers):
-        extent = len(tower.features)
+    for tower in tower_badges(plan):
+        extent = len(tower["features"])
         # A box must not fill the block that it surrounds.
-        style = {"ec": tower_color(number), "lw": min(2.4, 0.12 * extent * row_height), "clip_on": False, "zorder": 3}
-        axes.add_patch(Rectangle((start - 0.5, start - 0.5), extent, extent, fill=False, **style))
+        corner, middle = (start - 0.5, start - 0.5), (start + extent / 2 - 0.5, -0.5)
+        width = min(2.4, 0.12 * extent * row_height)
+        axes.add_patch(
+            Rectangle(corner, extent, extent, fill=False, ec=tower["color"], lw=width, clip_on=False, zorder=3)
+        )
         style = {"xytext": (0.0, 8.0), "va": "bottom", "rotation": 90.0 if turned else 0.0}
-        badges.append(write_badge(axes, plan, number, (start + extent / 2 - 0.5, -0.5), **style))
+        badges.append(write_badge(axes, tower, middle, **style))
         start += extent
     # Lays the picture out, so that the names are where they will be.
-    figure = axes.get_figure()
+    figure = axes.get_figure(root=True)
     assert figure is not None, "the axes were made by a figure"
     figure.draw_without_rendering()
     edge = -np.inf

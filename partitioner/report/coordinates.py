@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from dmt.partitioner.report.style import (
     keep_apart,
     new_figure,
     save_figure,
+    tower_badges,
     tower_color,
     tower_marker,
     write_badge,
@@ -61,15 +62,6 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
 
     Raises:
         InputError: the suffix is no picture format, or the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from dmt.partitioner import FeatureAffinity, TowerPartitioner
-        >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
-        >>> partition = TowerPartitioner(num_towers=2).partition(affinity)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     plot_coordinates(partition, f"{folder}/coordinates.png").name
-        'coordinates.png'
     """
     figure = new_figure(path, size=(9.0, 9.0), caller="plot_coordinates", layout=None)
     # Placed by hand: names are measured in pixels, which must not move afterwards.
@@ -88,17 +80,9 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
 def principal_axes(points: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
     """Two coordinates for every point: those of a plane as they are, a line with a zero, else the principal axes.
 
-    Args:
-        points: [F, n] float64.
-
     Returns:
-        ([F, 2] float64 with their mean at the origin, share of the variance that they hold); the share is 1 up to two
-        dimensions and where all points are in one place.
-
-    Example:
-        >>> flat, share = principal_axes(np.array([[0.0, 0.0, 5.0], [3.0, 0.0, 5.0], [0.0, 4.0, 5.0]]))
-        >>> float(round(np.linalg.norm(flat[1] - flat[2]), 6)), round(share, 6)
-        (5.0, 1.0)
+        ([F, 2] float64 with their mean at the origin, share of the variance that they hold) for points [F, n]; the
+        share is 1 up to two dimensions and where all points are in one place.
     """
     centred = points - points.mean(axis=0)
     if points.shape[1] <= 2:
@@ -118,8 +102,8 @@ def _draw_points(axes: Axes, points: NDArray[np.float64], members: list[list[int
         axes.add_collection(
             LineCollection(list(spokes), colors=color, linewidths=0.5 if thin else 1.2, alpha=0.5, zorder=1)
         )
-        style = {"color": color, "marker": tower_marker(number), "linewidths": 0.15 if thin else 0.5}
-        axes.scatter(*own.T, s=diameter**2, edgecolors="white", zorder=2, **style)
+        style: dict[str, Any] = {"color": color, "marker": tower_marker(number), "linewidths": 0.15 if thin else 0.5}
+        axes.scatter(own[:, 0], own[:, 1], s=diameter**2, edgecolors="white", zorder=2, **style)
     dress_axes(axes, grid="both")
     # Room for names around the points, and one scale for both axes.
     axes.margins(0.14, 0.08)
@@ -135,7 +119,8 @@ def _write_names(
 
     named = len(points) <= MOST_LABELLED
     centres = [tuple(points[rows].mean(axis=0)) for rows in members]
-    badges = [write_badge(axes, partition.plan, number, centre) for number, centre in enumerate(centres)]
+    towers = tower_badges(partition.plan)
+    badges = [write_badge(axes, tower, centre) for tower, centre in zip(towers, centres, strict=True)]
     taken: list[Bbox] = []
     gaps = [diameter / 2 + distance for distance in DISTANCES]
     towers_missing = keep_apart(axes, badges, taken, ways=((0, 0), *WAYS), gaps=gaps)

@@ -6,16 +6,17 @@ The judgements come from `dmt.partitioner.verdict`; the words around them are in
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import accumulate, pairwise
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dmt import __version__
 from dmt.formatting import counted, human_bytes
 from dmt.partitioner.partition import Partition
 from dmt.partitioner.report import plot_affinity, plot_coordinates
@@ -34,7 +35,7 @@ __all__ = ["write_partition_report"]
 
 # Above this number of features, their lists start closed.
 MOST_SHOWN = 64
-_PACKAGES = ("dmt-recsys", "torch", "numpy", "k-means-constrained", "matplotlib")
+_PACKAGES = ("torch", "numpy", "k-means-constrained", "matplotlib")
 
 
 def write_partition_report(partition: Partition, folder: str | os.PathLike[str]) -> Path:
@@ -52,15 +53,6 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
 
     Raises:
         InputError: a file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from dmt.partitioner import FeatureAffinity, TowerPartitioner
-        >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
-        >>> partition = TowerPartitioner(num_towers=2).partition(affinity)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     "3 features in 2 coherent towers" in write_partition_report(partition, folder).read_text()
-        True
     """
     target = Path(folder)
     plan, features = partition.plan, partition.affinity.num_features
@@ -166,22 +158,13 @@ def _number(value: float | None, digits: int = 4) -> str:
 def _made(partition: Partition) -> list[tuple[str, str]]:
     plan, affinity = partition.plan, partition.affinity
     dims = partition.points.shape[1]
+    versions = [f"Python {python_version()}", f"dmt {__version__}", *(f"{name} {version(name)}" for name in _PACKAGES)]
     return [
         ("Command", plan.command or "not recorded"),
         ("Strategy", f"{plan.strategy}, {counted(dims, 'dimension')}"),
         ("Seed", "none" if plan.seed is None else str(plan.seed)),
         ("Affinity", f"digest {plan.affinity.get('digest') or affinity.to_summary()['digest']}"),
         ("Samples", "not recorded" if affinity.num_samples is None else f"{affinity.num_samples:,}"),
-        ("Versions", ", ".join(_versions())),
+        ("Versions", ", ".join(versions)),
         ("Method", "Disaggregated Multi-Tower, arXiv 2403.00877, section 3.3"),
     ]
-
-
-def _versions() -> Iterator[str]:
-    yield f"Python {platform.python_version()}"
-    for package in _PACKAGES:
-        try:
-            yield f"{package} {version(package)}"
-        except PackageNotFoundError:
-            # Run from a checkout that was never installed.
-            continue

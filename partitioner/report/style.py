@@ -14,11 +14,10 @@ import numpy as np
 from dmt.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import LayoutEngine
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
@@ -38,7 +37,6 @@ __all__ = [
     "save_figure",
     "tower_badges",
     "tower_color",
-    "tower_ink",
     "tower_marker",
     "write_badge",
     "write_label",
@@ -60,16 +58,13 @@ def tower_color(number: int) -> str:
     return TOWER_COLORS[number % len(TOWER_COLORS)]
 
 
-def tower_ink(number: int) -> str:
-    """Colour of letters on `tower_color`."""
-    return "#000000" if tower_color(number) in LIGHT_COLORS else "#FFFFFF"
-
-
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Name, features, colour and ink of each tower, for a page."""
+    """Name, features, colour and ink (the colour of letters on it) of each tower, for pictures and pages."""
+    colors = [tower_color(number) for number in range(plan.num_towers)]
+    inks = ["#000000" if color in LIGHT_COLORS else "#FFFFFF" for color in colors]
     return [
-        {"name": tower.name, "features": tower.features, "color": tower_color(number), "ink": tower_ink(number)}
-        for number, tower in enumerate(plan.towers)
+        {"name": tower.name, "features": tower.features, "color": color, "ink": ink}
+        for tower, color, ink in zip(plan.towers, colors, inks, strict=True)
     ]
 
 
@@ -78,12 +73,11 @@ def tower_marker(number: int) -> str:
     return TOWER_MARKERS[number // len(TOWER_COLORS) % len(TOWER_MARKERS)]
 
 
-def write_badge(axes: Axes, plan: TowerPlan, number: int, place: tuple[float, float], **style: Any) -> Annotation:
-    """Writes the name of a tower on its colour, centred at ``place``; of a name such as ``tower_12`` the number."""
-    name = drawable(plan.towers[number].name.removeprefix("tower_"))
-    box = {"boxstyle": "round,pad=0.25", "facecolor": tower_color(number), "edgecolor": "white", "linewidth": 0.6}
-    style = {"color": tower_ink(number), "fontsize": 8.0, "fontweight": "bold", "zorder": 5, "bbox": box, **style}
-    return write_label(axes, name, place, **style)
+def write_badge(axes: Axes, badge: Mapping[str, Any], place: tuple[float, float], **style: Any) -> Annotation:
+    """Writes one of `tower_badges`, centred at ``place``; of a name such as ``tower_12`` the number."""
+    box = {"boxstyle": "round,pad=0.25", "facecolor": badge["color"], "edgecolor": "white", "linewidth": 0.6}
+    style = {"color": badge["ink"], "fontsize": 8.0, "fontweight": "bold", "zorder": 5, "bbox": box, **style}
+    return write_label(axes, drawable(badge["name"].removeprefix("tower_")), place, **style)
 
 
 def write_label(axes: Axes, text: str, place: tuple[float, float], **style: Any) -> Annotation:
@@ -125,8 +119,8 @@ def keep_apart(
     labels: Iterable[Annotation],
     taken: list[Bbox],
     *,
-    ways: Sequence[tuple[int, int]] = ((0, 0),),
-    gaps: Sequence[float] = (0.0,),
+    ways: Sequence[tuple[int, int]],
+    gaps: Sequence[float],
 ) -> int:
     """Moves each label to the first place around its point that is free, and removes it if there is none.
 
@@ -163,11 +157,11 @@ def new_figure(
     *,
     size: tuple[float, float],
     caller: str,
-    layout: LayoutEngine | Literal["constrained"] | None,
+    layout: Literal["constrained"] | None,
 ) -> Figure:
     """Makes a figure of ``size`` inches for a file at ``path``, without ``pyplot`` and its global state.
 
-    ``layout`` is matplotlib's layout engine, None for axes that are placed by hand; the error names ``caller``.
+    ``layout`` is None for axes that are placed by hand; the error names ``caller``.
 
     Raises:
         InputError: the suffix of ``path`` is no picture format.

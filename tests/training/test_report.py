@@ -120,18 +120,13 @@ def test_bytes_and_mflops_are_compared_second_to_first():
     finding = compare_runs({"flat": result(), "towers": result(embedding=832.0, mflops=0.4)})
     assert finding.embedding_bytes == (3328.0, 1664.0)
     assert finding.all_bytes == pytest.approx((3890.2, 2226.2))
-    assert finding.cost == (
-        "Per sample, towers sends 50% of the embedding bytes across hosts (1,664 instead of 3,328, forward and "
-        "backward) and computes 80% of the MFLOPs (0.400 instead of 0.499)."
-    )
-    # More is said as plainly as less.
-    assert "sends 200% of the embedding bytes" in compare_runs({"a": result(), "b": result(embedding=3328.0)}).cost
 
 
-def test_on_a_single_host_no_ratio_of_bytes_is_made_up():
-    lone, other = result(embedding=0.0), result(embedding=0.0)
-    assert compare_runs({"a": lone, "b": other}).cost.startswith("No embedding bytes cross hosts in either run")
-    assert "the other model none" in compare_runs({"a": lone, "b": result()}).cost
+def test_on_a_single_host_no_ratio_of_bytes_is_made_up(tmp_path, arguments):
+    for second, share in ((0.0, "none"), (1664.0, "-")):
+        arguments["runs"] = {"a": result(embedding=0.0), "b": result(embedding=second)}
+        text = Page(write_report(tmp_path / "report.html", **arguments)).text
+        assert f"{share} of the embedding bytes across hosts" in text
 
 
 def test_aucs_that_cannot_be_compared_are_not():
@@ -423,8 +418,6 @@ def test_the_page_says_where_the_tables_live_and_why(tmp_path, arguments):
     for rank in found.ranks:
         row = f"tower_{rank.tower} {rank.local} {human_bytes(rank.memory)} {rank.lookups:,.0f} "
         assert f"{row}{human_bytes(rank.bytes_sent)} {rank.seconds / mean:.2f}" in text
-    for tower in found.towers:
-        assert f"tower_{tower.tower}: 2 tables ({tower.method}); its busiest rank costs" in text
 
 
 def test_bars_are_as_long_as_the_ranks_are_busy(tmp_path, arguments):
@@ -438,7 +431,6 @@ def test_bars_are_as_long_as_the_ranks_are_busy(tmp_path, arguments):
     assert widths[0] == widths[2] == 100.0
     assert widths[1] == widths[3] < 90.0
     text = Page(path).text
-    assert f"tower_0: 2 tables (pinned by the user); its busiest rank costs {found.imbalance:.2f} times" in text
     assert "t_C1 tower_0 table_wise 0 132 kB pinned by the user ('t_*')" in text
 
 
@@ -449,7 +441,6 @@ def test_a_plan_of_hundreds_of_tables_folds(tmp_path, arguments):
     assert page.tags.count("details") == 2
     shown, _, folded = page.text.partition("the other 460 tables, which cost less")
     assert "the other 60 ranks" in shown
-    assert "The other 10 are in sharding.json" in shown
     rows = [f"t_f{i} tower_{i % 50}" for i in range(500)]
     assert sum(f" {row} " in shown for row in rows) == 40
     assert sum(f" {row} " in folded for row in rows) == 460

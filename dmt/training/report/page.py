@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.formatting import counted, human_bytes
+from dmt.formatting import human_bytes
 from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.style import tower_badges
 from dmt.plan.towers import TowerPlan
@@ -23,7 +23,7 @@ from dmt.training.report.curves import RUN_COLORS
 
 __all__ = ["write_report"]
 
-# Towers, ranks and tables beyond this number are folded away.
+# Ranks and tables beyond this number are folded away.
 _SHOWN = 40
 _BYTES = "bytes_per_sample."
 # Keys of `TowerPlan.affinity`, and the pairs that they are the mean affinity of.
@@ -151,18 +151,8 @@ def _versions(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _sharding(sharding: TowerShardingPlan, plan: TowerPlan, run: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers and texts of the section on a sharding plan (``sharding.html``); ``run`` is the run's ``result.json``."""
     badges = tower_badges(plan)
-    towers = [
-        {
-            "badge": badges[tower.tower],
-            "tables": counted(tower.num_tables, "table"),
-            "imbalance": f"{tower.imbalance:.2f}",
-            "method": tower.method,
-        }
-        for tower in sharding.towers
-    ]
     return {
         "sentence": sharding_sentence(sharding),
-        "towers": towers,
         "ranks": _rank_rows(sharding, badges),
         "tables": _table_rows(sharding, badges),
         "shown": _SHOWN,
