@@ -172,18 +172,17 @@ class PartitionRules:
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"{where}: not TOML ({error}).") from error
         known = [f.name for f in fields(cls)]
-        hint = "Limits, together and apart are keys above the first table; TOML takes what is below as its contents."
+        hint = " Limits, together and apart are keys above the first table; TOML takes what is below as its contents."
         for key in record:
             if key not in known:
                 raise InputError(
-                    f"{where}: {key!r} is no rule.{did_you_mean(key, known)} The rules are {', '.join(known)}. {hint}"
+                    f"{where}: {key!r} is no rule.{did_you_mean(key, known)} The rules are {', '.join(known)}.{hint}"
                 )
         try:
             return cls(**record)
         except InputError as error:
-            reason = str(error).removeprefix("Partition rules: ")
-            has_table = any(isinstance(value, Mapping) for value in record.values())
-            raise InputError(f"{where}: {reason}{f' {hint}' if has_table else ''}") from error
+            advice = hint if any(isinstance(value, Mapping) for value in record.values()) else ""
+            raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}{advice}") from error
 
 
 def _is_number(value: Any) -> bool:
