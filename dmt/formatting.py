@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["byte_unit", "counted", "human_bytes", "shorten"]
+__all__ = ["counted", "human_bytes", "shorten"]
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-
-
-def byte_unit(num_bytes: float) -> tuple[float, str]:
-    """The largest decimal unit (1 GB = 10^9 bytes) that ``num_bytes`` holds once, as (bytes in it, name).
-
-    Example:
-        >>> byte_unit(12_400_000_000), byte_unit(0)
-        ((1000000000.0, 'GB'), (1.0, 'bytes'))
-    """
-    power = 0
-    # At 999.5 of a unit, three figures would read 1000 of it.
-    while power < len(_UNITS) - 1 and num_bytes >= 999.5 * 1000.0**power:
-        power += 1
-    return 1000.0**power, _UNITS[power]
 
 
 def shorten(items: Sequence[str], separator: str = "; ", *, most: int = 3) -> str:
@@ -34,14 +20,17 @@ def shorten(items: Sequence[str], separator: str = "; ", *, most: int = 3) -> st
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Bytes with three figures.
+    """Bytes in the largest decimal unit that they fill (1 GB = 10^9 bytes), with three figures.
 
     Example:
         >>> human_bytes(12_440_000_000), human_bytes(17), human_bytes(999_700)
         ('12.4 GB', '17 bytes', '1.00 MB')
     """
-    divisor, unit = byte_unit(num_bytes)
-    value = num_bytes / divisor
+    power = 0
+    # At 999.5 of a unit, three figures would read 1000 of it.
+    while power < len(_UNITS) - 1 and num_bytes >= 999.5 * 1000.0**power:
+        power += 1
+    value, unit = num_bytes / 1000.0**power, _UNITS[power]
     if unit == "bytes":
         return f"{value:.0f} {unit}"
     return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"

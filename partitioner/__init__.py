@@ -14,7 +14,7 @@ from __future__ import annotations
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, tower_affinity
 from dmt.partitioner.partitioner import TowerPartitioner
-from dmt.partitioner.report import plot_affinity, plot_balance, plot_comparison, plot_coordinates
+from dmt.partitioner.report import plot_affinity, plot_coordinates
 from dmt.partitioner.report.page import write_partition_report
 from dmt.partitioner.rules import PartitionRules
 
@@ -24,8 +24,6 @@ __all__ = [
     "PartitionRules",
     "TowerPartitioner",
     "plot_affinity",
-    "plot_balance",
-    "plot_comparison",
     "plot_coordinates",
     "tower_affinity",
     "write_partition_report",

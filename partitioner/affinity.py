@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -48,15 +48,6 @@ _FORMS = {
 _TABLE_ARRAYS = ("table_names", "table_rows", "table_dims", "table_sizes", "table_features")
 # A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
 ROUNDING = 1e-5
-# Rows that are looked at together: 4 MB of a matrix of 4,000 features.
-BLOCK_ROWS = 128
-
-# In this order: infinities are found before the matrix is compared with its mirror image.
-RULES = (
-    ("must be finite", "Check the embeddings for NaN."),
-    ("must lie within 0..1", "Give absolute cosines of embeddings of length 1."),
-    ("must equal its mirror image", "Give a symmetric matrix."),
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,12 +57,10 @@ class FeatureAffinity:
     I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1: 0 where two features have nothing in
     common, 1 where they always point the same (or always the opposite) way.
 
-    `collect` measures it on a trained model. A matrix from elsewhere can be given directly; it is checked, made
-    exactly symmetric, and kept read-only as float64. The diagonal is free (it is below 1 for a feature that is
-    sometimes absent) and never used for partitioning.
+    `collect` measures it on a trained model. A matrix from elsewhere is checked, made exactly symmetric, and kept
+    read-only as float64. The diagonal (below 1 for a feature that is sometimes absent) is never used for partitioning.
 
-    With ``tables`` and ``pooling_factors`` it also carries what balancing towers by memory and by lookup work takes,
-    so that an affinity collected once on the cluster can be partitioned anywhere, without TorchRec.
+    With ``tables`` and ``pooling_factors``, towers can be balanced by memory and lookup work too, without TorchRec.
 
     Raises:
         InputError: the matrix is not [F, F], finite, symmetric and within 0..1 (each up to rounding), or the names
@@ -142,17 +131,6 @@ class FeatureAffinity:
             InputError: TorchRec is absent, no collection or batch is found, the embeddings cannot be compared, the
                 model is sharded and there is no group, or its embeddings never leave their towers. With a group,
                 every rank raises what one of them found.
-
-        Example:
-            >>> import torch
-            >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-            >>> pair = ["buyer", "seller"]
-            >>> ids = KeyedJaggedTensor(pair, torch.tensor([0, 3, 0, 3]), lengths=torch.tensor([1, 1, 1, 1]))
-            >>> table = EmbeddingBagConfig(name="t", num_embeddings=4, embedding_dim=8, feature_names=pair)
-            >>> model = EmbeddingBagCollection(tables=[table])
-            >>> affinity = FeatureAffinity.collect(model, [ids], forward=lambda model, batch: model(batch))
-            >>> affinity.num_samples, affinity.matrix.round(6).tolist()
-            (2, [[1.0, 1.0], [1.0, 1.0]])
         """
         from dmt.partitioner.collect import collect_affinity
 
@@ -279,33 +257,24 @@ def _clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.floa
         raise InputError(
             f"FeatureAffinity: matrix has shape {list(given.shape)} for {size} features; it must be [{size}, {size}]."
         )
-    cleaned = np.empty((size, size))
-    # For each rule the largest fault so far, and where it is.
-    worst = [(ROUNDING, 0, 0)] * len(RULES)
-    for start in range(0, size, BLOCK_ROWS):
-        rows = slice(start, start + BLOCK_ROWS)
-        block, mirrored = given[rows].astype(np.float64), given[:, rows].T.astype(np.float64)
-        with np.errstate(invalid="ignore"):  # infinity minus infinity, which the first rule finds
-            for rule, fault in enumerate(_faults(block, mirrored)):
-                place = int(np.argmax(fault))
-                if fault.flat[place] > worst[rule][0]:
-                    worst[rule] = (float(fault.flat[place]), start + place // size, place % size)
-            np.clip((block + mirrored) / 2, 0.0, 1.0, out=cleaned[rows])
-    for (broken, remedy), (amount, row, column) in zip(RULES, worst, strict=True):
-        if amount > ROUNDING:
+    given = given.astype(np.float64)
+    # In this order: infinities are found before the matrix is compared with its mirror image.
+    rules = (
+        (lambda: np.where(np.isfinite(given), 0.0, np.inf), "must be finite", "Check the embeddings for NaN."),
+        (lambda: np.abs(given - 0.5) - 0.5, "must lie within 0..1", "Give absolute cosines of embeddings of length 1."),
+        (lambda: np.abs(given - given.T), "must equal its mirror image", "Give a symmetric matrix."),
+    )
+    for fault_of, broken, remedy in rules:
+        fault = fault_of()
+        row, column = divmod(int(np.argmax(fault)), size)
+        if fault[row, column] > ROUNDING:
             raise InputError(
                 f"FeatureAffinity: the affinity of {features[row]!r} with {features[column]!r} is "
-                f"{float(given[row, column]):g} (mirrored: {float(given[column, row]):g}); it {broken}. {remedy}"
+                f"{given[row, column]:g} (mirrored: {given[column, row]:g}); it {broken}. {remedy}"
             )
+    cleaned = np.clip((given + given.T) / 2, 0.0, 1.0)
     cleaned.flags.writeable = False
     return cleaned
-
-
-def _faults(block: NDArray[np.float64], mirrored: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-    """Yields for each rule by how much every element breaks it."""
-    yield np.where(np.isfinite(block), 0.0, np.inf)
-    yield np.abs(block - 0.5) - 0.5
-    yield np.abs(block - mirrored)
 
 
 def check_tables(
@@ -389,13 +358,14 @@ def _tables_to(tables: Sequence[TableSpec]) -> dict[str, NDArray[Any]]:
     """Converts tables to arrays; none without tables."""
     if not tables:
         return {}
-    return {
-        "table_names": np.array([table.name for table in tables], dtype=np.str_),
-        "table_rows": np.array([table.num_embeddings for table in tables], dtype=np.int64),
-        "table_dims": np.array([table.embedding_dim for table in tables], dtype=np.int64),
-        "table_sizes": np.array([len(table.feature_names) for table in tables], dtype=np.int64),
-        "table_features": np.array(feature_names(tables), dtype=np.str_),
-    }
+    columns: tuple[list[Any], ...] = (
+        [table.name for table in tables],
+        [table.num_embeddings for table in tables],
+        [table.embedding_dim for table in tables],
+        [len(table.feature_names) for table in tables],
+        feature_names(tables),
+    )
+    return {name: np.array(column) for name, column in zip(_TABLE_ARRAYS, columns, strict=True)}
 
 
 def _tables_from(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:

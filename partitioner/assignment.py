@@ -108,17 +108,10 @@ def local_search(squared: Floats, labels: Labels, num_towers: int, bounds: Bound
     """Moves and swaps blocks while limits or the objective improve; no tower is emptied.
 
     Every block in turn makes the one move or swap that is best: first for the limits (a limit once held is never given
-    up), then for `objective_of`. Ends when a whole sweep changes nothing. A sweep costs O(P (P + T)); memory is that of
-    ``squared`` and [T, P] sums.
+    up), then for `objective_of`. Ends when a whole sweep, of O(P (P + T)), changes nothing.
 
-    ``squared`` are [P, P] squared distances, of points or of the distance matrix itself; ``labels`` [P] the towers to
-    start from. `Bounds.violation` of the [P] labels returned says whether all limits are held.
-
-    Example:
-        >>> squared = np.array([[0.0, 9.0, 1.0, 9.0], [9.0, 0.0, 9.0, 1.0], [1.0, 9.0, 0.0, 9.0], [9.0, 1.0, 9.0, 0.0]])
-        >>> pairs = Bounds(loads=np.ones((1, 4)), lower=np.array([2.0]), upper=np.array([2.0]))
-        >>> local_search(squared, np.array([0, 0, 1, 1]), 2, pairs).tolist()
-        [1, 0, 1, 0]
+    ``squared`` are [P, P] squared distances, ``labels`` [P] the towers to start from. `Bounds.violation` of the [P]
+    labels returned says whether all limits are held.
     """
     search = _MoveSearch(squared, labels, num_towers, bounds)
     for _ in range(MAX_SWEEPS):
@@ -133,8 +126,7 @@ def perturbed_search(
 ) -> Labels:
     """Repeats `local_search` from perturbed answers; a better answer that holds the limits replaces the best.
 
-    A perturbation deals part of the blocks out again at random. Larger problems, for which one search takes seconds,
-    get fewer. Arguments and result are those of `local_search`.
+    A perturbation deals part of the blocks out again at random. Larger problems get fewer.
     """
     rng = np.random.default_rng(seed)
     best = local_search(squared, labels, num_towers, bounds)
@@ -200,27 +192,16 @@ class _MoveSearch:
     def step(self, block: int) -> bool:
         """Makes the best move or swap of one block; False if none gains."""
         tower = int(self.labels[block])
-        options = [self._swaps(block, tower)]
+        kinds = [self._swaps(block, tower)]
         if self.num_blocks[tower] > 1:
-            options.append(self._moves(block, tower))
-        best: tuple[float, float, int, int] | None = None
-        for kind, (limits, gain) in enumerate(options):
-            # Lexicographic: limits first, the objective among equals.
-            least = limits.min()
-            choice = int(np.argmin(np.where(limits <= least + TOLERANCE, gain, np.inf)))
-            candidate = (float(limits[choice]), float(gain[choice]), kind, choice)
-            if (
-                best is None
-                or candidate[0] < best[0] - TOLERANCE
-                or (candidate[0] <= best[0] + TOLERANCE and candidate[1] < best[1])
-            ):
-                best = candidate
-        assert best is not None, "swaps are always among the options"
-        limits_change, objective_change, kind, choice = best
-        if limits_change > -TOLERANCE and (limits_change > TOLERANCE or objective_change > -self.threshold):
+            kinds.append(self._moves(block, tower))
+        limits, gain = (np.concatenate(changes) for changes in zip(*kinds, strict=True))
+        # Lexicographic: limits first, the objective among equals.
+        choice = int(np.argmin(np.where(limits <= limits.min() + TOLERANCE, gain, np.inf)))
+        if limits[choice] > -TOLERANCE and (limits[choice] > TOLERANCE or gain[choice] > -self.threshold):
             return False
-        if kind == 1:
-            self._relabel([(block, tower, choice)])
+        if choice >= len(self.labels):
+            self._relabel([(block, tower, choice - len(self.labels))])
         else:
             other = int(self.labels[choice])
             self._relabel([(block, tower, other), (choice, other, tower)])
@@ -283,12 +264,12 @@ class _MoveSearch:
 
 
 class Infeasible(Exception):
-    """No assignment within the limits exists, or none was found."""
+    """No assignment within the limits exists (``proven``), or none was found."""
 
-    def __init__(self, message: str, *, proven: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, num_towers: int, *, proven: bool = False) -> None:
         self.proven = proven
-        """True if there is none."""
+        found = "holds all limits" if proven else "within all limits was found"
+        super().__init__(f"No assignment of the features to {num_towers} towers {found}.")
 
 
 def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int, where: str) -> None:
@@ -362,7 +343,7 @@ def solve_exactly(cost: NDArray[np.float64], bounds: Bounds) -> NDArray[np.int64
     """
     num_blocks, num_towers = cost.shape
     if cost.size > MOST_VARIABLES:
-        raise Infeasible(f"No assignment of the features to {num_towers} towers within all limits was found.")
+        raise Infeasible(num_towers)
     for margin in (0.0, MARGIN):
         # The solver's answer may be beyond a limit by its own tolerance; a second one keeps clear of it.
         result = _solve(cost, bounds, margin)
@@ -372,9 +353,7 @@ def solve_exactly(cost: NDArray[np.float64], bounds: Bounds) -> NDArray[np.int64
         if bounds.violation(labels, num_towers) == 0:
             return labels
     # Status 2 is a proof, unless limits were narrowed; 1 is the time limit.
-    proven = result.status == 2 and not margin
-    found = "holds all limits" if proven else "within all limits was found"
-    raise Infeasible(f"No assignment of the features to {num_towers} towers {found}.", proven=proven)
+    raise Infeasible(num_towers, proven=result.status == 2 and not margin)
 
 
 def _solve(cost: NDArray[np.float64], bounds: Bounds, margin: float) -> Any:

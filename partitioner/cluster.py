@@ -1,8 +1,7 @@
 """Points into groups within limits: constrained K-means, then local search, then the distances themselves.
 
-The package ``k-means-constrained`` knows bounds on the number of points of a group and nothing else. What a production
-model adds (work, memory, features that must be apart) is held by `dmt.partitioner.assignment`, which starts from the
-package's answer.
+The package ``k-means-constrained`` knows bounds on the number of points of a group and nothing else; all other limits
+are held by the local search of `dmt.partitioner.assignment`, which starts from the package's answer.
 
 Legend: F points, P blocks (features that stay together), T towers, n dims.
 """
@@ -75,8 +74,8 @@ def group_blocks(
 ) -> Grouping:
     """Groups blocks into towers that hold every limit: constrained K-means on the points (`search_clusters`).
 
-    With ``refine`` a local search then continues on the squares of the wanted distances: the same objective without the
-    error of squeezing them into few dimensions. (The paper ends with the points; ``refine=False`` does too.)
+    With ``refine`` a local search continues on the squares of the wanted distances: the same objective without the
+    error of squeezing them into few dimensions. The paper ends with the points.
 
     Args:
         points: [P, n] coordinates of the blocks.
@@ -123,19 +122,17 @@ def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequenc
     member = np.zeros((num_towers, len(closest)))
     member[closest, np.arange(len(closest))] = options[0].weights
     cost = options[0].weights[:, None] * (member @ squared / member.sum(axis=1, keepdims=True)).T
-    reasons: list[Infeasible] = []
+    proofs = []
     widest = _widest(options)
     for bounds in widest[:MOST_EXACT]:
         try:
             return local_search(squared, solve_exactly(cost, bounds), num_towers, bounds), bounds
         except Infeasible as error:
-            reasons.append(error)
+            proofs.append(error.proven)
     # Infeasible only if proven for every set of limits.
-    reason = next((error for error in reasons if not error.proven), reasons[0])
-    text = str(reason)
-    if len(widest) > MOST_EXACT and reason.proven:
-        text = f"No assignment of the features to {num_towers} towers within all limits was found."
-    raise InputError(f"{text} {_broken_limits(closest, num_towers, options[0])}") from reason
+    proven = len(widest) <= MOST_EXACT and all(proofs)
+    reason = Infeasible(num_towers, proven=proven)
+    raise InputError(f"{reason} {_broken_limits(closest, num_towers, options[0])}") from reason
 
 
 def _widest(options: Sequence[Bounds]) -> list[Bounds]:
@@ -211,10 +208,9 @@ def search_clusters(
     """Searches for the best grouping within the bounds; the answer breaks them only if none that holds them is found.
 
     The method is that of Bradley, Bennett and Demiriz (2000), which the DMT paper (section 3.3) calls for: K-means
-    whose assignment step is a minimum-cost flow. The package's runs start from the centres of a hierarchical
-    clustering, from random centres (a third of the runs), and then from the perturbed centres of the best grouping so
-    far. Its flow minimises distances, not their squares, and knows sizes only, so `local_search` then improves each
-    answer, and the one with the least sum of squared distances to the centres is kept.
+    whose assignment step is a minimum-cost flow. It starts from the centres of a hierarchical clustering, from random
+    centres (a third of the runs), and then from the perturbed centres of the best grouping so far. The package's flow
+    minimises distances, not their squares, and knows sizes only, so `local_search` improves each answer.
 
     Args:
         points: [P, n] coordinates of blocks.
@@ -300,8 +296,7 @@ def _ward_centres(points: Floats, num_clusters: int) -> Floats:
 def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> list[Pair]:
     """Lists the pairs (smallest, largest) that keep every group at most ``balance_ratio`` times the smallest.
 
-    The first pair is that with the largest smallest group: floor(F / T), and the largest that goes with it, which is
-    never below ceil(F / T) or F points would not fit. A smaller smallest group allows the others less.
+    The first pair is that with the largest smallest group, floor(F / T); its largest is never below ceil(F / T).
 
     Example:
         >>> size_bounds(26, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(24, 8, 1.0)
@@ -322,17 +317,13 @@ def evenly_picked(options: Sequence[Option], count: int = 4) -> list[Option]:
 
 
 def fitting_sizes(weights: Floats, num_towers: int, pairs: Sequence[Pair]) -> tuple[list[Pair], int]:
-    """Loosens the pairs just so far that blocks of several features can be dealt out within one of them.
+    """Loosens the pairs just so far that blocks, of [P] ``weights`` features, can be dealt out within one of them.
 
-    First the largest group is allowed more, then the smallest is kept as large as possible. A greedy start and a local
-    search decide if blocks, of [P] ``weights`` features, fit, so the pairs may be looser than a perfect packing needs.
+    First the largest group is allowed more, then the smallest is kept as large as possible. A local search decides if
+    blocks fit, so the pairs may be looser than a perfect packing needs.
 
     Returns:
         The pairs, and by how much the largest grew; 0 if all blocks are single features.
-
-    Example:
-        >>> fitting_sizes(np.array([7.0, 1, 1, 1, 1, 1, 1]), 4, [(3, 4)])
-        ([(2, 7)], 3)
     """
     if (weights == 1).all() or num_towers > len(weights):
         return list(pairs), 0
@@ -352,8 +343,6 @@ def fitting_sizes(weights: Floats, num_towers: int, pairs: Sequence[Pair]) -> tu
 
 def _fit(weights: Floats, num_towers: int, pair: Pair) -> bool:
     bounds = Bounds(loads=weights[None, :], lower=np.array([float(pair[0])]), upper=np.array([float(pair[1])]))
-    labels = greedy_start(bounds, num_towers)
-    if bounds.violation(labels, num_towers) == 0:
-        return True
     nowhere = np.zeros((len(weights), len(weights)))
-    return bounds.violation(local_search(nowhere, labels, num_towers, bounds), num_towers) == 0
+    labels = local_search(nowhere, greedy_start(bounds, num_towers), num_towers, bounds)
+    return bounds.violation(labels, num_towers) == 0

@@ -8,9 +8,7 @@ stays zero, and its sample still counts in the mean. A pair that seldom occurs t
 and I(i, i) is the share of samples in which feature i is present.
 
 **On several ranks** each sums over its own samples, and the sums are added at the end. The forward of a sharded model
-is a collective, so before every batch and every lookup the ranks tell each other that they are ready (`Lockstep`): they
-stop together when the first one runs out of batches, and when one fails all raise. A rank whose batches have no rows
-adds nothing.
+is a collective, so before every batch and every lookup the ranks tell each other that they are ready (`Lockstep`).
 """
 
 from __future__ import annotations
@@ -30,28 +28,10 @@ from dmt.plan.tables import TableSpec, feature_names
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["AffinitySum", "Lockstep", "collect_affinity"]
+__all__ = ["Lockstep", "collect_affinity"]
 
 # Float64 elements of normalised embeddings held at a time (64 MiB): a batch is worked through in blocks of samples.
 BLOCK_ELEMENTS = 2**23
-
-
-class AffinitySum:
-    """Running sum of R R^T over samples, in float64; the sums of several processes add up to that of their data."""
-
-    def __init__(self, features: Sequence[str]) -> None:
-        self.features = tuple(features)
-        self.sum_FF = torch.zeros(len(self.features), len(self.features), dtype=torch.float64)
-        self.num_samples = 0
-
-    def add(self, embeddings_BFN: Tensor) -> None:
-        """Adds a block of samples: [B, F, N] pooled embeddings of any floating dtype and device, features in order."""
-        # The sum lives where the embeddings do: a group of GPUs adds up what is on GPUs only.
-        self.sum_FF = self.sum_FF.to(embeddings_BFN.device)
-        unit_BFN = _normalise(embeddings_BFN.double())
-        unit_FX = unit_BFN.transpose(0, 1).reshape(len(self.features), -1)
-        self.sum_FF.addmm_(unit_FX, unit_FX.T)
-        self.num_samples += len(embeddings_BFN)
 
 
 def collect_affinity(
@@ -62,11 +42,7 @@ def collect_affinity(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     process_group: ProcessGroup | None = None,
 ) -> FeatureAffinity:
-    """Measures the affinity; `FeatureAffinity.collect` describes the arguments.
-
-    Needs memory for one batch of embeddings and the [F, F] sum, however many batches there are. The features of
-    several collections (for instance of the towers of an ``EmbeddingTowerCollection``) are gathered within one forward.
-    """
+    """Measures the affinity; `FeatureAffinity.collect` describes the arguments."""
     ranks = Lockstep(process_group)
     collections = _common_collections(model, module_path, ranks, in_group=process_group is not None)
     measured = _Measured(collections)
@@ -76,7 +52,6 @@ def collect_affinity(
             captured.outputs.clear()
             captured.num_ids.clear()
             captured.batch = index
-            measured.num_batches += 1
             try:
                 run(model, batch)
                 measured.add(captured)
@@ -95,13 +70,8 @@ class Lockstep:
 
     Before a collective that all must take part in, every rank says how it is doing (`share`). Every such exchange has
     one form, so that a rank that has failed can say so in the next one, whichever the others are in: all then raise.
-    (`dmt.collectives.run_on_all_or_raise` needs all ranks to be at the same stage.)
-
-    Args:
-        group: the ranks; None is this process alone, for which nothing is exchanged.
-
-    Raises:
-        InputError: this rank is not in the group.
+    (`dmt.collectives.run_on_all_or_raise` needs all ranks to be at the same stage.) A group of None is this process
+    alone, for which nothing is exchanged.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -119,15 +89,10 @@ class Lockstep:
         """True if all ranks know of a failure, so that raising it needs no further exchange."""
 
     def share(self, stage: str, value: Any, error: Exception | None = None) -> list[Any]:
-        """Tells all ranks this one's value, or that it failed; returns everyone's values by group rank.
+        """Tells all ranks this one's small ``value``, or its ``error``; returns everyone's values by group rank.
 
-        Args:
-            stage: name of the exchange, in words that fit "this rank is at ...".
-            value: a small picklable object.
-            error: this rank's failure; raised after the others have been told.
-
-        Raises:
-            InputError: another rank failed, or the ranks are at different stages.
+        Raises ``error`` after the others have been told, or `InputError` if another rank failed or is at another
+        ``stage``, in words that fit "this rank is at ...".
         """
         if self._group is None:
             if error is not None:
@@ -158,21 +123,25 @@ class Lockstep:
 
 
 class _Measured:
-    """Sums and counts of this rank so far."""
+    """Running sum of R R^T over the samples of this rank, in float64, and counts."""
 
     def __init__(self, collections: Sequence[Collection]) -> None:
         self.collections = collections
-        self.total: AffinitySum | None = None
-        self.num_batches = 0
+        self.features: tuple[str, ...] = ()
+        self.sum_FF = torch.zeros(0, 0, dtype=torch.float64)
+        self.num_samples = 0
         self.num_ids: dict[str, int] | None = {}
         self.error: Exception | None = None
 
     def add(self, captured: Captured) -> None:
         embeddings = by_feature(captured, self.collections)
-        if self.total is None:
-            self.total = AffinitySum(tuple(embeddings))
-        for block_BFN in _stacked(embeddings, self.total.features, captured.batch):
-            self.total.add(block_BFN)
+        if not self.features:
+            # The sum lives where the embeddings do: a group of GPUs adds up what is on GPUs only.
+            self.start_sum(tuple(embeddings), next(iter(embeddings.values())).device)
+        for block_BFN in _stacked(embeddings, self.features, captured.batch):
+            unit_FX = _normalise(block_BFN.double()).transpose(0, 1).reshape(len(self.features), -1)
+            self.sum_FF.addmm_(unit_FX, unit_FX.T)
+            self.num_samples += len(block_BFN)
         # Ids of each embedding add up as long as every input could be read.
         for collection in self.collections:
             if self.num_ids is None or collection.path not in captured.outputs:
@@ -184,14 +153,18 @@ class _Measured:
             for name, feature in collection.inputs.items():
                 self.num_ids[name] = self.num_ids.get(name, 0) + counts[feature]
 
-    def tables(self, features: Sequence[str]) -> tuple[TableSpec, ...]:
+    def start_sum(self, features: Sequence[str], device: torch.device) -> None:
+        self.features = tuple(features)
+        self.sum_FF = torch.zeros(len(features), len(features), dtype=torch.float64, device=device)
+
+    def tables(self) -> tuple[TableSpec, ...]:
         """Tables of the features, or none if they do not fit them one to one."""
         tables = [table for collection in self.collections for table in collection.tables]
-        used = [table for table in tables if not set(table.feature_names).isdisjoint(features)]
+        used = [table for table in tables if not set(table.feature_names).isdisjoint(self.features)]
         # Two collections may each have a table of one name, which no plan could tell apart.
         unique = len({table.name for table in used}) == len(used)
-        order = {name: i for i, name in enumerate(features)}
-        if not unique or sorted(feature_names(used)) != sorted(features):
+        order = {name: i for i, name in enumerate(self.features)}
+        if not unique or sorted(feature_names(used)) != sorted(self.features):
             return ()
         return tuple(sorted(used, key=lambda table: min(order[name] for name in table.feature_names)))
 
@@ -240,14 +213,11 @@ def _together(batches: Iterable[Any], ranks: Lockstep, measured: _Measured) -> I
 
 
 def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | None) -> FeatureAffinity:
-    mine = ((), 0) if measured.total is None else (measured.total.features, measured.total.num_samples)
-    everyone = ranks.share("the end", (*mine, measured.num_ids is not None))
+    everyone = ranks.share("the end", (measured.features, measured.num_samples, measured.num_ids is not None))
     num_samples = sum(count for _, count, _ in everyone)
     if num_samples == 0:
-        # Ranks stop together, so a rank without a batch means that none was run anywhere.
-        no_batch = group is not None and measured.num_batches == 0
-        who = "a rank had no batch" if no_batch else "batches gave no sample"
-        raise InputError(f"FeatureAffinity.collect: {who}; give at least one batch of data with rows.")
+        # Ranks stop together: where one has no batch, none is run anywhere.
+        raise InputError("FeatureAffinity.collect: batches gave no sample; give every rank at least one with rows.")
     features: tuple[str, ...] = next(names for names, count, _ in everyone if count)
     # A rank whose batches had no rows may not know its features; it adds nothing.
     names_of_ranks = [names if count else features for names, count, _ in everyone]
@@ -259,25 +229,24 @@ def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | No
             f"FeatureAffinity.collect: ranks {differing} looked up other features than the first rank, see "
             f"{strange[0]!r}. Every rank must run the same model."
         )
-    total = measured.total
-    if total is None or not mine[1]:
-        total = AffinitySum(features)
+    if not measured.num_samples:
         # A sum of no samples, on the device of the embeddings.
         weights = (weight for collection in measured.collections for weight in collection.module.parameters())
-        total.sum_FF = total.sum_FF.to(next(weights, total.sum_FF).device)
+        measured.start_sum(features, next(weights, measured.sum_FF).device)
+    sum_FF = measured.sum_FF
     has_ids = all(known for _, _, known in everyone)
     counts = dict.fromkeys(features, 0) | (measured.num_ids or {})
-    num_ids_F = torch.tensor([counts[name] for name in features], dtype=torch.float64, device=total.sum_FF.device)
+    num_ids_F = torch.tensor([counts[name] for name in features], dtype=torch.float64, device=sum_FF.device)
     if group is not None:
         from dmt.collectives import sum_over_ranks
 
-        total.sum_FF = sum_over_ranks(total.sum_FF, group)
+        sum_FF = sum_over_ranks(sum_FF, group)
         num_ids_F = sum_over_ranks(num_ids_F, group)
     return FeatureAffinity(
-        matrix=(total.sum_FF / num_samples).abs_().cpu().numpy(),
+        matrix=(sum_FF / num_samples).abs_().cpu().numpy(),
         features=features,
         num_samples=num_samples,
-        tables=measured.tables(features),
+        tables=measured.tables(),
         pooling_factors=tuple((num_ids_F / num_samples).tolist()) if has_ids else None,
     )
 
@@ -286,8 +255,7 @@ def _normalise(embeddings: Tensor) -> Tensor:
     # Dividing by the largest element first keeps the norms of tiny and huge vectors from under- or overflowing.
     largest = embeddings.abs().amax(dim=-1, keepdim=True)
     scaled = embeddings / torch.where(largest > 0, largest, 1.0)
-    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
-    return scaled.div_(torch.where(norm > 0, norm, 1.0))
+    return nn.functional.normalize(scaled, dim=-1)
 
 
 def _run_batch(model: nn.Module, batch: Any) -> Any:

@@ -40,7 +40,6 @@ ONE_FINALIST_ABOVE = 256
 MORE_TRIES_ABOVE = 128
 # Above this number, only the leading axes of the classical scaling are found.
 FULL_SCALING_UP_TO = 1000
-STEPS_PER_REPORT = 20
 # Elements of a block of rows: the passes over it stay in a core's cache.
 BLOCK_ELEMENTS = 1 << 15
 # Weight of a lifted dimension's squares at the end of `descend`, as a share of the curvature F of the stress.
@@ -89,10 +88,7 @@ def embed_distances(
     steps, whatever their size. So every descent begins with one lifted dimension more than wanted, which is then
     squeezed flat (`descend`). A start is a view of the classical scaling of D: the first along the principal axes, the
     others along random directions. Each start is then lifted at random and squeezed again a few times, and keeps the
-    better result. The best of all are run until Adam converges (`converge`). The time grows with F^2 per step.
-
-    The result depends on the order of the points by rounding and through the random numbers: `TowerPartitioner` sorts
-    them by name first. Start k draws the same numbers however many starts there are.
+    better result. The best of all are run until Adam converges (`converge`).
 
     Args:
         distance: [F, F] symmetric, not negative, zero diagonal.
@@ -100,7 +96,7 @@ def embed_distances(
         seed: of the random numbers, at least 0.
         num_starts: number of starts; by default 2500 / F, at most 32 and at least 1.
         max_steps: limit on the Adam steps of one start, with those until it converges; the first 180 are always taken.
-        progress: called now and then with the fraction done, which never falls, and 1.0 at the end.
+        progress: called with the fraction done, which never falls, and 1.0 at the end.
 
     Example:
         >>> found = embed_distances(np.array([[0.0, 3.0, 5.0], [3.0, 0.0, 4.0], [5.0, 4.0, 0.0]]))
@@ -111,14 +107,6 @@ def embed_distances(
 
     size, scale = len(distance), float(distance.max())
     report = progress or (lambda share: None)
-    num_done = 0
-
-    def on_step() -> None:
-        nonlocal num_done
-        num_done += 1
-        if num_done % STEPS_PER_REPORT == 0:
-            report(min(1.0, num_done / (max_steps + 1)))
-
     if scale == 0.0:
         # One point, or all in one place: nothing to move, and nothing to divide by.
         report(1.0)
@@ -128,8 +116,8 @@ def embed_distances(
         num_starts = max(1, min(32, 2500 // size))
     generators = [np.random.default_rng((seed, number)) for number in range(num_starts)]
     with _one_thread():
-        found, num_steps = _search(target, dims, generators, max_steps, on_step)
-        points, stress = converge(found, StressFunction(target), max_steps=max_steps - num_steps, on_step=on_step)
+        found, num_steps = _search(target, dims, generators, max_steps, report)
+        points, stress = converge(found, StressFunction(target), max_steps=max_steps - num_steps)
         best = points[int(stress.argmin())]
         best_stress = exact_stress(best, target)
     wanted = float(np.square(distance / scale).sum()) / 2
@@ -155,7 +143,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _search(
-    target: Tensor, dims: int, generators: list[np.random.Generator], max_steps: int, on_step: Callable[[], None]
+    target: Tensor, dims: int, generators: list[np.random.Generator], max_steps: int, report: Callable[[float], None]
 ) -> tuple[Tensor, int]:
     """The most promising configurations, [at most K, F, n], and the number of Adam steps taken from each start."""
     import torch
@@ -164,10 +152,10 @@ def _search(
     function = StressFunction(target)
 
     def run(points: Tensor, steps: tuple[int, int]) -> Tensor:
-        flat = descend(points, function, rates=[RATE] * steps[0], num_lifted=1, on_step=on_step)
+        flat = descend(points, function, rates=[RATE] * steps[0], num_lifted=1)
         # Down to a fiftieth, so that the stress of two runs can be compared.
         cooling = [RATE * 0.02 ** (number / steps[1]) for number in range(steps[1])]
-        return descend(flat, function, rates=cooling, on_step=on_step)
+        return descend(flat, function, rates=cooling)
 
     points = run(_starts(_classical_scaling(target, dims + 1), dims + 1, generators), FIRST_RUN)
     stress, _ = function(points)
@@ -176,6 +164,8 @@ def _search(
     for number in range(num_tries):
         if num_steps + 2 * sum(LATER_RUN) > max_steps:
             break
+        # Convergence takes about as long as two tries.
+        report((number + 1) / (num_tries + 3))
         extent = LIFTED_EXTENTS[number % len(LIFTED_EXTENTS)] * points.std(dim=(1, 2), keepdim=True)
         other = run(torch.cat([points, extent * _normal(generators, size, 1)], dim=2), LATER_RUN)
         num_steps += sum(LATER_RUN)
@@ -202,9 +192,8 @@ def _starts(axes: Tensor, dims: int, generators: list[np.random.Generator]) -> T
     size, rank = axes.shape
     directions = _normal(generators, rank, dims)
     points = axes @ (directions / directions.norm(dim=1, keepdim=True))
-    shown = min(dims, rank)
     points[0] = 0.0
-    points[0, :, :shown] = axes[:, :shown]
+    points[0, :, :rank] = axes[:, :dims]
     # Points that coincide get equal gradients and could never part, whatever D wants.
     return points + 0.01 * _normal(generators, size, dims)
 
@@ -235,10 +224,7 @@ class StressFunction:
 
     With w_ij = D_ij / ||X_i - X_j||, the gradient at point i is ``2 (F X_i - sum_j w_ij (X_i - X_j))`` for centred X,
     and the stress needs no more than the same sums. So one pass over the F^2 pairs, a block of rows at a time, gives
-    both; autograd would keep several [F, F] tensors.
-
-    Distances below the square root of the rounding unit count as that long, so that coincident points have a finite
-    gradient (the subgradient 0).
+    both; autograd would keep several [F, F] tensors. Coincident points have the gradient 0.
 
     Args:
         target: D, [F, F] floating, symmetric with a zero diagonal. Points must have its dtype.
@@ -302,22 +288,13 @@ def descend(
     *,
     rates: Sequence[float],
     num_lifted: int = 0,
-    on_step: Callable[[], None] | None = None,
 ) -> Tensor:
     """Takes one Adam step per entry of ``rates``, in all dims of ``points``; the last ``num_lifted`` are squeezed out.
 
-    A lifted dimension lets a point pass by others that are in its way in the plane. A penalty on its squares, which
-    grows from step to step, flattens the configuration until the lifted dimension can be cut off.
+    A penalty on the squares of the lifted dimensions, which grows from step to step, flattens the configuration until
+    they can be cut off.
 
-    Args:
-        points: [K, F, n + num_lifted].
-        function: stress for the wanted distances.
-        rates: step sizes, as shares of the largest wanted distance if that is 1.
-        num_lifted: dims to squeeze out.
-        on_step: called after each step.
-
-    Returns:
-        [K, F, n].
+    ``points`` are [K, F, n + num_lifted], those returned [K, F, n].
     """
     adam, dims = Adam(), points.shape[2] - num_lifted
     for number, rate in enumerate(rates, start=1):
@@ -326,14 +303,10 @@ def descend(
             weight = 2.0 * function.num_points * SQUEEZE * number / len(rates)
             gradient[:, :, dims:].add_(points[:, :, dims:], alpha=weight)
         points = adam.step(points, gradient, rate)
-        if on_step is not None:
-            on_step()
     return points[:, :, :dims].contiguous()
 
 
-def converge(
-    points: Tensor, function: StressFunction, *, max_steps: int, on_step: Callable[[], None] | None = None
-) -> tuple[Tensor, Tensor]:
+def converge(points: Tensor, function: StressFunction, *, max_steps: int) -> tuple[Tensor, Tensor]:
     """Runs Adam until it has converged: (the best points seen, [K, F, n]; their stress, [K]).
 
     The step size halves whenever 20 steps lower no configuration's stress by more than one part in 100,000. The points
@@ -357,8 +330,6 @@ def converge(
                 break
             last = best
         points = adam.step(points, gradient, rate)
-        if on_step is not None:
-            on_step()
     return best_points, best
 
 

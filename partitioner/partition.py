@@ -39,7 +39,7 @@ class TowerContents:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerLimits:
-    """Limits on the load of a tower; None without a limit."""
+    """Limits on the load of a tower; None without one."""
 
     balance_ratio: float | None = None
     """Largest over smallest tower, in features, inside each category."""
@@ -53,8 +53,7 @@ class TowerLimits:
 class AffinityComparison:
     """Mean affinity of the pairs of features that share a tower, beside what other assignments reach.
 
-    Pairs of column shards of one table count nowhere: the plan may not put them together. None if there is no such
-    pair (towers of one feature; a single tower).
+    None if there is no such pair (towers of one feature; a single tower).
     """
 
     within: float | None
@@ -62,8 +61,7 @@ class AffinityComparison:
     between: float | None
     """Pairs in different towers of this plan."""
     within_strided: float | None
-    """Pairs in one tower of the naive strided assignment (paper, section 5.2.3) to as many towers, which obeys no
-    categories."""
+    """Pairs in one tower of the naive strided assignment to as many towers (paper, section 5.2.3)."""
     within_random: float | None
     """Pairs in one tower, mean over random assignments to towers of this plan's sizes and categories."""
     std_random: float | None
@@ -72,11 +70,7 @@ class AffinityComparison:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partition:
-    """Towers, with the points, loads and comparisons behind them.
-
-    With ``strategy="both"`` this is the one that differs more from random assignments, and the other is in
-    ``alternatives``.
-    """
+    """Towers, with the points, loads and comparisons behind them."""
 
     plan: TowerPlan
     """The towers."""
@@ -99,7 +93,7 @@ class Partition:
     notes: tuple[str, ...] = ()
     """Warnings for the user in whole sentences, such as about an affinity that is equal for all pairs."""
     alternatives: tuple[Partition, ...] = field(default=())
-    """The other strategies that were tried."""
+    """The other strategy with ``strategy="both"``: the one that differs less from random assignments."""
 
     @property
     def every(self) -> Sequence[Partition]:
@@ -128,14 +122,11 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
 def compare_towers(
     affinity: FeatureAffinity, plan: TowerPlan, *, seed: int = 0, categories: Mapping[str, str] | None = None
 ) -> AffinityComparison:
-    """Compares a plan with the strided assignment and with 200 random ones to towers of the same sizes.
+    """Compares a plan with the strided assignment (DMT paper, section 5.2.3) and with 200 random ones.
 
-    Random towers obey categories: each category's features are dealt to its towers. They obey no other rule: features
-    of a shared table, or that must stay together, may part, and those to be kept apart may meet. Strided towers obey
-    none; they are the naive ones (DMT paper, section 5.2.3).
-
-    Pairs of column shards of one table are left out of every mean. They are near-copies of each other that the plan may
-    not put together, so that they would raise the other towers' means and that between towers.
+    Random towers have the plan's sizes and obey categories, but no other rule; strided towers obey none. Pairs of
+    column shards of one table are left out of every mean: they are near-copies of each other that the plan may not put
+    together, so that they would raise the means of the other towers.
 
     Args:
         affinity: of the plan's features.

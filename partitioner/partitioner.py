@@ -33,10 +33,8 @@ class TowerPartitioner:
     """Assigns features to balanced towers by how their trained embeddings relate (arXiv 2403.00877, section 3.3).
 
     Three steps: the affinity becomes distances (`distances`), the distances become points in a plane
-    (`embed_distances`), and the points are grouped by constrained K-means, with every limit held (`group_blocks`).
-
-    The answer depends on the affinity, the names, the tables, the rules and the seed alone, not on the order in which
-    features are listed. (The last bits of floating-point sums may differ between machines.)
+    (`embed_distances`), and the points are grouped by constrained K-means, with every limit held (`group_blocks`). The
+    answer does not depend on the order in which features are listed.
 
     Raises:
         InputError: an argument is out of range or the strategy unknown.
@@ -45,11 +43,8 @@ class TowerPartitioner:
         >>> close, far = 0.9, 0.1
         >>> matrix = [[1, far, close, far], [far, 1, far, close], [close, far, 1, far], [far, close, far, 1]]
         >>> affinity = FeatureAffinity(matrix=matrix, features=["ad", "user", "shop", "city"])
-        >>> plan = TowerPartitioner(num_towers=2).fit(affinity)
-        >>> plan.to_lists(), plan.affinity["within_towers"], plan.affinity["within_strided_towers"]
-        ([['ad', 'shop'], ['user', 'city']], 0.9, 0.9)
-        >>> TowerPartitioner(num_towers=2, strategy="diverse").fit(affinity).affinity["within_towers"]
-        0.1
+        >>> TowerPartitioner(num_towers=2).fit(affinity).to_lists()
+        [['ad', 'shop'], ['user', 'city']]
     """
 
     num_towers: int
@@ -126,9 +121,7 @@ class TowerPartitioner:
 
         Returns:
             The partition. Its plan's towers are in the order of their first feature in ``affinity`` (category by
-            category, where there are any), features inside a tower likewise. ``plan.affinity`` holds the summary of the
-            affinity, the stress of the embedding, and the mean affinity within and between towers, beside that within
-            naive strided and random towers.
+            category, where there are any), features inside a tower likewise. ``plan.affinity`` holds the numbers.
 
         Raises:
             InputError: more towers than features (or tables), tables whose features are not the affinity's, or rules
@@ -207,6 +200,17 @@ class _Answer:
     wanted: float
     """Sum of the squared wanted distances."""
 
+    @property
+    def notes(self) -> list[str]:
+        """A note if the sizes could not be as even as requested."""
+        if self.part.asked is None:
+            return []
+        sizes = np.bincount(self.grouping.labels, weights=self.part.blocks.loads[0]).astype(int)
+        return [
+            f"{self.part.where}Towers have {sizes.min()} to {sizes.max()} features instead of {self.part.asked[0]} to "
+            f"{self.part.asked[1]}, because features that share a table or must stay together are not parted."
+        ]
+
 
 def _assemble(
     task: Task, answers: Sequence[_Answer], *, strategy: str, seed: int, settings: Mapping[str, Any]
@@ -236,7 +240,7 @@ def _assemble(
     wanted = sum(answer.wanted for answer in answers)
     normalized = float(np.sqrt(stress / wanted)) if wanted > 0 else 0.0
     num_refined = sum(answer.grouping.num_refined for answer in answers)
-    notes = (*task.notes, *_notes(task.affinity), *_size_notes(answers))
+    notes = (*task.notes, *_notes(task.affinity), *(note for answer in answers for note in answer.notes))
     summary = {
         **task.source.to_summary(),
         **settings,
@@ -312,18 +316,4 @@ def _notes(affinity: FeatureAffinity) -> list[str]:
             f"{len(alone)} of {affinity.num_features} features have affinity 0 with every other ({shown}): they are "
             "absent from the sample or untrained, and placed where there is room."
         )
-    return notes
-
-
-def _size_notes(answers: Sequence[_Answer]) -> list[str]:
-    """Notes for parts whose sizes could not be as even as requested."""
-    notes = []
-    for answer in answers:
-        asked = answer.part.asked
-        if asked is not None:
-            sizes = np.bincount(answer.grouping.labels, weights=answer.part.blocks.loads[0]).astype(int)
-            notes.append(
-                f"{answer.part.where}Towers have {sizes.min()} to {sizes.max()} features instead of {asked[0]} to "
-                f"{asked[1]}, because features that share a table or must stay together are not parted."
-            )
     return notes

@@ -5,7 +5,6 @@ Legend: F features, P blocks (features that stay together), T towers.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -277,12 +276,8 @@ def make_blocks(
 ) -> Blocks:
     """Joins features that must share a tower and adds up their loads.
 
-    Args:
-        features: all members to place, column shards included.
-        specs: the members' tables, if known.
-        rules: with the features named one by one (`PartitionRules.for_features`).
-        pooling: mean ids per sample, by member.
-        shards: the column shards of each feature that is cut.
+    ``features`` are all members to place, column shards included, ``specs`` their tables, ``pooling`` their mean ids
+    per sample, ``shards`` the column shards of each feature that is cut. ``rules`` name features one by one.
 
     Raises:
         InputError: features that must share a tower must also part, or are of different categories.
@@ -291,15 +286,12 @@ def make_blocks(
     def members(group: Sequence[str]) -> list[str]:
         return [member for feature in group for member in shards.get(feature, (feature,))]
 
-    assert set(members(list(shards))) <= set(features), "every shard is a member"
-    for group in rules.together:
-        for feature in group:
-            if feature in shards:
-                others = ", ".join(repr(name) for name in group if name != feature)
-                raise InputError(
-                    f"Partition rules: feature {feature!r} must share a tower with {others}, but its table is cut into "
-                    "column shards, which go to different towers. Drop the rule or do not split it."
-                )
+    cut = [name for group in rules.together for name in group if name in shards]
+    if cut:
+        raise InputError(
+            f"Partition rules: feature {cut[0]!r} must share a tower with others, but its table is cut into column "
+            "shards, which go to different towers. Drop the rule or do not split it."
+        )
     names = joined(features, [*rules.together, *(spec.feature_names for spec in specs)])
     home = {member: category for category, owned in rules.categories.items() for member in members(owned)}
     category = tuple(_one_category(block, home) for block in names)
@@ -340,14 +332,13 @@ def _one_category(block: Sequence[str], home: Mapping[str, str]) -> str:
 def _loads(
     names: Sequence[Sequence[str]], specs: Sequence[TableSpec], pooling: Mapping[str, float]
 ) -> NDArray[np.float64]:
-    table_of = {feature: spec for spec in specs for feature in spec.feature_names}
     loads = np.zeros((3, len(names)))
-    for i, block in enumerate(names):
-        loads[0, i] = len(block)
-        if table_of:
-            loads[1, i] = sum(pooling[name] * table_of[name].embedding_dim for name in block)
-            # A shared table is there once.
-            loads[2, i] = sum({table_of[name].name: table_of[name].num_bytes for name in block}.values())
+    loads[0] = list(map(len, names))
+    table_of = {feature: spec for spec in specs for feature in spec.feature_names}
+    for i, block in enumerate(names if table_of else ()):
+        loads[1, i] = sum(pooling[name] * table_of[name].embedding_dim for name in block)
+        # A shared table is there once.
+        loads[2, i] = sum({table_of[name].name: table_of[name].num_bytes for name in block}.values())
     return loads
 
 
@@ -378,15 +369,10 @@ def choose_splits(
     """Chooses the tables to cut; returns the columns of each shard, by feature.
 
     ``"largest"`` cuts tables larger than a tower may hold, and then, one shard at a time, the table with the largest
-    shards, until there is a feature or shard for every tower. ``"even"`` cuts every table into shards of
-    equal width, at least as many as there are towers to a table; if the tables are of one width, so are all shards.
+    shards, until there is a feature or shard for every tower. ``"even"`` cuts every table into shards of equal width.
 
-    Args:
-        specs: the tables; a table that several features share is never cut.
-        num_towers: T.
-        how: ``"no"``, ``"largest"`` or ``"even"``.
-        max_bytes: what a tower may hold.
-        together: groups of features that share a tower, whose tables are therefore not cut.
+    Tables that several features share and those of the groups ``together`` are not cut. ``max_bytes`` is what a tower
+    may hold.
 
     Raises:
         InputError: the tables cannot be cut into enough shards.
@@ -420,15 +406,13 @@ def choose_splits(
                 steps = max(1, int(max_bytes // (4 * STEP * spec.num_embeddings)))
                 pieces[feature] = -(-most[feature] // steps)
     missing = num_towers - num_whole - sum(pieces.values())
-    if how == "largest":
-        heap = [(-by_feature[f].num_bytes / pieces[f], f) for f in most if pieces[f] < most[f]]
-        heapq.heapify(heap)
-        while missing > 0 and heap:
-            _, feature = heapq.heappop(heap)
-            pieces[feature] += 1
-            missing -= 1
-            if pieces[feature] < most[feature]:
-                heapq.heappush(heap, (-by_feature[feature].num_bytes / pieces[feature], feature))
+    while how == "largest" and missing > 0:
+        # The table with the largest shards, the first by name of equals.
+        sizes = [(-by_feature[f].num_bytes / pieces[f], f) for f in most if pieces[f] < most[f]]
+        if not sizes:
+            break
+        pieces[min(sizes)[1]] += 1
+        missing -= 1
     if missing > 0:
         raise InputError(
             f"TowerPartitioner: num_towers={num_towers}, but the {len(specs)} tables can be cut into "
@@ -446,17 +430,16 @@ def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...
     if not splits:
         return affinity
     known = set(affinity.features)
-    names: list[str] = []
-    index: list[int] = []
+    members: list[tuple[str, int]] = []
     for i, feature in enumerate(affinity.features):
         shards = shard_names(feature, splits[feature]) if feature in splits else [feature]
-        clash = [name for name in shards if feature in splits and name in known]
+        clash = [name for name in shards if name in known and name != feature]
         if clash:
             raise InputError(f"Feature {clash[0]!r} has the name of a column shard of {feature!r}; rename it.")
-        names += shards
-        index += [i] * len(shards)
+        members += [(name, i) for name in shards]
+    names, index = zip(*members, strict=True)
     return FeatureAffinity(
-        matrix=affinity.matrix[np.ix_(index, index)], features=tuple(names), num_samples=affinity.num_samples
+        matrix=affinity.matrix[np.ix_(index, index)], features=names, num_samples=affinity.num_samples
     )
 
 

@@ -16,8 +16,6 @@ from dmt.errors import InputError, did_you_mean
 
 __all__ = ["PartitionRules"]
 
-_LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionRules:
@@ -84,16 +82,11 @@ class PartitionRules:
             value = getattr(self, name)
             if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
                 raise InputError(f"Partition rules: {name}={value!r} must be a dict whose keys are names.")
-        for name in ("together", "apart"):
-            value = getattr(self, name)
-            if not _is_list(value):
+        groups = {"categories": self.categories.values(), "together": self.together, "apart": self.apart}
+        for name, value in groups.items():
+            if name != "categories" and not _is_list(value):
                 raise InputError(f"Partition rules: {name}={value!r} must be a list of lists of feature names.")
-        for name, groups in (
-            ("categories", self.categories.values()),
-            ("together", self.together),
-            ("apart", self.apart),
-        ):
-            for group in groups:
+            for group in value:
                 if not _is_list(group) or not all(isinstance(pattern, str) for pattern in group):
                     raise InputError(f"Partition rules: {name} holds {group!r}; expected a list of feature names.")
         empty = [category for category, patterns in self.categories.items() if not patterns]
@@ -146,23 +139,18 @@ class PartitionRules:
                 for feature in _matched([pattern], features, "pooling_factors")
             },
         )
-        if rules.categories:
-            homes: dict[str, list[str]] = {feature: [] for feature in features}
-            for category, members in rules.categories.items():
-                for feature in members:
-                    homes[feature].append(category)
-            homeless = [feature for feature, found in homes.items() if not found]
-            if homeless:
+        owned = {category: set(members) for category, members in rules.categories.items()}
+        for feature in features if owned else ():
+            homes = [category for category, members in owned.items() if feature in members]
+            if not homes:
                 raise InputError(
-                    f"Partition rules: {len(homeless)} of {len(features)} features are in no category, such as "
-                    f"{', '.join(map(repr, homeless[:5]))}. Add them to one of {list(rules.categories)}, or make a "
-                    "category for them."
+                    f"Partition rules: feature {feature!r} is in no category. Add it to one of {list(owned)}, or "
+                    "make a category for it."
                 )
-            doubled = [(feature, found) for feature, found in homes.items() if len(found) > 1]
-            if doubled:
+            if len(homes) > 1:
                 raise InputError(
-                    f"Partition rules: feature {doubled[0][0]!r} is in categories {doubled[0][1]}; each feature must "
-                    "be in one. Narrow the patterns."
+                    f"Partition rules: feature {feature!r} is in categories {homes}; each feature must be in one. "
+                    "Narrow the patterns."
                 )
         return rules
 
@@ -174,7 +162,7 @@ class PartitionRules:
         what is below the head of a table as its contents.
 
         Raises:
-            InputError: the file cannot be read, is not TOML, has a key that is no rule, or a rule within a table.
+            InputError: the file cannot be read, is not TOML, or has a key that is no rule.
         """
         where = f"Partition rules {path}"
         try:
@@ -184,47 +172,17 @@ class PartitionRules:
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"{where}: not TOML ({error}).") from error
         known = [f.name for f in fields(cls)]
-        for key, value in record.items():
+        hint = " Limits, together and apart are keys above the first table; TOML takes what is below as its contents."
+        for key in record:
             if key not in known:
                 raise InputError(
-                    f"{where}: {key!r} is no rule.{did_you_mean(key, known)} The rules are {', '.join(known)}."
-                    f"{_advice_on_limits(key, value)}"
+                    f"{where}: {key!r} is no rule.{did_you_mean(key, known)} The rules are {', '.join(known)}.{hint}"
                 )
-            wanted: type = dict if key in ("categories", "towers_per_category", "pooling_factors") else list
-            if (key in ("together", "apart") or wanted is dict) and not isinstance(value, wanted):
-                raise InputError(
-                    f"{where}: {key} = {value!r} must be a {'table' if wanted is dict else 'list of lists'}."
-                )
-            if wanted is dict:
-                _no_rule_within(key, record, known, where)
         try:
             return cls(**record)
-        except (InputError, TypeError) as error:
-            raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}") from error
-
-
-def _advice_on_limits(key: str, value: Any) -> str:
-    """Advice on a table of limits, which looks natural but is no rule."""
-    limits = [name for name in value if name in _LIMITS] if isinstance(value, Mapping) else []
-    if key != "limits" and not limits:
-        return ""
-    return f" Limits are in no table: write {' and '.join(limits or _LIMITS)} as keys above the first table."
-
-
-def _no_rule_within(table: str, record: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """Raises `InputError` where a rule was swallowed by the table above it."""
-    for key, value in record[table].items():
-        # A category or a feature may have the name of a rule.
-        is_own = {
-            "categories": _is_list(value) and all(isinstance(name, str) for name in value),
-            "towers_per_category": key in record.get("categories", {}),
-            "pooling_factors": _is_number(value) and key not in _LIMITS,
-        }[table]
-        if key in known and not is_own:
-            raise InputError(
-                f"{where}: {key!r} is below the table [{table}]; write it above the first table, or TOML takes it "
-                "as part of that table."
-            )
+        except InputError as error:
+            advice = hint if any(isinstance(value, Mapping) for value in record.values()) else ""
+            raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}{advice}") from error
 
 
 def _is_number(value: Any) -> bool:

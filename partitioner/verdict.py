@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 from dmt.partitioner.partition import AffinityComparison, Partition, TowerContents
 
-__all__ = ["Verdict", "deviations_from_random", "judge_balance", "judge_meaning", "judge_stress", "luck_bound"]
+__all__ = [
+    "Quantity",
+    "Verdict",
+    "deviations_from_random",
+    "judge_balance",
+    "judge_meaning",
+    "judge_stress",
+    "luck_bound",
+    "quantities",
+]
 
 # Below this number of standard deviations, a plan is called no different from random towers.
 _SHOWS = 2.0
@@ -40,9 +49,8 @@ class Verdict:
 def deviations_from_random(comparison: AffinityComparison) -> float | None:
     """Mean affinity within towers minus that within random towers, in standard deviations of the latter.
 
-    Returns:
-        The number, positive where the plan's pairs are more alike and always finite; None if there is no such pair
-        or random towers do not differ among themselves.
+    Positive where the plan's pairs are more alike, and finite; None if there is no such pair or random towers do not
+    differ among themselves.
     """
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
     if within is None or mean is None or std is None or not std > 0.0:
@@ -54,14 +62,10 @@ def deviations_from_random(comparison: AffinityComparison) -> float | None:
 def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
     """Bounds the deviation of the best of all assignments if the affinities are unrelated, in standard deviations.
 
-    A partitioner looks for an assignment that differs from random ones, and finds one in noise too: on affinities that
-    are independent numbers, it reached 6 to 8 deviations for 26 features in 8 towers and 17 for 100 in 16. Were the
-    mean affinities of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for
-    fewer than 1 of 100 such matrices, whatever their dependence (the union bound on Gaussian tails,
+    A partitioner looks for an assignment that differs from random ones, and finds one in noise too. Were the mean
+    affinities of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for fewer
+    than 1 of 100 matrices of independent numbers, whatever their dependence (the union bound on Gaussian tails,
     P(z > t) < exp(-t^2 / 2)). N counts the ways to deal the features into towers of these sizes, category by category.
-
-    More than that says that the affinities are not unrelated, and no more: the cosines of random vectors are related
-    too, so untrained embeddings may exceed the bound.
 
     Args:
         sizes: F_t, the features of each tower.
@@ -88,10 +92,7 @@ def _log_ways(sizes: Sequence[int]) -> float:
 
 
 def judge_meaning(partition: Partition) -> Verdict:
-    """Judges the towers' affinity against random towers and against the best of many (`luck_bound`).
-
-    It says at most that the affinities have structure. Where that comes from, one training run cannot tell.
-    """
+    """Judges the towers' affinity against random towers and against the best of many (`luck_bound`)."""
     comparison, loads = partition.comparison, partition.loads
     deviations = deviations_from_random(comparison)
     aim, sign = _AIMS.get(partition.plan.strategy, ("", 0.0))
@@ -158,34 +159,54 @@ def judge_stress(partition: Partition) -> Verdict:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One quantity of all towers."""
+
+    name: str
+    values: tuple[float, ...]
+    limit: float | None
+
+    @property
+    def imbalance(self) -> float | None:
+        """Largest over mean tower; None if no tower has any."""
+        return max(self.values) * len(self.values) / sum(self.values) if sum(self.values) > 0 else None
+
+
+def quantities(partition: Partition) -> list[Quantity]:
+    """Features, work and bytes of the towers, as far as they are known."""
+    loads, limits = partition.loads, partition.limits
+    columns: list[tuple[str, list[float], float | None]] = [
+        ("features", [load.num_features for load in loads], None),
+        ("work", [load.work for load in loads if load.work is not None], limits.max_work),
+        ("bytes", [load.num_bytes for load in loads if load.num_bytes is not None], limits.max_bytes),
+    ]
+    return [
+        Quantity(name=name, values=tuple(map(float, values)), limit=limit)
+        for name, values, limit in columns
+        if len(values) == len(loads)
+    ]
+
+
 def judge_balance(partition: Partition) -> Verdict:
     """Judges how even the towers are, and if they keep the limits."""
-    loads, limits = partition.loads, partition.limits
-    columns = [
-        ("features", [float(load.num_features) for load in loads], None),
-        ("work", [load.work for load in loads if load.work is not None], limits.max_work),
-        ("bytes", [float(load.num_bytes) for load in loads if load.num_bytes is not None], limits.max_bytes),
-    ]
-    ratios = {
-        word: max(values) * len(values) / sum(values)
-        for word, values, _ in columns
-        if len(values) == len(loads) and sum(values) > 0
-    }
-    said = ", ".join(f"{ratio:.2f} times in {word}" for word, ratio in ratios.items())
+    loads, known = partition.loads, quantities(partition)
+    ratios = {quantity.name: ratio for quantity in known if (ratio := quantity.imbalance) is not None}
+    said = ", ".join(f"{ratio:.2f} times in {name}" for name, ratio in ratios.items())
     sentences = [f"Of the mean, the largest tower carries {said}."]
-    if limits.balance_ratio is not None:
-        sentences.append(_judge_sizes(loads, limits.balance_ratio))
-    for word, values, limit in columns:
-        if limit is not None and len(values) == len(loads):
-            over = sum(value > limit * (1.0 + _ROUNDING) for value in values)
+    if partition.limits.balance_ratio is not None:
+        sentences.append(_judge_sizes(loads, partition.limits.balance_ratio))
+    for quantity in known:
+        if quantity.limit is not None:
+            over = sum(value > quantity.limit * (1.0 + _ROUNDING) for value in quantity.values)
             sentences.append(
-                f"{over:,} of {len(loads):,} towers exceed the limit of {word}."
+                f"{over:,} of {len(loads):,} towers exceed the limit of {quantity.name}."
                 if over
-                else f"All towers keep the limit of {word}."
+                else f"All towers keep the limit of {quantity.name}."
             )
-    key = max(ratios, key=lambda word: ratios[word], default="features")
+    worst = max(ratios, key=ratios.__getitem__)
     return Verdict(
-        big=f"{ratios.get(key, 1.0):.2f}", what=f"largest over mean tower, in {key}", sentence=" ".join(sentences)
+        big=f"{ratios[worst]:.2f}", what=f"largest over mean tower, in {worst}", sentence=" ".join(sentences)
     )
 
 

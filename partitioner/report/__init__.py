@@ -6,16 +6,7 @@ One file per picture; ``style`` holds the colours and the words they share. matp
 from __future__ import annotations
 
 from dmt.partitioner.report.affinity import plot_affinity
-from dmt.partitioner.report.balance import plot_balance
-from dmt.partitioner.report.comparison import plot_comparison
 from dmt.partitioner.report.coordinates import plot_coordinates
 from dmt.partitioner.report.style import LIGHT_COLORS, TOWER_COLORS
 
-__all__ = [
-    "LIGHT_COLORS",
-    "TOWER_COLORS",
-    "plot_affinity",
-    "plot_balance",
-    "plot_comparison",
-    "plot_coordinates",
-]
+__all__ = ["LIGHT_COLORS", "TOWER_COLORS", "plot_affinity", "plot_coordinates"]

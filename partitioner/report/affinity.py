@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,7 @@ import numpy as np
 from dmt.formatting import counted
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import tower_affinity
-from dmt.partitioner.report.style import (
-    label_of,
-    name_shortener,
-    new_figure,
-    save_figure,
-    tower_color,
-    tower_ink,
-    write_text,
-)
+from dmt.partitioner.report.style import drawable, new_figure, save_figure, tower_badges, write_badge
 from dmt.plan.towers import TowerPlan
 
 if TYPE_CHECKING:
@@ -30,9 +23,7 @@ __all__ = ["plot_affinity"]
 # One hue that none of the tower colours has, light to dark, so that it survives a grey printer.
 HEAT_COLORS = ("#FFFFFF", "#E6E8EE", "#B9BFCE", "#848DA6", "#4F5A78", "#1E2746")
 DIAGONAL_COLOR = "#F1EFE8"
-MOST_LABELLED, MOST_LETTERS = 64, 28
-# In points: between the matrix and the coloured band along its edge, and the band itself.
-BAND_GAP, BAND_WIDTH = 4.0, 7.0
+MOST_LABELLED = 64
 
 
 def plot_affinity(
@@ -56,13 +47,6 @@ def plot_affinity(
     Raises:
         InputError: plan and affinity are not about the same features, the suffix is no picture format, or the file
             cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     plot_affinity(affinity, TowerPlan.from_lists([["a", "b"], ["c"]]), f"{folder}/towers.png").name
-        'towers.png'
     """
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -77,97 +61,63 @@ def plot_affinity(
     heat = LinearSegmentedColormap.from_list("affinity", HEAT_COLORS).with_extremes(bad=DIAGONAL_COLOR)
     # Where there are more cells than pixels, a pixel is a mean of cells, not one picked from them.
     image = axes.imshow(matrix, cmap=heat, vmin=0.0, vmax=top or 1.0, interpolation="antialiased")
-    badge_height = _draw_towers(axes, plan, side)
-    _label_axes(axes, plan, side)
-    axes.set_title(title or _default_title(affinity, plan), fontsize=11, loc="left", pad=badge_height + 14.0)
     bar = figure.colorbar(image, ax=axes, fraction=0.035, pad=0.02, aspect=32)
     bar.set_label("affinity  |mean cosine|", fontsize=9)
     bar.ax.tick_params(labelsize=8, length=2)
     bar.outline.set_visible(False)
+    # About 55 of an inch's 72 points are left for the matrix.
+    row_height = 55.0 * side / size
+    _label_axes(axes, plan.features, row_height)
+    figure.suptitle(title or _default_title(affinity, plan), fontsize=11, x=0.02, ha="left", parse_math=False)
+    _draw_towers(axes, plan, row_height)
     return save_figure(figure, path, caller="plot_affinity")
 
 
-def _draw_towers(axes: Axes, plan: TowerPlan, side: float) -> float:
-    """Boxes each tower's block, colours the left and lower edge, and puts the names on top; returns their height."""
+def _draw_towers(axes: Axes, plan: TowerPlan, row_height: float) -> None:
+    """Boxes each tower's block and puts its name on top; names that would run into the one before are left out."""
     from matplotlib.patches import Rectangle
 
+    start, badges = 0, []
     # A default name is shown by its number; names of one's own may be long and are then written upright.
-    shorten = name_shortener(MOST_LETTERS)
-    names = [shorten(label_of(tower.name)) for tower in plan.towers]
-    longest = max(map(len, names))
-    turned = longest > 3
-    # About 55 of an inch's 72 points are left for the matrix.
-    points_per_feature = 55.0 * side / len(plan.features)
-    next_free, start = -np.inf, 0
-    for number, tower in enumerate(plan.towers):
-        color, extent = tower_color(number), len(tower.features)
+    turned = max(len(tower.name.removeprefix("tower_")) for tower in plan.towers) > 3
+    for tower in tower_badges(plan):
+        extent = len(tower["features"])
         # A box must not fill the block that it surrounds.
-        width = min(2.4, 0.12 * extent * points_per_feature)
+        corner, middle = (start - 0.5, start - 0.5), (start + extent / 2 - 0.5, -0.5)
+        width = min(2.4, 0.12 * extent * row_height)
         axes.add_patch(
-            Rectangle(
-                (start - 0.5, start - 0.5), extent, extent, fill=False, ec=color, lw=width, clip_on=False, zorder=3
-            )
+            Rectangle(corner, extent, extent, fill=False, ec=tower["color"], lw=width, clip_on=False, zorder=3)
         )
-        _draw_bands(axes, start, extent, color)
-        middle = start + extent / 2 - 0.5
-        # Names that would run into the one before are left out.
-        half = (8.0 if turned else 5.0 + 3.0 * len(names[number])) / points_per_feature
-        if middle - half >= next_free:
-            next_free = middle + half
-            _draw_badge(axes, middle, names[number], number, turned=turned)
+        style = {"xytext": (0.0, 8.0), "va": "bottom", "rotation": 90.0 if turned else 0.0}
+        badges.append(write_badge(axes, tower, middle, **style))
         start += extent
-    if not turned:
-        write_text(axes, "tower", (-0.5, -0.5), offset=(-6.0, 8.0), ha="right", va="bottom", fontsize=8)
-    return 8.0 + (6.5 * longest if turned else 10.0)
-
-
-def _draw_badge(axes: Axes, middle: float, name: str, number: int, *, turned: bool) -> None:
-    write_text(
-        axes,
-        name,
-        (middle, -0.5),
-        offset=(0.0, 8.0),
-        ha="center",
-        va="bottom",
-        rotation=90 if turned else 0,
-        fontsize=8,
-        fontweight="bold",
-        color=tower_ink(number),
-        bbox={"boxstyle": "round,pad=0.25", "facecolor": tower_color(number), "edgecolor": "none"},
-    )
-
-
-def _draw_bands(axes: Axes, start: int, extent: int, color: str) -> None:
-    from matplotlib.transforms import ScaledTranslation
-
-    figure = axes.get_figure()
+    # Lays the picture out, so that the names are where they will be.
+    figure = axes.get_figure(root=True)
     assert figure is not None, "the axes were made by a figure"
-    size = axes.get_xlim()[1] + 0.5
-    gap = min(0.002 * size, 0.1 * extent)
-    ends = (start - 0.5 + gap, start + extent - 0.5 - gap)
-    # Distances and widths in points: a band looks the same beside 3 features and beside 300.
-    away = (BAND_GAP + BAND_WIDTH / 2) / 72
-    left = axes.get_yaxis_transform() + ScaledTranslation(-away, 0, figure.dpi_scale_trans)
-    below = axes.get_xaxis_transform() + ScaledTranslation(0, -away, figure.dpi_scale_trans)
-    for xs, ys, transform in (((0.0, 0.0), ends, left), (ends, (0.0, 0.0), below)):
-        axes.plot(xs, ys, color=color, linewidth=BAND_WIDTH, solid_capstyle="butt", transform=transform, clip_on=False)
+    figure.draw_without_rendering()
+    edge = -np.inf
+    for badge in badges:
+        box = badge.get_window_extent()
+        if box.x0 < edge:
+            badge.remove()
+        else:
+            edge = box.x1 + 4.0
 
 
-def _label_axes(axes: Axes, plan: TowerPlan, side: float) -> None:
-    size = len(plan.features)
+def _label_axes(axes: Axes, features: Sequence[str], row_height: float) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.tick_params(length=0, pad=BAND_GAP + BAND_WIDTH + 3.0, labelcolor="#333333")
-    if size > MOST_LABELLED:
+    axes.tick_params(length=0, labelcolor="#333333")
+    if len(features) > MOST_LABELLED:
         axes.set_xticks([])
         axes.set_yticks([])
-        axes.set_xlabel(f"{size:,} features, tower by tower", fontsize=9, labelpad=BAND_GAP + BAND_WIDTH + 4.0)
+        axes.set_xlabel(f"{len(features):,} features, tower by tower", fontsize=9)
         return
-    # About 55 of an inch's 72 points are left for the matrix; a label must not be taller than its row.
-    font = min(9.0, max(4.5, 0.68 * 55.0 * side / size))
-    names = list(map(name_shortener(MOST_LETTERS), plan.features))
-    axes.set_xticks(range(size), names, rotation=90, fontsize=font)
-    axes.set_yticks(range(size), names, fontsize=font)
+    # A name must not be taller than its row.
+    font = min(9.0, max(4.5, 0.68 * row_height))
+    names = list(map(drawable, features))
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=font, parse_math=False)
+    axes.set_yticks(range(len(names)), names, fontsize=font, parse_math=False)
 
 
 def _default_title(affinity: FeatureAffinity, plan: TowerPlan) -> str:

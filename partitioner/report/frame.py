@@ -23,13 +23,6 @@ def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[s
 
     Raises:
         InputError: the file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "hello.html").write_text("Hello {{ name }}")
-        ...     render_page(Path(folder, "hello.html"), Path(folder, "out.html"), {"name": "<a>"}).read_text()
-        'Hello &lt;a&gt;'
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -52,11 +45,9 @@ def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[s
 
 
 def data_uri(picture: str | os.PathLike[str], *, place: str) -> str:
-    """A picture as an address that holds its content, for ``<img src=...>``.
+    """A picture (``.png``, ``.svg`` or ``.jpg``) as an address that holds its content, for ``<img src=...>``.
 
-    Args:
-        picture: a ``.png``, ``.svg`` or ``.jpg`` file.
-        place: caller and argument, for the error.
+    ``place`` is caller and argument, for the error.
 
     Raises:
         InputError: the file is of another kind or cannot be read.

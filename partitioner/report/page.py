@@ -6,34 +6,43 @@ The judgements come from `dmt.partitioner.verdict`; the words around them are in
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from itertools import accumulate, pairwise
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dmt import __version__
 from dmt.formatting import counted, human_bytes
 from dmt.partitioner.partition import Partition
-from dmt.partitioner.report import plot_affinity, plot_balance, plot_comparison, plot_coordinates
+from dmt.partitioner.report import plot_affinity, plot_coordinates
 from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.style import tower_badges
-from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
+from dmt.partitioner.verdict import (
+    deviations_from_random,
+    judge_balance,
+    judge_meaning,
+    judge_stress,
+    luck_bound,
+    quantities,
+)
 
 __all__ = ["write_partition_report"]
 
 # Above this number of features, their lists start closed.
 MOST_SHOWN = 64
-_PACKAGES = ("dmt-recsys", "torch", "numpy", "k-means-constrained", "matplotlib")
+_PACKAGES = ("torch", "numpy", "k-means-constrained", "matplotlib")
 
 
 def write_partition_report(partition: Partition, folder: str | os.PathLike[str]) -> Path:
     """Writes ``report.html`` and its pictures into a folder; files of the same names are replaced.
 
-    The page holds its pictures and loads nothing, so it can be sent on alone. Beside it lie ``affinity.png``,
-    ``coordinates.png``, ``comparison.png`` and ``balance.png``, and for every other strategy that was tried
-    ``affinity_2.png`` and ``coordinates_2.png`` and so on.
+    The page holds its pictures and loads nothing, so it can be sent on alone. Beside it lie ``affinity.png`` and
+    ``coordinates.png``, and for every other strategy that was tried ``affinity_2.png`` and so on.
 
     Args:
         partition: what `TowerPartitioner.partition` returned (DMT paper, section 3.3).
@@ -44,15 +53,6 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
 
     Raises:
         InputError: a file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from dmt.partitioner import FeatureAffinity, TowerPartitioner
-        >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
-        >>> partition = TowerPartitioner(num_towers=2).partition(affinity)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     "3 features in 2 coherent towers" in write_partition_report(partition, folder).read_text()
-        True
     """
     target = Path(folder)
     plan, features = partition.plan, partition.affinity.num_features
@@ -61,7 +61,7 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
     categories = [load.category for load in loads]
     samples = partition.affinity.num_samples
     meaning = judge_meaning(partition)
-    columns, cells = _tower_table(partition)
+    columns, cells, below = _tower_table(partition)
     context = {
         "heading": f"{counts} {'tower' if plan.num_towers == 1 else 'towers'}",
         "about": "What the tower partitioner found in the embeddings of a trained model"
@@ -71,10 +71,9 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
         "cards": _cards(partition),
         "columns": columns,
         "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)],
+        "below": below,
         "few_features": features <= MOST_SHOWN,
         "strategies": list(_strategies(partition, target)),
-        "comparison_picture": _picture(plot_comparison(partition, target / "comparison.png")),
-        "balance_picture": _picture(plot_balance(partition, target / "balance.png")),
         "bound": f"{luck_bound([load.num_features for load in loads], categories=categories):.1f}",
         "by_category": any(categories),
         "column_shards": bool(plan.column_splits),
@@ -90,32 +89,38 @@ def _picture(path: Path) -> str:
 def _cards(partition: Partition) -> list[dict[str, str]]:
     """The three figures under the headline; the first one's sentence is the headline itself."""
     comparison = partition.comparison
-    within, random = _number(comparison.within), _spread(partition)
-    numbers = [f"{within} within these towers, {random} within random ones, {_number(comparison.within_strided)} naive"]
+    within, strided = _number(comparison.within), _number(comparison.within_strided)
+    numbers = f"{within} within these towers, {_spread(partition)} within random ones, {strided} naive"
     verdicts = (judge_meaning(partition), judge_stress(partition), judge_balance(partition))
-    return [
-        {"big": verdict.big, "what": verdict.what, "small": small}
-        for verdict, small in zip(verdicts, [*numbers, *(v.sentence for v in verdicts[1:])], strict=True)
-    ]
+    cards = [{"big": verdict.big, "what": verdict.what, "small": verdict.sentence} for verdict in verdicts]
+    return [{**cards[0], "small": numbers}, *cards[1:]]
 
 
-def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the cells of each tower after its name; columns without any value are left out."""
+def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]], dict[str, list[str]]]:
+    """Headings; the cells of each tower after its name; and those of the rows below all towers, by their name."""
+    known = quantities(partition)
+    columns = [[_amount(quantity.name, value) for value in quantity.values] for quantity in known]
     ordered = partition.affinity.permuted(partition.plan.features).matrix
-    stop, within = 0, []
-    for load in partition.loads:
-        start, stop = stop, stop + load.num_features
-        block = ordered[start:stop, start:stop]
-        pairs = load.num_features * (load.num_features - 1)
-        within.append(_number((block.sum() - np.trace(block)) / pairs if pairs else None))
-    loads = partition.loads
-    columns = {"features": [f"{load.num_features:,}" for load in loads]}
-    if any(load.work is not None for load in loads):
-        columns["work"] = ["-" if load.work is None else f"{load.work:,.0f}" for load in loads]
-    if any(load.num_bytes is not None for load in loads):
-        columns["bytes"] = ["-" if load.num_bytes is None else human_bytes(load.num_bytes) for load in loads]
-    columns["affinity within"] = within
-    return ["tower", *columns], [list(row) for row in zip(*columns.values(), strict=True)]
+    stops = accumulate((load.num_features for load in partition.loads), initial=0)
+    blocks = [ordered[start:stop, start:stop] for start, stop in pairwise(stops)]
+    columns.append([_number(_mean_of_pairs(block)) for block in blocks])
+    below = {
+        "mean": [_amount(quantity.name, sum(quantity.values) / len(quantity.values)) for quantity in known],
+        "largest / mean": [_number(quantity.imbalance, digits=2) for quantity in known],
+    }
+    if any(quantity.limit is not None for quantity in known):
+        below["limit"] = ["-" if q.limit is None else _amount(q.name, q.limit) for q in known]
+    headings = ["tower", *(quantity.name for quantity in known), "affinity within"]
+    return headings, list(map(list, zip(*columns, strict=True))), below
+
+
+def _mean_of_pairs(matrix: NDArray[np.float64]) -> float | None:
+    pairs = len(matrix) * (len(matrix) - 1)
+    return float(matrix.sum() - np.trace(matrix)) / pairs if pairs else None
+
+
+def _amount(quantity: str, value: float) -> str:
+    return human_bytes(value) if quantity == "bytes" else f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
 def _strategies(partition: Partition, folder: Path) -> Iterator[dict[str, Any]]:
@@ -146,29 +151,20 @@ def _spread(partition: Partition) -> str:
     return f"{comparison.within_random:.4f} \u00b1 {comparison.std_random:.4f}"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _made(partition: Partition) -> list[tuple[str, str]]:
     plan, affinity = partition.plan, partition.affinity
     dims = partition.points.shape[1]
+    versions = [f"Python {python_version()}", f"dmt {__version__}", *(f"{name} {version(name)}" for name in _PACKAGES)]
     return [
         ("Command", plan.command or "not recorded"),
         ("Strategy", f"{plan.strategy}, {counted(dims, 'dimension')}"),
         ("Seed", "none" if plan.seed is None else str(plan.seed)),
         ("Affinity", f"digest {plan.affinity.get('digest') or affinity.to_summary()['digest']}"),
         ("Samples", "not recorded" if affinity.num_samples is None else f"{affinity.num_samples:,}"),
-        ("Versions", ", ".join(_versions())),
+        ("Versions", ", ".join(versions)),
         ("Method", "Disaggregated Multi-Tower, arXiv 2403.00877, section 3.3"),
     ]
-
-
-def _versions() -> Iterator[str]:
-    yield f"Python {platform.python_version()}"
-    for package in _PACKAGES:
-        try:
-            yield f"{package} {version(package)}"
-        except PackageNotFoundError:
-            # Run from a checkout that was never installed.
-            continue

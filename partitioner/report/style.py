@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from functools import partial
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from dmt.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import LayoutEngine
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
 
     from dmt.plan.towers import TowerPlan
 
@@ -26,16 +30,16 @@ __all__ = [
     "TOWER_COLORS",
     "TOWER_MARKERS",
     "add_title",
+    "drawable",
     "dress_axes",
-    "label_of",
-    "name_shortener",
+    "keep_apart",
     "new_figure",
     "save_figure",
     "tower_badges",
     "tower_color",
-    "tower_ink",
     "tower_marker",
-    "write_text",
+    "write_badge",
+    "write_label",
 ]
 
 # Okabe and Ito's palette, told apart by colour-blind readers too; reordered so that neighbours differ most.
@@ -54,16 +58,13 @@ def tower_color(number: int) -> str:
     return TOWER_COLORS[number % len(TOWER_COLORS)]
 
 
-def tower_ink(number: int) -> str:
-    """Colour of letters on `tower_color`."""
-    return "#000000" if tower_color(number) in LIGHT_COLORS else "#FFFFFF"
-
-
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Name, features, colour and ink of each tower, for a page."""
+    """Name, features, colour and ink (the colour of letters on it) of each tower, for pictures and pages."""
+    colors = [tower_color(number) for number in range(plan.num_towers)]
+    inks = ["#000000" if color in LIGHT_COLORS else "#FFFFFF" for color in colors]
     return [
-        {"name": tower.name, "features": tower.features, "color": tower_color(number), "ink": tower_ink(number)}
-        for number, tower in enumerate(plan.towers)
+        {"name": tower.name, "features": tower.features, "color": color, "ink": ink}
+        for tower, color, ink in zip(plan.towers, colors, inks, strict=True)
     ]
 
 
@@ -72,39 +73,83 @@ def tower_marker(number: int) -> str:
     return TOWER_MARKERS[number // len(TOWER_COLORS) % len(TOWER_MARKERS)]
 
 
-def label_of(tower: str) -> str:
-    """Name of a tower in a picture; a default name such as ``tower_12`` becomes its number."""
-    return tower.removeprefix("tower_")
+def write_badge(axes: Axes, badge: Mapping[str, Any], place: tuple[float, float], **style: Any) -> Annotation:
+    """Writes one of `tower_badges`, centred at ``place``; of a name such as ``tower_12`` the number."""
+    box = {"boxstyle": "round,pad=0.25", "facecolor": badge["color"], "edgecolor": "white", "linewidth": 0.6}
+    style = {"color": badge["ink"], "fontsize": 8.0, "fontweight": "bold", "zorder": 5, "bbox": box, **style}
+    return write_label(axes, drawable(badge["name"].removeprefix("tower_")), place, **style)
 
 
-def name_shortener(most: int | None = None) -> Callable[[str], str]:
-    """Returns a function that makes any name drawable.
+def write_label(axes: Axes, text: str, place: tuple[float, float], **style: Any) -> Annotation:
+    """Writes text as it is, centred at ``place``, also outside the axes; an offset in points may move it from there."""
+    where = {"xytext": (0.0, 0.0), "textcoords": "offset points", "ha": "center", "va": "center"}
+    return axes.annotate(text, place, annotation_clip=False, parse_math=False, **{**where, **style})
 
-    Control characters become spaces, characters that matplotlib's fonts cannot draw a square (matplotlib would warn
-    about every one), and of names longer than ``most`` characters the middle is left out, as names of features tend to
-    differ at their ends.
+
+def drawable(name: str, most: int = 28) -> str:
+    """Returns a name as it can be drawn.
+
+    Control characters become spaces, those that matplotlib's fonts lack a square (matplotlib would warn about every
+    one), and of long names the middle is left out, as names of features tend to differ at their ends.
 
     Example:
-        >>> shorten = name_shortener(11)
-        >>> shorten("user_id"), shorten("user_history_of_clicks")
+        >>> drawable("user_id", 11), drawable("user_history_of_clicks", 11)
         ('user_id', 'user...icks')
     """
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in FontProperties().get_family()]
-    known = frozenset(code for font in fonts for code in font.get_charmap())
-    return partial(_shorten, known=known, most=most)
-
-
-def _shorten(name: str, *, known: frozenset[int], most: int | None) -> str:
-    drawable = "".join(
+    known = _characters()
+    shown = "".join(
         " " if unicodedata.category(letter) in ("Cc", "Zl", "Zp") else letter if ord(letter) in known else ABSENT
         for letter in name
     )
-    if most is None or len(drawable) <= most:
-        return drawable
     tail = (most - 3) // 2
-    return f"{drawable[: most - 3 - tail]}...{drawable[-tail:]}"
+    return shown if len(shown) <= most else f"{shown[: most - 3 - tail]}...{shown[-tail:]}"
+
+
+@cache
+def _characters() -> frozenset[int]:
+    """Characters of matplotlib's fonts."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in FontProperties().get_family()]
+    return frozenset(code for font in fonts for code in font.get_charmap())
+
+
+def keep_apart(
+    axes: Axes,
+    labels: Iterable[Annotation],
+    taken: list[Bbox],
+    *,
+    ways: Sequence[tuple[int, int]],
+    gaps: Sequence[float],
+) -> int:
+    """Moves each label to the first place around its point that is free, and removes it if there is none.
+
+    The axes must not be resized afterwards: boxes are measured in pixels.
+
+    Args:
+        axes: the labels stay inside.
+        labels: annotations centred on their points, with offsets in points.
+        taken: boxes in pixels that labels must not cover; those of the labels are added.
+        ways: directions to try in turn; (0, 0) is the point itself.
+        gaps: distances from the point to try in turn, in points.
+
+    Returns:
+        The number of labels that were removed.
+    """
+    scale, frame, missing = axes.figure.dpi / 72, axes.get_window_extent(), 0
+    for label in labels:
+        box = label.get_window_extent().padded(2 * scale)
+        for gap, way in product(gaps, ways):
+            offset = np.array(way) * (np.array([box.width, box.height]) / 2 + gap * scale)
+            moved = box.translated(*offset)
+            if frame.contains(*moved.min) and frame.contains(*moved.max) and not moved.count_overlaps(taken):
+                label.set_position(tuple(offset / scale))
+                taken.append(moved)
+                break
+        else:
+            label.remove()
+            missing += 1
+    return missing
 
 
 def new_figure(
@@ -112,11 +157,11 @@ def new_figure(
     *,
     size: tuple[float, float],
     caller: str,
-    layout: LayoutEngine | Literal["constrained"] | None,
+    layout: Literal["constrained"] | None,
 ) -> Figure:
     """Makes a figure of ``size`` inches for a file at ``path``, without ``pyplot`` and its global state.
 
-    ``layout`` is matplotlib's layout engine, None for axes that are placed by hand; the error names ``caller``.
+    ``layout`` is None for axes that are placed by hand; the error names ``caller``.
 
     Raises:
         InputError: the suffix of ``path`` is no picture format.
@@ -152,38 +197,19 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, caller: str) ->
     return target
 
 
-def write_text(
-    axes: Axes,
-    text: str,
-    place: tuple[float, float],
-    *,
-    offset: tuple[float, float],
-    coords: Any = "data",
-    **style: Any,
-) -> None:
-    """Writes text at an offset in points from a place, also outside the axes; 9 points high by default."""
-    style.setdefault("color", INK)
-    style.setdefault("fontsize", 9)
-    axes.annotate(
-        text, place, xycoords=coords, xytext=offset, textcoords="offset points", annotation_clip=False, **style
-    )
-
-
 def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
     """A heading and smaller lines under it, flush left above the axes; ``pad`` is in points."""
-    heading, *rest = lines
-    above: dict[str, Any] = {"coords": "axes fraction", "va": "bottom"}
-    for number, line in enumerate(reversed(rest)):
-        write_text(axes, line, (0.0, 1.0), offset=(0.0, pad + 13.0 * number), color=SOFT, **above)
-    height = pad + 13.0 * len(rest) + (2.0 if rest else 0.0)
-    write_text(axes, heading, (0.0, 1.0), offset=(0.0, height), fontsize=11.5, **above)
+    for number, line in enumerate(reversed(lines)):
+        style = {"color": INK, "fontsize": 11.5} if number == len(lines) - 1 else {"color": SOFT, "fontsize": 9}
+        at = (0.0, pad + 13.0 * number)
+        write_label(axes, line, (0.0, 1.0), xycoords="axes fraction", xytext=at, ha="left", va="bottom", **style)
 
 
-def dress_axes(axes: Axes, *, grid: str) -> None:
-    """Quiet axes: a grid along ``"x"`` or ``"y"``, no ticks, only the spine that values are not read from."""
-    axes.grid(axis="x" if grid == "x" else "y", color="#E4E4E4", linewidth=0.8)
+def dress_axes(axes: Axes, *, grid: Literal["x", "y", "both"]) -> None:
+    """Makes axes quiet: a pale grid, no ticks, and only the spine that values are not read from, if there is one."""
+    axes.grid(axis=grid, color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9, length=0, labelcolor="#444444")
     for side, spine in axes.spines.items():
-        spine.set_visible(side == ("left" if grid == "x" else "bottom"))
+        spine.set_visible(side == {"x": "left", "y": "bottom"}.get(grid))
         spine.set_color("#BBBBBB")

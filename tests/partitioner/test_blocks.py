@@ -119,5 +119,5 @@ def test_rules_that_contradict_each_other_are_refused(rules, message):
 
 
 def test_what_is_cut_cannot_stay_together_with_another():
-    with pytest.raises(InputError, match=r"feature 'a' must share a tower with 'b', but its table is cut into column"):
+    with pytest.raises(InputError, match=r"feature 'a' must share a tower with others, but its table is cut"):
         blocks_of(["a[0:4]", "a[4:8]", "b"], shards={"a": ["a[0:4]", "a[4:8]"]}, together=[["a", "b"]])

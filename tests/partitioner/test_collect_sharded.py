@@ -343,7 +343,7 @@ FAULTS = {
 }
 # What every rank says of itself.
 REFUSALS = {
-    "nobody": "a rank had no batch; give at least one",
+    "nobody": "batches gave no sample; give every rank",
     "weights": r"at the lookup of 'sparse_arch.ebc_0' in batch 0, ranks \[1\] differ from the first",
     "no group": "'sparse_arch.ebc_0' is a ShardedEmbeddingBagCollection, whose tables are spread .* process_group=",
 }
@@ -512,7 +512,7 @@ def test_a_rank_whose_batches_have_no_rows_adds_nothing(of_others: list[dict[str
         np.testing.assert_allclose(found.matrix, wanted.matrix, rtol=0, atol=1e-12)
         assert (found.features, found.num_samples) == (wanted.features, wanted.num_samples)
         assert (found.tables, found.pooling_factors) == (wanted.tables, wanted.pooling_factors)
-        assert results["no rows"].startswith("InputError: FeatureAffinity.collect: batches gave no sample; give at")
+        assert results["no rows"].startswith("InputError: FeatureAffinity.collect: batches gave no sample; give")
 
 
 def test_sharded_towers_are_refused_by_name(of_others: list[dict[str, Any]]) -> None:

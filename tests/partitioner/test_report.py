@@ -248,10 +248,10 @@ def test_the_page_is_whole_and_loads_nothing_else(tmp_path):
     path = write_partition_report(made_up_partition(), tmp_path / "new")
     assert path == tmp_path / "new" / "report.html"
     assert {file.name for file in path.parent.iterdir()} == {
-        "affinity.png", "balance.png", "comparison.png", "coordinates.png", "report.html",
+        "affinity.png", "coordinates.png", "report.html",
     }  # fmt: skip
     page = Page(path)
-    order = ("comparison", "affinity", "coordinates", "balance")
+    order = ("affinity", "coordinates")
     assert page.addresses == [data_uri(path.parent / f"{name}.png", place="test") for name in order]
     assert not {"script", "link", "iframe", "object", "a"} & set(page.tags)
     source = path.read_text(encoding="utf-8")
@@ -336,8 +336,22 @@ def test_long_lists_start_closed_and_unknown_columns_are_left_out(tmp_path):
 def test_towers_of_one_feature_have_no_affinity_within(tmp_path):
     none = AffinityComparison(within=None, between=0.2, within_strided=None, within_random=None, std_random=None)
     text = Page(write_partition_report(made_up_partition(2, 2, comparison=none, tables=False), tmp_path)).text
-    assert "tower_0 f0 1 - tower_1 f1 1 -" in text
+    assert "tower_0 f0 1 - tower_1 f1 1 - mean 1 largest / mean 1.00 All towers wait" in text
+    assert "coherent - 0.2000 - - - 0.080 Mean affinity" in text
     assert "not known distance from random towers" in text
+
+
+def test_the_table_of_towers_ends_with_the_balance_and_the_limits(tmp_path):
+    partition = made_up_partition(4, 2, limits=TowerLimits(balance_ratio=1.5, max_work=500, max_bytes=10**12))
+    loads = [
+        dataclasses.replace(load, work=work, num_bytes=size)
+        for load, work, size in zip(partition.loads, (300.0, 100.0), (4 * 10**9, 2 * 10**9), strict=True)
+    ]
+    text = Page(write_partition_report(dataclasses.replace(partition, loads=tuple(loads)), tmp_path)).text
+    assert "mean 2 200 3.00 GB largest / mean 1.00 1.50 1.33 limit - 500 1.00 TB All towers wait" in text
+    idle = [dataclasses.replace(load, work=0.0, num_bytes=0) for load in made_up_partition().loads]
+    text = Page(write_partition_report(made_up_partition(loads=tuple(idle)), tmp_path)).text
+    assert "mean 4 0 0 bytes largest / mean 1.00 - - All towers wait" in text
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -28,7 +28,7 @@ _CLEAR = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """Comparison of a second run with a first one, as numbers and as sentences."""
+    """Comparison of a second run with a first one, in numbers and a sentence."""
 
     auc_difference: float
     """AUC of the second run minus that of the first; NaN where they cannot be compared."""
@@ -44,8 +44,6 @@ class RunComparison:
     """MFLOPs per sample of a training step, of the first and the second run."""
     accuracy: str
     """A sentence about AUC that claims no more than the noise allows."""
-    cost: str
-    """A sentence about bytes and MFLOPs."""
 
     @property
     def within_noise(self) -> bool:
@@ -120,15 +118,6 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
 
     Raises:
         InputError: there are not two runs, or one lacks a number; the number is named.
-
-    Example:
-        >>> cost = {"ids": 8.0, "forward": 64.0, "backward": 64.0, "dense": 4.0}
-        >>> flat = {"eval_auc": 0.78, "eval_num_rows": 65536, "eval_label_rate": 0.25, "mflops_per_sample": 0.5}
-        >>> flat["bytes_per_sample"] = cost
-        >>> towers = {**flat, "eval_auc": 0.7805, "bytes_per_sample": {**cost, "forward": 32.0, "backward": 32.0}}
-        >>> comparison = compare_runs({"flat": flat, "towers": towers})
-        >>> comparison.within_noise, comparison.embedding_bytes
-        (True, (128.0, 64.0))
     """
     if len(runs) != 2:
         raise InputError(f"The report compares two runs, the baseline first, but got {len(runs)}: {list(runs)}.")
@@ -138,21 +127,21 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     obstacle = _obstacle(first, second)
     aucs = (first["eval_auc"], second["eval_auc"])
     noise = math.nan if obstacle else max(_standard_error(run) for run in (first, second))
-    embedding, everything = (
-        tuple(sum(lookup(run, f"bytes_per_sample.{kind}") for kind in kinds) for run in (first, second))
-        for kinds in (("forward", "backward"), ("ids", "forward", "backward", "dense"))
-    )
-    mflops = (first["mflops_per_sample"], second["mflops_per_sample"])
+    sent = (first["bytes_per_sample"], second["bytes_per_sample"])
     return RunComparison(
         auc_difference=math.nan if obstacle else aucs[1] - aucs[0],
         auc_noise=noise,
         obstacle=obstacle,
-        embedding_bytes=(embedding[0], embedding[1]),
-        all_bytes=(everything[0], everything[1]),
-        mflops=mflops,
+        embedding_bytes=_sums(sent, "forward", "backward"),
+        all_bytes=_sums(sent, "ids", "forward", "backward", "dense"),
+        mflops=(first["mflops_per_sample"], second["mflops_per_sample"]),
         accuracy=_accuracy((first_name, second_name), aucs, noise, obstacle) + _chance(runs),
-        cost=_cost(second_name, (embedding[0], embedding[1]), mflops),
     )
+
+
+def _sums(sent: tuple[Mapping[str, float], Mapping[str, float]], *kinds: str) -> tuple[float, float]:
+    first, second = (sum(by_kind[kind] for kind in kinds) for by_kind in sent)
+    return first, second
 
 
 def _check(name: str, run: Mapping[str, Any]) -> None:
@@ -201,21 +190,6 @@ def _accuracy(names: tuple[str, str], aucs: tuple[float, float], noise: float, o
         else "which one run each does not settle"
     )
     return f"{values}: {word} by {_small(abs(difference))}, {times:.1f} standard errors ({_small(noise)}), {weight}."
-
-
-def _cost(second: str, embedding: tuple[float, float], mflops: tuple[float, float]) -> str:
-    share = ratio(*mflops)
-    compute = "" if share is None else f"{share:.0%} of the MFLOPs ({mflops[1]:.3f} instead of {mflops[0]:.3f})"
-    part = ratio(*embedding)
-    if part is None:
-        sent = f"{second} sends {embedding[1]:,.0f} embedding bytes per sample across hosts, the other model none"
-        if not embedding[1]:
-            sent = "No embedding bytes cross hosts in either run"
-        return f"{sent}{f'; {second} computes {compute} per sample' if compute else ''}."
-    return (
-        f"Per sample, {second} sends {part:.0%} of the embedding bytes across hosts ({embedding[1]:,.0f} instead of "
-        f"{embedding[0]:,.0f}, forward and backward){f' and computes {compute}' if compute else ''}."
-    )
 
 
 def _shows(difference: float, noise: float) -> bool:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -54,22 +54,11 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
 
     Raises:
         InputError: no run, a folder without readable curves, an unknown picture format, or a path that is not writable.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     record = json.dumps({"step": 20, "train/loss": 0.6, "eval/auc": 0.7, "eval/ne": 0.9})
-        ...     _ = Path(folder, "metrics.jsonl").write_text(record + chr(10))
-        ...     plot_curves({"flat": Path(folder)}, Path(folder, "curves.png")).name
-        'curves.png'
     """
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     if not runs:
         raise InputError("plot_curves: runs is empty. Give at least one name and its output folder.")
     curves = {name: _read(name, Path(folder)) for name, folder in runs.items()}
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, hspace=0.04)
-    figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves", layout=layout)
+    figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves", layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.05))
     places = (grid[0, :], grid[1, 0], grid[1, 1])
     last = max(float(steps.max()) for run in curves.values() for steps, _ in run.values())
@@ -79,10 +68,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         if key == "eval/auc":
             _draw_bands(axes, list(curves.values()))
         _dress(axes, title if place is places[0] else title.replace(" (", "\n("), last)
-    handles = [
-        figure.axes[1].plot([], [], color=_color(i), marker=_marker(i), linewidth=2.2, label=name)[0]
-        for i, name in enumerate(curves)
-    ]
+    handles = [figure.axes[1].plot([], [], linewidth=2.0, **_style(i))[0] for i in range(len(curves))]
     # "_x" is how matplotlib hides a label; names come from outside.
     labels = [f" {name}" if name.startswith("_") else name for name in curves]
     figure.legend(handles, labels, loc="outside upper left", ncols=min(3, len(labels)), frameon=False, fontsize=11)
@@ -99,10 +85,6 @@ def smooth(values: ArrayLike) -> NDArray[np.float64]:
 
     Returns:
         [n], float64.
-
-    Example:
-        >>> smooth([0.0, 3.0, 0.0, 3.0]).tolist()
-        [0.0, 1.0, 2.0, 3.0]
     """
     series = np.asarray(values, dtype=np.float64)
     size = len(series)
@@ -142,23 +124,12 @@ def _draw(axes: Axes, curves: Sequence[Curve | None], *, smoothed: bool) -> None
         axes.set_yticks([])
         return
     for i, (steps, values) in shown:
+        style = _style(i)
         if smoothed:
-            axes.plot(steps, values, color=_color(i), linewidth=1.0, alpha=0.3)
-            alone = _marker(i) if len(steps) == 1 else "none"
-            axes.plot(steps, smooth(values), color=_color(i), linewidth=2.2, marker=alone)
-        else:
-            axes.plot(
-                steps,
-                values,
-                color=_color(i),
-                linewidth=1.8,
-                marker=_marker(i),
-                markersize=6.5,
-                markeredgecolor="white",
-                markeredgewidth=0.8,
-                clip_on=False,
-                zorder=3,
-            )
+            axes.plot(steps, values, color=style["color"], linewidth=1.0, alpha=0.3)
+            if len(steps) > 1:
+                style["marker"] = "none"
+        axes.plot(steps, smooth(values) if smoothed else values, linewidth=2.0, clip_on=False, zorder=3, **style)
     every = np.concatenate([values for _, (_, values) in shown])
     low, high = float(every.min()), float(every.max())
     slack = max(0.06 * (high - low), (_LEAST_SPAN - (high - low)) / 2)
@@ -181,9 +152,9 @@ def _draw_bands(axes: Axes, runs: Sequence[dict[str, Curve]]) -> None:
         steps, aucs, errors = np.asarray(band, dtype=np.float64).T
         bottom, top = axes.get_ylim()
         if len(band) == 1:
-            axes.errorbar(steps, aucs, yerr=errors, color=_color(i), alpha=0.5, capsize=4)
+            axes.errorbar(steps, aucs, yerr=errors, color=_style(i)["color"], alpha=0.5, capsize=4)
         else:
-            axes.fill_between(steps, aucs - errors, aucs + errors, color=_color(i), alpha=0.13, linewidth=0)
+            axes.fill_between(steps, aucs - errors, aucs + errors, color=_style(i)["color"], alpha=0.13, linewidth=0)
         # fmin and fmax pass over the NaN of an evaluation whose error is unknown.
         axes.set_ylim(np.fmin(bottom, (aucs - 1.1 * errors).min()), np.fmax(top, (aucs + 1.1 * errors).max()))
 
@@ -197,9 +168,6 @@ def _dress(axes: Axes, title: str, last: float) -> None:
     axes.ticklabel_format(axis="both", useOffset=False)
 
 
-def _color(run: int) -> str:
-    return RUN_COLORS[run % len(RUN_COLORS)]
-
-
-def _marker(run: int) -> str:
-    return _MARKERS[run % len(_MARKERS)]
+def _style(run: int) -> dict[str, Any]:
+    color, marker = RUN_COLORS[run % len(RUN_COLORS)], _MARKERS[run % len(_MARKERS)]
+    return {"color": color, "marker": marker, "markersize": 6.5, "markeredgecolor": "white"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.formatting import counted, human_bytes
+from dmt.formatting import human_bytes
 from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.style import tower_badges
 from dmt.plan.towers import TowerPlan
@@ -26,11 +26,11 @@ __all__ = ["write_report"]
 # Ranks and tables beyond this number are folded away.
 _SHOWN = 40
 _BYTES = "bytes_per_sample."
-# Keys of `TowerPlan.affinity`, the pairs that they are the mean affinity of, and the CSS class of their bar.
-_AFFINITY_ROWS = (
-    ("within_towers", "two features of one tower", "within"),
-    ("within_strided_towers", "the same, had the towers been dealt out in turn (strided)", "strided"),
-    ("between_towers", "two features of different towers", "between"),
+# Keys of `TowerPlan.affinity`, and the pairs that they are the mean affinity of.
+_AFFINITIES = (
+    ("within_towers", "two features of one tower"),
+    ("within_strided_towers", "the same, had the towers been dealt out in turn (strided)"),
+    ("between_towers", "two features of different towers"),
 )
 
 
@@ -61,8 +61,8 @@ def write_report(
         The path written.
 
     Raises:
-        InputError: there are not two runs, a run lacks a number, the plan has no affinity numbers or another number of
-            towers than ``sharding``, or a picture cannot be read or embedded.
+        InputError: there are not two runs, a run lacks a number, the plan has another number of towers than
+            ``sharding``, or a picture cannot be read or embedded.
     """
     comparison = compare_runs(runs)
     if sharding.topology.num_towers != plan.num_towers:
@@ -80,8 +80,7 @@ def write_report(
         "towers": tower_badges(plan),
         "plan": plan,
         "sharding": _sharding(sharding, plan, list(runs.values())[1]),
-        "affinity_rows": _affinity_rows(plan),
-        "affinity_sentence": _affinity_sentence(plan),
+        "affinities": _affinities(plan),
         "affinity_picture": data_uri(affinity_picture, place="write_report: affinity_picture"),
         "curves_picture": data_uri(curves_picture, place="write_report: curves_picture"),
         "data_description": data_description,
@@ -100,24 +99,21 @@ def _cards(comparison: RunComparison, names: Sequence[str]) -> list[dict[str, st
     else:
         auc = "within noise" if comparison.within_noise else measured
         behind = f"measured {measured}; one standard error is {comparison.auc_noise:.4f}"
-    return [
-        {
-            "big": auc,
-            "what": f"difference of AUC, {names[1]} minus {names[0]}",
-            "small": behind,
-        },
-        {
-            "big": _percent(*comparison.embedding_bytes),
-            "what": "of the embedding bytes across hosts, forward and backward",
-            "small": f"{comparison.embedding_bytes[1]:,.0f} instead of {comparison.embedding_bytes[0]:,.0f} per sample;"
-            f" with ids and dense gradients {_percent(*comparison.all_bytes)}",
-        },
-        {
-            "big": _percent(*comparison.mflops),
-            "what": "of the MFLOPs of a training step",
-            "small": f"{comparison.mflops[1]:.3f} instead of {comparison.mflops[0]:.3f} per sample",
-        },
-    ]
+    instead = f"{comparison.embedding_bytes[1]:,.0f} instead of {comparison.embedding_bytes[0]:,.0f} per sample"
+    cards = (
+        (auc, f"difference of AUC, {names[1]} minus {names[0]}", behind),
+        (
+            _percent(*comparison.embedding_bytes),
+            "of the embedding bytes across hosts, forward and backward",
+            f"{instead}; with ids and dense gradients {_percent(*comparison.all_bytes)}",
+        ),
+        (
+            _percent(*comparison.mflops),
+            "of the MFLOPs of a training step",
+            f"{comparison.mflops[1]:.3f} instead of {comparison.mflops[0]:.3f} per sample",
+        ),
+    )
+    return [{"big": big, "what": what, "small": small} for big, what, small in cards]
 
 
 def _percent(first: float, second: float) -> str:
@@ -136,44 +132,10 @@ def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     return shown
 
 
-def _affinity_rows(plan: TowerPlan) -> list[dict[str, str]]:
-    missing = [key for key, _, _ in _AFFINITY_ROWS if key not in plan.affinity]
-    if missing:
-        raise InputError(
-            f"write_report: plan.affinity has no {missing[0]!r} (it has {sorted(plan.affinity) or 'nothing'}; the "
-            f"plan's strategy is {plan.strategy!r}). Give a plan made by TowerPartitioner or `dmt partition`."
-        )
-    # A tower of one feature has no pair inside, and a single tower none outside: the mean is None then.
-    known = [value for key, _, _ in _AFFINITY_ROWS if (value := plan.affinity[key]) is not None]
-    longest = max(known, default=0.0) or 1.0
-    return [
-        {
-            "what": what,
-            "kind": kind,
-            "value": "no such pair" if (value := plan.affinity[key]) is None else f"{value:.3f}",
-            "width": f"{100 * (value or 0.0) / longest:.1f}%",
-        }
-        for key, what, kind in _AFFINITY_ROWS
-    ]
-
-
-def _affinity_sentence(plan: TowerPlan) -> str:
-    """Sentence on the three means of a learned plan; empty if the plan was not learned or there is no pair."""
-    within, strided, between = (plan.affinity[key] for key, _, _ in _AFFINITY_ROWS)
-    if plan.strategy not in ("coherent", "diverse") or not within or not strided or not between:
-        return ""
-    numbers = (
-        f"{within / between:.2f} times those between different towers and {within / strided:.2f} times those within "
-        "strided towers"
-    )
-    if plan.strategy == "coherent":
-        met = within > max(strided, between)
-        wish = "A coherent plan puts features together that are alike"
-    else:
-        met = within < min(strided, between)
-        wish = "A diverse plan puts features together that are unlike"
-    verdict = "it did so here" if met else "it did not succeed here"
-    return f"{wish}, and {verdict}: the affinities within its towers are {numbers}."
+def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
+    """Each mean affinity by its pairs. A tower of one feature has no pair inside, and a single tower none outside."""
+    found = [(what, plan.affinity.get(key)) for key, what in _AFFINITIES]
+    return [(what, "-" if mean is None else f"{mean:.3f}") for what, mean in found]
 
 
 def _evaluated(run: Mapping[str, Any]) -> str:
@@ -189,23 +151,11 @@ def _versions(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _sharding(sharding: TowerShardingPlan, plan: TowerPlan, run: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers and texts of the section on a sharding plan (``sharding.html``); ``run`` is the run's ``result.json``."""
     badges = tower_badges(plan)
-    ranks, tables = _rank_rows(sharding, badges), _table_rows(sharding, badges)
     return {
         "sentence": sharding_sentence(sharding),
-        "towers": [
-            {
-                "badge": badges[tower.tower],
-                "tables": counted(tower.num_tables, "table"),
-                "imbalance": f"{tower.imbalance:.2f}",
-                "method": tower.method,
-            }
-            for tower in sharding.towers[:_SHOWN]
-        ],
-        "hidden_towers": max(0, len(sharding.towers) - _SHOWN),
-        "ranks": ranks[:_SHOWN],
-        "more_ranks": ranks[_SHOWN:],
-        "tables": tables[:_SHOWN],
-        "more_tables": tables[_SHOWN:],
+        "ranks": _rank_rows(sharding, badges),
+        "tables": _table_rows(sharding, badges),
+        "shown": _SHOWN,
         "notes": list(sharding.notes),
         "bytes": _byte_rows(run),
         "batch_size": f"{sharding.workload.batch_size:,}",
@@ -255,7 +205,7 @@ def _rank_words(placement: TablePlacement, ranks_per_tower: int) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _byte_rows(run: Mapping[str, Any]) -> list[dict[str, str]]:
+def _byte_rows(run: Mapping[str, Any]) -> list[list[str]]:
     """Planned and measured bytes per sample, kind by kind; none if the run did not record them."""
     rows = []
     for label, path, form in ROWS:
@@ -266,12 +216,5 @@ def _byte_rows(run: Mapping[str, Any]) -> list[dict[str, str]]:
         # What is nothing in both agrees too.
         share = 1.0 if planned == measured else ratio(planned, measured)
         apart = "-" if share is None else f"{share - 1:+.1%}" if abs(share - 1) >= 0.0005 else "0.0%"
-        rows.append(
-            {
-                "what": label.partition(" ")[2],
-                "planned": form.format(planned),
-                "measured": form.format(measured),
-                "apart": apart,
-            }
-        )
+        rows.append([label.partition(" ")[2], form.format(planned), form.format(measured), apart])
     return rows
