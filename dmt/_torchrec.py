@@ -45,7 +45,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.autograd.Variable": "_execution_engine",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
         "_embedding_shardings _sharding_types _lookups _input_dists _output_dists _embedding_names _embedding_dims "
-        "_create_input_dist _pre_load_state_dict_hook"
+        "_create_input_dist _pre_load_state_dict_hook _has_mean_pooling_callback"
     ),
     "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
@@ -107,6 +107,10 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
     def output_columns(self) -> list[tuple[str, int]]:
         """Name and width of each output embedding, from left to right."""
         return list(zip(self._embedding_names, self._embedding_dims, strict=True))
+
+    def leave_out_mean_pooling(self) -> None:
+        """Makes TorchRec compute and apply no divisor of its own for mean pooling."""
+        self._has_mean_pooling_callback = False
 
     def adjust_input_dists(self, exchanges: Sequence[Any]) -> None:
         """Called once with the new id exchange of each lookup."""

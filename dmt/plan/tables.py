@@ -68,12 +68,12 @@ def number_bytes(table: Any) -> int:
     return int(NUMBER_FORMATS[kind.lower()].num_bytes)
 
 
-def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
+def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) -> tuple[TableSpec, ...]:
     """Converts TorchRec ``EmbeddingBagConfig`` (or anything with the same fields) to `TableSpec`.
 
     Raises:
-        InputError: two tables have one name, a feature looks up in two tables, or a table is of a number format that
-            does not train.
+        InputError: two tables have one name, a feature looks up in two tables though ``one_table_per_feature``, or a
+            table is of a number format that does not train.
     """
     specs = tuple(
         TableSpec(
@@ -85,7 +85,8 @@ def table_specs(tables: Iterable[Any]) -> tuple[TableSpec, ...]:
         )
         for table in tables
     )
-    for kind, names in (("Table", [s.name for s in specs]), ("Feature", feature_names(specs))):
+    features = feature_names(specs) if one_table_per_feature else []
+    for kind, names in (("Table", [s.name for s in specs]), ("Feature", features)):
         doubled = [(name, count) for name, count in Counter(names).items() if count > 1]
         if doubled:
             raise InputError(f"{kind} {doubled[0][0]!r} is given {doubled[0][1]} times; names must be unique.")

@@ -14,7 +14,7 @@ from dmt.errors import InputError, did_you_mean
 from dmt.files import atomic_write, read_record
 from dmt.formatting import shorten
 from dmt.plan.column_shards import shard_names, split_tables
-from dmt.plan.tables import TableSpec, table_specs
+from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 __all__ = ["FORMAT_VERSION", "TowerFeatures", "TowerPlan"]
 
@@ -167,8 +167,8 @@ class TowerPlan:
             InputError: a feature is missing or unknown, a shared table's features lie in two towers, or a table
                 differs from the one the plan was made for.
         """
-        specs = table_specs(tables)
-        self.check_features(feature for spec in specs for feature in spec.feature_names)
+        specs = table_specs(tables, one_table_per_feature=False)
+        self.check_features(dict.fromkeys(feature_names(specs)))
         recorded = {spec.name: spec for spec in self.tables}
         for spec in specs:
             made_for = recorded.get(spec.name, spec)

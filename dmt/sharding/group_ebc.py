@@ -16,6 +16,7 @@ from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import (
     OpenShardedEBC,
@@ -46,7 +47,7 @@ class GroupShardedEBC(OpenShardedEBC):
       rank (TorchRec broadcasts from global rank 0, which may not be in the group).
     - Row-wise shards of any sizes: TorchRec's bucketizer takes equal blocks, whatever the sharding spec says.
     - Mean pooling of row-wise tables divides those tables only; TorchRec divides every table of the collection by
-      its bags' lengths (plus 1e-6), those with other schemes a second time.
+      its bags' lengths (plus 1e-6), those with other schemes a second time, and fails on a rank without samples.
     - Column shards of unequal widths can be loaded: TorchRec views each with the width of the first.
     - Row-wise tables with batches of unequal size, by `RowWiseOutputs`: gloo cannot gather unequal gradients.
 
@@ -94,6 +95,7 @@ class GroupShardedEBC(OpenShardedEBC):
             for feature in table.feature_names
         }
         self._divided_by = [divided.get(name) for name in names]
+        self.leave_out_mean_pooling()
 
     @property
     def fused_optimizer(self) -> CombinedOptimizer:
@@ -129,6 +131,15 @@ class GroupShardedEBC(OpenShardedEBC):
         awaitable = super().input_dist(ctx, features)
         if any(self._divided_by):
             ctx.divisor = self._divisor(features)
+        return awaitable
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Looks up and brings embeddings to the ranks of their samples."""
+        awaitable = super().compute_and_output_dist(ctx, input)
+        if any(self._divided_by):
+            awaitable.callbacks.append(
+                lambda sums: KeyedTensor(sums.keys(), sums.length_per_key(), sums.values() / ctx.divisor)
+            )
         return awaitable
 
     def adjust_input_dists(self, exchanges: Sequence[Any]) -> None:

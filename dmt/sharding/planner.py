@@ -116,6 +116,12 @@ class TowerShardingPlanner:
             sharder = next((s for s in sharders if type(module) is s.module_type), None)
             inside_planned = any(outer == "" or path == outer or path.startswith(f"{outer}.") for outer in modules)
             if sharder is not None and not inside_planned:
+                if not hasattr(sharder, "tables_by_tower"):
+                    raise InputError(
+                        f"{path or type(module).__name__} is for {type(sharder).__name__}, which knows no towers. Give "
+                        "TowerShardingPlanner dmt's sharders only, and add the plan of other modules to its result: "
+                        "plan.plan[path] = ..."
+                    )
                 modules[path] = [list(tables) for tables in sharder.tables_by_tower(module)]
         if not modules:
             kinds = sorted({s.module_type.__name__ for s in sharders})

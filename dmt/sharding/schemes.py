@@ -140,8 +140,8 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
     outside = [rank for rank in ranks if not 0 <= rank < num_ranks]
     if outside:
         raise InputError(
-            f"{where} has a shard on local rank {outside[0]}, but its tower has ranks 0..{num_ranks - 1}. Use one of "
-            "them."
+            f"{where} has a shard on local rank {outside[0]}, but its tower has ranks 0..{num_ranks - 1}. Ranks are "
+            "local to the tower; use one of them, and give DistributedModelParallel the plan= of TowerShardingPlanner."
         )
     if placement.scheme in ("row_wise", "data_parallel") and len(ranks) != num_ranks:
         raise InputError(

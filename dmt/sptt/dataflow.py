@@ -87,6 +87,9 @@ class SPTTContext(Multistreamable):
     peers: slice = field(default_factory=lambda: slice(None))
     """Positions of the peers, in tower order, among those ranks."""
 
+    request: Awaitable[Awaitable[KJTList]] | None = None
+    """The id exchange."""
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Does nothing: a context holds no tensors on a device."""
 
@@ -194,7 +197,7 @@ class SPTTModule(TowerState):
 
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> TowerOutput:
         """Computes this tower's output for the samples of all peers (steps b, d, e and the tower module)."""
-        embeddings = self.look_up(ctx, dist_input[0])
+        embeddings = self.look_up(ctx, self.arrived_ids(ctx, dist_input))
         return self.run_towers(embeddings, sum(ctx.batch_sizes))
 
     def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
@@ -204,6 +207,15 @@ class SPTTModule(TowerState):
             InputError: a tower's output has another width or a wider dtype than in the first batch.
         """
         return CachedAwaitable(self.exchange_outputs(output, ctx.batch_sizes), self.finish)
+
+    def arrived_ids(self, ctx: SPTTContext, dist_input: KJTList) -> KeyedJaggedTensor:
+        """The ids that the exchange of a batch brought; from here on its context has the batch sizes."""
+        if not ctx.batch_sizes and ctx.request is not None:
+            # A train pipeline that is attached again starts the exchange of its next batch again, in a new context, and
+            # goes on with the ids that it has: nobody has waited for this exchange.
+            dist_input = ctx.request.wait().wait()
+        ctx.request = None
+        return dist_input[0]
 
     @profiler_range("exchange_ids")
     @torch.no_grad()
@@ -221,7 +233,8 @@ class SPTTModule(TowerState):
             self.set_id_exchange(self._route.exchange(ids.keys(), device))
         if dtypes != self._dtypes:
             raise InputError(f"The batch has {dtypes}, but the first one had {self._dtypes}; they must stay.")
-        return KJTListSplitsAwaitable([self.id_exchanges[0](ids)], ctx)
+        ctx.request = KJTListSplitsAwaitable([self.id_exchanges[0](ids)], ctx)
+        return ctx.request
 
     @profiler_range("look_up")
     def look_up(self, ctx: SPTTContext, ids: KeyedJaggedTensor) -> list[KeyedTensor]:

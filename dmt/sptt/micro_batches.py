@@ -175,10 +175,11 @@ class _TowersInMicroBatches:
 
     def __call__(self, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
         module, num = self.module, self._num
+        ids = module.arrived_ids(ctx, dist_input)
         by_peer = [micro_batch_sizes(size, num) for size in ctx.batch_sizes]
         sizes = [list(of_all_peers) for of_all_peers in zip(*by_peer, strict=True)]
         rows = [sum(of_all_peers) for of_all_peers in sizes]
-        embeddings = module.look_up(ctx, in_micro_batch_order(dist_input[0], ctx.batch_sizes, num))
+        embeddings = module.look_up(ctx, in_micro_batch_order(ids, ctx.batch_sizes, num))
         by_micro_batch = zip(*(split_rows(of_collection, rows) for of_collection in embeddings), strict=True)
         started = []
         for part, num_samples, batch_sizes in zip(by_micro_batch, rows, sizes, strict=True):

@@ -113,6 +113,13 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         parameters, topology = self.shardable_parameters(module), self.mesh.topology
         for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
             _check_sharding(table, params.get(table.name), tower=tower, num_ranks=topology.ranks_per_tower)
+            if not parameters[table.name].requires_grad:
+                # TorchRec's sharded tables train nevertheless.
+                raise InputError(
+                    f"Table {table.name!r} in tower {tower} has requires_grad=False, but the optimizer of a sharded "
+                    "table updates it in every backward pass. To keep it as it is, leave requires_grad alone and call "
+                    "apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before sharding."
+                )
             scheme = params[table.name].sharding_type
             settings = fused_settings(parameters[table.name], self.fused_params)
             if scheme != "data_parallel":
@@ -319,10 +326,16 @@ def _check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: in
         placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()), sizes=tuple(sizes.get(scheme, ())))
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
+    kernel = sharding.compute_kernel
+    if (kernel == "dense") != (scheme == "data_parallel"):
+        raise InputError(
+            f"{where} is {scheme} with compute_kernel={kernel!r}; data_parallel tables have 'dense', others 'fused'. "
+            "Make the plan with TowerShardingPlanner."
+        )
     expected = shards_in_tower(table, placement, num_ranks=num_ranks, tower=tower)
     if scheme != "data_parallel" and shards != expected:
+        given, needed = ([shard[:] for shard in some] for some in (shards, expected))
         raise InputError(
-            f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards (rank, first row, first "
-            f"column, rows, columns) {[shard[:] for shard in shards]} do not cover it as "
-            f"{[shard[:] for shard in expected]} do."
+            f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards {given} (rank, first row, "
+            f"first column, rows, columns) do not cover it as {needed} do."
         )

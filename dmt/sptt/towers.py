@@ -90,9 +90,18 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         return placement
 
     def tables_by_tower(self, module: EmbeddingTowerCollection) -> list[list[Any]]:
-        """Returns the table configs that each mesh tower holds."""
+        """Returns the table configs that each mesh tower holds.
+
+        Raises:
+            InputError: a tower holds no ``EmbeddingBagCollection``, or as `mesh_towers`.
+        """
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
-        for tower, mesh_tower in zip(module.towers, self.mesh_towers(module), strict=True):
+        for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
+            if not isinstance(tower, EmbeddingTower) or not isinstance(tower.embedding, EmbeddingBagCollection):
+                raise InputError(
+                    f"Tower {i} holds a {type(getattr(tower, 'embedding', tower)).__name__}; towers of pooled "
+                    "EmbeddingBagCollection are supported."
+                )
             tables[mesh_tower].extend(_tables(tower))
         return tables
 
@@ -143,10 +152,12 @@ class ShardedTowerCollection(SPTTModule):
         ordered = [LazyKeyedTensor(e, self._features[i]) for i, e in zip(self.embeddings, embeddings, strict=True)]
         outputs: list[Tensor] = self._data_parallel(ordered)
         for name, output in zip(self.embeddings, outputs, strict=True):
-            if output.dim() != 2 or output.shape[0] != num_samples:
+            shape = list(output.shape) if isinstance(output, Tensor) else None
+            if shape is None or len(shape) != 2 or shape[0] != num_samples:
+                found = f"a {type(output).__name__}" if shape is None else f"shape {shape}"
                 raise InputError(
-                    f"The tower module of tower {name} returned shape {list(output.shape)} for {num_samples} samples; "
-                    "it must return [samples, output dim]."
+                    f"The tower module of tower {name} returned {found} for {num_samples} samples; it must return a "
+                    "tensor [samples, output dim]."
                 )
         columns = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
         widths = [output.shape[1] for output in outputs]
@@ -182,11 +193,6 @@ class _TowerModules(nn.Module):
 def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int]) -> None:
     holder: dict[int, int] = {}
     for i, tower in enumerate(module.towers):
-        if not isinstance(tower, EmbeddingTower) or not isinstance(tower.embedding, EmbeddingBagCollection):
-            raise InputError(
-                f"Tower {i} holds a {type(getattr(tower, 'embedding', tower)).__name__}; towers of pooled "
-                "EmbeddingBagCollection are supported."
-            )
         if tower.embedding.is_weighted() != module.towers[0].embedding.is_weighted():
             raise InputError(
                 f"Tower {i} and tower 0 differ in is_weighted; make all towers of a collection weighted or none."

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import (
@@ -28,7 +31,7 @@ from dmt.sharding.schemes import TablePlacement
 from dmt.testing import gather_plain_state, load_plain_state
 from tests.parity import Batches, FlatModel, PassThrough, SumTowerModule, TowerModel, make_tables
 from tests.ranks import run_ranks
-from tests.sptt_case import Case, build, shard
+from tests.sptt_case import FUSED, Case, build, shard
 
 pytestmark = pytest.mark.ranks
 CPU = torch.device("cpu")
@@ -266,3 +269,114 @@ def meter_on_rank(rank: int) -> None:
 
 def test_the_meter_counts_or_refuses_but_never_forgets() -> None:
     run_ranks(meter_on_rank, 2)
+
+
+def empty_on_rank(rank: int, sizes: tuple[int, ...]) -> None:
+    case = Case(towers=1, ranks=2, plan=((0, 1, 2, 3),), pooling="MEAN", scheme="row_wise", sizes=sizes, max_bag=3)
+    tables = make_tables(list(case.dims), pooling="MEAN")
+    torch.manual_seed(0)
+    plain = build(case)
+    start = plain.state_dict()
+    model = shard(case, copy.deepcopy(plain), mesh_of(1, 2))
+    load_plain_state(model, start)
+    ids, _ = case.batches().draw(rank, 0, tables)
+    logits = model(ids)[1]
+    if sizes[rank]:  # the unsharded module fails without samples
+        torch.testing.assert_close(logits, plain(ids)[1], rtol=1e-6, atol=1e-6)
+    assert len(logits) == sizes[rank]
+    logits.sum().backward()
+    moved = (
+        gather_plain_state(model)["sparse_arch.towers.0.embedding.embedding_bags.t0.weight"]
+        - start["sparse_arch.towers.0.embedding.embedding_bags.t0.weight"]
+    )
+    assert moved.any() == any(sizes)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (0, 0)])
+def test_ranks_without_samples_and_mean_pooled_row_wise_tables(sizes: tuple[int, ...]) -> None:
+    run_ranks(empty_on_rank, 2, sizes)
+
+
+def two_tables_on_rank(rank: int) -> None:
+    tables = make_tables([8, 4, 8])
+    tables[1].feature_names = ["f0"]
+    torch.manual_seed(0)
+    plain = EmbeddingBagCollection(tables=tables)
+    start = plain.state_dict()
+    sharder = SPTTEmbeddingBagCollectionSharder(mesh_of(2, 1), TowerPlan.from_lists([["f2"], ["f0"]]))
+    model = distribute(nn.Sequential(copy.deepcopy(plain)), sharder)
+    load_plain_state(model, {f"0.{name}": value for name, value in start.items()})
+    ids = KeyedJaggedTensor(keys=["f0", "f2"], values=torch.arange(6) + rank, lengths=torch.ones(6, dtype=torch.long))
+    got, expected = model(ids).wait(), plain(ids)
+    assert got.keys() == expected.keys() == ["f0@t0", "f0@t1", "f2"]
+    assert torch.equal(got.values(), expected.values())
+
+
+def test_a_feature_of_two_tables_is_that_of_the_unsharded_module() -> None:
+    run_ranks(two_tables_on_rank, 2)
+
+
+class Listed(PassThrough):
+    def forward(self, embeddings: Any) -> Any:
+        return [super().forward(embeddings)]
+
+
+def refusals_on_rank(rank: int) -> None:
+    mesh = mesh_of(2, 1)
+    tables = make_tables([8, 8])
+    ours, flat = (
+        TowerCollectionSharder(mesh),
+        SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.strided(["f0", "f1"], 2)),
+    )
+    ids, _ = Batches(sizes=(4, 6)).draw(rank, 0, tables)
+    listed = distribute(TowerModel(towers_of(tables, [Listed(["f0"]), Listed(["f1"])]), 16), ours)
+    with pytest.raises(InputError, match=rf"tower {rank} returned a list for 10 samples; it must return a tensor"):
+        listed(ids)
+    sequences = EmbeddingCollection(
+        tables=[EmbeddingConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["f0"])]
+    )
+    towers = [EmbeddingTower(sequences, PassThrough(["f0"])), *towers_of(tables[1:], [PassThrough(["f1"])])]
+    with pytest.raises(InputError, match="Tower 0 holds a EmbeddingCollection; towers of pooled"):
+        distribute(TowerModel(towers, 16), ours)
+    both = nn.ModuleDict({"towers": FlatModel(tables), "rest": FlatModel(make_tables([8]))})
+    with pytest.raises(
+        InputError, match=r"towers.sparse_arch is for EmbeddingBagCollectionSharder, which knows no tow"
+    ):
+        TowerShardingPlanner(mesh.topology).plan(both, [ours, EmbeddingBagCollectionSharder()])
+    with pytest.raises(InputError, match=r"Ranks are local to the tower; .* plan= of TowerShardingPlanner"):
+        DistributedModelParallel(FlatModel(tables), device=CPU, sharders=[flat])
+    narrow = mesh_of(1, 2)
+    one = SPTTEmbeddingBagCollectionSharder(narrow, TowerPlan.from_lists([["f0", "f1"]]))
+    for scheme, kernel in (("data_parallel", "fused"), ("table_wise", "dense")):
+        plan = TowerShardingPlanner(narrow.topology, scheme=scheme).plan(FlatModel(tables), [one])
+        plan.plan["sparse_arch"]["t1"].compute_kernel = kernel
+        with pytest.raises(InputError, match=f"'t1' in tower 0 is {scheme} with compute_kernel='{kernel}'"):
+            DistributedModelParallel(FlatModel(tables), device=CPU, plan=plan, sharders=[one])
+    frozen = FlatModel(tables)
+    frozen.sparse_arch.embedding_bags["t1"].weight.requires_grad_(False)
+    with pytest.raises(InputError, match="Table 't1' in tower 1 has requires_grad=False, but the optimizer"):
+        distribute(frozen, flat)
+
+
+def test_what_torchrec_answers_with_an_assertion_is_refused_by_name() -> None:
+    run_ranks(refusals_on_rank, 2)
+
+
+def still_on_rank(rank: int) -> None:
+    mesh = mesh_of(1, 2)
+    tables = make_tables([8, 8])
+    model = FlatModel(tables)
+    apply_optimizer_in_backward(torch.optim.SGD, [model.sparse_arch.embedding_bags["t1"].weight], {"lr": 0.0})
+    sharder = SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]), fused_params=FUSED)
+    sharded = distribute(model, sharder)
+    before = gather_plain_state(sharded)
+    ids, _ = Batches(sizes=(4, 6)).draw(rank, 0, tables)
+    sharded(ids)[1].sum().backward()
+    after = gather_plain_state(sharded)
+    moved = {name: not torch.equal(before[name], after[name]) for name in before if "embedding_bags" in name}
+    assert list(moved.values()) == [True, False], moved
+
+
+def test_a_table_of_rate_zero_stays() -> None:
+    """The advice of the error above."""
+    run_ranks(still_on_rank, 2)
