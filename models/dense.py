@@ -80,10 +80,6 @@ class MLP(nn.Module):
         in_features: I.
         layer_sizes: output size of each layer; O is the last. Without any, the input is passed on.
         device: of the parameters.
-
-    Example:
-        >>> MLP(13, [8, 4])(torch.zeros(2, 13)).shape
-        torch.Size([2, 4])
     """
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
@@ -201,10 +197,6 @@ class LowRankCrossNet(nn.Module):
         num_layers: cross layers.
         rank: rows of V [rank, I] and columns of W [I, rank]; called ``low_rank`` in TorchRec.
         device: of the parameters.
-
-    Example:
-        >>> LowRankCrossNet(8, num_layers=3, rank=2)(torch.zeros(5, 8)).shape
-        torch.Size([5, 8])
     """
 
     def __init__(self, in_features: int, *, num_layers: int, rank: int, device: Device = None) -> None:
