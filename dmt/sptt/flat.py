@@ -8,14 +8,14 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ParameterSharding
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.results import LazyKeyedTensor
+from dmt.sptt.results import LazyKeyedTensor, output_keys
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
@@ -84,7 +84,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
     ) -> None:
         tables = sharder.tables_by_tower(module)
         super().__init__(sharder, sharding, tables_by_tower=tables, is_weighted=module.is_weighted(), device=device)
-        self._keys = [name for names in get_embedding_names_by_table(module.embedding_bag_configs()) for name in names]
+        self._keys = output_keys(module.embedding_bag_configs())
         self.embedding = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
         self.build_input_dist([self.embedding])
 

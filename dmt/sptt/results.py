@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import ReplaceableKeyedTensor
 
-__all__ = ["CachedAwaitable", "LazyKeyedTensor", "split_rows"]
+__all__ = ["CachedAwaitable", "LazyKeyedTensor", "output_keys", "split_rows"]
 
 
 class CachedAwaitable(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
@@ -43,8 +44,8 @@ class LazyKeyedTensor(ReplaceableKeyedTensor):
 
     Args:
         arrived: the embeddings [B, columns] as they came.
-        keys: the same keys in the order that `values` is to have; if they are others (TorchRec renames a feature that
-            two tables look up), the arrived ones are kept as they are.
+        keys: the same keys in the order that `values` is to have; if they are others, the arrived ones are kept as they
+            are.
 
     Example:
         >>> arrived = KeyedTensor(["b", "a"], [1, 2], torch.tensor([[3.0, 1.0, 2.0]]))
@@ -94,6 +95,11 @@ class LazyKeyedTensor(ReplaceableKeyedTensor):
     def to(self, *args: Any, **kwargs: Any) -> LazyKeyedTensor:
         """Moves the embeddings to another device."""
         return LazyKeyedTensor(self.arrived.to(*args, **kwargs), self.keys())
+
+
+def output_keys(tables: Sequence[Any]) -> list[str]:
+    """Keys of the result of an unsharded collection: features, as ``feature@table`` where two tables look one up."""
+    return [key for of_table in get_embedding_names_by_table(list(tables)) for key in of_table]
 
 
 def split_rows(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:

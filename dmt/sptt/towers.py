@@ -17,10 +17,9 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.collectives import broadcast_module
 from dmt.errors import InputError
-from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.results import LazyKeyedTensor
+from dmt.sptt.results import LazyKeyedTensor, output_keys
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]
@@ -138,7 +137,7 @@ class ShardedTowerCollection(SPTTModule):
             device=device,
         )
         mine = [i for i, mesh_tower in enumerate(placement) if mesh_tower == self.mesh.tower]
-        self._features = {str(i): feature_names(_tables(module.towers[i])) for i in mine}
+        self._keys = {str(i): output_keys(_tables(module.towers[i])) for i in mine}
         self.embeddings = nn.ModuleDict(
             {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
         )
@@ -149,7 +148,7 @@ class ShardedTowerCollection(SPTTModule):
     def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
         # In the order of the tables, so that a tower module may also read embeddings by position.
-        ordered = [LazyKeyedTensor(e, self._features[i]) for i, e in zip(self.embeddings, embeddings, strict=True)]
+        ordered = [LazyKeyedTensor(e, self._keys[i]) for i, e in zip(self.embeddings, embeddings, strict=True)]
         outputs: list[Tensor] = self._data_parallel(ordered)
         for name, output in zip(self.embeddings, outputs, strict=True):
             shape = list(output.shape) if isinstance(output, Tensor) else None

@@ -310,6 +310,10 @@ def two_tables_on_rank(rank: int) -> None:
     got, expected = model(ids).wait(), plain(ids)
     assert got.keys() == expected.keys() == ["f0@t0", "f0@t1", "f2"]
     assert torch.equal(got.values(), expected.values())
+    tower = TowerModel([EmbeddingTower(copy.deepcopy(plain), ByPosition())], 20)
+    model = distribute(copy.deepcopy(tower), TowerCollectionSharder(mesh_of(1, 2)), scheme="column_wise")
+    load_plain_state(model, tower.state_dict())
+    assert torch.equal(model.module.sparse_arch(ids).wait(), tower.sparse_arch(ids))
 
 
 def test_a_feature_of_two_tables_is_that_of_the_unsharded_module() -> None:
