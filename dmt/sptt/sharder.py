@@ -123,7 +123,6 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             scheme = params[table.name].sharding_type
             settings = fused_settings(parameters[table.name], self.fused_params)
             if scheme != "data_parallel":
-                _check_kernel(table, params[table.name].compute_kernel, topology.num_replicas)
                 moment_scale_of(self.moment_scale, settings, topology.num_replicas)
             if reason := why_not(table, scheme, fused_params=settings):
                 raise InputError(
@@ -300,14 +299,6 @@ def _text(value: Any) -> str:
     return type(value).__name__ if " at 0x" in text else text
 
 
-def _check_kernel(table: Any, kernel: str, num_replicas: int) -> None:
-    if num_replicas > 1 and kernel == "dense":
-        raise InputError(
-            f"Table {table.name!r} has the compute kernel 'dense', which no ReplicaSync averages: the {num_replicas} "
-            "replicas would drift apart. Use 'fused', or the scheme data_parallel."
-        )
-
-
 def _shards(sharding: ParameterSharding) -> list[Any]:
     return list(getattr(sharding.sharding_spec, "shards", None) or [])
 
@@ -327,6 +318,7 @@ def _check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: in
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     kernel = sharding.compute_kernel
+    # Nothing would update a dense table that is not data-parallel in the backward pass, and no ReplicaSync average it.
     if (kernel == "dense") != (scheme == "data_parallel"):
         raise InputError(
             f"{where} is {scheme} with compute_kernel={kernel!r}; data_parallel tables have 'dense', others 'fused'. "

@@ -121,7 +121,7 @@ def kernel_on_rank(rank: int) -> None:
     plan = TowerShardingPlanner(mesh.topology).plan(model, [sharder])
     for of_module in plan.plan.values():
         of_module["t1"].compute_kernel = "dense"
-    with pytest.raises(InputError, match="Table 't1' has the compute kernel 'dense', which no ReplicaSync averages"):
+    with pytest.raises(InputError, match="Table 't1' in tower 0 is table_wise with compute_kernel='dense'"):
         DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
 
 

@@ -77,8 +77,13 @@ def test_a_plan_for_another_model_is_refused() -> None:
     plan = TowerPlan.from_lists([["a"]], tables=(table("ta", "a", rows=100),))
     with pytest.raises(InputError, match=r"Table 'ta' is 10 x 8 .* made for 100 x 8"):
         plan.tables_by_tower([table("ta", "a")])
-    with pytest.raises(InputError, match="Feature 'a' is given 2 times"):
-        plan.tables_by_tower([table("ta", "a"), table("tb", "a")])
+    with pytest.raises(InputError, match="Table 'ta' is given 2 times"):
+        plan.tables_by_tower([table("ta", "a"), table("ta", "a")])
+
+
+def test_a_feature_may_look_up_in_two_tables() -> None:
+    tables = [table("ta", "a"), table("tb", "a")]
+    assert TowerPlan.from_lists([["a"]]).tables_by_tower(tables) == [tables]
 
 
 @pytest.mark.parametrize(
