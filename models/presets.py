@@ -43,11 +43,6 @@ def criteo_1tb_tables(embedding_dim: int = 128) -> tuple[TableSpec, ...]:
 
     Raises:
         InputError: ``embedding_dim`` is not positive.
-
-    Example:
-        >>> tables = criteo_1tb_tables()
-        >>> len(tables), tables[0].name, tables[0].feature_names, tables[0].num_embeddings
-        (26, 't_C1', ('C1',), 45833188)
     """
     return tuple(
         TableSpec(name=f"t_C{i}", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=(f"C{i}",))

@@ -121,11 +121,6 @@ class DCNTowerModule(nn.Module):
     projection to D *per tower* and no other reading. A projection from F_t N = D inputs is skipped.
 
     Arguments are those of `DLRMTowerModule`, but for ``rank`` of the cross layer; D is the outputs of the tower.
-
-    Example:
-        >>> tower = DCNTowerModule(["f0", "f1"], embedding_dim=8, tower_dim=4, rank=2)
-        >>> tower.out_features, tower({"f0": torch.zeros(3, 8), "f1": torch.zeros(3, 8)}).shape
-        (4, torch.Size([3, 4]))
     """
 
     def __init__(
@@ -161,11 +156,6 @@ class PassThroughTowerModule(nn.Module):
 
     Raises:
         InputError: not one dimension for each feature.
-
-    Example:
-        >>> tower = PassThroughTowerModule(["f0", "f1"], embedding_dims=[1, 2])
-        >>> tower({"f1": torch.ones(1, 2), "f0": torch.zeros(1, 1)}).tolist()
-        [[0.0, 1.0, 1.0]]
     """
 
     def __init__(self, features: Sequence[str], *, embedding_dims: Sequence[int]) -> None:

@@ -38,12 +38,7 @@ _NOT_THE_UPDATE = ("output_dtype", "cache_", "bounds_check", "enforce_hbm", "pre
 
 
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
-    """Our name of the optimizer in ``fused_params``; None for another one.
-
-    Example:
-        >>> optimizer_name({"optimizer": "exact_row_wise_adagrad"}), optimizer_name({"optimizer": "lamb"})
-        ('rowwise_adagrad', None)
-    """
+    """Our name of the optimizer in ``fused_params``; None for another one."""
     return _NAMES.get(str(settings.get("optimizer", _FBGEMM_DEFAULT)))
 
 
