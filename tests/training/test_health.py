@@ -135,7 +135,7 @@ def test_a_fault_in_numbers_stops_the_run_at_the_next_look_and_is_located() -> N
             assert int(noted[1]) == step if "embedding" not in place else step <= int(noted[1]) <= stopped
             assert "Lower optimizer.sparse_lr" in message
     gradient = first[0][2]
-    assert re.search(rf"at step 1 in the gradient of \S*{re.escape(DENSE)} of rank 1, by now in \S*{DENSE}", gradient)
+    assert re.search(rf"at step 1 in the gradient of \S*{re.escape(DENSE)} of rank 1, by now in \S+", gradient)
 
 
 def diverges_on_rank(rank: int, values: dict[str, Any], step: int) -> None:
