@@ -270,8 +270,8 @@ class Trainer:
 
         Pipelines ask ahead for batches, at the same points on all ranks: one that got another batch waits for this one.
         """
-        number = 0
-        for batch in self._batches("train", self._config.batch_size, self._epoch, self._row):
+        number, row = 0, self._row
+        for batch in self._batches("train", self._config.batch_size, self._epoch, row):
             yield batch
             number += 1
         try:
@@ -280,7 +280,7 @@ class Trainer:
             files = [name for name, _, _ in self._data.files("train")]
             raise InputError(
                 f"Rank {self._mesh.rank} on host {socket.gethostname()} has come to the end of epoch {self._epoch}, "
-                f"{number} batches after row {self._row}, but other ranks have rows left. Give every host the same "
+                f"{number} batches after row {row}, but other ranks have rows left. Give every host the same "
                 f"files, which must not change in training: {shorten(files, ', ')}."
             ) from error
 
