@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dmt.collectives import gather_objects, ranks_that_differ
+from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.training.checkpoints.state import collect_state, non_finite
@@ -23,7 +20,7 @@ from dmt.training.job import Job
 __all__ = ["SoundnessCheck", "check_same_input"]
 
 # Paths may differ between hosts; the files behind them may not.
-_PATHS = ("data.train_path", "data.eval_path", "towers.plan", "sharding.plan")
+_PATHS = (("data", "train_path"), ("data", "eval_path"), ("towers", "plan"), ("sharding", "plan"))
 _NEVER = 2**62
 _LOSS = "the loss"
 
@@ -34,50 +31,23 @@ def check_same_input(job: Job, group: dist.ProcessGroup) -> None:
     Files are compared by name, bytes and the CRC-32 of their ends, see `dmt.training.data.dataset.fingerprint`.
 
     Raises:
-        InputError: a rank differs from the first; names host, rank, and setting or file; the same on every rank.
+        InputError: a rank differs from the first; names setting or file, ranks and hosts; the same on every rank.
     """
-    mine = dict(_input_of(job))
-    digest = hashlib.sha256(repr(mine).encode()).digest()
-    differing = ranks_that_differ(digest, group)
-    if not differing:
-        return
-    ranks = gather_objects((socket.gethostname(), mine), group)
-    (host, first), (other_host, other) = ranks[0], ranks[differing[0]]
-    apart = [
-        f"{key} is {first.get(key, 'absent')!s} on rank 0 ({host}), {other.get(key, 'absent')!s} on rank "
-        f"{differing[0]} ({other_host})"
-        for key in {**first, **other}
-        if first.get(key) != other.get(key)
-    ]
-    raise InputError(
-        f"Ranks {shorten([str(rank) for rank in differing], ', ')} were given other input than rank 0: "
-        f"{shorten(apart)}. Give every host the same config and the same files."
-    )
-
-
-def _input_of(job: Job) -> Iterator[tuple[str, Any]]:
-    for key, value in _flat(job.config.model_dump(mode="json")):
-        if key not in _PATHS:
-            yield key, value
-    for table in job.split_tables:
-        yield f"table {table.name}", (table.num_embeddings, table.embedding_dim)
-    if job.towers is not None:
-        for number, features in enumerate(job.towers.to_lists()):
-            yield f"tower {number}", features
-    if job.sharding is not None:
-        for name, placement in job.sharding.placements.items():
-            yield f"placement of {name}", asdict(placement)
+    told: dict[str, Any] = job.config.model_dump(mode="json")
+    for section, key in _PATHS:
+        del told[section][key]
+    told["rows and columns"] = {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables}
+    told["tower"] = dict(enumerate(job.towers.to_lists())) if job.towers is not None else None
+    told["placement"] = job.sharding.placements if job.sharding is not None else None
     for split in ("train", "eval"):
         for number, (name, size, crc) in enumerate(job.data.files(split)):
-            yield f"file {number} of data.{split}_path", f"{name} of {size:,} bytes (CRC-32 {crc:08x})"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+            told[f"file {number} of data.{split}_path"] = f"{name} of {size:,} bytes (CRC-32 {crc:08x})"
+    try:
+        check_agreement("Training", told, group)
+    except InputError as error:
+        hosts = gather_objects(socket.gethostname(), group)
+        places = [f"{host} (rank {hosts.index(host)} on)" for host in dict.fromkeys(hosts)]
+        raise InputError(f"{error} The ranks are on host {shorten(places, ', ', most=8)}.") from error
 
 
 class SoundnessCheck:
