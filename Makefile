@@ -35,7 +35,7 @@ test-all: install
 parity: install
 	$(BIN)/python -m pytest tests/dmt/test_parity_matrix.py --durations=0
 
-# Ranks of a run killed at 34 places and moments, twice; some five minutes.
+# Ranks of runs in five layouts killed 100 times, by SIGKILL and SIGTERM and after SIGSTOP; some ten minutes.
 faults: install
 	$(BIN)/python -m pytest tests/training/test_faults.py --durations=0
 

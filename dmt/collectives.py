@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "start_mean",
     "start_sum",
     "sum_over_ranks",
+    "wait_for_all",
 ]
 
 Value = TypeVar("Value")
@@ -171,6 +173,12 @@ def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = value.detach().clone().contiguous()
     dist.all_reduce(total, group=group)
     return total
+
+
+def wait_for_all(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Waits until every rank of the group has come; raises `RuntimeError` if one has not come in time."""
+    # Not monitored_barrier: there only rank 0 minds the time.
+    start_sum(torch.zeros(1), group).wait(timeout)
 
 
 class RankError(RuntimeError):

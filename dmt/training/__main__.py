@@ -9,7 +9,7 @@ import time
 import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from dmt.errors import InputError
+from dmt.errors import InputError, ReplicaMismatchError
 from dmt.testing.ranks import end_with
 from dmt.training.config import load_config
 from dmt.training.console import quiet_libraries
@@ -37,7 +37,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         from dmt.training.train import train
 
         result = train(settings)
-    except InputError as error:
+    except (InputError, ReplicaMismatchError) as error:
         if rank != 0:
             time.sleep(_LET_RANK_0_SPEAK_S)
         print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from itertools import chain, islice
 from typing import Any
 
@@ -17,8 +19,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from tqdm import tqdm
 
-from dmt.collectives import gather_objects, sum_over_ranks
+from dmt.collectives import gather_objects, sum_over_ranks, wait_for_all
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic, TrafficMeter
@@ -26,10 +29,13 @@ from dmt.training.config import TrainConfig
 from dmt.training.data import ClickData
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.dataset import Split
+from dmt.training.health import SoundnessCheck
 from dmt.training.records import RunRecord
 
 __all__ = ["ClickMetrics", "MetricValues", "Position", "Trainer", "TrainingTime"]
 
+# Ranks end an epoch within seconds of each other, or never.
+_END_OF_EPOCH = timedelta(minutes=5)
 # Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
 _WARM_UP_STEPS = 5
 
@@ -160,6 +166,7 @@ class Trainer:
         self._record = record
         self._replicas = replicas
         self._pipeline = _pipeline(config, model, optimizer)
+        self._soundness = SoundnessCheck(model, mesh.global_group)
         start = position or Position()
         self._step, self._epoch, self._row = start.step, start.epoch, start.row
         self._warm_up = start.step + _WARM_UP_STEPS
@@ -181,13 +188,14 @@ class Trainer:
             save: called on every rank where ``save_every`` says so, between steps; not at the end.
 
         Raises:
-            InputError: there are fewer rows than one step needs.
+            InputError: there are fewer rows than one step needs, training has diverged, or ranks read other rows.
+            ReplicaMismatchError: copies of a parameter differ between ranks.
         """
         config, began, resumed = self._config, time.perf_counter(), self._step
         bar = tqdm(desc="train", unit="step", initial=resumed, disable=self._mesh.rank != 0, mininterval=1.0)
         with bar:
             while self._epoch < config.epochs and self._budget() > 0:
-                batches = self._batches("train", config.batch_size, self._epoch, self._row)
+                batches = self._training_batches()
                 while (budget := self._budget()) > 0:
                     # The pipeline runs a batch ahead; ending each stretch lets it drain before an evaluation.
                     first = next(batches, None)
@@ -199,10 +207,12 @@ class Trainer:
                         if config.eval_every and self._step % config.eval_every == 0:
                             self._record.scalars(self._step, _named("eval", self.evaluate()))
                         if save is not None and self._step % self._save_every == 0:
+                            self._soundness.check(self._step)
                             save()
                     self._last_step_ended = time.perf_counter()
                     for logits, labels, _ in self._progress(chain([first], islice(batches, budget - 1))):
                         self._end_step(logits, labels, bar)
+        self._soundness.check(self._step)
         if self._replicas is not None:
             self._replicas.sync()
         if self._step == 0:
@@ -255,6 +265,25 @@ class Trainer:
             start_row=start_row,
         )
 
+    def _training_batches(self) -> Iterator[ClickBatch]:
+        """Yields the rest of the epoch; at its end, waits for the other ranks to come to theirs at the same batch.
+
+        Pipelines ask ahead for batches, at the same points on all ranks: one that got another batch waits for this one.
+        """
+        number, row = 0, self._row
+        for batch in self._batches("train", self._config.batch_size, self._epoch, row):
+            yield batch
+            number += 1
+        try:
+            wait_for_all(self._mesh.global_group, _END_OF_EPOCH)
+        except RuntimeError as error:
+            files = [name for name, _, _ in self._data.files("train")]
+            raise InputError(
+                f"Rank {self._mesh.rank} on host {socket.gethostname()} has come to the end of epoch {self._epoch}, "
+                f"{number} batches after row {row}, but other ranks have rows left. Give every host the same "
+                f"files, which must not change in training: {shorten(files, ', ')}."
+            ) from error
+
     def _budget(self) -> int:
         """Steps until the next evaluation, checkpoint or the end."""
         config = self._config
@@ -274,7 +303,9 @@ class Trainer:
             self._timed_steps += 1
             self._timed_seconds += now - self._last_step_ended
         self._last_step_ended = now
+        self._soundness.note(self._step, logits)
         if self._step % self._config.log_every == 0:
+            self._soundness.check(self._step)
             loss = binary_cross_entropy_with_logits(logits, labels)
             mean = float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
             bar.set_postfix(loss=f"{mean:.4f}")

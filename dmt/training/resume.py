@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import time
 import tomllib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,19 +19,21 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from dmt.errors import InputError
+from dmt.files import atomic_write, fsync_path
 from dmt.formatting import shorten
 from dmt.plan.towers import TowerPlan
 from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest
+from dmt.training.checkpoints.files import MANIFEST_NAME, discard_checkpoints
 from dmt.training.config import TrainingConfig, accept_old_names
 from dmt.training.loop import Position
 
 __all__ = [
     "Start",
     "TrainingFiles",
-    "discard_checkpoints",
+    "attempt_names",
+    "begin_anew",
     "checkpoint_folder",
     "folder_lock",
-    "is_restart",
     "restart_safe_store",
     "start_with",
     "starting_point",
@@ -75,25 +76,55 @@ def checkpoint_folder(config: TrainingConfig) -> Path:
     return Path(config.train.output_dir) / "checkpoint"
 
 
-def discard_checkpoints(config: TrainingConfig) -> None:
-    """Removes the run's checkpoints if ``train.resume`` is ``"never"``; not to be called in a restart."""
-    folder = checkpoint_folder(config)
-    if config.train.resume != "never" or not folder.is_dir():
-        return
-    # Its contents, and not the folder: it may be a link to another disk.
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def attempt_names() -> tuple[set[str], set[str]]:
+    """Returns names for this attempt at a job, and names that earlier attempts at it have; join those of all ranks.
 
-
-def is_restart() -> bool:
-    """Returns whether torchrun (``--max-restarts``) has started this rank's processes before.
-
-    torchrun counts by host, and not where another host failed: ask every rank.
+    An attempt restarted by torchrun (``--max-restarts``) has the name of the torchrun of its host, which not every
+    host need have in common. Slurm counts how often a job was requeued: within one count, another command is another
+    job.
     """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    own = set()
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # <folder of this torchrun>/attempt_<n>/<rank>/error.json. Its run id is "none" in most jobs.
+        own.add(f"torchrun {Path(file).parents[2]}")
+    earlier = set(own)
+    if job := os.environ.get("SLURM_JOB_ID"):
+        requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        own.add(f"slurm {job}.{requeued}")
+        earlier |= {f"slurm {job}.{count}" for count in range(requeued)}
+    return own, earlier
+
+
+def begin_anew(config: TrainingConfig, names: Iterable[str], earlier: Container[str]) -> None:
+    """Removes the run's checkpoints if ``train.resume`` is ``"never"`` and no earlier attempt at this job has done so.
+
+    Args:
+        config: the run.
+        names: of this attempt, see `attempt_names`; left in ``output_dir/.begun`` for later attempts.
+        earlier: names of earlier attempts at the same job.
+
+    Raises:
+        InputError: something there is not ours to delete.
+    """
+    if config.train.resume != "never":
+        return
+    mark, folder = Path(config.train.output_dir, ".begun"), checkpoint_folder(config)
+    if mark.is_file() and any(name in earlier for name in mark.read_text(errors="replace").splitlines()):
+        return
+    remedy = "Remove what is there yourself, or give another train.output_dir."
+    if folder.is_symlink() and checkpoints(folder):
+        raise InputError(
+            f"{folder} is a link to {folder.resolve()}: train.resume=never deletes nothing through a link. {remedy}"
+        )
+    if foreign := discard_checkpoints(folder):
+        raise InputError(
+            f"{foreign[0]} has no {MANIFEST_NAME}: train.resume=never deletes only checkpoints that dmt wrote. {remedy}"
+        )
+    # After the deletion, and on the disk before the first checkpoint that a later attempt might delete for want of it.
+    with atomic_write(mark) as scratch:
+        scratch.write_text("".join(f"{name}\n" for name in sorted(names)))
+        fsync_path(scratch)
+    fsync_path(mark.parent)
 
 
 def starting_point(config: TrainingConfig) -> Path | None:
@@ -110,7 +141,7 @@ def starting_point(config: TrainingConfig) -> Path | None:
     if is_outdated(own):
         raise InputError(
             f"{own} holds a checkpoint of an older version, which cannot be read. Give another train.output_dir, or "
-            "train.resume=never to start over and remove it."
+            "remove it."
         )
     if asked in ("auto", "never"):
         return None
@@ -129,7 +160,7 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
     Args:
         folder: whole, of `starting_point`.
         config: the run.
-        files: `ClickData.training_files` of what it trains on.
+        files: `ClickData.files` of what it trains on.
         plan: its tower plan; None with the flat dataflow.
 
     Raises:
@@ -285,9 +316,17 @@ def folder_lock(folder: Path) -> Iterator[None]:
     A file system without locks cannot be held; then nothing is checked.
 
     Raises:
-        InputError: another job holds it.
+        InputError: another job holds it, or its ``.lock`` is a link or no file.
     """
-    with (folder / ".lock").open("w") as file:
+    path = folder / ".lock"
+    try:
+        # Neither followed nor cut off: a link may lead to somebody's file.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be opened as a lock ({error.strerror}). Remove it, or give another train.output_dir."
+        ) from error
+    with open(descriptor, "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

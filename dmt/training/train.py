@@ -38,6 +38,7 @@ from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.console import sharding_sentence
 from dmt.training.data import ValidationReport
 from dmt.training.data.batch import ClickBatch
+from dmt.training.health import check_same_input
 from dmt.training.job import Job, make_job, open_data
 from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
 from dmt.training.partition import write_affinity
@@ -45,10 +46,10 @@ from dmt.training.records import RunRecord, result_warnings, versions
 from dmt.training.resume import (
     Start,
     TrainingFiles,
+    attempt_names,
+    begin_anew,
     checkpoint_folder,
-    discard_checkpoints,
     folder_lock,
-    is_restart,
     restart_safe_store,
     start_with,
     starting_point,
@@ -81,8 +82,9 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
     # Process group. A second job in the folder would delete what this one is writing.
     held = folder_lock(Path(config.train.output_dir)) if rank == 0 else nullcontext()
-    with held, _process_group():
+    with held, _process_group() as group:
         job = job or resolve(config, world_size)
+        check_same_input(job, group)
         return train_job(job, TowerMesh(job.topology))
 
 
@@ -92,7 +94,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     complexity, sharding = count_model(job), _sharding_result(job)
 
     # The start, and the records. Files of data as they are now: they may grow while this run reads them.
-    files = job.data.training_files()
+    files = job.data.files("train")
     start = _find_start(job, files, mesh)
     record = _begin_record(job, start, mesh)
 
@@ -206,11 +208,11 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
 
 def _find_start(job: Job, files: TrainingFiles, mesh: TowerMesh) -> Start | None:
     """Returns the checkpoint to start from, printed by rank 0; None for a new run. Collective."""
-    restarted = any(gather_objects(is_restart(), mesh.global_group))
+    ranks = gather_objects(attempt_names(), mesh.global_group)
+    names, earlier = (set[str]().union(*of_ranks) for of_ranks in zip(*ranks, strict=True))
 
     def look() -> Path | None:
-        if not restarted:
-            discard_checkpoints(job.config)
+        begin_anew(job.config, names, earlier)
         return starting_point(job.config)
 
     # Rank 0 looks, or a checkpoint that another rank does not see yet would part them.
@@ -365,13 +367,14 @@ def _place() -> tuple[int, int]:
 
 
 @contextmanager
-def _process_group() -> Iterator[None]:
+def _process_group() -> Iterator[dist.ProcessGroup]:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
     store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    assert dist.group.WORLD is not None, "it was just made"
     try:
-        yield
+        yield dist.group.WORLD
         # A rank that leaves while a peer still sends can abort it.
         dist.barrier()
     finally:

@@ -1,6 +1,7 @@
 """Kills a rank at a chosen place of a run, from the inside: `arm`. The product has no hooks for it.
 
-As a program it is ``dmt.training`` with the kill of the environment variable ``KILL`` in torchrun's first attempt.
+As a program it is ``dmt.training`` with one of the kills of the environment variable ``KILLS`` in each of torchrun's
+attempts, while there are any.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,15 +21,21 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+_STOPPED_S = 0.3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """Kills ``rank`` at the ``nth`` time that it, or rank 0 where only that comes there, comes to a place."""
+    """Kills ``rank`` at the ``nth`` time that it, or rank 0 where only that comes there, comes to a place.
+
+    ``signal``: "KILL", "TERM", or "STOP", which leaves the others to wait for it until it is killed.
+    """
 
     place: str
     rank: int
     nth: int = 1
     delay_s: float = 0.0
+    signal: str = "KILL"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +103,11 @@ def arm(kill: Kill, log: Path, *, rank: int, pids: Mapping[int, int]) -> None:
         time.sleep(kill.delay_s)
         with log.open("a") as stream:
             stream.write(json.dumps(asdict(kill)) + "\n")
-        os.kill(pids[kill.rank], signal.SIGKILL)
+        if kill.signal == "STOP":
+            # From outside: a process that is stopped cannot kill itself.
+            later = f"sleep {_STOPPED_S}; kill -KILL {pids[kill.rank]}"
+            subprocess.Popen(["/bin/sh", "-c", later], start_new_session=True)
+        os.kill(pids[kill.rank], signal.Signals[f"SIG{kill.signal}"])
 
     def come() -> None:
         if next(times) == kill.nth:
@@ -126,9 +138,10 @@ def _wrap(place: Place, come: Callable[[], None]) -> None:
 def main() -> None:
     from dmt.training.__main__ import main as train
 
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        rank, asked = int(os.environ["RANK"]), json.loads(os.environ["KILL"])
-        arm(Kill(**asked["kill"]), Path(asked["log"]), rank=rank, pids={rank: os.getpid()})
+    rank, number = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    asked = json.loads(os.environ["KILLS"])
+    for kill in asked["kills"][number : number + 1]:
+        arm(Kill(**kill), Path(asked["log"]), rank=rank, pids={rank: os.getpid()})
     train()
 
 

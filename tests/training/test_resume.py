@@ -17,9 +17,10 @@ from dmt.training.config import TrainingConfig
 from dmt.training.job import tower_plan
 from dmt.training.loop import Position, Trainer
 from dmt.training.records import RunRecord
-from dmt.training.resume import Start, checkpoint_folder, discard_checkpoints, is_restart, start_with, starting_point
+from dmt.training.resume import Start, attempt_names, begin_anew, checkpoint_folder, start_with, starting_point
 from dmt.training.train import resolve, train_job
 from tests.ranks import run_ranks
+from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small, source
 
 STEPS, SAVE_EVERY = 10, 4
@@ -154,11 +155,11 @@ def changed(run: TrainingConfig, **sections: dict[str, Any]) -> TrainingConfig:
 def start(run: TrainingConfig, folder: Path | None = None) -> Start:
     data = source(run)
     plan = tower_plan(run, data.tables)
-    return start_with(checkpoints(folder or checkpoint_folder(run))[0], run, data.training_files(), plan)
+    return start_with(checkpoints(folder or checkpoint_folder(run))[0], run, data.files("train"), plan)
 
 
 @pytest.mark.ranks
-def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
     own = checkpoint_folder(finished)
     assert starting_point(finished) == own
     assert starting_point(changed(finished, train={"output_dir": str(tmp_path)})) is None
@@ -173,18 +174,85 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path, monkeypatc
     copy = tmp_path / "copy"
     shutil.copytree(finished.train.output_dir, copy)
     anew = changed(finished, train={"output_dir": str(copy), "resume": "never"})
-    discard_checkpoints(changed(finished, train={"output_dir": str(copy)}))
-    assert starting_point(anew) == copy / "checkpoint", "as in a restart"
-    discard_checkpoints(anew)
+    begin_anew(changed(finished, train={"output_dir": str(copy)}), ["job 1"], [])
+    assert starting_point(anew) == copy / "checkpoint", "nobody asked for a new start"
+    begin_anew(anew, ["job 1"], ["job 1"])
     assert starting_point(anew) is None
     assert list((copy / "checkpoint").iterdir()) == []
     (copy / "checkpoint" / ".metadata").touch()
     with pytest.raises(InputError, match=r"holds a checkpoint of an older version, which cannot be read"):
         starting_point(changed(finished, train={"output_dir": str(copy)}))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not is_restart()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert is_restart()
+
+
+JOBS = {
+    "torchrun": [{"TORCHELASTIC_ERROR_FILE": f"/tmp/a/none_1/attempt_{n}/0/error.json"} for n in range(3)],
+    "Slurm": [{"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(n)} for n in range(3)],
+    "torchrun under Slurm": [
+        {"TORCHELASTIC_ERROR_FILE": f"/tmp/a/none_{life}/attempt_{n}/0/error.json", "SLURM_JOB_ID": "7"}
+        | ({"SLURM_RESTART_COUNT": str(life)} if life else {})
+        for life, n in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ],
+}
+OTHER_JOBS = [
+    {},
+    {"TORCHELASTIC_ERROR_FILE": "/tmp/a/none_9/attempt_0/0/error.json", "SLURM_JOB_ID": "7"},
+    {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"},
+]
+
+
+@pytest.mark.parametrize("attempts", JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_run_begins_anew_once_in_a_job(
+    attempts: list[dict[str, str]], dead: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ``dead`` attempts die before they come to that."""
+    run = config(tmp_path, train={"resume": "never"})
+    folder = checkpoint_folder(run)
+
+    def is_kept(environment: dict[str, str], step: int) -> bool:
+        """Whether an attempt keeps what is there; leaves a checkpoint."""
+        for name in ("TORCHELASTIC_ERROR_FILE", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        begin_anew(run, *attempt_names())
+        kept = bool(checkpoints(folder))
+        make_checkpoint(folder, step, {})
+        return kept
+
+    make_checkpoint(folder, 100, {})
+    kept = [is_kept(environment, step) for step, environment in enumerate(attempts[dead:])]
+    assert kept == [False] + [True] * (len(kept) - 1)
+    for step, other in enumerate(OTHER_JOBS, len(attempts)):
+        assert not is_kept(other, step)
+
+
+def test_only_checkpoints_of_ours_are_deleted_and_no_link_is_followed(tmp_path: Path) -> None:
+    run = config(tmp_path / "run", train={"resume": "never"})
+    folder, elsewhere = checkpoint_folder(run), tmp_path / "elsewhere"
+    for name in ("step-00000001", ".step-00000001.old", ".step-00000002.old"):
+        make_checkpoint(folder, 1, {}, name)
+    make_checkpoint(elsewhere, 3, {})
+    (folder / "notes").mkdir()
+    (folder / "notes" / "a.txt").write_text("mine")
+    (folder / "step-00000003").symlink_to(elsewhere / "step-00000003")
+    (folder / ".step-00000004.old").symlink_to(elsewhere / "step-00000003")
+    begin_anew(run, [], [])
+    assert sorted(path.name for path in folder.iterdir()) == [".step-00000004.old", "notes", "step-00000003"]
+    assert starting_point(run) is None
+    foreign = folder / "step-00000005"
+    foreign.mkdir()
+    (foreign / "weights.bin").write_text("of another program")
+    with pytest.raises(InputError, match=r"step-00000005 has no checkpoint\.json: train\.resume=never deletes only"):
+        begin_anew(run, [], [])
+    linked = config(tmp_path / "linked", train={"resume": "never"})
+    Path(linked.train.output_dir).mkdir()
+    checkpoint_folder(linked).symlink_to(elsewhere)
+    with pytest.raises(InputError, match=r"checkpoint is a link to .*elsewhere: .* Remove what is there yourself, or"):
+        begin_anew(linked, [], [])
+    assert checkpoints(elsewhere) == [elsewhere / "step-00000003"]
+    assert (foreign / "weights.bin").exists()
+    assert (folder / "notes" / "a.txt").read_text() == "mine"
 
 
 @pytest.mark.ranks

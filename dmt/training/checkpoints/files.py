@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ __all__ = [
     "check_plain",
     "checkpoints",
     "damaged_files",
+    "discard_checkpoints",
     "is_outdated",
     "newest",
     "read_manifest",
@@ -55,6 +57,7 @@ _FORMAT = 1
 _REMEDY = "Use another checkpoint."
 _NAME = re.compile(r"step-(\d{8,})")
 _ASIDE = re.compile(r"\.(step-\d{8,})\.old")
+_UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|deleted)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +190,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return [found[name] for name in sorted(found, key=_step, reverse=True)]
 
 
+def discard_checkpoints(folder: Path) -> list[Path]:
+    """Deletes the checkpoints in a folder that have a manifest; returns what looks like one and stays.
+
+    A checkpoint that was set aside comes into sight once the other one of its step is gone.
+    """
+    while ours := [path for path in checkpoints(folder) if path != folder and (path / MANIFEST_NAME).is_file()]:
+        for path in ours:
+            _discard(path)
+    return checkpoints(folder)
+
+
 def is_outdated(folder: Path) -> bool:
     """Checks whether a folder itself is a checkpoint of an older format, without a manifest, no longer read."""
     return (folder / ".metadata").is_file() and not checkpoints(folder)
@@ -241,10 +255,13 @@ class CheckpointStore:
                     os.rename(path, self.folder / name)
             for path in list(self.folder.glob(f"{PROBE}*")):
                 path.unlink()
-            for ending in ("partial", "deleted"):
-                for path in list(self.folder.glob(f".step-*.{ending}")):
-                    shutil.rmtree(path)
+            for path in [path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name)]:
+                _remove(path)
             fsync_path(self.folder)
+            # The entries of new folders. One that may not be read is none that this run has made.
+            for path in list(self.folder.absolute().parents)[:2]:
+                with suppress(PermissionError):
+                    fsync_path(path)
         except OSError as error:
             raise InputError(f"Checkpoint folder {self.folder} cannot be written: {error.strerror}.") from error
 
@@ -257,8 +274,7 @@ class CheckpointStore:
 
     def drop(self, scratch: Path) -> None:
         """Deletes a scratch folder, if it exists."""
-        if scratch.exists():
-            shutil.rmtree(scratch)
+        _remove(scratch)
 
     def commit(self, scratch: Path, step: int) -> Path:
         """Renames a written checkpoint to its final name; an older one of the same step makes way.
@@ -291,7 +307,7 @@ class CheckpointStore:
         Raises:
             OSError: something cannot be deleted.
         """
-        for path in self.folder.glob(".step-*.old"):
+        for path, _ in _set_aside(self.folder):
             _discard(path)
         found = checkpoints(self.folder)
         given_up = [path for path in found if _step(path.name) > step]
@@ -316,13 +332,21 @@ def _step(name: str) -> int:
 
 def _set_aside(folder: Path) -> list[tuple[Path, str]]:
     """Checkpoints that were set aside, and their own names."""
-    return [(path, match[1]) for path in folder.glob(".step-*.old") if (match := _ASIDE.fullmatch(path.name))]
+    found = [path for path in folder.glob(".step-*.old") if not path.is_symlink()]
+    return [(path, match[1]) for path in found if (match := _ASIDE.fullmatch(path.name))]
 
 
 def _discard(path: Path) -> None:
     """Deletes a checkpoint so that a kill in between leaves nothing that looks like one."""
     doomed = path.with_name(f".{path.name.removeprefix('.').removesuffix('.old')}.deleted")
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    _remove(doomed)
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a folder and all in it, a link or file of its name without following it, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

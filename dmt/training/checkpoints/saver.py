@@ -32,7 +32,7 @@ from dmt.training.checkpoints.files import (
     record_of,
     write_manifest,
 )
-from dmt.training.checkpoints.state import Piece, collect_state
+from dmt.training.checkpoints.state import Piece, collect_state, non_finite
 from dmt.training.records import versions
 
 __all__ = ["RNG", "Checkpointer"]
@@ -125,8 +125,8 @@ class Checkpointer:
             (`wait` tells the outcome).
 
         Raises:
-            InputError: ranks are at different steps, or something in the model is no tensor or in ``progress`` not
-                plain data; on every rank.
+            InputError: ranks are at different steps, a number is NaN or infinite (nothing is saved and no checkpoint
+                deleted), or something in the model is no tensor or in ``progress`` not plain data; on every rank.
         """
         self.wait()
         pieces: list[Piece] = []
@@ -136,6 +136,12 @@ class Checkpointer:
             check_plain(progress)
             # On every rank: before tables are read, all replicas settle.
             state = collect_state(model.state_dict(), optimizer)
+            if wrong := non_finite(state.pieces):
+                raise InputError(
+                    f"Step {step} is not saved: {shorten(wrong, ', ')} of rank {self._mesh.rank} holds NaN or an "
+                    "infinite number. Earlier checkpoints are as they were: go on from the last one, with smaller "
+                    "learning rates if training has diverged."
+                )
             if self._writes:
                 pieces.extend(state.pieces if self._thread is None else [piece.copied() for piece in state.pieces])
                 column_shards.update(state.column_shards)

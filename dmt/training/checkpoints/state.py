@@ -10,7 +10,7 @@ such a state knows its columns, so it can be read into any other cut (`dmt.train
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,7 +22,10 @@ from torchrec.optim.keyed import KeyedOptimizer
 from dmt.errors import InputError
 from dmt.sharding.schemes import column_widths
 
-__all__ = ["Piece", "State", "collect_state"]
+# Numbers looked at in one go: tables are too large for a copy.
+_CHUNK = 2**20
+
+__all__ = ["Piece", "State", "collect_state", "non_finite"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,12 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
             for name, value in states[weight].items() if weight in states else ():
                 _add_optimizer(state, f"optimizer.{key}.{name}", value, weight)
     return state
+
+
+def non_finite(pieces: Iterable[Piece]) -> list[str]:
+    """Returns the names of pieces with NaN or an infinite number; reads each once."""
+    chunks = ((piece.name, chunk) for piece in pieces for chunk in piece.tensor.reshape(-1).split(_CHUNK))
+    return list(dict.fromkeys(name for name, chunk in chunks if not bool(chunk.isfinite().all())))
 
 
 def _add(state: State, name: str, value: Any, table: str = "") -> None:

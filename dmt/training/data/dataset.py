@@ -179,9 +179,9 @@ class ClickData:
         files = {file for counts in self._bad_lines.values() for file in counts}
         return {file: max(counts.get(file, 0) for counts in self._bad_lines.values()) for file in sorted(files)}
 
-    def training_files(self) -> list[tuple[str, int, int]]:
-        """Returns name without folders, bytes and `fingerprint` of every training file, in the order of reading."""
-        files = [Path(file) for file in self._files["train"]]
+    def files(self, split: Split) -> list[tuple[str, int, int]]:
+        """Returns name without folders, bytes and `fingerprint` of every file of a split, in the order of reading."""
+        files = [Path(file) for file in self._files[split]]
         return [(file.name, file.stat().st_size, fingerprint(file)) for file in files]
 
     def num_rows(self, split: Split) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import resource
 import shutil
@@ -271,6 +272,22 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"model\._extra_state is a dict; checkpoints hold tensors only"):
             checkpointer.save(Odd(1, 1), None, step=1, progress={})
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_numbers_that_are_not_finite_are_not_saved_in_the_place_of_good_ones(
+    value: float, asynchronous: bool, tmp_path: Path
+) -> None:
+    with alone() as mesh, closing(Checkpointer(tmp_path, mesh, keep=1, asynchronous=asynchronous)) as checkpointer:
+        assert checkpointer.save(linear(1.0), None, step=1, progress={})
+        model = linear(2.0)
+        with torch.no_grad():
+            model.weight[1, 2] = value
+        with pytest.raises(InputError, match=r"Step 2 is not saved: model\.weight of rank 0 holds NaN or an infin"):
+            checkpointer.save(model, None, step=2, progress={})
+    assert newest(tmp_path) == tmp_path / "step-00000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def other_steps_on_rank(rank: int, folder: str) -> None:

@@ -1,0 +1,229 @@
+"""Faults put into numbers and data of one rank: the run stops, says where, and goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from dmt.errors import InputError, ReplicaMismatchError
+from dmt.sptt.mesh import TowerMesh
+from dmt.training import loop
+from dmt.training.build import build_optimizer, shard_model
+from dmt.training.checkpoints import checkpoints
+from dmt.training.config import TrainingConfig
+from dmt.training.health import check_same_input
+from dmt.training.job import open_job
+from dmt.training.loop import Trainer
+from dmt.training.resume import checkpoint_folder
+from tests.ranks import run_ranks
+from tests.training.small import small
+from tests.training.test_resume import attempt, config, run_on_rank
+
+LOG_EVERY = 3
+PAIR = {"num_towers": 1, "ranks_per_tower": 2}
+DENSE, TOWER = "over_arch.model.1.weight", "towers.0.interaction.project.weight"
+DATA_PARALLEL, TABLE = "embedding_bags.t_C1.weight", "embedding_bags.t_C2.weight"
+KINDS: dict[str, Callable[[float], float]] = {
+    "nan": lambda number: math.nan,
+    "infinity": lambda number: -math.inf,
+    "flipped sign": lambda number: -number,
+}
+# (place, kind, step before or in which the fault comes)
+FAULTS = [
+    *(("gradient", kind, step) for kind, step in zip(KINDS, (1, 2, 3), strict=True)),
+    (DENSE, "infinity", 3),
+    (DENSE, "flipped sign", 4),
+    (TOWER, "nan", 2),
+    (TOWER, "flipped sign", 1),
+    (DATA_PARALLEL, "nan", 4),
+    (DATA_PARALLEL, "flipped sign", 6),
+    (TABLE, "nan", 6),
+    (TABLE, "infinity", 1),
+]
+
+
+def spoil(tensor: Tensor, kind: str) -> None:
+    with torch.no_grad():
+        # A number of the first row, whose id is read most often.
+        index = int(tensor.reshape(-1)[: tensor.shape[-1]].abs().argmax())
+        tensor.view(-1)[index] = KINDS[kind](float(tensor.view(-1)[index]))
+
+
+def held(model: nn.Module, name: str) -> list[Tensor]:
+    (value,) = [value for key, value in model.state_dict().items() if key.endswith(name)]
+    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+
+
+def gradient(model: nn.Module, name: str) -> Tensor:
+    (found,) = [parameter.grad for key, parameter in model.named_parameters() if key.endswith(name)]
+    assert found is not None
+    return found
+
+
+def put_in(trainer: Trainer, place: str, kind: str, step: int) -> None:
+    """Spoils a number of this rank before a step; of a gradient, when it has been averaged."""
+    model, optimizer, pipeline = trainer._model, trainer._optimizer, trainer._pipeline
+    owner, name = (optimizer, "step") if place == "gradient" else (pipeline, "progress")
+    original, done = getattr(owner, name), list[int]()
+
+    def spoiled(*args: Any) -> Any:
+        if trainer.position.step + 1 == step and not done:
+            done.append(step)
+            for tensor in [gradient(model, DENSE)] if place == "gradient" else held(model, place):
+                spoil(tensor, kind)
+        return original(*args)
+
+    setattr(owner, name, spoiled)
+
+
+def stops_on_rank(rank: int) -> list[tuple[str, int, str]]:
+    """For each fault on rank 1, or on the one rank that holds the table: the error, and the step it came after."""
+    values: dict[str, Any] = {
+        "topology": PAIR,
+        "sharding": {"scheme": "table_wise", "tables": {"t_C1": "data_parallel"}},
+        "train": {"log_every": LOG_EVERY, "max_steps": 20, "epochs": 9},
+    }
+    run = small(**values)
+    job = open_job(run)
+    mesh = TowerMesh(run.topology.build())
+    found = []
+    for place, kind, step in FAULTS:
+        model = shard_model(job, mesh)
+        optimizer = build_optimizer(run.optimizer, model)
+        record: Any = type("Record", (), {"scalars": lambda *_: None})()
+        trainer = Trainer(config=run.train, data=job.data, mesh=mesh, model=model, optimizer=optimizer, record=record)
+        if rank == 1 or place == TABLE:
+            put_in(trainer, place, kind, step)
+        try:
+            trainer.train()
+        except (InputError, ReplicaMismatchError) as error:
+            found.append((type(error).__name__, trainer.position.step, str(error)))
+        else:
+            found.append(("nothing", trainer.position.step, ""))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_fault_in_numbers_stops_the_run_at_the_next_look_and_is_located() -> None:
+    first, second = run_ranks(stops_on_rank, 2)
+    assert first == second, "all ranks stop alike"
+    for (place, kind, step), (error, stopped, message) in zip(FAULTS, first, strict=True):
+        # A sign that is flipped before a step is seen after it, and at the latest at the next look.
+        assert step <= stopped <= math.ceil(step / LOG_EVERY) * LOG_EVERY, (place, kind, step, stopped)
+        if kind == "flipped sign":
+            assert error == "ReplicaMismatchError", (place, message)
+            where = DENSE if place == "gradient" else place
+            assert re.search(
+                rf"seen at step {stopped}: \S*{re.escape(where)} of rank 1 differs from that of rank 0", message
+            ), (place, message)
+        else:
+            assert error == "InputError", (place, kind)
+            noted = re.search(r"Training has diverged: NaN or infinity at step (\d+) in .* of rank \d", message)
+            assert noted, message
+            # A row of a table is noticed when a sample reads it.
+            assert int(noted[1]) == step if "embedding" not in place else step <= int(noted[1]) <= stopped
+            assert "Lower optimizer.sparse_lr" in message
+    gradient = first[0][2]
+    assert re.search(rf"at step 1 in the gradient of \S*{re.escape(DENSE)} of rank 1, by now in \S+", gradient)
+
+
+def diverges_on_rank(rank: int, values: dict[str, Any], step: int) -> None:
+    train = Trainer.train
+
+    def spoiled(self: Trainer, save: Any = None) -> Any:
+        if rank == 1:
+            put_in(self, DENSE, "nan", step)
+        return train(self, save)
+
+    Trainer.train = spoiled  # type: ignore[method-assign]
+    run_on_rank(rank, values, None)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_checkpoint_before_a_divergence_stays_and_resumes(asynchronous: bool, tmp_path: Path) -> None:
+    train = {"async_save": asynchronous, "keep_checkpoints": 1, "log_every": 50}
+    run: TrainingConfig = config(tmp_path, topology=PAIR, train=train)
+    with pytest.raises(InputError, match=r"at step 7 in the loss of rank 1.*Nothing of this state is saved\. Low"):
+        run_ranks(diverges_on_rank, 2, run.model_dump(mode="json"), 7, fresh=True)
+    folder = checkpoint_folder(run)
+    assert [path.name for path in checkpoints(folder)] == ["step-00000004"]
+    result = attempt(run)
+    assert result is not None
+    assert result["steps"] == 10
+    assert math.isfinite(result["eval_loss"])
+
+
+def rows(path: Path, order: list[int]) -> Path:
+    """A CSV file of rows in an order."""
+    lines = [f"{number % 2},{number / 10},{number}" for number in order]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("label,d_1,c_1\n" + "\n".join(lines) + "\n")
+    return path
+
+
+def on_files(path: Path, **sections: dict[str, Any]) -> TrainingConfig:
+    data = {"kind": "columns", "train_path": str(path), "dense": ["d_1"], "categorical": ["c_1"], "id_mode": "index"}
+    data |= {"num_embeddings": 40, "eval_path": str(path)}
+    return small("dlrm", data=data | sections.pop("data", {}), topology=PAIR, **sections)
+
+
+def compare_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
+    job = open_job(TrainingConfig.model_validate(configs[rank]))
+    assert dist.group.WORLD is not None
+    check_same_input(job, dist.group.WORLD)
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
+    mixed = random.Random(0).sample(range(40), 40)
+    same, other_order, fewer = (
+        rows(tmp_path / name / "day.csv", order)
+        for name, order in (("a", list(range(40))), ("b", mixed), ("c", list(range(30))))
+    )
+    same_elsewhere = rows(tmp_path / "d" / "day.csv", list(range(40)))
+
+    def compare(*configs: TrainingConfig) -> None:
+        run_ranks(compare_on_rank, 2, [one.model_dump(mode="json") for one in configs])
+
+    compare(on_files(same), on_files(same_elsewhere))
+    size = same.stat().st_size
+    for other in (other_order, fewer):
+        crc = r"\(CRC-32 \w{8}\)"
+        file = rf"data\.train_path is day\.csv of {size:,} bytes {crc} on rank 0, but day\.csv of \d+ bytes {crc}"
+        with pytest.raises(InputError, match=rf"{file} on rank 1\. .* on host .+ \(rank 0 on\)"):
+            compare(on_files(same), on_files(other))
+    with pytest.raises(InputError, match=r"Training: optimizer\.sparse_lr is 0\.05 on rank 0, but 0\.5 on rank 1\. "):
+        compare(on_files(same), on_files(same, optimizer={"sparse_lr": 0.5}))
+
+
+def ends_early_on_rank(rank: int, files: list[str]) -> None:
+    loop._END_OF_EPOCH = timedelta(seconds=2)
+    run = on_files(Path(files[rank]), train={"batch_size": 4})
+    job, mesh = open_job(run), TowerMesh(run.topology.build())
+    model = shard_model(job, mesh)
+    record: Any = type("Record", (), {"scalars": lambda *_: None})()
+    optimizer = build_optimizer(run.optimizer, model)
+    Trainer(config=run.train, data=job.data, mesh=mesh, model=model, optimizer=optimizer, record=record).train()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shorter", [0, 1])
+def test_a_rank_whose_rows_end_before_those_of_others_says_so(shorter: int, tmp_path: Path) -> None:
+    """Files that changed since the start: nobody waits half an hour."""
+    lengths = [24 if rank == shorter else 40 for rank in (0, 1)]
+    files = [str(rows(tmp_path / str(rank) / "day.csv", list(range(n)))) for rank, n in enumerate(lengths)]
+    message = rf"Rank {shorter} on host \S+ has come to the end of epoch 0, 3 batches after row 0, .* files.*day\.csv"
+    with pytest.raises(InputError, match=message):
+        run_ranks(ends_early_on_rank, 2, files, fresh=True, timeout_s=30)
