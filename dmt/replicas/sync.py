@@ -34,7 +34,7 @@ from dmt.replicas.state import checksum, table_tensors, uncovered
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 
-__all__ = ["ReplicaSync", "RunningMean", "moment_scales"]
+__all__ = ["ReplicaSync", "RunningMean", "drifted", "moment_scales"]
 
 # Training passes without a step, more than gradients are accumulated over: beyond it, step() was forgotten.
 _MOST_PASSES_PER_STEP = 256
@@ -143,6 +143,7 @@ class ReplicaSync:
         self._weights.rebase()
         self._states.rebase()
         self._steps, self._passes = steps, 0
+        self._set_drifted(False)
 
     def step(self) -> None:
         """To be called after every training step: syncs every ``interval`` of them. Collective over the replicas."""
@@ -150,6 +151,8 @@ class ReplicaSync:
         self._passes = 0
         if self._steps % self.interval == 0:
             self._start()
+            # Delayed states are those of the sync before.
+            self._set_drifted(self._delayed)
             if not self._asynchronous:
                 self.wait()
 
@@ -161,6 +164,7 @@ class ReplicaSync:
         self._start()
         self._weights.finish()
         self._states.finish()
+        self._set_drifted(False)
 
     def wait(self) -> None:
         """Waits for the collectives of an asynchronous sync; tables do so themselves before they are read."""
@@ -203,11 +207,17 @@ class ReplicaSync:
     def _before_tables_are_read(self, is_training_pass: bool) -> None:
         self.wait()
         self._passes += is_training_pass
+        if is_training_pass:
+            self._set_drifted(True)
         if self._passes > _MOST_PASSES_PER_STEP * len(self._modules):
             raise InputError(
                 f"ReplicaSync.step() was not called in {_MOST_PASSES_PER_STEP} training passes: the replicas drift "
                 "apart. Call it after every training step, on every rank."
             )
+
+    def _set_drifted(self, has_drifted: bool) -> None:
+        for module in self._modules:
+            module.replicas_drifted = has_drifted and self._mesh.topology.num_replicas > 1
 
     def _start(self) -> None:
         self.wait()
@@ -338,6 +348,11 @@ def moment_scales(model: nn.Module) -> dict[str, float]:
     """The factor c of this rank's tables whose moments are scaled, by table."""
     collections = [c for module in model.modules() if isinstance(module, SPTTModule) for c in module.collections]
     return {table: scale for collection in collections for table, scale in collection.moment_scales.items()}
+
+
+def drifted(model: nn.Module) -> bool:
+    """Returns whether the replicas of the model's tables have trained since they were last averaged."""
+    return any(module.replicas_drifted for module in model.modules() if isinstance(module, SPTTModule))
 
 
 def _tower_modules(model: nn.Module) -> dict[str, SPTTModule]:

@@ -209,6 +209,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """Names of all towers' tables that are not data-parallel."""
         self.replicas_ready: Callable[[bool], None] | None = None
         """Returns when this rank's tables may be read; True: by a training pass. `dmt.ReplicaSync` sets it."""
+        self.replicas_drifted = False
+        """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
 
     @abc.abstractmethod
     def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -19,7 +19,7 @@ from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_writable
 from dmt.models import Complexity
-from dmt.replicas.sync import ReplicaSync, moment_scales
+from dmt.replicas.sync import ReplicaSync
 from dmt.sharding.optimizers import moment_scale_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic
@@ -108,7 +108,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     if start is not None:
         own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": config.train.batch_size}
         _settle_gradient_buckets(model, optimizer, job.data.batches("train", **own))
-        restore(start.folder, model, optimizer, mesh=mesh, moment_scales=moment_scales(model), is_verified=True)
+        restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
         if replicas is not None:
             replicas.restart(steps=start.position.step)
 
@@ -131,7 +131,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             replicas.check()
         at = trainer.position
         progress = {"epoch": at.epoch, "row": at.row, "files": files}
-        return saver.save(model, optimizer, step=at.step, progress=progress, moment_scales=moment_scales(model))
+        return saver.save(model, optimizer, step=at.step, progress=progress)
 
     try:
         time = trainer.train(save)

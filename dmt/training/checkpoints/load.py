@@ -18,6 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.formatting import shorten
+from dmt.replicas.sync import moment_scales as scales_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints.dcp import SafeReader, read_pieces
 from dmt.training.checkpoints.files import Manifest, checkpoints, damaged_files, is_outdated, newest, read_manifest
@@ -87,9 +88,9 @@ def restore(
         model: the sharded model, or one that every rank holds whole.
         optimizer: of all parameters; None loads weights only.
         mesh: the groups.
-        moment_scales: factor c of the moments of this rank's tables, where it is not 1. Where it was another one, the
-            moment v is multiplied by c / c_saved, which keeps v / c, and with it the size of a step (2D sparse
-            parallelism, Algorithm 1, line 6).
+        moment_scales: factor c of the moments of this rank's tables, where it is not 1; None takes the model's. Where
+            it was another one, the moment v is multiplied by c / c_saved, which keeps v / c, and with it the size of a
+            step (2D sparse parallelism, Algorithm 1, line 6).
         is_verified: true if `whole_checkpoint` has just returned ``source``, so that its files need not be read twice.
 
     Raises:
@@ -112,7 +113,8 @@ def restore(
             checkpoint.undo()
         raise
     checkpoint = opened[0]
-    run_on_all_or_raise(partial(checkpoint.read, moment_scales or {}), group)
+    scales = scales_of(model) if moment_scales is None else moment_scales
+    run_on_all_or_raise(partial(checkpoint.read, scales), group)
     _set_random_state(checkpoint.reader, mesh)
     return Restored(folder=folder, step=checkpoint.manifest.step, progress=checkpoint.manifest.progress)
 

@@ -21,6 +21,8 @@ from dmt.collectives import gather_objects, reason_of, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import fsync_path
 from dmt.formatting import shorten
+from dmt.replicas.sync import drifted
+from dmt.replicas.sync import moment_scales as scales_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints.dcp import write_pieces
 from dmt.training.checkpoints.files import (
@@ -118,15 +120,15 @@ class Checkpointer:
             optimizer: of all parameters, see `dmt.training.build.build_optimizer`; None saves weights only.
             step: training steps so far; an older checkpoint of the same step is replaced.
             progress: what the caller needs to go on; JSON takes it. Rank 0's is saved.
-            moment_scales: factor c of the moments of this rank's tables, where it is not 1.
+            moment_scales: factor c of the moments of this rank's tables, where it is not 1; None takes the model's.
 
         Returns:
             True if the checkpoint is whole and in place, the same on every rank; always True if saving is asynchronous
             (`wait` tells the outcome).
 
         Raises:
-            InputError: ranks are at different steps, a number is NaN or infinite (nothing is saved and no checkpoint
-                deleted), or something in the model is no tensor or in ``progress`` not plain data; on every rank.
+            InputError: replicas were not averaged, ranks are at different steps, a number is NaN or infinite (nothing
+                is saved and no checkpoint deleted), or something in the model is no tensor or in ``progress`` not plain data; on every rank.
         """
         self.wait()
         pieces: list[Piece] = []
@@ -134,6 +136,11 @@ class Checkpointer:
 
         def stage() -> tuple[int, bytes]:
             check_plain(progress)
+            if drifted(model):
+                raise InputError(
+                    f"Step {step} is not saved: the replicas have trained since they were last averaged, and a "
+                    "checkpoint holds the tables of replica 0 only. Call ReplicaSync.sync() before you save."
+                )
             # On every rank: before tables are read, all replicas settle.
             state = collect_state(model.state_dict(), optimizer)
             if wrong := non_finite(state.pieces):
@@ -164,7 +171,7 @@ class Checkpointer:
                 versions=versions(),
                 files={},
                 column_shards=column_shards,
-                moment_scales=moment_scales or {},
+                moment_scales=scales_of(model) if moment_scales is None else moment_scales,
             )
             job = partial(self._write, pieces, manifest)
             if self._thread is not None:

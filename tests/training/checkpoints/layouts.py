@@ -117,6 +117,11 @@ class Job:
             if sync is not None:
                 sync.step()
 
+    def pass_without_step(self, step: int) -> None:
+        """Trains on one batch without averaging replicas afterwards."""
+        ids, labels = self._batch(step, self.mesh.rank, self.layout.world)
+        loss_of(self.model(ids)[1], labels).backward()
+
     def logits(self) -> Tensor:
         """Of the same samples on every rank."""
         if self.layout.replicas > 1:

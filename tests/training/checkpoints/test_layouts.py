@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from dmt.errors import InputError
+from dmt.replicas.sync import ReplicaSync
 from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from tests.ranks import run_ranks
 from tests.sptt_case import build
@@ -141,3 +143,33 @@ def test_the_plain_model_takes_every_one(source: str, runs: tuple[Path, Snapshot
     model = build(LAYOUTS[source].case())
     load_plain(model, runs[0] / source)
     assert largest_difference(dict(model.state_dict()), runs[1][source]["weights"]) == 0
+
+
+def replicas_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    job = Job.of(
+        Layout(replicas=2, towers=2, ranks=1, scheme="table_wise", placement=(0, 0, 1, 1)),
+        seed=1,
+        moment_scale="num_replicas",
+    )
+    job.train(range(STEPS))
+    saver = Checkpointer(Path(folder), job.mesh)
+    job.pass_without_step(STEPS)
+    with pytest.raises(InputError, match=r"the replicas have trained since they were last averaged.* ReplicaSync.sync"):
+        saver.save(job.model, job.optimizer, step=STEPS, progress={})
+    ReplicaSync(job.model, job.mesh).sync()
+    assert saver.save(job.model, job.optimizer, step=STEPS, progress={})
+    return job.moments()
+
+
+def one_replica_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    job = Job.of(Layout(towers=2, ranks=1, scheme="table_wise", placement=(0, 0, 1, 1)), seed=2)
+    restore(Path(folder), job.model, job.optimizer, mesh=job.mesh)
+    return job.moments()
+
+
+def test_drifted_replicas_are_not_saved_and_moments_of_two_replicas_fit_one(tmp_path: Path) -> None:
+    """Moments of two replicas are twice as large (Scaling Rule 1); nobody needs to say so."""
+    saved, restored = (run_ranks(f, n, str(tmp_path))[0] for f, n in ((replicas_on_rank, 4), (one_replica_on_rank, 2)))
+    assert saved.keys() == restored.keys()
+    assert all(torch.equal(restored[name], value / 2) for name, value in saved.items())
+    assert any(bool(value.any()) for value in saved.values())
