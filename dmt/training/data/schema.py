@@ -102,8 +102,10 @@ def parquet_file(path: str, *, dictionaries: Sequence[str] = ()) -> pq.ParquetFi
         InputError: the file cannot be read or is not Parquet.
     """
     try:
-        return pq.ParquetFile(path, read_dictionary=list(dictionaries), pre_buffer=False)
-    except (OSError, pa.ArrowException) as error:
+        file = pq.ParquetFile(path, read_dictionary=list(dictionaries), pre_buffer=False)
+        _ = file.schema_arrow.names  # which pyarrow decodes here
+        return file
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as Parquet ({error}).") from error
 
 
@@ -120,7 +122,10 @@ def csv_header(path: str, separator: str) -> list[str]:
         raise InputError(f"{path}, line 1: expected text in UTF-8 ({error.reason}).") from error
     if not line:
         raise InputError(f"{path}: expected a line of column names first, found {'an empty' if block else 'no'} line.")
-    names = next(csv.reader([line], delimiter=separator))
+    try:
+        names = next(csv.reader([line], delimiter=separator))
+    except csv.Error as error:
+        raise InputError(f"{path}, line 1: cannot be read as column names ({error}).") from error
     _check_unique(names, f"{path}, line 1")
     return names
 
@@ -163,25 +168,31 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
     multi_hot = frozenset(n for n in categorical if n in listed or is_list(schema.field(n).type))
     columns = Columns(dense=dense, categorical=categorical, multi_hot=multi_hot)
     if is_parquet(path):
-        check_types(columns, schema, path)
+        check_types(columns, schema, path, config)
     return columns
 
 
-def check_types(columns: Columns, schema: pa.Schema, path: str) -> None:
-    """Checks that the types of a Parquet file's columns fit their use.
+def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConfig) -> None:
+    """Checks that the types of a Parquet file's columns fit their use; the config names the label and split column.
 
     Raises:
         InputError: a column is absent, a dense one is not a number, a categorical one neither text, whole number,
-            boolean nor a list of these, or one is a list here but not in the first file, or the other way round.
+            boolean nor a list of these, or one is a list here but not in the first file, or the other way round; the
+            label or split column has lists or structs.
 
     Example:
         >>> columns = Columns(dense=("x",), categorical=(), multi_hot=frozenset())
-        >>> check_types(columns, pa.schema([("x", pa.list_(pa.float32()))]), "a.parquet")
+        >>> check_types(columns, pa.schema([("x", pa.list_(pa.float32()))]), "a.parquet", DataConfig())
         Traceback (most recent call last):
         ...
         dmt.errors.InputError: a.parquet: dense column 'x' is a list (list<item: float>); lists can only be categorical.
     """
     types = pa.types
+    for setting in ("label", "split_column"):
+        name = getattr(config, setting)
+        if name in schema.names and types.is_nested(_plain(schema.field(name).type)):
+            type_ = schema.field(name).type
+            raise InputError(f"{path}: {setting} {name!r} has type {type_}, expected text or a number.")
     for setting, names in (("dense", columns.dense), ("categorical", columns.categorical)):
         for name in names:
             if name not in schema.names:
