@@ -178,7 +178,7 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
     Raises:
         InputError: a column is absent, a dense one is not a number, a categorical one neither text, whole number,
             boolean nor a list of these, or one is a list here but not in the first file, or the other way round; the
-            label or split column has lists or structs.
+            label is neither text nor a number, or the split column has lists or structs.
 
     Example:
         >>> columns = Columns(dense=("x",), categorical=(), multi_hot=frozenset())
@@ -188,11 +188,7 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
         dmt.errors.InputError: a.parquet: dense column 'x' is a list (list<item: float>); lists can only be categorical.
     """
     types = pa.types
-    for setting in ("label", "split_column"):
-        name = getattr(config, setting)
-        if name in schema.names and types.is_nested(_plain(schema.field(name).type)):
-            type_ = schema.field(name).type
-            raise InputError(f"{path}: {setting} {name!r} has type {type_}, expected text or a number.")
+    _check_single_values(schema, path, config)
     for setting, names in (("dense", columns.dense), ("categorical", columns.categorical)):
         for name in names:
             if name not in schema.names:
@@ -201,8 +197,7 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
         type_ = _plain(schema.field(name).type)
         if is_list(type_):
             raise InputError(f"{path}: dense column {name!r} is a list ({type_}); lists can only be categorical.")
-        number = types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_)
-        if not (number or types.is_decimal(type_) or types.is_null(type_)):
+        if not _is_number(type_):
             raise InputError(
                 f"{path}: dense column {name!r} has type {type_}, expected a number. List it under categorical, or "
                 "leave it out."
@@ -212,15 +207,33 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
         value = _plain(type_.value_type if is_list(type_) else type_)
         if is_list(type_) and name not in columns.multi_hot:
             raise InputError(f"{path}: column {name!r} is a list ({type_}), but not in the first file.")
-        text = types.is_string(value) or types.is_large_string(value)
-        number = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
-        if not (text or number or types.is_null(value)):
+        if types.is_decimal(value) or not (_is_text(value) or _is_number(value)):
             raise InputError(
                 f"{path}: categorical column {name!r} has type {type_}, expected text, whole numbers, booleans or "
                 "lists of these."
             )
-        if name in columns.multi_hot and not is_list(type_) and not text and not types.is_null(value):
+        if name in columns.multi_hot and not (is_list(type_) or _is_text(value) or types.is_null(value)):
             raise InputError(f"{path}: multi_hot column {name!r} has type {type_}, expected a list or text.")
+
+
+def _check_single_values(schema: pa.Schema, path: str, config: DataConfig) -> None:
+    for setting in ("label", "split_column"):
+        name = getattr(config, setting)
+        type_ = _plain(schema.field(name).type) if name in schema.names else pa.null()
+        # Dates and times have a text that tells rows apart, but are no label.
+        has_text = setting == "split_column" and not pa.types.is_nested(type_) and not pa.types.is_interval(type_)
+        if not (has_text or _is_text(type_) or _is_number(type_)):
+            raise InputError(f"{path}: {setting} {name!r} has type {type_}, expected text or a number.")
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    return pa.types.is_string(type_) or pa.types.is_large_string(type_)
+
+
+def _is_number(type_: pa.DataType) -> bool:
+    types = pa.types
+    number = types.is_integer(type_) or types.is_floating(type_) or types.is_decimal(type_)
+    return number or types.is_boolean(type_) or types.is_null(type_)
 
 
 def _check_unique(names: Sequence[str], place: str) -> None:

@@ -341,13 +341,16 @@ def test_text_that_is_not_utf8_in_parquet(tmp_path, name):
 
 
 def test_columns_without_a_single_value(tmp_path):
-    path = parquet(tmp_path / "a.parquet", {"label": [0], "c_1": [1], "split": [["train"]], "labels": [[0]]})
+    path = parquet(
+        tmp_path / "a.parquet", {"label": [0], "c_1": [1], "split": [["train"]], "labels": [[0]], "bytes": [b"0"]}
+    )
     for settings, text in (
         (
             {"split_column": "split", "eval_path": None},
             r"split_column 'split' has type list.*expected text or a number",
         ),
         ({"label": "labels"}, r"label 'labels' has type list.*expected text or a number"),
+        ({"label": "bytes"}, r"label 'bytes' has type binary, expected text or a number"),
     ):
         with pytest.raises(InputError, match=text):
             open_source(config_of(path, dense=(), **settings))
