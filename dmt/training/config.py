@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import RENAMED
+from dmt.files import RENAMED, explain, parse_toml, read_toml
 from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
@@ -34,6 +33,7 @@ __all__ = [
     "current_override",
     "load_config",
     "shipped_configs",
+    "to_override",
     "to_toml",
 ]
 
@@ -51,6 +51,7 @@ SHARDING_OF_TOWERS = (
 )
 """Keys of the section sharding that only the tower dataflow has."""
 
+_MOST_DOTS = 10
 _noted: set[str] = set()
 
 
@@ -382,15 +383,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
     try:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
-        errors = error.errors()
-        for unknown in errors:
+        for unknown in error.errors():
             if unknown["type"] == "extra_forbidden":
                 raise _unknown_key(unknown["loc"]) from error
-        first = errors[0]
-        key = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        got = f" (got {first['input']!r})" if first["type"] != "value_error" else ""
-        raise InputError(f"Config {path}: {key + ': ' if key else ''}{reason}{got}") from error
+        raise InputError(f"Config {path}: {explain(error)}") from error
 
 
 def accept_old_names(values: dict[str, Any]) -> None:
@@ -432,6 +428,16 @@ def _note(old: str, new: str) -> None:
         logger.warning("Config: %s is the old name of %s and is accepted for now; write the new one.", old, new)
 
 
+def to_override(key: str, text: object) -> str:
+    r"""Returns the override that sets a key to any text, or to a path.
+
+    Example:
+        >>> print(to_override("towers.plan", 'the "best" towers.json'))
+        towers.plan="the \"best\" towers.json"
+    """
+    return f"{key}={tomli_w.dumps({'value': str(text)}).removeprefix('value = ').rstrip()}"
+
+
 def to_toml(config: BaseModel) -> str:
     """The resolved config as TOML that `load_config` reads again; unset optional values are left out."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
@@ -446,31 +452,29 @@ def _read(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     if not file.exists() and file.suffix == "" and str(path) in shipped_configs():
         file = Path(__file__).parent / "configs" / f"{path}.toml"
-    try:
-        with file.open("rb") as stream:
-            return tomllib.load(stream)
-    except OSError as error:
-        raise InputError(
-            f"Config {path}: cannot be read ({error.strerror}). Give a TOML file or one of {shipped_configs()}."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"Config {path}: not TOML: {error}") from error
+    return read_toml(file, place=f"Config {path}", remedy=f"Give a TOML file or one of {shipped_configs()}.")
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise InputError(f"Override {override!r} is not of the form section.key=value, e.g. train.batch_size=512.")
+    place = f"Override {override!r}"
+    if not equals or not key.strip() or key.count(".") > _MOST_DOTS:
+        raise InputError(f"{place} is not of the form section.key=value, e.g. train.batch_size=512.")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word: model.arch=dlrm
+        found = parse_toml(f"value = {text}", place=place, remedy="Text that is no TOML needs quotes.")
+    except InputError:
+        if text.lstrip().startswith(('"', "'", "[", "{")):
+            raise
+        # A bare word: model.arch=dlrm
+        found = parse_toml(to_override("value", text), place=place, remedy="Give text in UTF-8.")
+    if len(found) > 1:
+        raise InputError(f"{place} has more than one value. Give each key its own override.")
     *sections, last = key.strip().split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise InputError(f"Override {override!r}: {section!r} is a value, not a section.")
-    values[last] = value
+            raise InputError(f"{place}: {section!r} is a value, not a section.")
+    values[last] = found["value"]
 
 
 def _unknown_key(place: Sequence[int | str]) -> InputError:

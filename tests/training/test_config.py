@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.config import TrainingConfig, load_config, shipped_configs, to_toml
+from dmt.training.config import TrainingConfig, load_config, shipped_configs, to_override, to_toml
 
 COLUMNS = {"kind": "columns", "train_path": "day_*.csv", "categorical": ["c_*"], "num_embeddings_per_feature": {"c": 7}}
 
@@ -57,6 +57,8 @@ def test_a_resolved_config_reads_again_as_the_same(values: dict[str, Any], tmp_p
         ("data.synthetic.num_rows=7", lambda c: c.data.synthetic.num_rows, 7),
         ("data.skip_bad_lines=true", lambda c: c.data.skip_bad_lines, True),
         ("train={epochs = 3}", lambda c: c.train.epochs, 3),
+        ("train.output_dir=2024-run", lambda c: c.train.output_dir, "2024-run"),
+        (to_override("train.output_dir", Path('\U0001f600"\x1b\\')), lambda c: c.train.output_dir, '\U0001f600"\x1b\\'),
     ],
 )
 def test_overrides(override: str, read: Any, value: Any) -> None:
@@ -127,7 +129,7 @@ def test_an_absent_file_and_a_folder_are_named_with_the_shipped_ones(tmp_path: P
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"[model\narch = 1", b"a,b,c\n", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"[model\narch = 1", b"a,b,c\n", b"x=" + b"[" * 5000, b"x=" + b"9" * 5000])
 def test_a_file_that_is_not_toml_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_bytes(content)

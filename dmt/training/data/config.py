@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dmt.errors import InputError, did_you_mean
+from dmt.files import read_json
 from dmt.plan.tables import TableSpec, table_specs
 
 __all__ = ["DataConfig", "SyntheticConfig", "read_tables"]
@@ -179,14 +179,7 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
         InputError: the file is absent, not JSON, or an entry is malformed; entries are counted from 1.
     """
     place = f"data.tables={str(path)!r}"
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{place}: cannot be read ({error}). Name a JSON file.") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{place}, line {error.lineno}: not JSON ({error.msg}).") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise InputError(f"{place}: not JSON that can be read ({error}).") from error
+    record = read_json(path, place=place, remedy="Name a JSON file with a list of tables.")
     entries = record.get("tables") if isinstance(record, dict) else record
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{place}: holds no list of tables, as `dmt partition` records them in towers.json.")
