@@ -122,6 +122,39 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
         load_config("demo", [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.seed=9223372036854775808", r"train\.seed: .*less than 4294967296 \(got 9223372036854775808\)"),
+        ("model.embedding_dim=2147483648", r"model\.embedding_dim: .*less than or equal to 65536"),
+        ("model.over_arch=[2147483648, 1]", "layers of 1 to 1048576 numbers each"),
+        ("model.dense_arch=[0]", "layers of 1 to 1048576 numbers each"),
+        ("model.c=1000000000", r"model\.c: .*less than or equal to 65536"),
+        ("model.tower_dim=1000000000", r"model\.tower_dim: .*less than or equal to 65536"),
+        ("topology.ranks_per_tower=1000000", r"topology\.ranks_per_tower: .*less than or equal to 8192"),
+        ("topology={num_towers = 4096, num_replicas = 4096}", "= 16777216 exceeds 65536"),
+        ("train.batch_size=1000000000", r"train\.batch_size: .*less than or equal to 16777216"),
+        ("train.micro_batches=1000000000", r"train\.micro_batches: .*less than or equal to 1024"),
+        ("train.epochs=9999999999999999999", r"train: epochs=9999999999999999999 is beyond 2\*\*53"),
+        ("optimizer.sparse_lr=1e300", r"optimizer: sparse_lr=1e\+300 is beyond 1e-30 to 1e30"),
+        ("data.synthetic.num_dense=2147483648", r"num_dense: .*less than or equal to 10000"),
+        ("data.synthetic.signal=inf", r"data\.synthetic\.signal: .*finite number"),
+        ('train.output_dir="a\\u0000"', r"train: output_dir='a\\x00' has a NUL character"),
+        ("train.output_dir=\udcff", r"Override 'train\.output_dir=\\udcff': '\\udcff' is no Unicode text"),
+        ('train.output_dir="x', r"Override .*: not TOML \(Unterminated.*Text that is no TOML needs quotes"),
+        ("data.train_path=[ab]*.csv", r"Override .*: not TOML"),
+        ("train.seed=1\nepochs=2", "has more than one value"),
+        (f"sharding.tables.{'a.' * 5000}b=row_wise", r"is not of the form section\.key=value"),
+        ("model.c=" + "9" * 5000, r"model\.c: Unable to parse .*\(got '9+\.\.\.\)"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_values_without_reason_are_refused(override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        load_config("demo", [override])
+    assert len(str(caught.value)) < 12_000
+
+
 def test_an_absent_file_and_a_folder_are_named_with_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Config .*nowhere\.toml: cannot be read \(No such file.*'demo'"):
         load_config(tmp_path / "nowhere.toml")

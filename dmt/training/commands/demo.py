@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_override, to_toml
+from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.data.textfile import text_blocks
@@ -46,7 +45,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
-    console = Console(stderr=True, highlight=False)
+    console = NameConsole(stderr=True, highlight=False)
     out = Path(output_dir)
     taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
     if taken:
@@ -103,7 +102,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
         ],
     )
     for tower in plan.towers:
-        console.print(f"{tower.name}: {' '.join(tower.features)}")
+        console.print(f"{tower.name}: {' '.join(tower.features)}", markup=False, emoji=False)
     console.print(f"Report: {page}   towers: {out / 'towers.json'}, {towers_page}   curves: tensorboard --logdir {out}")
     return runs
 

@@ -68,14 +68,17 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         ...     [Path(file).name for file in expand_path("train_path", folder, columns=True)]
         ['day_0.tsv', 'day_1.tsv']
     """
-    path = Path(value).expanduser()
-    if path.is_dir():
-        found = [str(p) for p in path.iterdir() if p.is_file() and p.name[0] not in "._"]
-        files = sorted(f for f in found if not columns or f.endswith(_PARQUET + _TEXT))
-    elif path.is_file():
-        files = [str(path)]
-    else:
-        files = sorted(f for f in glob.glob(str(path), recursive=True) if Path(f).is_file())
+    try:
+        path = Path(value).expanduser()
+        if path.is_dir():
+            found = [str(p) for p in path.iterdir() if p.is_file() and p.name[0] not in "._"]
+            files = sorted(f for f in found if not columns or f.endswith(_PARQUET + _TEXT))
+        elif path.is_file():
+            files = [str(path)]
+        else:
+            files = sorted(f for f in glob.glob(str(path), recursive=True) if Path(f).is_file())
+    except (OSError, RuntimeError) as error:  # a name that is too long, the home of nobody
+        raise InputError(f"{setting}={value!r} cannot be read ({error}).") from error
     if not files:
         kind = f" ending in {', '.join(_PARQUET + _TEXT)}" if columns and path.is_dir() else ""
         raise InputError(f"{setting}={value!r} matches no file{kind} (in {Path.cwd()}).")
