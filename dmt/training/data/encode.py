@@ -132,6 +132,8 @@ class Encoder:
     def _ids(self, values: pa.Array, name: str, place: Place, rows: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Returns the ids of values, int64 [len(values)]; ``rows[i]`` is the row of value i (None: i)."""
         num_embeddings = self.num_embeddings[name]
+        if pa.types.is_floating(values.type):
+            values = values.cast(pa.float64())  # 16-bit floats compare with no number
 
         def where(wrong: NDArray[np.bool_]) -> str:
             first = int(wrong.argmax())

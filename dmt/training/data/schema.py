@@ -181,7 +181,7 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
     Raises:
         InputError: a column is absent, a dense one is not a number, a categorical one neither text, whole number,
             boolean nor a list of these, or one is a list here but not in the first file, or the other way round; the
-            label is neither text nor a number, or the split column has lists or structs.
+            label is neither text nor a number, or the split column neither of them nor a time.
 
     Example:
         >>> columns = Columns(dense=("x",), categorical=(), multi_hot=frozenset())
@@ -224,7 +224,7 @@ def _check_single_values(schema: pa.Schema, path: str, config: DataConfig) -> No
         name = getattr(config, setting)
         type_ = _plain(schema.field(name).type) if name in schema.names else pa.null()
         # Dates and times have a text that tells rows apart, but are no label.
-        has_text = setting == "split_column" and not pa.types.is_nested(type_) and not pa.types.is_interval(type_)
+        has_text = setting == "split_column" and pa.types.is_temporal(type_) and not pa.types.is_interval(type_)
         if not (has_text or _is_text(type_) or _is_number(type_)):
             raise InputError(f"{path}: {setting} {name!r} has type {type_}, expected text or a number.")
 

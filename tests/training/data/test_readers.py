@@ -56,7 +56,9 @@ def test_exact_values_of_csv(tmp_path, suffix):
 
 @pytest.mark.parametrize("label", [[1, 0], [True, False], [1.0, 0.0], pa.array([1, 0], pa.int8())], ids=str)
 @pytest.mark.parametrize(
-    "ids", [[3, None], [3.0, None], ["3", None], pa.array(["3", None]).dictionary_encode()], ids=str
+    "ids",
+    [[3, None], [3.0, None], pa.array([3, None], pa.float16()), ["3", None], pa.array(["3", None]).dictionary_encode()],
+    ids=str,
 )
 def test_parquet_types(tmp_path, label, ids):
     path = parquet(tmp_path / "a.parquet", {"label": label, "d": [True, None], "c": ids})
@@ -203,8 +205,10 @@ def test_infinite_dense_value_and_fractional_category(tmp_path):
     path = parquet(tmp_path / "a.parquet", {"label": [0, 1], "d_1": [0.0, float("inf")], "c_1": [1.0, 1.5]})
     with pytest.raises(InputError, match=r"a\.parquet, row 2: dense column 'd_1' is infinite"):
         one_batch(config_of(path), 2)
-    with pytest.raises(InputError, match=r"a\.parquet, row 2: Feature 'c_1': category 1\.5 is not a whole number"):
-        one_batch(config_of(path, dense=(), id_mode="hash"), 2)
+    for kind in (pa.float64(), pa.float16()):
+        parquet(path, {"label": [0, 1], "c_1": [1.0, 1.5]}, c_1=kind)
+        with pytest.raises(InputError, match=r"a\.parquet, row 2: Feature 'c_1': category 1\.5 is not a whole number"):
+            one_batch(config_of(path, dense=(), id_mode="hash"), 2)
 
 
 @pytest.mark.parametrize(
@@ -350,6 +354,10 @@ def test_columns_without_a_single_value(tmp_path):
             r"split_column 'split' has type list.*expected text or a number",
         ),
         ({"label": "labels"}, r"label 'labels' has type list.*expected text or a number"),
+        (
+            {"split_column": "bytes", "eval_path": None},
+            r"split_column 'bytes' has type binary, expected text or a number",
+        ),
         ({"label": "bytes"}, r"label 'bytes' has type binary, expected text or a number"),
     ):
         with pytest.raises(InputError, match=text):
