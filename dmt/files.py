@@ -12,8 +12,9 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dmt.errors import InputError
 
@@ -104,7 +105,7 @@ def check_writable(folder: Path) -> None:
         pass
 
 
-def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     """Opens a regular file to read; waits for nobody, as opening a pipe would.
 
     Raises:

@@ -151,7 +151,7 @@ def check_rank_memory(job: Job) -> None:
     model = build_model(job, device="meta", without_tables=True)
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     towers = sum(size for name, size in sizes.items() if is_tower_module(name))
-    dense = sum(sizes.values()) - towers  # tables are no parameters here
+    dense = sum(size for name, size in sizes.items() if not name.startswith("sparse_arch."))
     if job.sharding is None:
         tables = sum(table.num_bytes for table in job.tables) / (topology.num_towers * topology.ranks_per_tower)
     else:
