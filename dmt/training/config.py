@@ -85,8 +85,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         layers = (*self.dense_arch, *(self.over_arch or ()))
-        if len(layers) > 1000 or not all(1 <= size <= 2**20 for size in layers):
-            raise InputError("dense_arch and over_arch: give at most 1000 layers of 1 to 1048576 numbers each.")
+        if len(layers) > 1000 or max(layers, default=0) > 2**20:
+            raise InputError("dense_arch and over_arch: give at most 1000 layers of at most 1048576 numbers each.")
         if self.over_arch is not None and self.over_arch[-1:] != (1,):
             raise InputError(f"over_arch={list(self.over_arch)} must end in 1, the logit.")
         return self

@@ -355,7 +355,7 @@ def _describe(job: Job, folder: Path) -> None:
         replace(job.towers, tables=job.split_tables).save(folder / "towers.json")
     if job.sharding is not None:
         job.sharding.save(folder / "sharding.json")
-    (folder / "config.toml").write_text(to_toml(job.config))
+    (folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")
 
 
 def _place() -> tuple[int, int]:

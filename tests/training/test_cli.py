@@ -116,6 +116,12 @@ def test_names_of_features_are_no_markup(tmp_path: Path, strategy: str) -> None:
     assert FeatureAffinity.load(saved).features == tuple(names)
 
 
+def test_an_error_shows_control_characters_escaped() -> None:
+    result = dmt("plan", "no\x1b[2J.toml")
+    assert result.exit_code == 2
+    assert r"error: Config no\x1b[2J.toml: cannot be read" in result.output
+
+
 def test_a_picture_that_cannot_be_drawn_leaves_word_of_the_plan(
     affinity: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

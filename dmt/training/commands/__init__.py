@@ -214,4 +214,5 @@ def complexity(*, arch: str, towers: int | None, tower_dim: int | None, c: int, 
 
 
 def _command() -> str:
-    return shlex.join(["dmt", *sys.argv[1:]])
+    # As text that a plan can hold: an argument is any bytes.
+    return printable(shlex.join(["dmt", *sys.argv[1:]]))

@@ -179,7 +179,7 @@ def _train(config: TrainingConfig) -> dict[str, Any]:
     """Trains a config on ranks of this machine; its table goes to ``train.log``, the rest to the terminal."""
     folder = Path(config.train.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(to_toml(config))
+    (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
     code = _torchrun(folder / "run.toml", config.topology.build().world_size, folder / "train.log")
     if code:
         raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")
