@@ -91,8 +91,8 @@ class TowerPartitioner:
         number = isinstance(ratio, int | float | np.number) and not isinstance(ratio, bool)
         if ratio is not None and not (number and 1.0 <= ratio <= 1e6):
             raise InputError(
-                f"TowerPartitioner: balance_ratio={ratio!r} must be at least 1 and finite (at most 1e6); it is the size "
-                "of the largest tower over that of the smallest. None leaves sizes free."
+                f"TowerPartitioner: balance_ratio={ratio!r} must be at least 1 and finite (at most 1e6); it is "
+                "the size of the largest tower over that of the smallest. None leaves sizes free."
             )
         counts = self.rules.towers_per_category
         if counts and sum(counts.values()) != self.num_towers:
