@@ -1,22 +1,50 @@
-"""Files written atomically or through to the disk, records of one format version, and names that files before used."""
+"""Files written atomically or through to the disk, JSON and TOML read within bounds, names of files before."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import re
+import stat
 import tempfile
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dmt.errors import InputError
 
-__all__ = ["RENAMED", "atomic_write", "check_writable", "current_name", "fsync_path", "read_record"]
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+__all__ = [
+    "RENAMED",
+    "atomic_write",
+    "check_writable",
+    "current_name",
+    "explain",
+    "from_record",
+    "fsync_path",
+    "open_file",
+    "parse_json",
+    "parse_toml",
+    "read_json",
+    "read_record",
+    "read_toml",
+]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_BYTES = {"JSON": 64 << 20, "TOML": 1 << 20}
+_MOST_LEVELS = 100
+# Between these, TOML has a key, whose number of parts tomllib takes squared time for, or a value.
+_BETWEEN_KEYS = re.compile(r"[,=\n\[\]{}#]|\.\.")
 
 RENAMED = {
     "data_wise": "data_parallel",
@@ -77,6 +105,115 @@ def check_writable(folder: Path) -> None:
         pass
 
 
+def open_file(path: str | os.PathLike[str]) -> BufferedReader:
+    """Opens a regular file to read; waits for nobody, as opening a pipe would.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder, a pipe or a device.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{os.fspath(path)} is no regular file")
+    return file
+
+
+def read_json(path: str | os.PathLike[str], *, place: str, remedy: str) -> Any:
+    """Reads a JSON file; see `parse_json`.
+
+    Args:
+        path: the file.
+        place: its kind and name, with which every error message begins: ``"Tower plan towers.json"``.
+        remedy: advice with which every error message ends.
+
+    Raises:
+        InputError: the file cannot be read, is no regular file or not JSON within bounds.
+    """
+    return parse_json(_read(path, place, remedy, "JSON"), place=place, remedy=remedy)
+
+
+def read_toml(path: str | os.PathLike[str], *, place: str, remedy: str) -> dict[str, Any]:
+    """Reads a TOML file; arguments and errors are those of `read_json`."""
+    return parse_toml(_read(path, place, remedy, "TOML"), place=place, remedy=remedy)
+
+
+def _read(path: str | os.PathLike[str], place: str, remedy: str, kind: str) -> str:
+    try:
+        with open_file(path) as file:
+            content = file.read(_MOST_BYTES[kind] + 1)
+        if len(content) > _MOST_BYTES[kind]:
+            raise OSError(f"it has more than {_MOST_BYTES[kind] >> 20} MiB")
+        return content.decode()
+    except (OSError, ValueError) as error:  # ValueError: text that is not UTF-8, a path with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{place}: cannot be read ({reason}). {remedy}") from error
+
+
+def parse_json(text: str, *, place: str, remedy: str) -> Any:
+    """Reads JSON of at most 100 levels, whole numbers of 64 bits, and text that can be written as UTF-8.
+
+    Args:
+        text: the JSON.
+        place: where it is from, with which every error message begins.
+        remedy: advice with which every error message ends.
+
+    Raises:
+        InputError: it is not JSON, or breaks a bound.
+
+    Example:
+        >>> parse_json('{"a": [1]}', place="x.json", remedy="")
+        {'a': [1]}
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{place}, line {error.lineno}: not JSON ({error.msg}). {remedy}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+        raise InputError(f"{place}: not JSON that can be read ({error}). {remedy}") from error
+    _check_values(value, place, remedy)
+    return value
+
+
+def parse_toml(text: str, *, place: str, remedy: str) -> dict[str, Any]:
+    """Reads TOML within the bounds of `parse_json`; arguments and errors are the same."""
+    try:
+        if any(part.count(".") > _MOST_LEVELS for part in _BETWEEN_KEYS.split(text)):
+            raise ValueError(f"a key has more than {_MOST_LEVELS} parts")
+        value = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: not TOML ({error}). {remedy}") from error
+    _check_values(value, place, remedy)
+    return value
+
+
+def _check_values(value: Any, place: str, remedy: str) -> None:
+    """Raises `InputError` for values that can be read, but that recursion, int64 or UTF-8 fail on later."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        for item in level:
+            if isinstance(item, int) and not -(2**63) <= item < 2**64:
+                raise InputError(f"{place}: a whole number has more than 64 bits. {remedy}")
+            if isinstance(item, str) and not _is_writable(item):
+                raise InputError(f"{place}: {_shown(item)} is no Unicode text. {remedy}")
+        level = [inner for item in level for inner in _inner(item)]
+        if not level:
+            return
+    raise InputError(f"{place}: brackets are nested more than {_MOST_LEVELS} levels deep. {remedy}")
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    return value if isinstance(value, list) else ()
+
+
+def _is_writable(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:
     """Reads a JSON object whose key ``format`` holds its format version.
 
@@ -87,7 +224,7 @@ def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy
         remedy: advice with which every error message ends.
 
     Raises:
-        InputError: the file is missing, not a JSON object, or of another format version.
+        InputError: the file cannot be read, is not a JSON object within bounds, or of another format version.
 
     Example:
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -96,16 +233,50 @@ def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy
         ...     read_record(path, what="Tower plan", version=1, remedy="Re-run `dmt partition`.")
         {'format': 1, 'towers': []}
     """
-    try:
-        record = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{what} {path}: cannot be read ({error}). {remedy}") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{what} {path}, line {error.lineno}: not JSON ({error.msg}). {remedy}") from error
+    record = read_json(path, place=f"{what} {path}", remedy=remedy)
     found = record.get("format") if isinstance(record, dict) else None
     if found != version:
         raise InputError(f"{what} {path} has format {found!r}; this version reads format {version}. {remedy}")
     return dict(record)
+
+
+def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy: str) -> T:
+    """Makes a dataclass of a JSON object whose values, also nested ones, have exactly the types of its fields.
+
+    Raises:
+        InputError: a field is absent, has another type or breaks a rule; the message begins with ``place`` and ends
+            with ``remedy``.
+
+    Example:
+        >>> from dmt.plan.topology import TowerTopology
+        >>> sizes = {"num_towers": 2, "ranks_per_tower": "4"}
+        >>> from_record(TowerTopology, sizes, place="a.json", remedy="Make it again.")
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: a.json: ranks_per_tower: Input should be a valid integer (got '4'). Make it again.
+    """
+    # Here, since it takes a tenth of a second to load, and most that imports this module reads no plan.
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        # As JSON: in Python's types, a strict check would refuse a list for a tuple.
+        return TypeAdapter(kind).validate_json(json.dumps(record), strict=True)
+    except ValidationError as error:
+        raise InputError(f"{place}: {explain(error)} {remedy}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """Says in a sentence which field is the first that pydantic refuses, why, and what it has instead."""
+    first = error.errors()[0]
+    key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
+    reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+    got = "" if first["type"] == "value_error" else f" (got {_shown(first['input'])})"
+    return f"{key and f'{key}: '}{reason}{got}."
+
+
+def _shown(value: object, most: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 @cache

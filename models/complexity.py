@@ -43,6 +43,7 @@ ARCHS = ("dlrm", "dcn")
 """Architectures that `complexity_of` accepts."""
 
 _COUNTED_SAMPLES = 2
+_MOST = 65_536  # of a setting; products of larger ones have no tensor
 _PAPER_TOWER_DIM = {"dlrm": 64, "dcn": 128}
 
 
@@ -179,6 +180,9 @@ def paper_complexity(
 def _check_settings(arch: str, has_towers: bool, tower_dim: int | None, c: int, p: int) -> None:
     if arch not in ARCHS:
         raise InputError(f"arch={arch!r} is unknown; use {' or '.join(map(repr, ARCHS))}.{did_you_mean(arch, ARCHS)}")
+    for name, value in (("tower_dim", tower_dim or 0), ("c", c), ("p", p)):
+        if value > _MOST:
+            raise InputError(f"{name}={value} is too large for a model; give at most {_MOST}.")
     if not has_towers and (tower_dim is not None or (c, p) != (1, 0)):
         raise InputError(
             f"tower_dim={tower_dim}, c={c}, p={p} are settings of towers, but the flat {arch} was asked for. Give the "

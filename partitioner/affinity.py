@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write
+from dmt.files import atomic_write, open_file
+from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ _FORMS = {
     "table_sizes": (1, "iu", "whole numbers of shape [K]"),
     "table_features": (1, "U", "text of shape [F]"),
 }
+# A few megabytes can unpack to gigabytes; what is larger than this is read if it is stored without compression.
+_MOST_UNPACKED = 2**30
 _TABLE_ARRAYS = ("table_names", "table_rows", "table_dims", "table_sizes", "table_features")
 # A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
 ROUNDING = 1e-5
@@ -230,6 +233,9 @@ def _check_names(features: Sequence[str]) -> None:
     nameless = [name for name in features if not isinstance(name, str) or not name]
     if nameless:
         raise InputError(f"FeatureAffinity: feature {nameless[0]!r} is no name; give texts that are not empty.")
+    unwritable = [name for name in features if any("\ud800" <= c <= "\udfff" for c in name)]
+    if unwritable:
+        raise InputError(f"FeatureAffinity: feature {unwritable[0]!r} is no Unicode text; rename it.")
     doubled = [(name, count) for name, count in Counter(features).items() if count > 1]
     if doubled:
         name, count = doubled[0]
@@ -329,10 +335,14 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     where = f"Affinity file {path}"
     try:
         # Opened here, because numpy leaves a broken archive open.
-        with Path(path).open("rb") as file:
+        with open_file(path) as file:
             archive = np.load(file, allow_pickle=False)
             # A plain .npy array comes back without names.
-            arrays = {name: archive[name] for name in getattr(archive, "files", ())}
+            names = getattr(archive, "files", ())
+            unpacked = sum(entry.file_size for entry in archive.zip.infolist()) if names else 0
+            if unpacked > max(_MOST_UNPACKED, 2 * os.fstat(file.fileno()).st_size):
+                raise OSError(f"it unpacks to {human_bytes(unpacked)}; write such a matrix uncompressed")
+            arrays = {name: archive[name] for name in names}
     except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
         # Numpy's advice on what is no archive at all is to allow pickles: untrue and unsafe here.
         reason = "it holds no plain arrays" if "pickle" in str(error) else error

@@ -69,10 +69,13 @@ class TowerPartitioner:
     does not."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("num_towers", 1), ("dims", 1), ("seed", 0)):
+        for name, lowest, highest in (("num_towers", 1, 2**20), ("dims", 1, 1000), ("seed", 0, 2**32 - 1)):
             value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < lowest:
-                raise InputError(f"TowerPartitioner: {name}={value!r} must be a whole number of at least {lowest}.")
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or not lowest <= value <= highest:
+                raise InputError(
+                    f"TowerPartitioner: {name}={value!r} must be a whole number of at least {lowest} and at "
+                    f"most {highest}."
+                )
             # Plans are JSON, which knows no numpy integers. A frozen dataclass sets its own cleaned fields this way.
             object.__setattr__(self, name, int(value))
         if not isinstance(self.rules, PartitionRules):
@@ -86,10 +89,10 @@ class TowerPartitioner:
                 )
         ratio = self.balance_ratio
         number = isinstance(ratio, int | float | np.number) and not isinstance(ratio, bool)
-        if ratio is not None and not (number and ratio >= 1.0 and np.isfinite(ratio)):
+        if ratio is not None and not (number and 1.0 <= ratio <= 1e6):
             raise InputError(
-                f"TowerPartitioner: balance_ratio={ratio!r} must be at least 1 and finite; it is the size of the "
-                "largest tower over that of the smallest. None leaves sizes free."
+                f"TowerPartitioner: balance_ratio={ratio!r} must be at least 1 and finite (at most 1e6); it is "
+                "the size of the largest tower over that of the smallest. None leaves sizes free."
             )
         counts = self.rules.towers_per_category
         if counts and sum(counts.values()) != self.num_towers:

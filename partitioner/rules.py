@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dmt.errors import InputError, did_you_mean
+from dmt.files import read_toml
 
 __all__ = ["PartitionRules"]
 
@@ -165,12 +164,7 @@ class PartitionRules:
             InputError: the file cannot be read, is not TOML, or has a key that is no rule.
         """
         where = f"Partition rules {path}"
-        try:
-            record = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{where}: cannot be read ({error}).") from error
-        except tomllib.TOMLDecodeError as error:
-            raise InputError(f"{where}: not TOML ({error}).") from error
+        record = read_toml(path, place=where, remedy="Give a TOML file of rules.")
         known = [f.name for f in fields(cls)]
         hint = " Limits, together and apart are keys above the first table; TOML takes what is below as its contents."
         for key in record:

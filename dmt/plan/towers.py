@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write, read_record
+from dmt.files import atomic_write, from_record, read_record
 from dmt.formatting import shorten
 from dmt.plan.column_shards import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
@@ -19,6 +19,7 @@ from dmt.plan.tables import TableSpec, feature_names, table_specs
 __all__ = ["FORMAT_VERSION", "TowerFeatures", "TowerPlan"]
 
 FORMAT_VERSION = 1
+_REMEDY = "Re-run `dmt partition`."
 
 
 @dataclass(frozen=True)
@@ -243,34 +244,11 @@ class TowerPlan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            InputError: the file is absent, not JSON, of another format version, or breaks a rule of the plan.
+            InputError: the file cannot be read, is not JSON or of another format version, or an entry is absent, of
+                another type or breaks a rule of the plan.
         """
-        record = read_record(path, what="Tower plan", version=FORMAT_VERSION, remedy="Re-run `dmt partition`.")
-        try:
-            return cls(
-                towers=tuple(TowerFeatures(str(t["name"]), _names(t["features"])) for t in record["towers"]),
-                strategy=record.get("strategy", "manual"),
-                seed=record.get("seed"),
-                affinity=record.get("affinity", {}),
-                tables=tuple(
-                    TableSpec(**{**t, "feature_names": _names(t["feature_names"])}) for t in record.get("tables", [])
-                ),
-                column_splits={f: tuple(map(int, widths)) for f, widths in record.get("column_splits", {}).items()},
-                command=record.get("command", ""),
-            )
-        except InputError as error:
-            raise InputError(f"Tower plan {path}: {error}") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"Tower plan {path}: a tower or table entry is malformed ({error!r}); expected "
-                '{"name": ..., "features": [...]}.'
-            ) from error
-
-
-def _names(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"expected a list of feature names, got {value!r}")
-    return tuple(value)
+        record = read_record(path, what="Tower plan", version=FORMAT_VERSION, remedy=_REMEDY)
+        return from_record(cls, record, place=f"Tower plan {path}", remedy=_REMEDY)
 
 
 def _quote(word: str, names: Sequence[str], most: int = 5) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, current_name, read_record
+from dmt.files import atomic_write, current_name, from_record, read_record
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.schemes import SCHEMES, TablePlacement
@@ -19,6 +18,7 @@ from dmt.sharding.schemes import SCHEMES, TablePlacement
 __all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerLoad", "TowerShardingPlan"]
 
 SHARDING_FORMAT = 1
+_REMEDY = "Re-run `dmt plan`."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,12 @@ class TowerLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerShardingPlan:
-    """A sharding plan that explains itself; made by `dmt.sharding.plan_tables.plan_tables`."""
+    """A sharding plan that explains itself; made by `dmt.sharding.plan_tables.plan_tables`.
+
+    Raises:
+        InputError: a table is listed twice or is not on ranks of the topology, or ``ranks`` and ``towers`` are not
+            those of the topology, in order.
+    """
 
     topology: TowerTopology
     workload: StepWorkload
@@ -88,6 +93,25 @@ class TowerShardingPlan:
     towers: tuple[TowerLoad, ...]
     notes: tuple[str, ...] = ()
     """Further notes for the reader."""
+
+    def __post_init__(self) -> None:
+        towers, local_ranks = range(self.topology.num_towers), range(self.topology.ranks_per_tower)
+        placed = [table.name for table in self.tables]
+        doubled = [name for name in placed if placed.count(name) > 1] if len(set(placed)) < len(placed) else []
+        if doubled:
+            raise InputError(f"Table {doubled[0]!r} is placed {placed.count(doubled[0])} times; place it once.")
+        for table in self.tables:
+            if table.tower not in towers or not set(table.placement.ranks) <= set(local_ranks):
+                raise InputError(
+                    f"Table {table.name!r} is on ranks {list(table.placement.ranks)} of tower {table.tower}, but there "
+                    f"are towers 0..{towers[-1]} of ranks 0..{local_ranks[-1]}."
+                )
+        if [(rank.tower, rank.local) for rank in self.ranks] != [(t, r) for t in towers for r in local_ranks]:
+            raise InputError(
+                f"ranks must list the load of ranks 0..{local_ranks[-1]} of towers 0..{towers[-1]}, in order."
+            )
+        if [tower.tower for tower in self.towers] != list(towers):
+            raise InputError(f"towers must list towers 0..{towers[-1]}, in order.")
 
     @property
     def placements(self) -> dict[str, TablePlacement]:
@@ -148,25 +172,15 @@ class TowerShardingPlan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            InputError: the file is absent, not JSON, of another format version, or malformed.
+            InputError: the file cannot be read, is not JSON or of another format version, or an entry is absent, of
+                another type or breaks a rule of the plan.
         """
-        record = read_record(path, what="Sharding plan", version=SHARDING_FORMAT, remedy="Re-run `dmt plan`.")
+        place = f"Sharding plan {path}"
+        record = read_record(path, what="Sharding plan", version=SHARDING_FORMAT, remedy=_REMEDY)
         try:
-            return cls(
-                topology=TowerTopology(**record["topology"]),
-                workload=StepWorkload(**record["workload"]),
-                hardware=Hardware(**{current_name(name): value for name, value in record["hardware"].items()}),
-                tables=tuple(TableSharding(**t | {"placement": _placed(t["placement"])}) for t in record["tables"]),
-                ranks=tuple(RankLoad(**rank) for rank in record["ranks"]),
-                towers=tuple(TowerLoad(**tower) for tower in record["towers"]),
-                notes=tuple(record["notes"]),
-            )
-        except InputError as error:
-            raise InputError(f"Sharding plan {path}: {error}") from error
+            record["hardware"] = {current_name(name): value for name, value in record["hardware"].items()}
+            for table in record["tables"]:
+                table["placement"]["scheme"] = current_name(table["placement"]["scheme"])
         except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"Sharding plan {path}: an entry is malformed ({error!r}). Re-run `dmt plan`.") from error
-
-
-def _placed(record: Mapping[str, Any]) -> TablePlacement:
-    ranks, sizes = (tuple(int(number) for number in record[key]) for key in ("ranks", "sizes"))
-    return TablePlacement(scheme=record["scheme"], ranks=ranks, sizes=sizes)
+            raise InputError(f"{place}: an entry is malformed ({error!r}). {_REMEDY}") from error
+        return from_record(cls, record, place=place, remedy=_REMEDY)

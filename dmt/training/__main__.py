@@ -10,6 +10,7 @@ import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError, ReplicaMismatchError
+from dmt.formatting import printable
 from dmt.testing.ranks import end_with
 from dmt.training.config import load_config
 from dmt.training.console import quiet_libraries
@@ -40,7 +41,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     except (InputError, ReplicaMismatchError) as error:
         if rank != 0:
             time.sleep(_LET_RANK_0_SPEAK_S)
-        print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+        print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {printable(str(error))}", file=sys.stderr, flush=True)
         # torchrun ends with a long report of its own; this puts the reason at its end too.
         get_error_handler().record_exception(error)
         sys.exit(2)

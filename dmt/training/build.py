@@ -20,6 +20,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
+from dmt.formatting import human_bytes
 from dmt.models import (
     DCN,
     DLRM,
@@ -49,6 +50,7 @@ from dmt.sptt.towers import TowerCollectionSharder
 from dmt.traffic import Traffic
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
+from dmt.training.data.config import check_memory
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "ClickTask",
     "build_model",
     "build_optimizer",
+    "check_rank_memory",
     "count_model",
     "expected_traffic",
     "fused_params",
@@ -137,6 +140,29 @@ def count_model(job: Job) -> Complexity:
 def is_tower_module(name: str) -> bool:
     """Returns whether a parameter, by its name in the unsharded model, belongs to a tower module."""
     return re.search(r"\.towers\.\d+\.interaction\.", name) is not None
+
+
+def check_rank_memory(job: Job) -> None:
+    """Raises `InputError` if a rank needs more memory than this machine has, by a lower bound.
+
+    Counted are its share of the tables, the dense weights with their gradients, and a batch with its embeddings.
+    """
+    config, topology = job.config, job.topology
+    model = build_model(job, device="meta", without_tables=True)
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    towers = sum(size for name, size in sizes.items() if is_tower_module(name))
+    dense = sum(size for name, size in sizes.items() if not name.startswith("sparse_arch."))
+    if job.sharding is None:
+        tables = sum(table.num_bytes for table in job.tables) / (topology.num_towers * topology.ranks_per_tower)
+    else:
+        tables = max(rank.memory for rank in job.sharding.ranks)
+    columns = job.num_dense + sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
+    batch = max(config.train.batch_size, config.train.eval_batch_size) * columns * 4
+    check_memory(
+        tables + 2 * (dense + towers / topology.num_towers) + batch,
+        f"A rank, with {human_bytes(tables)} of tables, dense layers (model: dense_arch, over_arch, tower_dim, c, p, "
+        "cross_rank) and batches (train: batch_size, eval_batch_size),",
+    )
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:

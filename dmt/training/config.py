@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import RENAMED
+from dmt.files import RENAMED, explain, parse_toml, read_toml
 from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import Scheme
 from dmt.sptt.precision import ExchangePrecision
-from dmt.training.data.config import DataConfig
+from dmt.training.data.config import DataConfig, Section
 
 __all__ = [
     "SHARDING_OF_TOWERS",
@@ -34,6 +33,7 @@ __all__ = [
     "current_override",
     "load_config",
     "shipped_configs",
+    "to_override",
     "to_toml",
 ]
 
@@ -51,33 +51,30 @@ SHARDING_OF_TOWERS = (
 )
 """Keys of the section sharding that only the tower dataflow has."""
 
+_MOST_DOTS = 10
 _noted: set[str] = set()
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The model and its sizes (DESIGN section 7; DMT paper section 4)."""
 
     arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"] = "dmt-dlrm"
     """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``)."""
-    embedding_dim: int = Field(default=128, ge=4, multiple_of=4)
+    embedding_dim: int = Field(default=128, ge=4, le=65_536, multiple_of=4)
     """N, columns of every table; a multiple of 4 (FBGEMM's kernels)."""
     dense_arch: tuple[int, ...] = (512, 256)
     """Hidden layers of the bottom MLP; the last layer follows from N or tower_dim."""
     over_arch: tuple[int, ...] | None = None
     """Layers of the over arch, ending in 1; by default the paper's for the arch."""
-    tower_dim: int = Field(default=64, ge=1)
+    tower_dim: int = Field(default=64, ge=1, le=65_536)
     """D, dimension of a tower's outputs (multi-tower models)."""
-    c: int = Field(default=1, ge=0)
+    c: int = Field(default=1, ge=0, le=65_536)
     """Outputs of dimension D per feature (``dmt-dlrm``)."""
-    p: int = Field(default=0, ge=0)
+    p: int = Field(default=0, ge=0, le=65_536)
     """Outputs of dimension D per tower (``dmt-dlrm``)."""
-    cross_layers: int = Field(default=3, ge=1)
+    cross_layers: int = Field(default=3, ge=1, le=1000)
     """Cross layers of the interaction (``dcn``, ``dmt-dcn``)."""
-    cross_rank: int = Field(default=512, ge=1)
+    cross_rank: int = Field(default=512, ge=1, le=65_536)
     """Rank of a cross layer (``dcn``, ``dmt-dcn``)."""
 
     @property
@@ -87,37 +84,46 @@ class ModelConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
+        layers = (*self.dense_arch, *(self.over_arch or ()))
+        if len(layers) > 1000 or max(layers, default=0) > 2**20:
+            raise InputError("dense_arch and over_arch: give at most 1000 layers of at most 1048576 numbers each.")
         if self.over_arch is not None and self.over_arch[-1:] != (1,):
             raise InputError(f"over_arch={list(self.over_arch)} must end in 1, the logit.")
         return self
 
 
-class TopologyConfig(_Section):
+class TopologyConfig(Section):
     """The mesh: R replicas x T towers x L ranks. Their product must be the world size."""
 
-    num_towers: int = Field(default=1, ge=1)
+    num_towers: int = Field(default=1, ge=1, le=65_536)
     """T; a tower is usually one host."""
-    ranks_per_tower: int = Field(default=1, ge=1)
+    ranks_per_tower: int = Field(default=1, ge=1, le=8192)
     """L."""
-    num_replicas: int = Field(default=1, ge=1)
+    num_replicas: int = Field(default=1, ge=1, le=65_536)
     """R, copies of all tables, each trained on its share of the samples and averaged; see ``[replicas]``."""
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
     """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
     neighbours, on one host if it has R x L ranks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TopologyConfig:
+        if self.build().world_size > 65_536:
+            raise InputError(f"num_towers * ranks_per_tower * num_replicas = {self.build().world_size} exceeds 65536.")
+        return self
 
     def build(self) -> TowerTopology:
         """The topology of these sizes."""
         return TowerTopology(**self.model_dump())
 
 
-class TowersConfig(_Section):
+class TowersConfig(Section):
     """The tower plan: which features form which tower."""
 
     plan: str = "strided"
     """Path of a ``towers.json`` that ``dmt partition`` wrote, or ``strided``: feature i in tower i mod T."""
 
 
-class ShardingConfig(_Section):
+class ShardingConfig(Section):
     """Sharding of the embedding tables, and their exchange.
 
     Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``forward_precision``,
@@ -168,7 +174,7 @@ class ShardingConfig(_Section):
         return ExchangePrecision(forward=self.forward_precision, backward=self.backward_precision)
 
 
-class ReplicasConfig(_Section):
+class ReplicasConfig(Section):
     """Averaging of the replicas of the tables (2D sparse parallelism); unused with one replica."""
 
     sync_every: int = Field(default=1, ge=1)
@@ -191,7 +197,7 @@ class ReplicasConfig(_Section):
         return value
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """Optimizers of tables, tower modules and the dense parts."""
 
     sparse: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
@@ -210,12 +216,12 @@ class OptimizerConfig(_Section):
     """Steps over which all learning rates rise linearly to their value."""
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """The loop."""
 
-    batch_size: int = Field(default=1024, ge=1)
+    batch_size: int = Field(default=1024, ge=1, le=2**24)
     """B, rows per rank and step."""
-    eval_batch_size: int = Field(default=4096, ge=1)
+    eval_batch_size: int = Field(default=4096, ge=1, le=2**24)
     """Rows per rank and step in evaluation."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the training rows."""
@@ -228,7 +234,7 @@ class TrainConfig(_Section):
     prefetch_ids: bool = True
     """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``); false: one
     batch after another. The results have the same bits."""
-    micro_batches: int = Field(default=1, ge=1)
+    micro_batches: int = Field(default=1, ge=1, le=1024)
     """K, parts of a batch: while the dense part of the model computes one, the tower outputs or gradients of others are
     in flight between hosts. Results differ by rounding only. Tower dataflow only."""
     dense_reduce: Literal["ring", "hierarchical"] = "ring"
@@ -236,7 +242,7 @@ class TrainConfig(_Section):
     first, then once between hosts, which sends less there. Towers are hosts here."""
     dense_reduce_precision: SyncPrecision = "fp32"
     """Number format of these gradients between hosts; ``bf16`` needs ``dense_reduce = "hierarchical"``."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the weights."""
     affinity_rows: int = Field(default=0, ge=0)
     """Number of training rows, over all ranks, on which feature affinities are collected after training a flat model;
@@ -256,7 +262,7 @@ class TrainConfig(_Section):
     ``output_dir`` has its own, the run continues from those)."""
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """A whole run.
 
     Example:
@@ -382,15 +388,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
     try:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
-        errors = error.errors()
-        for unknown in errors:
+        for unknown in error.errors():
             if unknown["type"] == "extra_forbidden":
                 raise _unknown_key(unknown["loc"]) from error
-        first = errors[0]
-        key = ".".join(str(part) for part in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        got = f" (got {first['input']!r})" if first["type"] != "value_error" else ""
-        raise InputError(f"Config {path}: {key + ': ' if key else ''}{reason}{got}") from error
+        raise InputError(f"Config {path}: {explain(error)}") from error
 
 
 def accept_old_names(values: dict[str, Any]) -> None:
@@ -432,6 +433,16 @@ def _note(old: str, new: str) -> None:
         logger.warning("Config: %s is the old name of %s and is accepted for now; write the new one.", old, new)
 
 
+def to_override(key: str, text: object) -> str:
+    r"""Returns the override that sets a key to any text, or to a path.
+
+    Example:
+        >>> print(to_override("towers.plan", 'the "best" towers.json'))
+        towers.plan="the \"best\" towers.json"
+    """
+    return f"{key}={tomli_w.dumps({'value': str(text)}).removeprefix('value = ').rstrip()}"
+
+
 def to_toml(config: BaseModel) -> str:
     """The resolved config as TOML that `load_config` reads again; unset optional values are left out."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
@@ -446,31 +457,29 @@ def _read(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     if not file.exists() and file.suffix == "" and str(path) in shipped_configs():
         file = Path(__file__).parent / "configs" / f"{path}.toml"
-    try:
-        with file.open("rb") as stream:
-            return tomllib.load(stream)
-    except OSError as error:
-        raise InputError(
-            f"Config {path}: cannot be read ({error.strerror}). Give a TOML file or one of {shipped_configs()}."
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"Config {path}: not TOML: {error}") from error
+    return read_toml(file, place=f"Config {path}", remedy=f"Give a TOML file or one of {shipped_configs()}.")
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise InputError(f"Override {override!r} is not of the form section.key=value, e.g. train.batch_size=512.")
+    place = f"Override {override!r}"
+    if not equals or not key.strip() or key.count(".") > _MOST_DOTS:
+        raise InputError(f"{place} is not of the form section.key=value, e.g. train.batch_size=512.")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word: model.arch=dlrm
+        found = parse_toml(f"value = {text}", place=place, remedy="Text that is no TOML needs quotes.")
+    except InputError:
+        if text.lstrip().startswith(('"', "'", "[", "{")):
+            raise
+        # A bare word: model.arch=dlrm
+        found = parse_toml(to_override("value", text), place=place, remedy="Give text in UTF-8.")
+    if len(found) > 1:
+        raise InputError(f"{place} has more than one value. Give each key its own override.")
     *sections, last = key.strip().split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise InputError(f"Override {override!r}: {section!r} is a value, not a section.")
-    values[last] = value
+            raise InputError(f"{place}: {section!r} is a value, not a section.")
+    values[last] = found["value"]
 
 
 def _unknown_key(place: Sequence[int | str]) -> InputError:

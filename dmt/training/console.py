@@ -6,18 +6,20 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
-from dmt.formatting import counted, human_bytes
+from dmt.formatting import counted, human_bytes, printable
 from dmt.sharding.plan import TowerShardingPlan
 
 __all__ = [
     "ROWS",
     "SYNC_ROW",
+    "NameConsole",
     "cells",
     "make_table",
     "print_summary",
@@ -46,9 +48,23 @@ ROWS: tuple[tuple[str, str, str], ...] = (
 SYNC_ROW = ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}")
 
 
+class NameConsole(Console):
+    """A console for names of any text: control characters in them are shown escaped."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Renders as the base class does, with every text escaped."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def table_console(*, markup: bool) -> Console:
     """A console for tables of names and numbers, as wide as the terminal or ``COLUMNS``."""
-    console = Console(highlight=False, markup=markup, emoji=False)
+    console = NameConsole(highlight=False, markup=markup, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         # A pipe has no width; 80 columns would break what a file has room for.
         console.width = _PIPE_WIDTH
@@ -74,7 +90,7 @@ def quiet_libraries(*, rank: int) -> None:
     than 0 report errors only.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Formatter("%(message)s"))
     ours = logging.getLogger("dmt")
     ours.handlers = [handler]
     ours.propagate = False
@@ -119,6 +135,6 @@ def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:
     rows = rows_of(results.values())
     columns = [[label for label, _, _ in rows], *(cells(result, rows) for result in results.values())]
     lines = zip(*columns, strict=True)
-    Console(width=110).print(
+    NameConsole(width=110).print(
         make_table(["", *results], lines, title="evaluation and cost", right=range(1, len(columns)))
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -18,7 +17,7 @@ from dmt.plan.tables import TableSpec
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain, newest
-from dmt.training.config import TrainConfig, TrainingConfig, load_config
+from dmt.training.config import TrainConfig, TrainingConfig, load_config, to_override
 from dmt.training.data import ClickBatch, ClickData, open_source
 from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
@@ -57,11 +56,11 @@ def affinity_of_run(
         raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
     overrides = []
     if (checkpoint / "towers.json").exists():
-        overrides.append(f"towers.plan={json.dumps(str(checkpoint / 'towers.json'))}")
+        overrides.append(to_override("towers.plan", checkpoint / "towers.json"))
     if data_path is not None:
         if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
             raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        overrides.append(f"data.train_path={json.dumps(str(data_path))}")
+        overrides.append(to_override("data.train_path", data_path))
     config = load_config(checkpoint / "config.toml", overrides)
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
     if check is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 from dmt.errors import InputError
-from dmt.files import atomic_write
+from dmt.files import atomic_write, read_json
 from dmt.formatting import shorten
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import TrainingConfig, to_toml
@@ -219,8 +219,11 @@ def to_json(result: Any) -> str:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Reads the result of a finished run; null becomes NaN again."""
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    """Reads the result of a finished run; null becomes NaN again. `InputError` if it cannot be read."""
+    place = str(folder / "result.json")
+    result = read_json(place, place=place, remedy="Run the job again, which evaluates its last checkpoint.")
+    if not isinstance(result, dict):
+        raise InputError(f"{place} is no result of a run. Run the job again, which evaluates its last checkpoint.")
     return {key: math.nan if value is None else value for key, value in result.items()}
 
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import time
-import tomllib
 import uuid
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, fsync_path
+from dmt.files import atomic_write, fsync_path, read_toml
 from dmt.formatting import shorten
 from dmt.plan.towers import TowerPlan
 from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest
@@ -226,10 +225,7 @@ def _check_towers(folder: Path, plan: TowerPlan) -> None:
 
 
 def _saved_config(folder: Path) -> dict[str, Any]:
-    try:
-        saved = tomllib.loads((folder / "config.toml").read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{folder} has no readable config.toml ({error}). Use another checkpoint.") from error
+    saved = read_toml(folder / "config.toml", place=str(folder / "config.toml"), remedy="Use another checkpoint.")
     try:
         # Keys that are newer than the checkpoint have their defaults.
         accept_old_names(saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_writable
+from dmt.formatting import printable
 from dmt.models import Complexity
 from dmt.replicas.sync import ReplicaSync
 from dmt.sharding.optimizers import moment_scale_of
@@ -26,6 +28,7 @@ from dmt.traffic import Traffic
 from dmt.training.build import (
     build_model,
     build_optimizer,
+    check_rank_memory,
     count_model,
     expected_traffic,
     fused_params,
@@ -203,6 +206,7 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
     job = make_job(config, data.tables, len(data.dense_names), towers=towers, source=data)
     config.sharding.precision.check_device(torch.device("cpu"))
     build_model(job, device="meta")
+    check_rank_memory(job)
     return job
 
 
@@ -306,7 +310,7 @@ def _sharding_result(job: Job) -> dict[str, Any]:
 
 
 def _say(lines: Iterable[str]) -> None:
-    print("".join(f"# {line}\n" for line in lines), end="", flush=True)
+    print("".join(f"# {printable(line)}\n" for line in lines), end="", flush=True)
 
 
 def rows_at_most(config: TrainingConfig, report: ValidationReport) -> int | None:
@@ -353,12 +357,12 @@ def _describe(job: Job, folder: Path) -> None:
         replace(job.towers, tables=job.split_tables).save(folder / "towers.json")
     if job.sharding is not None:
         job.sharding.save(folder / "sharding.json")
-    (folder / "config.toml").write_text(to_toml(job.config))
+    (folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")
 
 
 def _place() -> tuple[int, int]:
     try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return _number("RANK"), _number("WORLD_SIZE")
     except KeyError as error:
         raise InputError(
             f"{error.args[0]} is not set: start training with torchrun, e.g. "
@@ -366,9 +370,16 @@ def _place() -> tuple[int, int]:
         ) from error
 
 
+def _number(name: str, default: str | None = None) -> int:
+    text = os.environ[name] if default is None else os.environ.get(name, default)
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise InputError(f"The environment has {name}={text!r}, which must be a whole number. Set it, or leave it out.")
+    return int(text)
+
+
 @contextmanager
 def _process_group() -> Iterator[dist.ProcessGroup]:
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(min(max(1, _number("OMP_NUM_THREADS", "1")), os.cpu_count() or 1))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
     store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)

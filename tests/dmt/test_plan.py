@@ -86,16 +86,25 @@ def test_a_feature_may_look_up_in_two_tables() -> None:
     assert TowerPlan.from_lists([["a"]]).tables_by_tower(tables) == [tables]
 
 
+WHOLE = '{"format": 1, "towers": [{"name": "t", "features": ["a"]}], %s}'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", r"towers.json, line 1: not JSON"),
         ("[]", "has format None; this version reads format 1"),
         ('{"format": 2, "towers": []}', "has format 2; this version reads format 1. Re-run `dmt partition`"),
-        ('{"format": 1}', "malformed .*KeyError"),
-        ('{"format": 1, "towers": [{"name": "t", "features": "abc"}]}', "malformed.*expected a list of feature names"),
+        ('{"format": 1}', "towers.json: towers: Field required"),
+        ('{"format": 1, "towers": [{"name": "t", "features": "abc"}]}', r"towers\.0\.features: .*array \(got 'abc'\)"),
+        ('{"format": 1, "towers": [{"name": "t", "features": [1]}]}', r"towers\.0\.features\.0: .*string \(got 1\)"),
+        (WHOLE % '"affinity": [1, 2]', r"affinity: .*object \(got \[1, 2\]\). Re-run `dmt partition`"),
+        (WHOLE % '"seed": "x"', r"seed: Input should be a valid integer \(got 'x'\)"),
+        (WHOLE % '"strategy": 3', "strategy: Input should be a valid string"),
+        (WHOLE % '"column_splits": {"a": [4, "4"]}', r"column_splits\.a\.1: Input should be a valid integer"),
+        (WHOLE % '"tables": [{"name": "t"}]', r"tables\.0\.num_embeddings: Field required"),
         ('{"format": 1, "towers": [{"name": "t", "features": ["a", "a"]}]}', "towers.json: Feature 'a' occurs more"),
-        ('{"format": 1, "towers": 5}', "malformed"),
+        ('{"format": 1, "towers": 5}', r"towers: Input should be a valid array \(got 5\)"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:

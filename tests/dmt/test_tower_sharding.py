@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -349,8 +351,8 @@ def test_a_plan_with_the_old_names_is_loaded(tmp_path: Path) -> None:
         "workload": {"batch_size": 16, "pooling_factors": {}, "optimizer": "rowwise_adagrad"},
         "hardware": {"lookup_gb_per_s": 500.0, "link_gb_per_s": 100.0, "exchange_us": 25.0, "exchange_bytes": 4.0},
         "notes": [],
-        "towers": [],
-        "ranks": [],
+        "towers": [{"tower": 0, "num_tables": 1, "method": "greedy", "imbalance": 1.0, "peer_bytes": 0}],
+        "ranks": [{"tower": 0, "local": i, "memory": 9, "lookups": 1, "bytes_sent": 0, "seconds": 1} for i in (0, 1)],
         "tables": [
             {
                 "name": "t",
@@ -384,6 +386,12 @@ def test_old_names_of_schemes_and_rates(caplog: pytest.LogCaptureFixture) -> Non
         Hardware(exchange_us=5.0)  # type: ignore[call-arg]
 
 
+def changed(plan: TowerShardingPlan, change: Callable[[dict[str, Any]], object]) -> str:
+    record = json.loads(json.dumps(plan.to_record()))
+    change(record)
+    return json.dumps(record)
+
+
 def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     tables, workload = many_tables(12)
     found = plan_tables([tables], one_tower(4), workload=workload, hardware=Hardware(memory_per_rank=60_000_000_000))
@@ -395,6 +403,12 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
         ("[]", "has format None"),
         ('{"format": 9}', "has format 9; this version reads format 1"),
         ('{"format": 1}', "an entry is malformed"),
+        (changed(found, lambda plan: plan["tables"].append(plan["tables"][0])), r"Table '.*' is placed 2 times"),
+        (changed(found, lambda plan: plan["tables"][3].update(tower=99)), "of tower 99, but there are towers 0..0"),
+        (changed(found, lambda plan: plan["topology"].update(ranks_per_tower=2)), r"there are .* of ranks 0\.\.1"),
+        (changed(found, lambda plan: plan["ranks"].pop()), "ranks must list the load of ranks 0..3"),
+        (changed(found, lambda plan: plan["towers"].clear()), "towers must list towers 0..0"),
+        (changed(found, lambda plan: plan["ranks"][1].update(memory="9")), r"ranks\.1\.memory: .* \(got '9'\)"),
     ):
         bad.write_text(text)
         with pytest.raises(InputError, match=message):

@@ -358,3 +358,20 @@ def test_a_large_matrix_is_copied_a_few_times_only(tmp_path):
     tracemalloc.stop()
     # The matrix, the cleaned one, and what is compared.
     assert peak < 4.5 * matrix.nbytes
+
+
+def test_a_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "bomb.npz"
+    np.savez_compressed(path, matrix=np.zeros((1500, 1500)), features=np.array([str(i) for i in range(1500)]))
+    monkeypatch.setattr("dmt.partitioner.affinity._MOST_UNPACKED", 2**20)
+    with pytest.raises(
+        InputError, match=r"bomb\.npz: cannot be read \(it unpacks to 18\.0 MB; write such a matrix unc"
+    ):
+        FeatureAffinity.load(path)
+    FeatureAffinity(matrix=np.zeros((500, 500)), features=[str(i) for i in range(500)]).save(path)
+    assert FeatureAffinity.load(path).num_features == 500  # stored as it is, of any size
+
+
+def test_a_name_that_no_file_can_hold_is_refused():
+    with pytest.raises(InputError, match=r"feature 'b\\udcff' is no Unicode text; rename it"):
+        FeatureAffinity(matrix=np.eye(2), features=["a", "b\udcff"])

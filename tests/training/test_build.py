@@ -22,6 +22,7 @@ from dmt.training.data import ClickBatch
 from dmt.training.job import open_job
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord
+from dmt.training.train import resolve
 from tests.ranks import run_ranks
 from tests.training.small import ARCHS, plain, small, source, unsharded
 
@@ -37,6 +38,23 @@ def batches(config: TrainingConfig, rank: int, world_size: int) -> Iterator[Clic
 
 
 # Pure arithmetic first.
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("model", {"c": 65_536, "tower_dim": 65_536}, "A rank, with .* of tables, dense layers .*needs at least .* PB"),
+        ("model", {"dense_arch": [2**20, 2**20]}, "dense layers .* needs at least 8.80 TB of memory, but this machine"),
+        ("train", {"batch_size": 2**24}, r"batches \(train: batch_size, eval_batch_size\), needs at least"),
+        ("data", {"synthetic": {"rows_per_table": 2**32}}, r"Synthetic data .*rows_per_table.* needs at least"),
+    ],
+    ids=["towers", "layers", "batch", "synthetic"],
+)
+def test_a_run_that_no_rank_has_memory_for(section: str, values: Any, message: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}[name])
+    numbers = {"data": {"synthetic": {"num_rows": 2**40}}, "topology": {"num_towers": 2}}
+    with pytest.raises(InputError, match=message):
+        resolve(TrainingConfig.model_validate({**numbers, section: values}), 2)
 
 
 @pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"])

@@ -100,19 +100,26 @@ def test_partition_of_a_saved_affinity(affinity: Path, tmp_path: Path, typed: st
 
 @pytest.mark.parametrize("strategy", ["coherent", "both"])
 def test_names_of_features_are_no_markup(tmp_path: Path, strategy: str) -> None:
-    names = ["a[/b]", "h[red]", ":smile:", "[bold]x"]
+    names = ["a[/b]", "h[red]", ":smile:", "\x1b[2Jx"]
     # All alike, which is worth a note.
     FeatureAffinity(matrix=np.ones((4, 4)), features=names).save(tmp_path / "affinity.npz")
     out, saved = tmp_path / "[red]towers.json", tmp_path / "kept.npz"
     files = ["--affinity", str(tmp_path / "affinity.npz"), "--save-affinity", str(saved), "--out", str(out)]
     result = dmt("partition", *files, "--towers", "2", "--strategy", strategy)
     assert result.exit_code == 0, result.output
-    for name in names:
+    for name in (*names[:3], "\\x1b[2Jx"):
         assert name in result.stdout
+    assert "\x1b" not in result.stdout + result.stderr
     assert "Note: " in result.stdout
     assert f"Written to {out}." in result.stdout
     assert f"Affinity written to {saved}." in result.stderr
     assert FeatureAffinity.load(saved).features == tuple(names)
+
+
+def test_an_error_shows_control_characters_escaped() -> None:
+    result = dmt("plan", "no\x1b[2J.toml")
+    assert result.exit_code == 2
+    assert r"error: Config no\x1b[2J.toml: cannot be read" in result.output
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_word_of_the_plan(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.config import TrainingConfig, load_config, shipped_configs, to_toml
+from dmt.training.config import TrainingConfig, load_config, shipped_configs, to_override, to_toml
 
 COLUMNS = {"kind": "columns", "train_path": "day_*.csv", "categorical": ["c_*"], "num_embeddings_per_feature": {"c": 7}}
 
@@ -57,6 +57,8 @@ def test_a_resolved_config_reads_again_as_the_same(values: dict[str, Any], tmp_p
         ("data.synthetic.num_rows=7", lambda c: c.data.synthetic.num_rows, 7),
         ("data.skip_bad_lines=true", lambda c: c.data.skip_bad_lines, True),
         ("train={epochs = 3}", lambda c: c.train.epochs, 3),
+        ("train.output_dir=2024-run", lambda c: c.train.output_dir, "2024-run"),
+        (to_override("train.output_dir", Path('\U0001f600"\x1b\\')), lambda c: c.train.output_dir, '\U0001f600"\x1b\\'),
     ],
 )
 def test_overrides(override: str, read: Any, value: Any) -> None:
@@ -120,6 +122,38 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
         load_config("demo", [override])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.seed=9223372036854775808", r"train\.seed: .*less than 4294967296 \(got 9223372036854775808\)"),
+        ("model.embedding_dim=2147483648", r"model\.embedding_dim: .*less than or equal to 65536"),
+        ("model.over_arch=[2147483648, 1]", "layers of at most 1048576 numbers each"),
+        ("model.c=1000000000", r"model\.c: .*less than or equal to 65536"),
+        ("model.tower_dim=1000000000", r"model\.tower_dim: .*less than or equal to 65536"),
+        ("topology.ranks_per_tower=1000000", r"topology\.ranks_per_tower: .*less than or equal to 8192"),
+        ("topology={num_towers = 4096, num_replicas = 4096}", "= 16777216 exceeds 65536"),
+        ("train.batch_size=1000000000", r"train\.batch_size: .*less than or equal to 16777216"),
+        ("train.micro_batches=1000000000", r"train\.micro_batches: .*less than or equal to 1024"),
+        ("train.epochs=9999999999999999999", r"train: epochs=9999999999999999999 is beyond 2\*\*53"),
+        ("optimizer.sparse_lr=1e300", r"optimizer: sparse_lr=1e\+300 is beyond 1e-30 to 1e30"),
+        ("data.synthetic.num_dense=2147483648", r"num_dense: .*less than or equal to 10000"),
+        ("data.synthetic.signal=inf", r"data\.synthetic\.signal: .*finite number"),
+        ('train.output_dir="a\\u0000"', r"train: output_dir='a\\x00' has a NUL character"),
+        ("train.output_dir=\udcff", r"Override 'train\.output_dir=\\udcff': '\\udcff' is no Unicode text"),
+        ('train.output_dir="x', r"Override .*: not TOML \(Unterminated.*Text that is no TOML needs quotes"),
+        ("data.train_path=[ab]*.csv", r"Override .*: not TOML"),
+        ("train.seed=1\nepochs=2", "has more than one value"),
+        (f"sharding.tables.{'a.' * 5000}b=row_wise", r"is not of the form section\.key=value"),
+        ("model.c=" + "9" * 5000, r"model\.c: Unable to parse .*\(got '9+\.\.\.\)"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_values_without_reason_are_refused(override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        load_config("demo", [override])
+    assert len(str(caught.value)) < 12_000
+
+
 def test_an_absent_file_and_a_folder_are_named_with_the_shipped_ones(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Config .*nowhere\.toml: cannot be read \(No such file.*'demo'"):
         load_config(tmp_path / "nowhere.toml")
@@ -127,7 +161,7 @@ def test_an_absent_file_and_a_folder_are_named_with_the_shipped_ones(tmp_path: P
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"[model\narch = 1", b"a,b,c\n", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"[model\narch = 1", b"a,b,c\n", b"x=" + b"[" * 5000, b"x=" + b"9" * 5000])
 def test_a_file_that_is_not_toml_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_bytes(content)

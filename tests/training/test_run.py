@@ -124,6 +124,14 @@ def test_training_without_torchrun_is_told(monkeypatch: pytest.MonkeyPatch) -> N
         train(small())
 
 
+@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "-4"), ("OMP_NUM_THREADS", "x")])
+def test_an_environment_that_holds_no_number_is_told(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, number in {"RANK": "1", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", name: value}.items():
+        monkeypatch.setenv(key, number)
+    with pytest.raises(InputError, match=f"The environment has {name}='{value}', which must be a whole number"):
+        train(small())
+
+
 def test_a_result_without_some_values_still_prints() -> None:
     assert cells({"eval_auc": 0.75, "bytes_per_sample": {"ids": 1234.5}})[:1] == ["0.7500"]
     assert cells({"bytes_per_sample": {"ids": 1234.5}})[5:8] == ["-", "1,234", "-"]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import fsync_path, read_record
+from dmt.files import from_record, fsync_path, open_file, read_record
 from dmt.formatting import shorten
 
 __all__ = [
@@ -102,20 +102,14 @@ def read_manifest(folder: Path) -> Manifest:
         InputError: it is absent, cut off, altered, or of another format.
     """
     path = folder / MANIFEST_NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         raise InputError(f"{folder} is no whole checkpoint: {MANIFEST_NAME} is absent. {_REMEDY}")
     record = read_record(path, what="Checkpoint", version=_FORMAT, remedy=_REMEDY)
     if record.pop("digest", None) != _digest(record):
         raise InputError(f"{folder} is damaged: {MANIFEST_NAME} was altered. {_REMEDY}")
-    del record["format"]
-    try:
-        files = {str(name): FileRecord(**entry) for name, entry in record.pop("files").items()}
-        cuts = {str(name): tuple(widths) for name, widths in record.pop("column_shards").items()}
-        manifest = Manifest(**record, files=files, column_shards=cuts)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"{folder} is damaged: {MANIFEST_NAME} is no manifest ({error}). {_REMEDY}") from error
-    for name in files:
-        if Path(name).name != name:
+    manifest = from_record(Manifest, record, place=f"{folder} is damaged: {MANIFEST_NAME}", remedy=_REMEDY)
+    for name in manifest.files:
+        if Path(name).name != name or "\0" in name:
             raise InputError(f"{folder} is damaged: {MANIFEST_NAME} lists {name!r}, which is not in it. {_REMEDY}")
     return manifest
 
@@ -152,7 +146,7 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
 
 def record_of(path: Path) -> FileRecord:
     """Reads a file once and returns its size and SHA-256."""
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return FileRecord(bytes=stream.tell(), sha256=digest)
 

@@ -128,7 +128,8 @@ class Checkpointer:
 
         Raises:
             InputError: replicas were not averaged, ranks are at different steps, a number is NaN or infinite (nothing
-                is saved and no checkpoint deleted), or something in the model is no tensor or in ``progress`` not plain data; on every rank.
+                is saved and no checkpoint deleted), or something in the model is no tensor or in ``progress`` not plain
+                data; on every rank.
         """
         self.wait()
         pieces: list[Piece] = []

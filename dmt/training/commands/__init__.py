@@ -15,6 +15,7 @@ from rich.console import Console
 
 from dmt import __version__
 from dmt.errors import InputError
+from dmt.formatting import printable
 from dmt.training.console import make_table, print_summary, quiet_libraries
 
 __all__ = ["main"]
@@ -33,7 +34,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except InputError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {printable(str(error))}", err=True)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in _FULL:
                 raise
@@ -182,7 +183,7 @@ def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: A
     try:
         report = run_check(config, overrides, **limits)
     except RanksFailedError as error:
-        click.echo(f"FAILED: {error}", err=True)
+        click.echo(f"FAILED: {printable(str(error))}", err=True)
         sys.exit(1)
     print_report(report, as_json=as_json)
     if not report.agrees:
@@ -213,4 +214,5 @@ def complexity(*, arch: str, towers: int | None, tower_dim: int | None, c: int, 
 
 
 def _command() -> str:
-    return shlex.join(["dmt", *sys.argv[1:]])
+    # As text that a plan can hold: an argument is any bytes.
+    return printable(shlex.join(["dmt", *sys.argv[1:]]))

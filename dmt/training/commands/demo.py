@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
-from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_toml
+from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_override, to_toml
+from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.data.textfile import text_blocks
@@ -47,7 +45,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
-    console = Console(stderr=True, highlight=False)
+    console = NameConsole(stderr=True, highlight=False)
     out = Path(output_dir)
     taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
     if taken:
@@ -55,7 +53,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     # Each demo is a run of its own, also in a folder that has seen one.
     settings = ["train.resume=never", *([] if data is None else demo_settings(Path(data)))]
     console.print("[bold]1/4[/] checking data and sizes")
-    config = load_config("demo", [*settings, *overrides, _setting("train.output_dir", out)])
+    config = load_config("demo", [*settings, *overrides, to_override("train.output_dir", out)])
     arch, ranks = config.model.arch, config.topology.build().world_size
     if not config.model.has_towers:
         raise InputError(
@@ -71,7 +69,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     check_rows(load_config("demo", shared), ranks, rows_at_most(config, checked))
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
     flat = load_config(
-        "demo", [*flat_settings(shared), f"model.arch={flat_arch}", _setting("train.output_dir", out / flat_arch)]
+        "demo", [*flat_settings(shared), f"model.arch={flat_arch}", to_override("train.output_dir", out / flat_arch)]
     )
     runs = {flat_arch: _train(flat)}
 
@@ -86,7 +84,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
 
     console.print(f"[bold]4/4[/] training the multi-tower model, {arch}, with these towers")
     towers = load_config(
-        "demo", [*shared, _setting("towers.plan", out / "towers.json"), _setting("train.output_dir", out / arch)]
+        "demo", [*shared, to_override("towers.plan", out / "towers.json"), to_override("train.output_dir", out / arch)]
     )
     runs[arch] = _train(towers)
 
@@ -104,7 +102,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
         ],
     )
     for tower in plan.towers:
-        console.print(f"{tower.name}: {' '.join(tower.features)}")
+        console.print(f"{tower.name}: {' '.join(tower.features)}", markup=False, emoji=False)
     console.print(f"Report: {page}   towers: {out / 'towers.json'}, {towers_page}   curves: tensorboard --logdir {out}")
     return runs
 
@@ -122,11 +120,11 @@ def demo_settings(data: Path) -> list[str]:
     file = expand_path("--data", str(data), columns=False)[0]
     criteo = _is_criteo(file)
     kind = "criteo_tsv" if criteo else "columns"
-    settings = [f'data.kind="{kind}"', _setting("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
+    settings = [f'data.kind="{kind}"', to_override("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
     if criteo:
         partner = data.with_name(data.name.replace("train", "test"))
         if partner != data and partner.exists():
-            settings.append(_setting("data.eval_path", partner))
+            settings.append(to_override("data.eval_path", partner))
         return settings
     expand_path("--data", str(data), columns=True)
     settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
@@ -177,16 +175,11 @@ def flat_settings(settings: Sequence[str]) -> list[str]:
     return [setting for setting in settings if not about_towers(setting)]
 
 
-def _setting(key: str, path: Path) -> str:
-    # A JSON string is a TOML string: paths may hold quotes and backslashes.
-    return f"{key}={json.dumps(str(path))}"
-
-
 def _train(config: TrainingConfig) -> dict[str, Any]:
     """Trains a config on ranks of this machine; its table goes to ``train.log``, the rest to the terminal."""
     folder = Path(config.train.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(to_toml(config))
+    (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
     code = _torchrun(folder / "run.toml", config.topology.build().world_size, folder / "train.log")
     if code:
         raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dmt.errors import InputError
 from dmt.files import check_writable
-from dmt.formatting import human_bytes
+from dmt.formatting import human_bytes, printable
 from dmt.partitioner import (
     FeatureAffinity,
     Partition,
@@ -28,7 +28,7 @@ from dmt.partitioner.partitioner import Progress
 from dmt.partitioner.report.style import new_figure
 from dmt.partitioner.verdict import judge_balance, judge_meaning
 from dmt.plan.tables import TableSpec, feature_names
-from dmt.training.console import make_table
+from dmt.training.console import NameConsole, make_table
 
 __all__ = ["print_partition", "run_partition"]
 
@@ -94,7 +94,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
 def print_partition(found: Partition, out: Path, report: Path | None) -> None:
     """Prints the towers, what they are worth, and where they were written."""
     # Names are any text: brackets in them are no markup and colons no emoji.
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = NameConsole(highlight=False, markup=False, emoji=False)
     weighed = found.loads[0].work is not None
     rows = []
     for tower, load in zip(found.plan.towers, found.loads, strict=True):
@@ -179,7 +179,7 @@ def _beside(out: Path, strategy: str) -> Path:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dmt.errors import InputError, did_you_mean
+from dmt.files import read_json
+from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, table_specs
 
-__all__ = ["DataConfig", "SyntheticConfig", "read_tables"]
+__all__ = ["DataConfig", "Section", "SyntheticConfig", "check_memory", "read_tables"]
 
 _TABLE_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names")
 _DATA_TYPES = ("FP32", "FP16")
+_MOST_ROWS = 2**40
 
 
-class SyntheticConfig(BaseModel):
+class Section(BaseModel):
+    """A section of a configuration; bounds every number and text in it, also where a field has no bound of its own.
+
+    Raises:
+        ValidationError: a whole number beyond 2**53, which JSON and TensorBoard would round; another number that is not
+            0 and beyond 1e-30 to 1e30, whose squares 32-bit floats have no room for; a text with a NUL.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        for name, value in self:
+            if isinstance(value, int) and abs(value) > 2**53:
+                raise InputError(f"{name}={value} is beyond 2**53 = {2**53}. Give a smaller number.")
+            if isinstance(value, float) and value and not 1e-30 <= abs(value) <= 1e30:
+                raise InputError(f"{name}={value} is beyond 1e-30 to 1e30. Give a number between.")
+            if isinstance(value, str) and "\0" in value:
+                raise InputError(f"{name}={value!r} has a NUL character. Leave it out.")
+        return self
+
+
+def check_memory(num_bytes: float, what: str) -> None:
+    """Raises `InputError` if something needs more memory than this machine has; ``what`` names it and its settings.
+
+    Example:
+        >>> check_memory(1e18, "The model (model.c=9)")
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: The model (model.c=9) needs at least 1000 PB of memory, but this machine has ...
+    """
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > there:
+        raise InputError(
+            f"{what} needs at least {human_bytes(num_bytes)} of memory, but this machine has {human_bytes(there)}. "
+            "Lower the settings."
+        )
+
+
+class SyntheticConfig(Section):
     """The synthetic click log: Criteo's shape, Zipf ids, planted feature groups.
 
     Example:
@@ -25,35 +67,33 @@ class SyntheticConfig(BaseModel):
         1000000
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    num_dense: int = Field(default=13, ge=0)
+    num_dense: int = Field(default=13, ge=0, le=10_000)
     """Dense features, named I1, I2, ..."""
-    num_features: int = Field(default=26, ge=1)
+    num_features: int = Field(default=26, ge=1, le=10_000)
     """Categorical features, named C1, C2, ...; the last ``num_multi_hot`` of them have bags of ids."""
     num_rows: int = Field(default=1_000_000, ge=1)
     """Training rows of one epoch."""
     num_eval_rows: int = Field(default=65_536, ge=1)
     """Evaluation rows; they are drawn apart from the training rows."""
-    rows_per_table: int = Field(default=1000, ge=2)
+    rows_per_table: int = Field(default=1000, ge=2, le=2**32)
     """Ids of every categorical feature, and rows of its table."""
-    zipf_exponent: float = Field(default=1.05, ge=0.0)
+    zipf_exponent: float = Field(default=1.05, ge=0.0, le=20.0)
     """The i-th most frequent id has a probability in proportion to i ** -zipf_exponent; 0 is uniform."""
     num_groups: int = Field(default=4, ge=1)
     """Groups of features that share a hidden variable and interact in the label."""
     group_correlation: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Share of a feature's variance that comes from its group's hidden variable."""
-    signal: float = Field(default=1.3, ge=0.0)
+    signal: float = Field(default=1.3, ge=0.0, le=1e6)
     """Standard deviation of the logit's predictable part; larger is easier."""
-    noise: float = Field(default=0.3, ge=0.0)
+    noise: float = Field(default=0.3, ge=0.0, le=1e6)
     """Standard deviation of unpredictable noise added to the logit."""
     base_rate: float = Field(default=0.25, gt=0.0, lt=1.0)
     """Share of clicks."""
     num_multi_hot: int = Field(default=0, ge=0)
     """Number of features that have bags of 0 to ``max_bag`` ids instead of exactly one."""
-    max_bag: int = Field(default=3, ge=1)
+    max_bag: int = Field(default=3, ge=1, le=65_536)
     """Largest bag of a multi-hot feature."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of all that is drawn."""
 
     @model_validator(mode="after")
@@ -65,7 +105,7 @@ class SyntheticConfig(BaseModel):
         return self
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """Source of the rows, their columns, and the encoding of values as inputs of a model.
 
     Example:
@@ -73,8 +113,6 @@ class DataConfig(BaseModel):
         >>> config.label, config.id_mode
         ('label', 'hash')
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: Literal["synthetic", "criteo_tsv", "columns"] = "synthetic"
     """``synthetic``: the built-in generator; ``criteo_tsv``: Criteo's click logs (label, I1-I13, C1-C26; also
@@ -104,14 +142,14 @@ class DataConfig(BaseModel):
     """Categorical columns whose text is a list of values, by name or glob. Parquet lists need no mention."""
     list_separator: str = Field(default="|", min_length=1)
     """Separates the values of a ``multi_hot`` text column."""
-    csv_separator: str | None = Field(default=None, min_length=1, max_length=1)
+    csv_separator: str | None = Field(default=None, pattern=r"^[\t !#-~]$")
     """Separates the columns of a text file; by default a comma, or a tab in .tsv files."""
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
     """``signed_log1p``: sign(x) * log(1 + abs(x)). A missing value becomes 0 afterwards."""
     id_mode: Literal["hash", "index"] = "hash"
     """``hash``: any value is hashed into its table. ``index``: values are row numbers of the table, and checked.
     A missing value is row 0 in both; an empty or missing list is an empty bag."""
-    num_embeddings: int = Field(default=100_000, ge=1)
+    num_embeddings: int = Field(default=100_000, ge=1, le=_MOST_ROWS)
     """Rows of every table (synthetic data: ``synthetic.rows_per_table`` instead)."""
     num_embeddings_per_feature: dict[str, int] = Field(default_factory=dict)
     """Rows of single tables, by feature, where they differ from ``num_embeddings``."""
@@ -122,7 +160,7 @@ class DataConfig(BaseModel):
     shuffle_rows: int = Field(default=100_000, ge=0)
     """Training rows are shuffled within consecutive blocks of this many rows, differently in each epoch; 0 keeps
     the order of the files. Synthetic rows are independent draws and are not shuffled."""
-    shuffle_seed: int = Field(default=0, ge=0)
+    shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the shuffling."""
     skip_bad_lines: bool = False
     """Leave out and count rows that are malformed instead of stopping at the first."""
@@ -164,9 +202,11 @@ class DataConfig(BaseModel):
             raise InputError("kind='columns' needs categorical: names or globs of columns, such as ['c_*'].")
         if self.eval_path and self.split_column:
             raise InputError("eval_path and split_column both say what evaluation rows are; give one of them.")
-        wrong = {name: rows for name, rows in self.num_embeddings_per_feature.items() if rows < 1}
+        wrong = {name: rows for name, rows in self.num_embeddings_per_feature.items() if not 1 <= rows <= _MOST_ROWS}
         if wrong:
-            raise InputError(f"num_embeddings_per_feature: {min(wrong)!r} has {wrong[min(wrong)]} rows; at least 1.")
+            raise InputError(
+                f"num_embeddings_per_feature: {min(wrong)!r} has {wrong[min(wrong)]} rows; give 1 to {_MOST_ROWS}."
+            )
         return self
 
 
@@ -179,14 +219,7 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
         InputError: the file is absent, not JSON, or an entry is malformed; entries are counted from 1.
     """
     place = f"data.tables={str(path)!r}"
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{place}: cannot be read ({error}). Name a JSON file.") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{place}, line {error.lineno}: not JSON ({error.msg}).") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise InputError(f"{place}: not JSON that can be read ({error}).") from error
+    record = read_json(path, place=place, remedy="Name a JSON file with a list of tables.")
     entries = record.get("tables") if isinstance(record, dict) else record
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{place}: holds no list of tables, as `dmt partition` records them in towers.json.")

@@ -132,6 +132,8 @@ class Encoder:
     def _ids(self, values: pa.Array, name: str, place: Place, rows: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Returns the ids of values, int64 [len(values)]; ``rows[i]`` is the row of value i (None: i)."""
         num_embeddings = self.num_embeddings[name]
+        if pa.types.is_floating(values.type):
+            values = values.cast(pa.float64())  # 16-bit floats compare with no number
 
         def where(wrong: NDArray[np.bool_]) -> str:
             first = int(wrong.argmax())
@@ -143,14 +145,12 @@ class Encoder:
             except FractionError as error:
                 wrong = pc.fill_null(pc.equal(values, error.value), False).to_numpy(zero_copy_only=False)
                 raise InputError(f"{where(wrong)}: {error}") from error
-            except pa.ArrowInvalid as error:
-                raise InputError(f"{place.file}: column {name!r} is not text in UTF-8 ({error}).") from error
         if pa.types.is_dictionary(values.type):
             values = values.dictionary_decode()
         try:
             ids = pc.fill_null(values.cast(pa.int64()), 0).to_numpy(zero_copy_only=False)
         except pa.ArrowInvalid:
-            wrong = np.array([not _is_whole(value) for value in values.to_pylist()])
+            wrong = np.array([not _is_whole(value) for value in values])
             value = values[int(wrong.argmax())].as_py()
             raise InputError(
                 f"{where(wrong)}: column {name!r} has {value!r}, expected the number of a table row "
@@ -195,11 +195,12 @@ def _array(table: pa.Table, name: str) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: pa.Scalar) -> bool:
     try:
-        return value is None or abs(int(str(value))) < 2**63
-    except ValueError:
+        value.cast(pa.int64())
+    except pa.ArrowInvalid:
         return False
+    return True
 
 
 class FractionError(InputError):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
-from dmt.training.data.encode import Encoder, FileBlock, Place
+from dmt.training.data.encode import Encoder, FileBlock, Place, is_list
 from dmt.training.data.schema import (
     CRITEO_CATEGORICAL,
     CRITEO_DENSE,
@@ -152,14 +152,14 @@ class ColumnReader(FileReader):
             categorical=tuple(self.encoder.num_embeddings),
             multi_hot=self.encoder.multi_hot,
         )
-        check_types(columns, schema, path)
         self._require(schema.names, path)
+        check_types(columns, schema, path, self.config)
         text = [n for n in self._used() if pa.types.is_string(schema.field(n).type)]
         file = parquet_file(path, dictionaries=[n for n in text if n not in self.encoder.multi_hot])
         start = 1
         try:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=self._used(), use_threads=False):
-                yield _Piece(pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows), {})
+                yield _readable(pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows))
                 start += batch.num_rows
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{path}, row {start} or soon after: cannot be read as Parquet ({error}).") from error
@@ -242,6 +242,34 @@ class CriteoReader(FileReader):
         return table, labels, good
 
 
+def _readable(table: pa.Table, numbers: NDArray[np.int64]) -> _Piece:
+    """Leaves out rows with text that is not UTF-8: Parquet's writers need not check it, and its reader does not."""
+    faults: dict[int, str] = {}
+    for i, name in enumerate(table.column_names):
+        column = table.column(i).combine_chunks()
+        if _is_valid(column):
+            continue
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        cells = [column.slice(row, 1) for row in range(len(column))]
+        for row, cell in enumerate(cells):
+            if not _is_valid(cell.flatten() if is_list(cell.type) else cell):
+                faults.setdefault(int(numbers[row]), f"column {name!r}: expected text in UTF-8")
+        table = table.set_column(i, name, column)  # a dictionary would keep what no row has any more
+    if not faults:
+        return _Piece(table, numbers, faults)
+    good = ~np.isin(numbers, list(faults))
+    return _Piece(table.filter(pa.array(good)), numbers[good], faults)
+
+
+def _is_valid(column: pa.Array) -> bool:
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
 def _text_pieces(path: str, form: TextFormat, *, header: bool = False) -> Iterator[_Piece]:
     for first_line, block in text_blocks(path):
         if header and first_line == 1:
@@ -268,7 +296,8 @@ def _to_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_
             wrong = ~fits.to_numpy(zero_copy_only=False)
             column = pc.if_else(fits, column, None)
     try:
-        return _float64(column.cast(pa.float64())), wrong
+        # Integers above 2^53 are rounded; a safe cast refuses the whole column for one of them.
+        return _float64(column.cast(pa.float64(), safe=False)), wrong
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return np.full(len(column), np.nan), np.ones(len(column), dtype=bool)
 

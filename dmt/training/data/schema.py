@@ -68,14 +68,17 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         ...     [Path(file).name for file in expand_path("train_path", folder, columns=True)]
         ['day_0.tsv', 'day_1.tsv']
     """
-    path = Path(value).expanduser()
-    if path.is_dir():
-        found = [str(p) for p in path.iterdir() if p.is_file() and p.name[0] not in "._"]
-        files = sorted(f for f in found if not columns or f.endswith(_PARQUET + _TEXT))
-    elif path.is_file():
-        files = [str(path)]
-    else:
-        files = sorted(f for f in glob.glob(str(path), recursive=True) if Path(f).is_file())
+    try:
+        path = Path(value).expanduser()
+        if path.is_dir():
+            found = [str(p) for p in path.iterdir() if p.is_file() and p.name[0] not in "._"]
+            files = sorted(f for f in found if not columns or f.endswith(_PARQUET + _TEXT))
+        elif path.is_file():
+            files = [str(path)]
+        else:
+            files = sorted(f for f in glob.glob(str(path), recursive=True) if Path(f).is_file())
+    except (OSError, RuntimeError) as error:  # a name that is too long, the home of nobody
+        raise InputError(f"{setting}={value!r} cannot be read ({error}).") from error
     if not files:
         kind = f" ending in {', '.join(_PARQUET + _TEXT)}" if columns and path.is_dir() else ""
         raise InputError(f"{setting}={value!r} matches no file{kind} (in {Path.cwd()}).")
@@ -102,8 +105,10 @@ def parquet_file(path: str, *, dictionaries: Sequence[str] = ()) -> pq.ParquetFi
         InputError: the file cannot be read or is not Parquet.
     """
     try:
-        return pq.ParquetFile(path, read_dictionary=list(dictionaries), pre_buffer=False)
-    except (OSError, pa.ArrowException) as error:
+        file = pq.ParquetFile(path, read_dictionary=list(dictionaries), pre_buffer=False)
+        _ = file.schema_arrow.names  # which pyarrow decodes here
+        return file
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as Parquet ({error}).") from error
 
 
@@ -120,7 +125,10 @@ def csv_header(path: str, separator: str) -> list[str]:
         raise InputError(f"{path}, line 1: expected text in UTF-8 ({error.reason}).") from error
     if not line:
         raise InputError(f"{path}: expected a line of column names first, found {'an empty' if block else 'no'} line.")
-    names = next(csv.reader([line], delimiter=separator))
+    try:
+        names = next(csv.reader([line], delimiter=separator))
+    except csv.Error as error:
+        raise InputError(f"{path}, line 1: cannot be read as column names ({error}).") from error
     _check_unique(names, f"{path}, line 1")
     return names
 
@@ -163,25 +171,27 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
     multi_hot = frozenset(n for n in categorical if n in listed or is_list(schema.field(n).type))
     columns = Columns(dense=dense, categorical=categorical, multi_hot=multi_hot)
     if is_parquet(path):
-        check_types(columns, schema, path)
+        check_types(columns, schema, path, config)
     return columns
 
 
-def check_types(columns: Columns, schema: pa.Schema, path: str) -> None:
-    """Checks that the types of a Parquet file's columns fit their use.
+def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConfig) -> None:
+    """Checks that the types of a Parquet file's columns fit their use; the config names the label and split column.
 
     Raises:
         InputError: a column is absent, a dense one is not a number, a categorical one neither text, whole number,
-            boolean nor a list of these, or one is a list here but not in the first file, or the other way round.
+            boolean nor a list of these, or one is a list here but not in the first file, or the other way round; the
+            label is neither text nor a number, or the split column neither of them nor a time.
 
     Example:
         >>> columns = Columns(dense=("x",), categorical=(), multi_hot=frozenset())
-        >>> check_types(columns, pa.schema([("x", pa.list_(pa.float32()))]), "a.parquet")
+        >>> check_types(columns, pa.schema([("x", pa.list_(pa.float32()))]), "a.parquet", DataConfig())
         Traceback (most recent call last):
         ...
         dmt.errors.InputError: a.parquet: dense column 'x' is a list (list<item: float>); lists can only be categorical.
     """
     types = pa.types
+    _check_single_values(schema, path, config)
     for setting, names in (("dense", columns.dense), ("categorical", columns.categorical)):
         for name in names:
             if name not in schema.names:
@@ -190,8 +200,7 @@ def check_types(columns: Columns, schema: pa.Schema, path: str) -> None:
         type_ = _plain(schema.field(name).type)
         if is_list(type_):
             raise InputError(f"{path}: dense column {name!r} is a list ({type_}); lists can only be categorical.")
-        number = types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_)
-        if not (number or types.is_decimal(type_) or types.is_null(type_)):
+        if not _is_number(type_):
             raise InputError(
                 f"{path}: dense column {name!r} has type {type_}, expected a number. List it under categorical, or "
                 "leave it out."
@@ -201,15 +210,33 @@ def check_types(columns: Columns, schema: pa.Schema, path: str) -> None:
         value = _plain(type_.value_type if is_list(type_) else type_)
         if is_list(type_) and name not in columns.multi_hot:
             raise InputError(f"{path}: column {name!r} is a list ({type_}), but not in the first file.")
-        text = types.is_string(value) or types.is_large_string(value)
-        number = types.is_integer(value) or types.is_floating(value) or types.is_boolean(value)
-        if not (text or number or types.is_null(value)):
+        if types.is_decimal(value) or not (_is_text(value) or _is_number(value)):
             raise InputError(
                 f"{path}: categorical column {name!r} has type {type_}, expected text, whole numbers, booleans or "
                 "lists of these."
             )
-        if name in columns.multi_hot and not is_list(type_) and not text and not types.is_null(value):
+        if name in columns.multi_hot and not (is_list(type_) or _is_text(value) or types.is_null(value)):
             raise InputError(f"{path}: multi_hot column {name!r} has type {type_}, expected a list or text.")
+
+
+def _check_single_values(schema: pa.Schema, path: str, config: DataConfig) -> None:
+    for setting in ("label", "split_column"):
+        name = getattr(config, setting)
+        type_ = _plain(schema.field(name).type) if name in schema.names else pa.null()
+        # Dates and times have a text that tells rows apart, but are no label.
+        has_text = setting == "split_column" and pa.types.is_temporal(type_) and not pa.types.is_interval(type_)
+        if not (has_text or _is_text(type_) or _is_number(type_)):
+            raise InputError(f"{path}: {setting} {name!r} has type {type_}, expected text or a number.")
+
+
+def _is_text(type_: pa.DataType) -> bool:
+    return pa.types.is_string(type_) or pa.types.is_large_string(type_)
+
+
+def _is_number(type_: pa.DataType) -> bool:
+    types = pa.types
+    number = types.is_integer(type_) or types.is_floating(type_) or types.is_decimal(type_)
+    return number or types.is_boolean(type_) or types.is_null(type_)
 
 
 def _check_unique(names: Sequence[str], place: str) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dmt.training.data.config import SyntheticConfig
+from dmt.training.data.config import SyntheticConfig, check_memory
 from dmt.training.data.rows import Bags, Rows
 
 __all__ = ["BLOCK_ROWS", "SyntheticBlock", "SyntheticClicks"]
@@ -50,6 +50,11 @@ class SyntheticClicks:
 
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
+        numbers = config.num_features + config.num_groups + 2 * config.num_dense + config.num_multi_hot * config.max_bag
+        check_memory(
+            8 * (2 * config.num_features * config.rows_per_table + numbers * _PROBE_ROWS),
+            "Synthetic data (data.synthetic: num_features, rows_per_table, num_dense, max_bag)",
+        )
         self.dense_names = tuple(f"I{i + 1}" for i in range(config.num_dense))
         self.feature_names = tuple(f"C{i + 1}" for i in range(config.num_features))
         self.multi_hot = frozenset(self.feature_names[config.num_features - config.num_multi_hot :])

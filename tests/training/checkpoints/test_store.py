@@ -13,7 +13,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import checkpoints, is_outdated, newest, read_manifest, verify
-from dmt.training.checkpoints.files import MANIFEST_NAME, CheckpointStore
+from dmt.training.checkpoints.files import MANIFEST_NAME, CheckpointStore, _digest
 from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
@@ -110,6 +110,37 @@ def test_damaged_ones_are_passed_over_aloud(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "step-00000001" / "a.txt").unlink()
     with pytest.raises(InputError, match=r"holds no whole checkpoint: .*step-00000003 is damaged"):
         newest(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"9" * 5000, b"[" * 100_000, b"\xff", b'{"format": 1}', None], ids=repr)
+def test_a_damaged_manifest_leads_to_the_checkpoint_before(
+    content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(tmp_path, 1, FILES)
+    damaged = make_checkpoint(tmp_path, 2, FILES) / MANIFEST_NAME
+    damaged.unlink()
+    if content is None:
+        os.mkfifo(damaged)
+    else:
+        damaged.write_bytes(content)
+    assert newest(tmp_path) == tmp_path / "step-00000001"
+    assert "step-00000002" in caplog.text
+
+
+def test_a_manifest_is_checked_whole(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 7, FILES)
+    whole = json.loads((path / MANIFEST_NAME).read_text())
+    del whole["digest"]
+    for wrong in (
+        {"progress": [1]},
+        {"step": "7"},
+        {"files": {"a.txt": {"bytes": 5}}},
+        {"column_shards": {"t": [None]}},
+    ):
+        record = whole | wrong
+        (path / MANIFEST_NAME).write_text(json.dumps(record | {"digest": _digest(record)}))
+        with pytest.raises(InputError, match=f"is damaged: checkpoint.json: {next(iter(wrong))}"):
+            read_manifest(path)
 
 
 def cut_off(path: Path) -> None:

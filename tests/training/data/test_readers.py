@@ -56,7 +56,9 @@ def test_exact_values_of_csv(tmp_path, suffix):
 
 @pytest.mark.parametrize("label", [[1, 0], [True, False], [1.0, 0.0], pa.array([1, 0], pa.int8())], ids=str)
 @pytest.mark.parametrize(
-    "ids", [[3, None], [3.0, None], ["3", None], pa.array(["3", None]).dictionary_encode()], ids=str
+    "ids",
+    [[3, None], [3.0, None], pa.array([3, None], pa.float16()), ["3", None], pa.array(["3", None]).dictionary_encode()],
+    ids=str,
 )
 def test_parquet_types(tmp_path, label, ids):
     path = parquet(tmp_path / "a.parquet", {"label": label, "d": [True, None], "c": ids})
@@ -203,8 +205,10 @@ def test_infinite_dense_value_and_fractional_category(tmp_path):
     path = parquet(tmp_path / "a.parquet", {"label": [0, 1], "d_1": [0.0, float("inf")], "c_1": [1.0, 1.5]})
     with pytest.raises(InputError, match=r"a\.parquet, row 2: dense column 'd_1' is infinite"):
         one_batch(config_of(path), 2)
-    with pytest.raises(InputError, match=r"a\.parquet, row 2: Feature 'c_1': category 1\.5 is not a whole number"):
-        one_batch(config_of(path, dense=(), id_mode="hash"), 2)
+    for kind in (pa.float64(), pa.float16()):
+        parquet(path, {"label": [0, 1], "c_1": [1.0, 1.5]}, c_1=kind)
+        with pytest.raises(InputError, match=r"a\.parquet, row 2: Feature 'c_1': category 1\.5 is not a whole number"):
+            one_batch(config_of(path, dense=(), id_mode="hash"), 2)
 
 
 @pytest.mark.parametrize(
@@ -298,3 +302,76 @@ def test_paths(tmp_path):
         expand_path("train_path", str(tmp_path / "nothing_*"), columns=True)
     with pytest.raises(InputError, match=r"eval_path: .*notes\.txt has an unknown ending; expected one of \.parquet"):
         expand_path("eval_path", str(tmp_path / "notes.txt"), columns=True)
+
+
+def invalid_text(*rows):
+    """A column of text as a careless writer leaves it: bytes that are not checked."""
+    return pa.Array.from_buffers(pa.string(), len(rows), pa.array(rows, pa.binary()).buffers())
+
+
+def test_numbers_beyond_exact_floats_are_rounded(tmp_path):
+    numbers = [1, 2**53 + 1, -(2**62) - 1, None]
+    columns = {"label": [0, 1, 0, 1], "c_1": [1] * 4, "d_1": numbers, "d_2": pa.array([2**64 - 1] * 4, pa.uint64())}
+    path = parquet(tmp_path / "a.parquet", columns)
+    batch = one_batch(config_of(path), 4)
+    assert batch.dense_features[:, 0].tolist() == [1, 2.0**53, -(2.0**62), 0]
+    assert batch.dense_features[:, 1].tolist() == [2.0**64] * 4
+
+
+@pytest.mark.parametrize(
+    "values", [[3.0, 4.0, 4.5], [3.0, None, 1e300], [3.0, 4.0, float("nan")], ["3", None, "0x"], ["3", "4", " 5"]]
+)
+def test_an_index_that_is_no_number_is_found_in_its_row(tmp_path, values):
+    path = parquet(tmp_path / "a.parquet", {"label": [0] * 3, "c_1": values})
+    with pytest.raises(InputError, match=r"a\.parquet, row 3: column 'c_1' has .*, expected the number of a table row"):
+        one_batch(config_of(path, dense=()), 3)
+
+
+@pytest.mark.parametrize("name", ["label", "c_1", "c_tags", "c_list", "split"])
+def test_text_that_is_not_utf8_in_parquet(tmp_path, name):
+    columns = {"label": ["1", "0", "1"], "c_1": list("abc"), "c_tags": ["a|b", None, "c"], "split": ["train"] * 3}
+    columns = {key: pa.array(values) for key, values in columns.items()} | {"c_list": pa.array([["a"], [], ["b"]])}
+    bad = invalid_text(b"1", b"\xff", b"1")
+    columns[name] = bad if name != "c_list" else pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), bad)
+    path = parquet(tmp_path / "a.parquet", columns)
+    settings = {"dense": (), "id_mode": "hash", "multi_hot": ("c_tags",)}
+    if name == "split":
+        settings |= {"eval_path": None, "split_column": "split", "train_split": "1", "eval_split": "1"}
+    with pytest.raises(InputError, match=rf"a\.parquet, row 2: column '{name}': expected text in UTF-8"):
+        one_batch(config_of(path, **settings), 3)
+    data = open_source(config_of(path, skip_bad_lines=True, **settings))
+    assert [int(b.weights.sum()) for b in data.batches("eval", rank=0, world_size=1, batch_size=3)] == [2]
+    assert data.bad_lines == {str(path): 1}
+
+
+def test_columns_without_a_single_value(tmp_path):
+    path = parquet(
+        tmp_path / "a.parquet", {"label": [0], "c_1": [1], "split": [["train"]], "labels": [[0]], "bytes": [b"0"]}
+    )
+    for settings, text in (
+        (
+            {"split_column": "split", "eval_path": None},
+            r"split_column 'split' has type list.*expected text or a number",
+        ),
+        ({"label": "labels"}, r"label 'labels' has type list.*expected text or a number"),
+        (
+            {"split_column": "bytes", "eval_path": None},
+            r"split_column 'bytes' has type binary, expected text or a number",
+        ),
+        ({"label": "bytes"}, r"label 'bytes' has type binary, expected text or a number"),
+    ):
+        with pytest.raises(InputError, match=text):
+            open_source(config_of(path, dense=(), **settings))
+
+
+def test_column_names_that_are_not_utf8(tmp_path):
+    path = parquet(tmp_path / "a.parquet", {"label": [0], "c_1": [1], "c_x": [1]})
+    path.write_bytes(path.read_bytes().replace(b"c_x", b"c_\xff"))
+    with pytest.raises(InputError, match=r"a\.parquet: cannot be read as Parquet \(.*utf-8"):
+        open_source(config_of(path, dense=()))
+
+
+def test_a_header_of_one_long_name(tmp_path):
+    path = write(tmp_path / "a.csv", ["label,c_" + "1" * 131_073, "0,1"])
+    with pytest.raises(InputError, match=r"a\.csv, line 1: .*field larger than field limit"):
+        open_source(config_of(path))
