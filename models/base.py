@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dmt.models.dense import DenseArch, OverArch, check_layer_sizes
 from dmt.models.presets import DENSE_ARCH_LAYER_SIZES, OVER_ARCH_LAYER_SIZES
-from dmt.models.sparse import MakeFlatSparseArch, MakeTowerSparseArch, common_embedding_dim, tower_embedding_dims
+from dmt.models.sparse import MakeFlatSparseArch, MakeTowerSparseArch, common_embedding_dim
 from dmt.models.tower_modules import feature_vectors
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
@@ -164,11 +164,10 @@ class TowerModel(_Model):
         make_interaction: MakeInteraction,
     ) -> None:
         super().__init__()
-        dims = tower_embedding_dims(tables, tower_plan, type(self).__name__)
-        modules = [
-            make_tower_module(tower.features, embedding_dim=dim)
-            for tower, dim in zip(tower_plan.towers, dims, strict=True)
-        ]
+        modules = []
+        for tower, own in zip(tower_plan.towers, tower_plan.tables_by_tower(tables), strict=True):
+            dim = common_embedding_dim(own, f"{type(self).__name__}, tower {tower.name!r},")
+            modules.append(make_tower_module(tower.features, embedding_dim=dim))
         self.num_vectors = sum(module.out_features for module in modules) // tower_dim
         self.tower_dim = tower_dim
         self._build(

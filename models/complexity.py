@@ -36,6 +36,7 @@ __all__ = [
     "complexity_of",
     "compression_ratio",
     "count_complexity",
+    "count_on_meta",
     "paper_complexity",
 ]
 
@@ -154,6 +155,11 @@ def complexity_of(
         model = DMTDLRM(tower_plan=tower_plan, tower_dim=tower_dim, c=c, p=p, make_sparse_arch=MetaTowers, **common)
     else:
         model = DMTDCN(tower_plan=tower_plan, tower_dim=tower_dim, make_sparse_arch=MetaTowers, **common)
+    return count_on_meta(model, dense_in_features)
+
+
+def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
+    """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
     dense_features = torch.empty(_COUNTED_SAMPLES, dense_in_features, device="meta")
     return count_complexity(model, dense_features, torch.empty(_COUNTED_SAMPLES, dtype=torch.long, device="meta"))
 

@@ -35,7 +35,6 @@ __all__ = [
     "embedding_bag_configs",
     "flat_sparse_arch",
     "joined_sparse_arch",
-    "tower_embedding_dims",
     "tower_sparse_arch",
     "whole_tables",
 ]
@@ -147,18 +146,6 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
                 "tower modules of your own (see docs/your_model.md)."
             )
     return first.embedding_dim
-
-
-def tower_embedding_dims(tables: Sequence[Any], plan: TowerPlan, owner: str) -> list[int]:
-    """The embedding dimension N of each tower of the plan; towers may differ.
-
-    Raises:
-        InputError: the plan does not fit the tables, or the tables of a tower differ in dimension.
-    """
-    return [
-        common_embedding_dim(own, f"{owner}, tower {tower.name!r},")
-        for tower, own in zip(plan.towers, plan.tables_by_tower(tables), strict=True)
-    ]
 
 
 class JoinedShards(nn.Module):

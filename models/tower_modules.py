@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dmt.errors import InputError
-from dmt.models.dense import LowRankCrossNet, check_size
+from dmt.models.dense import LowRankCrossNet, check_size, check_sizes
 from dmt.models.presets import CROSS_RANK
 
 __all__ = [
@@ -179,8 +179,7 @@ def _tower_features(owner: str, features: Sequence[str], **sizes: int) -> tuple[
     """Checks the features and sizes of a tower module of class ``owner``; returns the features."""
     if not features or isinstance(features, str):
         raise InputError(f"{owner}: features={features!r} must be a list of at least one feature name.")
-    for name, size in sizes.items():
-        check_size(f"{owner}: {name}", size)
+    check_sizes(owner, **sizes)
     return tuple(features)
 
 

@@ -7,6 +7,7 @@ cut column-wise too, DMT paper, section 4; here the shards are in several.)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -17,7 +18,7 @@ from dmt.errors import InputError
 if TYPE_CHECKING:
     from torchrec import KeyedJaggedTensor
 
-__all__ = ["shard_names", "split_ids", "split_tables"]
+__all__ = ["shard_names", "split_ids", "split_tables", "uncut_name"]
 
 Splits = Mapping[str, Sequence[int]]
 
@@ -30,6 +31,11 @@ def shard_names(name: str, widths: Sequence[int]) -> list[str]:
         ['ad[0:64]', 'ad[64:96]']
     """
     return [f"{name}[{start}:{stop}]" for start, stop in pairwise(accumulate(widths, initial=0))]
+
+
+def uncut_name(name: str) -> str:
+    """Name of the feature or table that a column shard is of; the name itself if it is no shard's."""
+    return re.sub(r"\[\d+:\d+\]$", "", name)
 
 
 def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:

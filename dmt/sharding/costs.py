@@ -9,12 +9,12 @@ paper's T), S bytes of one copy of the tables.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError
-from dmt.files import RENAMED
 from dmt.number_formats import NUMBER_FORMATS, SyncPrecision
 from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
@@ -98,12 +98,6 @@ class Hardware:
     """Fixed microseconds of one collective, whatever it carries."""
     exchange_bytes: float = 4.0
     """Bytes per number of embeddings and gradients on the link: 4, or 2 with 16-bit codecs."""
-
-    def __new__(cls, **settings: Any) -> Hardware:
-        """Refuses the names that rates had before, with their current names."""
-        for old in RENAMED.keys() & settings:
-            raise InputError(f"Hardware: {old} is now called {RENAMED[old]}. Use the new name.")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.memory_per_rank is not None and not self.memory_per_rank > 0:
@@ -223,12 +217,8 @@ class ReplicaCosts:
     """Bytes of the weights of one copy."""
     state_bytes: int
     """Bytes of their optimizer state."""
-    fullest_bytes: int
-    """Bytes of weights and state on the rank that holds most."""
     sent_bytes: float
     """Bytes of one copy in the format that is sent: 4 a number, also of FP16 tables, or 2 with BF16."""
-    most_sent_bytes: float
-    """Bytes of the rank that sends most, in that format."""
     data_parallel_tables: int
     """Tables that are not counted: whole on every rank with and without replicas, and reduced in every step."""
     sync_gb_per_s: float | None
@@ -258,80 +248,54 @@ def replica_costs(
 
     Args:
         plan: place of every table in one replica, and the number of replicas.
-        tables: ``EmbeddingBagConfig`` or `TableSpec` of every table of the plan; of a table that the tower plan cuts,
-            its column shards.
+        tables: ``EmbeddingBagConfig`` or `TableSpec` of every table of the plan.
         sync_gb_per_s: B, rate at which a rank sends to its replicas, in 10^9 bytes per second; None: not known.
         sync_every: N, steps from one sync to the next.
         precision: number format that is sent.
 
     Raises:
-        InputError: the tables are not those of the plan, or a number is out of range.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> from dmt.sharding.plan_tables import plan_tables
-        >>> table = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
-        >>> plan = plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=1, num_replicas=4))
-        >>> replica_costs(plan, [table]).overhead_bytes  # 3/4 of 256,000 bytes of weights and 4,000 of state
-        195000.0
+        InputError: the rate is not positive.
     """
     if sync_gb_per_s is not None and not 0 < sync_gb_per_s < math.inf:
         raise InputError(
             f"Costs of replicas: sync_gb_per_s={sync_gb_per_s} must be a positive number, the 10^9 bytes per second "
             "that a rank sends to its replicas. Leave it out where it is not known."
         )
-    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
-        raise InputError(
-            f"Costs of replicas: sync_every={sync_every!r} must be a whole number of at least 1, the steps from one "
-            "sync to the next."
-        )
-    placed, tables = {table.name: table for table in plan.tables}, list(tables)
-    names = {table.name for table in tables}
-    if len(tables) != len(names) or names != set(placed):
-        odd = sorted(names ^ set(placed)) or [table.name for table in tables]
-        raise InputError(
-            f"The sharding plan has {len(placed)} tables and {len(tables)} are given, but not the same; "
-            f"{odd[0]!r} is odd. Give the tables that the plan was made for."
-        )
     model = CostModel(topology=plan.topology, workload=plan.workload, hardware=plan.hardware)
-    held = {(rank.tower, rank.local): 0 for rank in plan.ranks}
-    sent = dict.fromkeys(held, 0.0)
+    placed = {table.name: table for table in plan.tables}
     synchronised = [table for table in tables if placed[table.name].placement.scheme != "data_parallel"]
     weights, width = 0, NUMBER_FORMATS[precision].num_bytes
+    held: Counter[tuple[int, int]] = Counter()  # bytes by tower and local rank
+    numbers: Counter[tuple[int, int]] = Counter()  # weights and states, which are FP32
     for table in synchronised:
         tower, placement = placed[table.name].tower, placed[table.name].placement
         for shard, (local, load) in zip(table_shards(table, placement), model.shards(table, placement), strict=True):
-            numbers = shard.rows * shard.columns
-            shard_weights = numbers * number_bytes(table)
-            weights += shard_weights
+            size = shard.rows * shard.columns
+            weights += size * number_bytes(table)
             held[tower, local] += load.memory
-            # States are FP32.
-            sent[tower, local] += (numbers + (load.memory - shard_weights) / 4) * width
+            numbers[tower, local] += size + (load.memory - size * number_bytes(table)) // 4
     copies, ranks = plan.topology.num_replicas, plan.topology.world_size
 
-    def seconds(bytes_sent: float, steps: int) -> float | None:
+    def seconds(numbers_sent: float, steps: int) -> float | None:
         if sync_gb_per_s is None:
             return None
-        return 2 * bytes_sent * (copies - 1) / copies / (1e9 * sync_gb_per_s) / steps
+        return 2 * numbers_sent * width * (copies - 1) / copies / (1e9 * sync_gb_per_s) / steps
 
-    copy, fullest = sum(held.values()), max(held.values())
-    mean_sent, most_sent = sum(sent.values()) / ranks * copies, max(sent.values())
+    mean, most = numbers.total() / ranks * copies, max(numbers.values(), default=0)
     return ReplicaCosts(
         num_replicas=copies,
         num_ranks=ranks,
         weight_bytes=weights,
-        state_bytes=copy - weights,
-        fullest_bytes=fullest,
-        sent_bytes=sum(sent.values()),
-        most_sent_bytes=most_sent,
-        data_parallel_tables=len(tables) - len(synchronised),
+        state_bytes=held.total() - weights,
+        sent_bytes=numbers.total() * width,
+        data_parallel_tables=len(placed) - len(synchronised),
         sync_gb_per_s=sync_gb_per_s,
         sync_every=sync_every,
-        table_bytes=copy,
-        overhead_bytes=copy * (copies - 1) / ranks,
-        fullest_overhead_bytes=fullest * (copies - 1) / copies,
-        sync_seconds=seconds(mean_sent, 1),
-        fullest_sync_seconds=seconds(most_sent, 1),
-        step_seconds=seconds(mean_sent, sync_every),
-        fullest_step_seconds=seconds(most_sent, sync_every),
+        table_bytes=held.total(),
+        overhead_bytes=held.total() * (copies - 1) / ranks,
+        fullest_overhead_bytes=max(held.values(), default=0) * (copies - 1) / copies,
+        sync_seconds=seconds(mean, 1),
+        fullest_sync_seconds=seconds(most, 1),
+        step_seconds=seconds(mean, sync_every),
+        fullest_step_seconds=seconds(most, sync_every),
     )

@@ -142,18 +142,7 @@ class TowerShardingPlan:
 
     def to_record(self) -> dict[str, Any]:
         """Returns the plan as a JSON object."""
-        return {
-            "format": SHARDING_FORMAT,
-            "imbalance": self.imbalance,
-            "seconds": self.seconds,
-            "topology": asdict(self.topology),
-            "workload": asdict(self.workload) | {"pooling_factors": dict(self.workload.pooling_factors)},
-            "hardware": asdict(self.hardware),
-            "notes": list(self.notes),
-            "towers": [asdict(tower) for tower in self.towers],
-            "ranks": [asdict(rank) for rank in self.ranks],
-            "tables": [asdict(table) for table in self.tables],
-        }
+        return {"format": SHARDING_FORMAT, "imbalance": self.imbalance, "seconds": self.seconds, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; an existing file is replaced in one step.

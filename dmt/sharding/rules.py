@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from dmt.errors import InputError, did_you_mean
 from dmt.files import current_name
+from dmt.plan.column_shards import uncut_name
 from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, shards_in_tower, why_not
 
 __all__ = ["Allowed", "Rule", "ShardingRules"]
@@ -32,7 +33,8 @@ class ShardingRules:
     """The user's constraints.
 
     A rule for a table's name beats rules for patterns; two patterns that say different things about one table are
-    refused. Rules for tables are strict, ``schemes`` is not: a table that none of them can hold stays whole.
+    refused. Rules for tables are strict, ``schemes`` is not: a table that none of them can hold stays whole. The rules
+    of a table that the tower plan cuts hold for its column shards.
 
     Raises:
         InputError: an unknown scheme, or none.
@@ -85,8 +87,9 @@ class ShardingRules:
         return allowed
 
     def _check_names(self, names: Set[str]) -> None:
+        known = names | {uncut_name(name) for name in names}
         for key in self.tables:
-            if key in names or any(fnmatchcase(name, key) for name in names):
+            if key in known or any(fnmatchcase(name, key) for name in known):
                 continue
             if any(mark in key for mark in "*?["):
                 raise InputError(f"The rule for tables {key!r} matches none of the {len(names)} tables. Fix it.")
@@ -133,7 +136,9 @@ class ShardingRules:
         return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)
 
     def _keys(self, name: str) -> list[str]:
-        return [name] if name in self.tables else [key for key in self.tables if fnmatchcase(name, key)]
+        names = (name, uncut_name(name))
+        exact = [name for name in names if name in self.tables]
+        return exact[:1] or [key for key in self.tables if any(fnmatchcase(name, key) for name in names)]
 
 
 def _checked(what: str, schemes: Sequence[str]) -> tuple[Scheme, ...]:

@@ -21,18 +21,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt.formatting import human_bytes
-from dmt.models import (
-    DCN,
-    DLRM,
-    DMTDCN,
-    DMTDLRM,
-    Complexity,
-    ModelOptions,
-    count_complexity,
-    flat_sparse_arch,
-    tower_sparse_arch,
-)
-from dmt.models.complexity import MetaTables, MetaTowers, compression_ratio
+from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, Complexity, ModelOptions, flat_sparse_arch, tower_sparse_arch
+from dmt.models.complexity import MetaTables, MetaTowers, compression_ratio, count_on_meta
 from dmt.models.sparse import joined_sparse_arch
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import feature_names
@@ -132,9 +122,7 @@ def build_model(job: Job, *, device: str | None = None, without_tables: bool = F
 
 def count_model(job: Job) -> Complexity:
     """Counts MFLOPs per sample, parameters and compression ratio of a job's model, on the meta device."""
-    model = build_model(job, device="meta", without_tables=True)
-    ids = torch.empty(1, dtype=torch.long, device="meta")
-    return count_complexity(model, torch.empty(1, job.num_dense, device="meta"), ids)
+    return count_on_meta(build_model(job, device="meta", without_tables=True), job.num_dense)
 
 
 def is_tower_module(name: str) -> bool:

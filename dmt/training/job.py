@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dmt.errors import InputError
@@ -179,13 +178,12 @@ def check_table_optimizer(config: OptimizerConfig) -> None:
 def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan) -> TowerShardingPlan:
     """Plans with the config's rules, or with the placements of the plan that the config names.
 
-    Where the tower plan cuts tables into column shards, what the config says of a table or feature holds for each of
-    its shards that has no rule or factor of its own.
+    Where the tower plan cuts tables into column shards, what the config says of the ids per sample of a feature holds
+    for each of its shards that has no factor of its own.
     """
     sharding, topology = config.sharding, config.topology.build()
-    splits, cuts = towers.column_splits, _cuts(towers, tables)
-    whole, tables = tables, split_tables(tables, cuts)
-    rules = _rules_of_shards(sharding.tables, whole, cuts)
+    splits, tables = towers.column_splits, split_tables(tables, _cuts(towers, tables))
+    rules: dict[str, Rule] = dict(sharding.tables)
     if sharding.plan is not None:
         rules |= _loaded_placements(sharding.plan, topology, tables)
     factors: dict[str, float] = {}
@@ -212,31 +210,6 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             id_route=sharding.id_route,
         ),
     )
-
-
-def _rules_of_shards(rules: Mapping[str, Rule], tables: Sequence[TableSpec], splits: Splits) -> dict[str, Rule]:
-    """The rules with those for the name, or for a pattern of the name, of a table that is cut given to its shards."""
-    names = [table.name for table in split_tables(tables, splits)]
-    cut = {t.name: shard_names(t.name, splits[t.feature_names[0]]) for t in tables if t.feature_names[0] in splits}
-    of_shards: dict[str, Rule] = {}
-    for table, shards in cut.items():
-        for shard in shards:
-            keys = [key for key in (shard, table) if key in rules][:1]
-            keys = keys or [key for key in rules if fnmatchcase(table, key) or fnmatchcase(shard, key)]
-            for key in keys:
-                if of_shards.setdefault(shard, rules[key]) != rules[key]:
-                    raise InputError(
-                        f"Table {table!r}, which the tower plan cuts into {shards}, matches the rules {keys[0]!r} "
-                        f"({rules[keys[0]]}) and {key!r} ({rules[key]}) of sharding.tables, which differ. Give it a "
-                        "rule by name, or narrow the patterns."
-                    )
-    # What was for nothing but tables that are cut is done with; what matches no table at all stays, to be refused.
-    others = {
-        key: rule
-        for key, rule in rules.items()
-        if not any(fnmatchcase(table, key) for table in cut) or any(fnmatchcase(name, key) for name in names)
-    }
-    return others | of_shards
 
 
 def _loaded_placements(file: str, topology: TowerTopology, tables: Sequence[TableSpec]) -> dict[str, TablePlacement]:

@@ -180,7 +180,7 @@ def test_rules_and_factors_of_tables_that_are_cut_are_checked(tmp_path: Path) ->
         ({"tables": {"t_C1": "row_wise", "t_C?": "row_wise", "x": "row_wise"}}, "Table 'x' is pinned but not in"),
         (
             {"tables": {"t_C?": "row_wise", "t_C2*": "table_wise"}},
-            r"Table 't_C2', which the tower plan cuts .* 't_C\?' \(row_wise\) and 't_C2\*' \(table_wise\)",
+            r"Table 't_C2\[4:8\]' in tower 0 matches the rules 't_C\?' \(row_wise\) and 't_C2\*' \(table_wise\)",
         ),
         ({"pooling_factors": {"C9": 2.0}}, "pooling_factors names the feature 'C9', which no table has"),
     ):
