@@ -11,18 +11,10 @@ Example:
     >>> names = ["f0", "f1", "f2", "f3"]
     >>> tables = [TableSpec(name=f"t_{f}", num_embeddings=10, embedding_dim=8, feature_names=(f,)) for f in names]
     >>> plan = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
-    >>> common = {"tables": tables, "dense_in_features": 13}
-    >>> models = [
-    ...     DLRM(**common),
-    ...     DCN(**common, cross_rank=4),
-    ...     DMTDLRM(**common, tower_plan=plan, tower_dim=4),
-    ...     DMTDCN(**common, tower_plan=plan, tower_dim=4, cross_rank=4),
-    ... ]
-    >>> two_samples = KeyedJaggedTensor.from_lengths_sync(
-    ...     keys=names, values=torch.arange(8), lengths=torch.ones(8, dtype=torch.int32)
-    ... )
-    >>> [tuple(model(torch.zeros(2, 13), two_samples).shape) for model in models]
-    [(2, 1), (2, 1), (2, 1), (2, 1)]
+    >>> model = DMTDLRM(tables=tables, dense_in_features=13, tower_plan=plan, tower_dim=4)
+    >>> two_samples = KeyedJaggedTensor(keys=names, values=torch.arange(8), lengths=torch.ones(8, dtype=torch.int32))
+    >>> model(torch.zeros(2, 13), two_samples).shape
+    torch.Size([2, 1])
 """
 
 from __future__ import annotations

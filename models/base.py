@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dmt.models.dense import DenseArch, OverArch, check_layer_sizes
+from dmt.models.dense import DenseArch, DotInteraction, OverArch, check_layer_sizes
 from dmt.models.presets import DENSE_ARCH_LAYER_SIZES, OVER_ARCH_LAYER_SIZES
-from dmt.models.sparse import MakeFlatSparseArch, MakeTowerSparseArch, common_embedding_dim
+from dmt.models.sparse import MakeFlatSparseArch, MakeTowerSparseArch, common_embedding_dim, flat_sparse_arch
 from dmt.models.tower_modules import feature_vectors
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
@@ -97,7 +97,7 @@ class _Model(nn.Module):
 
 
 class FlatModel(_Model):
-    """Flat model: bottom MLP, embeddings [B, F, N], interaction, top MLP.
+    """Flat model: bottom MLP, embeddings [B, F, N], interaction (by default DLRM's), top MLP.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`, all of one dimension N.
@@ -112,13 +112,15 @@ class FlatModel(_Model):
 
     def __init__(
         self,
+        *,
         tables: Sequence[Any],
         dense_in_features: int,
-        options: ModelOptions,
-        make_sparse_arch: MakeFlatSparseArch,
-        make_interaction: MakeInteraction,
+        options: ModelOptions | None = None,
+        make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch,
+        make_interaction: MakeInteraction = DotInteraction,
     ) -> None:
         super().__init__()
+        options = options or ModelOptions()
         dim = common_embedding_dim(tables, type(self).__name__)
         self.feature_names = tuple(feature_names(tables))
         self._build(

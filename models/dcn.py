@@ -43,7 +43,13 @@ class DCN(FlatModel):
     ) -> None:
         options = options or ModelOptions()
         cross = partial(CrossInteraction, num_layers=num_cross_layers, rank=cross_rank, device=options.device)
-        super().__init__(tables, dense_in_features, options, make_sparse_arch, cross)
+        super().__init__(
+            tables=tables,
+            dense_in_features=dense_in_features,
+            options=options,
+            make_sparse_arch=make_sparse_arch,
+            make_interaction=cross,
+        )
 
 
 class DMTDCN(TowerModel):

@@ -12,7 +12,7 @@ from typing import Any
 from dmt.models.base import FlatModel, ModelOptions, TowerModel
 from dmt.models.dense import DotInteraction
 from dmt.models.presets import DMT_DLRM_OVER_ARCH_LAYER_SIZES
-from dmt.models.sparse import MakeFlatSparseArch, MakeTowerSparseArch, flat_sparse_arch, tower_sparse_arch
+from dmt.models.sparse import MakeTowerSparseArch, tower_sparse_arch
 from dmt.models.tower_modules import DLRMTowerModule
 from dmt.plan.towers import TowerPlan
 
@@ -25,16 +25,6 @@ class DLRM(FlatModel):
     The MLPs are 13-512-256-N and 1024-1024-512-256-1 by default. `FlatModel` describes the arguments and errors,
     `dmt.models` has an example.
     """
-
-    def __init__(
-        self,
-        *,
-        tables: Sequence[Any],
-        dense_in_features: int,
-        options: ModelOptions | None = None,
-        make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch,
-    ) -> None:
-        super().__init__(tables, dense_in_features, options or ModelOptions(), make_sparse_arch, DotInteraction)
 
 
 class DMTDLRM(TowerModel):

@@ -2,7 +2,7 @@
 
 TorchRec and FBGEMM are imported when a sparse part is built, so the dense parts and the complexity accounting work
 without them. A table may be cut into column shards (`dmt.plan.TowerPlan.column_splits`): in a flat model
-`joined_sparse_arch` puts them side by side again, so that the interaction still sees one vector per feature.
+`JoinedShards` puts them side by side again, so that the interaction still sees one vector per feature.
 docs/your_model.md composes a model of its own from them.
 """
 
@@ -34,7 +34,6 @@ __all__ = [
     "common_embedding_dim",
     "embedding_bag_configs",
     "flat_sparse_arch",
-    "joined_sparse_arch",
     "tower_sparse_arch",
     "whole_tables",
 ]
@@ -151,16 +150,26 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
 class JoinedShards(nn.Module):
     """Embeddings of whole features, from a module that has the shards of those that are cut.
 
-    Nothing is computed before a feature is read, so a sharded module's exchange stays in flight until then.
+    Nothing is computed before a feature is read, so a sharded module's exchange stays in flight until then. With
+    ``splits`` bound by ``functools.partial`` it is a ``make_sparse_arch`` for a flat model.
 
     Args:
-        shards: a module whose output is indexed by the names of shards and uncut features.
-        splits: columns of each shard, by feature.
+        tables: the whole tables.
+        device: of the tables.
+        splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
+        make_sparse_arch: makes the embeddings of the shards.
     """
 
-    def __init__(self, shards: nn.Module, splits: Splits) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        device: Device = None,
+        *,
+        splits: Splits,
+        make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch,
+    ) -> None:
         super().__init__()
-        self.shards = shards
+        self.shards = make_sparse_arch(split_tables(tables, splits), device)
         self._names = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
 
     def forward(self, ids: Any) -> EmbeddingsByName:
@@ -181,28 +190,6 @@ class _Joined:
     @cached_property
     def _vectors(self) -> Mapping[str, Tensor]:
         return by_feature(self._embeddings)
-
-
-def joined_sparse_arch(splits: Splits, make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch) -> MakeFlatSparseArch:
-    """Returns a ``make_sparse_arch`` for a flat model that is given whole tables and holds them cut.
-
-    Args:
-        splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
-        make_sparse_arch: makes the embeddings of the shards.
-
-    Example:
-        >>> from dmt.models import DLRM
-        >>> from dmt.plan.tables import TableSpec
-        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("ad",))
-        >>> model = DLRM(tables=[table], dense_in_features=3, make_sparse_arch=joined_sparse_arch({"ad": (4, 4)}))
-        >>> model.feature_names, list(model.sparse_arch.shards.embedding_bags)
-        (('ad',), ['t[0:4]', 't[4:8]'])
-    """
-
-    def make(tables: Sequence[Any], device: Device) -> nn.Module:
-        return JoinedShards(make_sparse_arch(split_tables(tables, splits), device), splits)
-
-    return make
 
 
 def whole_tables(model: nn.Module, tables: Sequence[Any], splits: Splits) -> EmbeddingBagCollection:

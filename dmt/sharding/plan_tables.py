@@ -271,11 +271,7 @@ class _TowerPlanner:
         if whole.seconds > mean:
             return f"{words}: whole it would be {whole.seconds / mean:.1f} x the mean load of a rank"
         schemes: set[Scheme] = {other.scheme for other in placements.values()}
-        fixed = self._fixed_seconds(schemes)
-        saved = self._fixed_seconds(schemes - {scheme} | {"table_wise"}) - fixed
-        if saved > 0 and "table_wise" not in schemes:
-            return f"{words}: no table of its tower is whole, which saves {1e6 * saved:.0f} us of collectives a step"
-        more = self._fixed_seconds(schemes | {"table_wise"}) - fixed
+        more = self._fixed_seconds(schemes | {"table_wise"}) - self._fixed_seconds(schemes)
         collectives = f" and, alone, bring {1e6 * more:.0f} us of collectives" if more > 0 else ""
         share = whole.seconds / mean
         return f"{words}: evens out the ranks; whole it would be {share:.2f} x their mean load{collectives}"

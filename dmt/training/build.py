@@ -23,7 +23,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from dmt.formatting import human_bytes
 from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, Complexity, ModelOptions, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import MetaTables, MetaTowers, compression_ratio, count_on_meta
-from dmt.models.sparse import joined_sparse_arch
+from dmt.models.sparse import JoinedShards
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import feature_names
 from dmt.plan.topology import TowerTopology
@@ -113,7 +113,7 @@ def build_model(job: Job, *, device: str | None = None, without_tables: bool = F
     if plan is None or not model.has_towers:
         flat = MetaTables if without_tables else flat_sparse_arch
         splits = {} if plan is None else plan.column_splits
-        shared["make_sparse_arch"] = joined_sparse_arch(splits, flat) if splits else flat
+        shared["make_sparse_arch"] = partial(JoinedShards, splits=splits, make_sparse_arch=flat) if splits else flat
         return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
     shared |= {"tables": job.split_tables, "tower_plan": plan, "tower_dim": model.tower_dim}
     shared["make_sparse_arch"] = MetaTowers if without_tables else tower_sparse_arch

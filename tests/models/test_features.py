@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.models.sparse import JoinedShards
 from dmt.models.tower_modules import DLRMTowerModule, feature_vectors, stacked_in_any_order
+from dmt.plan.tables import TableSpec
 from dmt.sptt.results import LazyKeyedTensor
 
 B, N = 3, 4
@@ -92,8 +93,9 @@ def test_a_tower_module_can_be_traced() -> None:
 
 def test_joined_shards_come_from_one_split() -> None:
     leaf = torch.arange(float(B * 3 * N)).view(B, 3 * N).requires_grad_()
-    shards = torch.nn.Identity()
-    joined = JoinedShards(shards, {"f": (N, N)})(KeyedTensor(["g", "f[4:8]", "f[0:4]"], [N, N, N], leaf))
+    table = TableSpec(name="t", num_embeddings=1, embedding_dim=2 * N, feature_names=("f",))
+    module = JoinedShards([table], splits={"f": (N, N)}, make_sparse_arch=lambda tables, device: torch.nn.Identity())
+    joined = module(KeyedTensor(["g", "f[4:8]", "f[0:4]"], [N, N, N], leaf))
     assert torch.equal(joined["f"], torch.cat([leaf[:, 2 * N :], leaf[:, N : 2 * N]], dim=1))
     split = joined["g"].grad_fn
     assert {node for node, _ in joined["f"].grad_fn.next_functions} == {split}, "slices cost a matrix of zeros each"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torchrec import KeyedJaggedTensor
 
 from dmt.models import DCN, DLRM, DMTDLRM, ModelOptions
 from dmt.models.complexity import MetaTables, count_complexity
-from dmt.models.sparse import joined_sparse_arch, whole_tables
+from dmt.models.sparse import JoinedShards, whole_tables
 from dmt.plan.column_shards import shard_names, split_ids, split_tables
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
@@ -32,7 +33,7 @@ def cut_and_whole(model_class: Any) -> tuple[Any, Any]:
     """The model with cut tables, and the uncut one with the same weights."""
     cut, whole = (
         model_class(tables=TABLES, dense_in_features=3, options=OPTIONS, **settings)
-        for settings in ({"make_sparse_arch": joined_sparse_arch(SPLITS)}, {})
+        for settings in ({"make_sparse_arch": partial(JoinedShards, splits=SPLITS)}, {})
     )
     state = {name: value for name, value in cut.state_dict().items() if "embedding_bags" not in name}
     for table in TABLES:
@@ -59,7 +60,7 @@ def test_a_flat_model_of_shards_is_the_uncut_one_bit_by_bit(model_class: Any) ->
 
 def test_a_flat_model_of_shards_counts_as_the_uncut_one() -> None:
     counted = []
-    for make in (MetaTables, joined_sparse_arch(SPLITS, MetaTables)):
+    for make in (MetaTables, partial(JoinedShards, splits=SPLITS, make_sparse_arch=MetaTables)):
         options = ModelOptions(dense_arch_layer_sizes=(8,), over_arch_layer_sizes=(8, 1), device="meta")
         model = DCN(tables=TABLES, dense_in_features=3, cross_rank=2, options=options, make_sparse_arch=make)
         ids = torch.empty(1, dtype=torch.long, device="meta")
