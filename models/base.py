@@ -39,10 +39,6 @@ class ModelOptions:
 
     Raises:
         InputError: a layer size is not a positive whole number, or ``over_arch_layer_sizes`` is empty.
-
-    Example:
-        >>> ModelOptions(dense_arch_layer_sizes=(64,), over_arch_layer_sizes=(64, 1)).over_arch_layer_sizes
-        (64, 1)
     """
 
     dense_arch_layer_sizes: tuple[int, ...] = DENSE_ARCH_LAYER_SIZES

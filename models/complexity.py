@@ -74,13 +74,6 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
 
     Raises:
         InputError: the batch is empty.
-
-    Example:
-        >>> class Linear(nn.Linear):
-        ...     def forward(self, dense_features, sparse_features):
-        ...         return super().forward(dense_features)
-        >>> count_complexity(Linear(1000, 500), torch.zeros(4, 1000), None)  # 2 + 2 FLOPs for each weight
-        Complexity(mflops_per_sample=2.0, parameters=500500, compression_ratio=1.0)
     """
     num_samples = dense_features.shape[0]
     if num_samples < 1:

@@ -134,11 +134,6 @@ class DotInteraction(nn.Module):
     Args:
         num_vectors: F, the sparse vectors; the dense one comes on top.
         dim: D.
-
-    Example:
-        >>> interaction = DotInteraction(num_vectors=26, dim=128)
-        >>> interaction.out_features, interaction(torch.zeros(2, 128), torch.zeros(2, 26, 128)).shape
-        (479, torch.Size([2, 479]))
     """
 
     def __init__(self, *, num_vectors: int, dim: int) -> None:

@@ -66,11 +66,6 @@ class DLRMTowerModule(nn.Module):
 
     Raises:
         InputError: c and p are both 0.
-
-    Example:
-        >>> tower = DLRMTowerModule(["f0", "f1"], embedding_dim=8, tower_dim=4, c=1, p=1)
-        >>> tower.out_features, tower({"f0": torch.zeros(3, 8), "f1": torch.zeros(3, 8)}).shape
-        (12, torch.Size([3, 12]))
     """
 
     def __init__(
@@ -217,11 +212,6 @@ def stacked_in_any_order(embeddings: Any, features: Sequence[str]) -> tuple[Tens
     Returns:
         The vectors [B, F, N], and for each feature its position on dimension 1. If ``features`` are all columns of a
         ``KeyedTensor``, the vectors are a view of them as they arrived; else a copy in the order of ``features``.
-
-    Example:
-        >>> stacked, position = stacked_in_any_order({"a": torch.ones(1, 2), "b": torch.zeros(1, 2)}, ["b", "a"])
-        >>> stacked.tolist(), position
-        ([[[0.0, 0.0], [1.0, 1.0]]], [0, 1])
     """
     arrived = getattr(embeddings, "arrived", embeddings)
     # A tracer's stand-in has every attribute and no keys to go through.

@@ -50,12 +50,6 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
 
     Raises:
         InputError: a feature to cut is unknown or shares its table, or the shards do not add up to the table.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("ad",))
-        >>> [(t.name, t.embedding_dim, t.feature_names) for t in split_tables([table], {"ad": (4, 4)})]
-        [('t[0:4]', 4, ('ad[0:4]',)), ('t[4:8]', 4, ('ad[4:8]',))]
     """
     split: list[Any] = []
     left = dict(splits)
@@ -94,14 +88,6 @@ def split_ids(ids: KeyedJaggedTensor, splits: Splits) -> KeyedJaggedTensor:
 
     Raises:
         InputError: a feature to cut is not among the keys, or each feature has a batch size of its own.
-
-    Example:
-        >>> import torch
-        >>> from torchrec import KeyedJaggedTensor
-        >>> ids = KeyedJaggedTensor(keys=["ad", "user"], values=torch.arange(3), lengths=torch.tensor([2, 1]))
-        >>> cut = split_ids(ids, {"ad": (4, 4)})
-        >>> cut.keys(), cut.values().tolist()
-        (['ad[0:4]', 'ad[4:8]', 'user'], [0, 1, 0, 1, 2])
     """
     from torchrec import KeyedJaggedTensor
 

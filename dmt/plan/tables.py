@@ -18,10 +18,6 @@ class TableSpec:
     """One embedding table.
 
     TorchRec's ``EmbeddingBagConfig`` has the same fields; `table_specs` converts.
-
-    Example:
-        >>> TableSpec(name="t_ad", num_embeddings=1000, embedding_dim=64, feature_names=("ad",)).num_bytes
-        256000
     """
 
     name: str
@@ -54,10 +50,6 @@ def number_bytes(table: Any) -> int:
 
     Raises:
         InputError: a format other than FP32 and FP16, in which tables are not trained.
-
-    Example:
-        >>> number_bytes(TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("f",), data_type="FP16"))
-        2
     """
     kind = table_format(table)
     if kind not in TABLE_FORMATS:

@@ -198,14 +198,6 @@ class TowerPlan:
 
         Raises:
             InputError: see `dmt.plan.column_shards.split_tables`.
-
-        Example:
-            >>> plan = TowerPlan.from_lists([["ad[0:4]", "user"], ["ad[4:8]"]], column_splits={"ad": (4, 4)})
-            >>> tables = [
-            ...     TableSpec(name=n, num_embeddings=9, embedding_dim=8, feature_names=(n,)) for n in ("ad", "user")
-            ... ]
-            >>> [table.name for table in plan.split_tables(tables)]
-            ['ad[0:4]', 'ad[4:8]', 'user']
         """
         return split_tables(tables, self.column_splits)
 

@@ -138,14 +138,6 @@ class CostModel:
     Message volume is charged to the rank at the busy end of an exchange: the owner of a whole table or of a column
     shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. Duplicate ids,
     caches and uneven use of rows are left out.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> table = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
-        >>> model = CostModel(topology=TowerTopology(num_towers=2, ranks_per_tower=4))
-        >>> whole = model.shard(table, "table_wise", 1000, 64)
-        >>> whole.memory, whole.lookups, whole.output_bytes  # 4 bytes of state per row; G = 8192, of which 3/4 leave
-        (260000, 8192.0, 1572864.0)
     """
 
     topology: TowerTopology

@@ -53,12 +53,6 @@ def pack(problem: Problem) -> Packed | None:
 
     Returns:
         None if no packing within the memory limit was found.
-
-    Example:
-        >>> options = [[Option((cost,), (1.0,), 0.0, None, 0)] for cost in (3.0, 3.0, 2.0, 2.0, 2.0)]
-        >>> found = pack(Problem(options, np.zeros(2), np.zeros(2), 4.0, (0.0,)))
-        >>> found.packing.objective, found.method
-        (6.0, 'largest differencing, local search')
     """
     candidates = []
     for fewer in _with_few_penalized(problem):

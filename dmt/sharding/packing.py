@@ -190,13 +190,6 @@ def differencing(problem: Problem, preferred: Sequence[int]) -> Packing:
 
     Ignores memory: see `Packing.feasible`. The load that ranks have already takes part as one partial packing.
     ``preferred`` is the option of each item.
-
-    Example:
-        >>> costs = [8.0, 7.0, 6.0, 5.0, 4.0]
-        >>> options = [[Option((cost,), (0.0,), 0.0, None, 0)] for cost in costs]
-        >>> problem = Problem(options, np.zeros(2), np.zeros(2), np.inf, (0.0,))
-        >>> differencing(problem, [0] * 5).busiest, greedy(problem, [0] * 5).busiest
-        (16.0, 17.0)
     """
     num_ranks = problem.num_ranks
     # A partial packing: slot costs, largest first, and (item, part) of each slot; (-1, rank) stands for the rank.

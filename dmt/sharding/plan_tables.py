@@ -50,16 +50,6 @@ def plan_tables(
 
     Raises:
         InputError: names or numbers are wrong, rules contradict each other or cannot be met, or tables do not fit.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> rows = {"ad": 50_000_000, "user": 3_000_000, "hour": 24}
-        >>> shape = {"embedding_dim": 64}
-        >>> tables = [TableSpec(name=n, num_embeddings=r, feature_names=(n,), **shape) for n, r in rows.items()]
-        >>> topology = TowerTopology(num_towers=1, ranks_per_tower=4)
-        >>> found = plan_tables([tables], topology, hardware=Hardware(memory_per_rank=4_000_000_000))
-        >>> {name: placement.scheme for name, placement in found.placements.items()}
-        {'ad': 'column_wise', 'user': 'column_wise', 'hour': 'column_wise'}
     """
     model = CostModel(topology=topology, workload=workload or StepWorkload(), hardware=hardware or Hardware())
     rules = rules or ShardingRules()

@@ -38,12 +38,6 @@ class ShardingRules:
 
     Raises:
         InputError: an unknown scheme, or none.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> table = TableSpec(name="t_ad", num_embeddings=100, embedding_dim=8, feature_names=("ad",))
-        >>> ShardingRules(tables={"t_*": "row_wise"}).resolve(table, num_ranks=4, tower=0)
-        Allowed(schemes=('row_wise',), placement=None, why="asked for ('t_*')")
     """
 
     schemes: Sequence[Scheme] = SCHEMES

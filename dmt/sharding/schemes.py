@@ -104,12 +104,6 @@ def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
 
     Raises:
         InputError: the table cannot be cut so; names it.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> table = TableSpec(name="t", num_embeddings=5, embedding_dim=8, feature_names=("f",))
-        >>> [shard[:] for shard in table_shards(table, TablePlacement(scheme="row_wise", ranks=(0, 1)))]
-        [(0, 0, 0, 3, 8), (1, 3, 0, 2, 8)]
     """
     rows, columns, ranks = table.num_embeddings, table.embedding_dim, placement.ranks
     try:

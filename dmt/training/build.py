@@ -136,10 +136,7 @@ def check_rank_memory(job: Job) -> None:
     Counted are its share of the tables, the dense weights with their gradients, and a batch with its embeddings.
     """
     config, topology = job.config, job.topology
-    model = build_model(job, device="meta", without_tables=True)
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    towers = sum(size for name, size in sizes.items() if is_tower_module(name))
-    dense = sum(size for name, size in sizes.items() if not name.startswith("sparse_arch."))
+    towers, dense = _dense_weights(build_model(job, device="meta", without_tables=True))
     if job.sharding is None:
         tables = sum(table.num_bytes for table in job.tables) / (topology.num_towers * topology.ranks_per_tower)
     else:
@@ -327,9 +324,7 @@ def expected_traffic(job: Job) -> Traffic:
     model = build_model(job, device="meta", without_tables=True)
     outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
     numbers = outputs / sharding.hardware.exchange_bytes
-    sizes = {name: p.nbytes for name, p in model.named_parameters()}
-    of_towers = sum(size for name, size in sizes.items() if is_tower_module(name))
-    of_all = sum(size for name, size in sizes.items() if not name.startswith("sparse_arch."))
+    of_towers, of_all = _dense_weights(model)
     tables_ring = replicas * sum(load.reduced_bytes for _, load in loads)
     all_across, all_inside = _dense_bytes(topology, job.config.train, of_all)
     tower_ring = 2 * (replicas * topology.ranks_per_tower - 1) * of_towers + tables_ring
@@ -343,6 +338,13 @@ def expected_traffic(job: Job) -> Traffic:
         dense=round(all_across + tower_across),
         inside=round(inside + all_inside + tower_ring - tower_across),
     )
+
+
+def _dense_weights(model: nn.Module) -> tuple[int, int]:
+    """Bytes of all tower modules, and of the dense parts that every rank holds."""
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    towers = sum(size for name, size in sizes.items() if is_tower_module(name))
+    return towers, sum(size for name, size in sizes.items() if not name.startswith("sparse_arch."))
 
 
 def _id_bytes(job: Job, costs: CostModel, loads: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
