@@ -11,7 +11,7 @@ import numpy as np
 
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import human_bytes
-from dmt.plan.tables import feature_names
+from dmt.plan.tables import feature_names, table_specs
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.local_search import pack
@@ -76,12 +76,7 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel) -> 
             f"num_towers={model.topology.num_towers}. Give one list of tables for each tower of the mesh."
         )
     tables = [table for tower in tables_by_tower for table in tower]
-    doubled = [name for name, count in Counter(table.name for table in tables).items() if count > 1]
-    if doubled:
-        raise InputError(
-            f"Table {doubled[0]!r} is given more than once; a table lives in one tower. Rename one of them."
-        )
-    features = set(feature_names(tables))
+    features = set(feature_names(table_specs(tables, one_table_per_feature=False)))
     for feature in model.workload.pooling_factors:
         if feature not in features:
             raise InputError(

@@ -63,13 +63,10 @@ class ShardingRules:
         """Returns the planner's choices for every table, by name; see `resolve`.
 
         Raises:
-            InputError: a rule matches no table, a table does not train, or not one can have the schemes asked for.
+            InputError: a rule matches no table, or not one can have the schemes asked for.
         """
         placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
         self._check_names({table.name for table, _ in placed})
-        for table, tower in placed:
-            if reason := why_not(table, "table_wise"):
-                raise InputError(f"Table {table.name!r} in tower {tower} does not train: {reason}. Use one of them.")
         allowed = {table.name: self.resolve(table, num_ranks, tower) for table, tower in placed}
         free = [] if "table_wise" in self.schemes else [t for t in placed if not self._keys(t[0].name)]
         if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):

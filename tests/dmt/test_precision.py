@@ -356,13 +356,13 @@ def test_table_formats_that_train_wrongly_are_refused() -> None:
             assert why_not(table, scheme) == f"its data_type is '{other.value}'; tables train in FP32 or FP16"
 
 
-def test_refused_table_formats_are_named_with_table_and_tower() -> None:
+def test_refused_table_formats_are_named_with_the_table() -> None:
     from torchrec.modules.embedding_configs import DataType
 
     topology, tables = TowerTopology(num_towers=2, ranks_per_tower=2), make_tables([8, 8])
     for other in (DataType.BF16, DataType.INT8):
         tables[1].data_type = other
-        expected = f"Table 't1' in tower 1 does not train: its data_type is '{other.value}'; tables train in FP32 or"
+        expected = f"Table 't1' has data_type='{other.value}'; tables train in FP32 or FP16"
         with pytest.raises(InputError, match=expected):
             plan_tables([tables[:1], tables[1:]], topology)
     tables[1].data_type = DataType.FP16

@@ -321,7 +321,7 @@ def test_rules_that_cannot_be_met_are_refused(rules: dict, ranks: int, message: 
 def test_wrong_tables_and_features_are_refused() -> None:
     with pytest.raises(InputError, match="given for 1 towers, but the topology has num_towers=2"):
         plan_tables([[table("a")]], TowerTopology(num_towers=2, ranks_per_tower=1))
-    with pytest.raises(InputError, match="Table 'a' is given more than once"):
+    with pytest.raises(InputError, match="Table 'a' is given 2 times; names must be unique"):
         plan_tables([[table("a"), table("a")]], one_tower(1))
     with pytest.raises(
         InputError, match=r"pooling_factors names the feature 'a_1', which no table has.*Did you mean 'a_0'"
