@@ -87,7 +87,7 @@ def tower_sparse_arch(
 ) -> EmbeddingTowerCollection:
     """Builds TorchRec's ``EmbeddingTowerCollection``: the tables in towers, each with its tower module.
 
-    Its result is [B, sum O_t], the towers side by side in the plan's order. The module has an example.
+    Its result is [B, sum O_t], the towers side by side in the plan's order.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, in any order.
@@ -148,14 +148,12 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
 
 
 class JoinedShards(nn.Module):
-    """Embeddings of whole features, from a module that has the shards of those that are cut.
+    """Embeddings of whole features, from shards of those that are cut; a flat model's ``make_sparse_arch``.
 
-    Nothing is computed before a feature is read, so a sharded module's exchange stays in flight until then. With
-    ``splits`` bound by ``functools.partial`` it is a ``make_sparse_arch`` for a flat model.
+    Nothing is computed before a feature is read, so a sharded module's exchange stays in flight until then.
 
     Args:
-        tables: the whole tables.
-        device: of the tables.
+        tables: the whole tables; their shards are made on ``device``.
         splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
         make_sparse_arch: makes the embeddings of the shards.
     """
