@@ -88,8 +88,6 @@ def test_the_standard_error_falls_with_rows_and_knows_its_edges():
     assert auc_standard_error(1.0, num_rows=100, label_rate=0.5) == 0.0
     assert math.isnan(auc_standard_error(math.nan, num_rows=100, label_rate=0.5))
     assert math.isnan(auc_standard_error(0.7, num_rows=100, label_rate=0.0))
-    with pytest.raises(InputError, match=r"auc=1\.5.*between 0 and 1"):
-        auc_standard_error(1.5, num_rows=100, label_rate=0.5)
 
 
 # --- finding ---------------------------------------------------------------------------------------------------------
@@ -130,34 +128,16 @@ def test_on_a_single_host_no_ratio_of_bytes_is_made_up(tmp_path, arguments):
 
 
 def test_aucs_that_cannot_be_compared_are_not():
-    undefined = compare_runs({"flat": result(math.nan, rate=0.0), "towers": result(math.nan, rate=0.0)})
-    apart = compare_runs({"flat": result(0.6), "towers": result(0.9, rows=1000)})
-    for finding, why in ((undefined, "one label only"), (apart, "different evaluation rows (65,536 and 1,000 rows)")):
-        assert finding.within_noise
-        assert math.isnan(finding.auc_difference)
-        assert "cannot be compared" in finding.accuracy
-        assert why in finding.accuracy
+    finding = compare_runs({"flat": result(math.nan, rate=0.0), "towers": result(math.nan, rate=0.0)})
+    assert finding.within_noise
+    assert math.isnan(finding.auc_difference)
+    assert "cannot be compared, as the evaluation rows have one label only" in finding.accuracy
 
 
 def test_runs_that_learned_nothing_that_shows_are_named():
     finding = compare_runs({"flat": result(0.51, rows=500), "towers": result(0.75, rows=500)})
     assert "On these rows, flat cannot be told from chance" in finding.accuracy
     assert "chance" not in compare_runs({"flat": result(), "towers": result()}).accuracy
-
-
-def test_a_missing_number_or_run_is_named():
-    with pytest.raises(InputError, match=r"two runs.* got 1: \['flat'\]"):
-        compare_runs({"flat": result()})
-    lacking = result()
-    lacking["eval_acu"] = lacking.pop("eval_auc")
-    with pytest.raises(InputError, match=r"run 'towers': 'eval_auc' is missing\. Did you mean 'eval_acu'\?.*result"):
-        compare_runs({"flat": result(), "towers": lacking})
-    lacking = result()
-    del lacking["bytes_per_sample"]["dense"]
-    with pytest.raises(InputError, match=r"run 'flat': 'bytes_per_sample\.dense' is missing"):
-        compare_runs({"flat": lacking, "towers": result()})
-    with pytest.raises(InputError, match=r"'mflops_per_sample' is '0\.5', not a number"):
-        compare_runs({"flat": result(), "towers": result(mflops="0.5")})
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------
@@ -213,17 +193,8 @@ def test_a_single_evaluation_without_a_loss_is_drawn(tmp_path):
 
 
 def test_folders_without_curves_are_refused(tmp_path):
-    with pytest.raises(InputError, match="runs is empty"):
-        plot_curves({}, tmp_path / "curves.png")
-    with pytest.raises(InputError, match=r"run 'flat': .*nowhere/metrics\.jsonl cannot be read.*output_dir"):
+    with pytest.raises(InputError, match=r"nowhere/metrics\.jsonl cannot be read \(No such file.*output_dir"):
         plot_curves({"flat": tmp_path / "nowhere"}, tmp_path / "curves.png")
-    torn = record(tmp_path / "torn")
-    (torn / "metrics.jsonl").write_text('{"step": 1, "train/lo\n')
-    with pytest.raises(InputError, match=r"run 'flat': .*torn/metrics\.jsonl cannot be read"):
-        plot_curves({"flat": torn}, tmp_path / "curves.png")
-    other = record(tmp_path / "other", {"step": 1, "lr": 0.1})
-    with pytest.raises(InputError, match=r"none of train/loss, eval/auc, eval/ne, but \['lr'\]"):
-        plot_curves({"flat": other}, tmp_path / "curves.png")
     good = record(tmp_path / "good", evaluation(1, 0.7))
     with pytest.raises(InputError, match=r"curves\.doc.*one of .*png"):
         plot_curves({"flat": good}, tmp_path / "curves.doc")
@@ -388,8 +359,6 @@ def test_what_the_page_lacks_is_named(tmp_path, arguments):
         write_report(path, **arguments | {"affinity_picture": tmp_path / "gone.png"})
     with pytest.raises(InputError, match=r"curves_picture='curves\.pdf' cannot be embedded; give one of \.png"):
         write_report(path, **arguments | {"curves_picture": "curves.pdf"})
-    with pytest.raises(InputError, match="run 'dlrm': 'eval_auc' is missing"):
-        write_report(path, **arguments | {"runs": {"dlrm": {}, "dmt-dlrm": result()}})
     assert not path.exists()
 
 
@@ -464,9 +433,3 @@ def test_planned_bytes_stand_beside_measured_ones(tmp_path, arguments):
     text = Page(write_report(path, **arguments)).text
     assert "across hosts: ids 0 208 - " in text
     assert "inside hosts 0 0 0.0%" in text
-
-
-def test_a_sharding_plan_of_other_towers_is_refused(tmp_path, arguments):
-    arguments["sharding"] = sharding_of(TowerPlan.strided(["a", "b", "c"], 3))
-    with pytest.raises(InputError, match=r"sharding has 3 towers, but plan has 2\. Give the sharding\.json"):
-        write_report(tmp_path / "report.html", **arguments)

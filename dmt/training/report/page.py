@@ -6,11 +6,11 @@ Numbers come from `dmt.training.report.comparison` and the rows of `dmt.training
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmt.errors import InputError
 from dmt.formatting import human_bytes
 from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.style import tower_badges
@@ -61,15 +61,9 @@ def write_report(
         The path written.
 
     Raises:
-        InputError: there are not two runs, a run lacks a number, the plan has another number of towers than
-            ``sharding``, or a picture cannot be read or embedded.
+        InputError: a picture cannot be read or embedded, or the page cannot be written.
     """
     comparison = compare_runs(runs)
-    if sharding.topology.num_towers != plan.num_towers:
-        raise InputError(
-            f"write_report: sharding has {sharding.topology.num_towers} towers, but plan has {plan.num_towers}. "
-            "Give the sharding.json of the run that had this plan."
-        )
     context = {
         "names": list(runs),
         "comparison": comparison,
@@ -93,10 +87,9 @@ def write_report(
 
 def _cards(comparison: RunComparison, names: Sequence[str]) -> list[dict[str, str]]:
     """The three figures under the headline: big text, what it is, and the numbers behind it."""
-    measured = f"{comparison.auc_difference:+.4f}"
-    if comparison.obstacle:
-        auc, behind = "not known", comparison.obstacle
-    else:
+    auc, behind = "not known", "the evaluation rows have one label only"
+    if not math.isnan(comparison.auc_noise):
+        measured = f"{comparison.auc_difference:+.4f}"
         auc = "within noise" if comparison.within_noise else measured
         behind = f"measured {measured}; one standard error is {comparison.auc_noise:.4f}"
     instead = f"{comparison.embedding_bytes[1]:,.0f} instead of {comparison.embedding_bytes[0]:,.0f} per sample"
