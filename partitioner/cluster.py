@@ -9,7 +9,7 @@ Legend: F points, P blocks (features that stay together), T towers, n dims.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -70,7 +70,6 @@ def group_blocks(
     options: Sequence[Bounds],
     seed: int,
     refine: bool = True,
-    progress: Callable[[float], None] | None = None,
 ) -> Grouping:
     """Groups blocks into towers that hold every limit: constrained K-means on the points (`search_clusters`).
 
@@ -85,7 +84,6 @@ def group_blocks(
             the best objective wins; the others are tried if none of these can be held.
         seed: of the starts.
         refine: continue the search on ``distance``.
-        progress: called with the share of the work done, 0..1.
 
     Raises:
         InputError: no grouping holds the limits, or none was found; says which limit the closest one breaks.
@@ -94,16 +92,11 @@ def group_blocks(
     wanted = np.square(distance) if refine else squared
     found = []
     searched = evenly_picked(options)
-    for number, bounds in enumerate(searched):
-
-        def report(share: float, number: int = number) -> None:
-            if progress is not None:
-                progress((number + share) / len(searched))
-
+    for bounds in searched:
         # The effort is shared among them.
         num_starts = NUM_STARTS // len(searched)
         labels = search_clusters(
-            points, squared, num_clusters=num_towers, bounds=bounds, seed=seed, num_starts=num_starts, progress=report
+            points, squared, num_clusters=num_towers, bounds=bounds, seed=seed, num_starts=num_starts
         )
         found.append((labels, bounds))
     held = [(labels, bounds) for labels, bounds in found if bounds.violation(labels, num_towers) == 0]
@@ -203,7 +196,6 @@ def search_clusters(
     bounds: Bounds,
     seed: int,
     num_starts: int = 60,
-    progress: Callable[[float], None] | None = None,
 ) -> Labels:
     """Searches for the best grouping within the bounds; the answer breaks them only if none that holds them is found.
 
@@ -219,7 +211,6 @@ def search_clusters(
         bounds: the limits.
         seed: of the random centres.
         num_starts: the most runs; fewer are made where P x T is large.
-        progress: called with the share of runs made.
     """
     num_points = len(points)
     assert 1 <= num_clusters <= num_points, f"TowerPartitioner checks T={num_clusters} against {num_points} points"
@@ -256,8 +247,6 @@ def search_clusters(
         # Better by more than rounding, so that ties fall the same way everywhere.
         if rank[0] < least[0] or (rank[0] == least[0] and rank[1] < least[1] * (1.0 - 1e-9)):
             best, least = labels, rank
-        if progress is not None:
-            progress((number + 1) / count)
     return best
 
 

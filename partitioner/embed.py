@@ -6,7 +6,7 @@ Legend: F points, n dims (the paper's n, well below the embedding dim), K config
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -76,7 +76,6 @@ def embed_distances(
     seed: int = 0,
     num_starts: int | None = None,
     max_steps: int = 2500,
-    progress: Callable[[float], None] | None = None,
 ) -> Coordinates:
     """Finds points whose pairwise Euclidean distances come as close as they can to given ones.
 
@@ -96,7 +95,6 @@ def embed_distances(
         seed: of the random numbers, at least 0.
         num_starts: number of starts; by default 2500 / F, at most 32 and at least 1.
         max_steps: limit on the Adam steps of one start, with those until it converges; the first 180 are always taken.
-        progress: called with the fraction done, which never falls, and 1.0 at the end.
 
     Example:
         >>> found = embed_distances(np.array([[0.0, 3.0, 5.0], [3.0, 0.0, 4.0], [5.0, 4.0, 0.0]]))
@@ -106,22 +104,19 @@ def embed_distances(
     import torch
 
     size, scale = len(distance), float(distance.max())
-    report = progress or (lambda share: None)
     if scale == 0.0:
         # One point, or all in one place: nothing to move, and nothing to divide by.
-        report(1.0)
         return Coordinates(points=np.zeros((size, dims)), stress=0.0, normalized_stress=0.0)
     target = torch.from_numpy(distance / scale)
     if num_starts is None:
         num_starts = max(1, min(32, 2500 // size))
     generators = [np.random.default_rng((seed, number)) for number in range(num_starts)]
     with _one_thread():
-        found, num_steps = _search(target, dims, generators, max_steps, report)
+        found, num_steps = _search(target, dims, generators, max_steps)
         points, stress = converge(found, StressFunction(target), max_steps=max_steps - num_steps)
         best = points[int(stress.argmin())]
         best_stress = exact_stress(best, target)
     wanted = float(np.square(distance / scale).sum()) / 2
-    report(1.0)
     return Coordinates(
         points=((best - best.mean(dim=0)) * scale).numpy(),
         stress=best_stress * scale**2,
@@ -142,9 +137,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _search(
-    target: Tensor, dims: int, generators: list[np.random.Generator], max_steps: int, report: Callable[[float], None]
-) -> tuple[Tensor, int]:
+def _search(target: Tensor, dims: int, generators: list[np.random.Generator], max_steps: int) -> tuple[Tensor, int]:
     """The most promising configurations, [at most K, F, n], and the number of Adam steps taken from each start."""
     import torch
 
@@ -164,8 +157,6 @@ def _search(
     for number in range(num_tries):
         if num_steps + 2 * sum(LATER_RUN) > max_steps:
             break
-        # Convergence takes about as long as two tries.
-        report((number + 1) / (num_tries + 3))
         extent = LIFTED_EXTENTS[number % len(LIFTED_EXTENTS)] * points.std(dim=(1, 2), keepdim=True)
         other = run(torch.cat([points, extent * _normal(generators, size, 1)], dim=2), LATER_RUN)
         num_steps += sum(LATER_RUN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,6 @@ __all__ = ["Strategy", "TowerPartitioner"]
 logger = logging.getLogger(__name__)
 
 Strategy = Literal["coherent", "diverse", "both"]
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +100,14 @@ class TowerPartitioner:
                 f"{sum(counts.values())} ({dict(counts)}). Make them equal."
             )
 
-    def fit(
-        self, affinity: FeatureAffinity, *, tables: Sequence[Any] = (), progress: Progress | None = None
-    ) -> TowerPlan:
+    def fit(self, affinity: FeatureAffinity, *, tables: Sequence[Any] = ()) -> TowerPlan:
         """Computes the towers: ``partition(...).plan``, whose notes are logged as warnings."""
-        found = self.partition(affinity, tables=tables, progress=progress)
+        found = self.partition(affinity, tables=tables)
         for note in found.notes:
             logger.warning(note)
         return found.plan
 
-    def partition(
-        self, affinity: FeatureAffinity, *, tables: Sequence[Any] = (), progress: Progress | None = None
-    ) -> Partition:
+    def partition(self, affinity: FeatureAffinity, *, tables: Sequence[Any] = ()) -> Partition:
         """Computes the towers, and the numbers to judge them by.
 
         Args:
@@ -120,7 +115,6 @@ class TowerPartitioner:
             tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec` of the model, by default those the affinity was
                 collected with; recorded in the plan. Limits on work and memory need them. The features of a shared
                 table are kept together: they are one point, placed by their mean affinities.
-            progress: called with the name of a stage and the share of the whole work done, 0..1.
 
         Returns:
             The partition. Its plan's towers are in the order of their first feature in ``affinity`` (category by
@@ -139,30 +133,17 @@ class TowerPartitioner:
             split_columns=self.split_columns,
         )
         strategies = ["coherent", "diverse"] if self.strategy == "both" else [self.strategy]
-        found = []
-        for number, strategy in enumerate(strategies):
-
-            def report(stage: str, share: float, number: int = number, strategy: str = strategy) -> None:
-                if progress is not None:
-                    progress(f"{strategy}: {stage}", (number + share) / len(strategies))
-
-            found.append(self._solve(task, strategy, report))
+        found = [self._solve(task, strategy) for strategy in strategies]
         # The first of equals, so coherent where neither says anything.
         best = max(found, key=_distinctness)
         others = tuple(partition for partition in found if partition is not best)
         return replace(best, alternatives=others) if others else best
 
-    def _solve(self, task: Task, strategy: str, report: Progress) -> Partition:
+    def _solve(self, task: Task, strategy: str) -> Partition:
         answers = []
-        done = 0.0
         for part in task.parts:
-            share = len(part.blocks.names) / task.num_blocks
-            embedding, grouping = (
-                _stage(report, name, done + share * begin, share * length)
-                for name, begin, length in (("embedding features", 0.0, 0.7), ("grouping features", 0.7, 0.3))
-            )
             distance = distances(part.blocks.matrix(task.affinity), strategy)
-            found = embed_distances(distance, dims=self.dims, seed=self.seed, progress=embedding)
+            found = embed_distances(distance, dims=self.dims, seed=self.seed)
             try:
                 grouped = group_blocks(
                     found.points,
@@ -171,20 +152,13 @@ class TowerPartitioner:
                     options=part.options,
                     seed=self.seed,
                     refine=self.refine,
-                    progress=grouping,
                 )
             except InputError as error:
                 raise InputError(f"TowerPartitioner: {part.where}{error}") from error
             wanted = float(np.square(distance).sum()) / 2
             answers.append(_Answer(part=part, found=found, grouping=grouped, wanted=wanted))
-            done += share
         settings = {"balance_ratio": self.balance_ratio, "dims": self.dims, "refine": self.refine}
         return _assemble(task, answers, strategy=strategy, seed=self.seed, settings=settings)
-
-
-def _stage(report: Progress, name: str, begin: float, length: float) -> Callable[[float], None]:
-    """Maps the share of a stage to the share of the whole."""
-    return lambda share: report(name, begin + length * share)
 
 
 def _distinctness(partition: Partition) -> float:

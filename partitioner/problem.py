@@ -75,11 +75,6 @@ class Task:
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
 
-    @property
-    def num_blocks(self) -> int:
-        """P over all parts."""
-        return sum(len(part.blocks.names) for part in self.parts)
-
 
 def prepare(
     affinity: FeatureAffinity,

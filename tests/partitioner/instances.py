@@ -31,7 +31,7 @@ def tables_of(names, *, rows=10, dims=8):
     ]
 
 
-def quick_points(distance, *, dims=2, seed=0, progress=None):
+def quick_points(distance, *, dims=2, seed=0):
     """In place of `embed_distances`, where the points do not matter: classical scaling."""
     size = len(distance)
     centring = np.eye(size) - 1 / size

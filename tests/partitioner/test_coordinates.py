@@ -173,17 +173,6 @@ def test_the_leading_axes_are_enough_for_the_largest_matrices(monkeypatch):
     np.testing.assert_allclose(_pairwise(embed_distances(wanted, num_starts=1).points), wanted, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("size", [1, 20])
-def test_progress_rises_to_one(size):
-    seen = []
-    wanted = 1.0 - np.eye(size)
-    with_progress = embed_distances(wanted, progress=seen.append)
-    assert seen == sorted(seen)
-    assert (seen[-1], seen.count(1.0)) == (1.0, 1)
-    assert len(seen) == 1 if size == 1 else len(seen) > 4
-    np.testing.assert_array_equal(with_progress.points, embed_distances(wanted).points)
-
-
 def test_more_dims_than_points():
     found = embed_distances(np.array([[0.0, 2.0], [2.0, 0.0]]), dims=4)
     assert found.points.shape == (2, 4)

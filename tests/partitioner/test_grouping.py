@@ -90,13 +90,3 @@ def test_the_refusal_names_what_the_closest_answer_breaks():
     bounds = Bounds(loads=np.ones((3, 3)), lower=np.ones(3), upper=np.full(3, 3.0), apart=apart)
     with pytest.raises(InputError, match="a tower with features that are to be apart"):
         group_blocks(points, options=[bounds], **arguments)
-
-
-def test_progress_rises_to_the_end():
-    seen = []
-    options = [sized([0] * 8, 3, 5), sized([0] * 8, 2, 6)]
-    squared = random_squares(np.random.default_rng(0), 8)
-    points = np.random.default_rng(0).normal(size=(8, 2))
-    group_blocks(points, distance=np.sqrt(squared), num_towers=2, options=options, seed=0, progress=seen.append)
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0

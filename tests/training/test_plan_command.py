@@ -309,15 +309,15 @@ def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, m
     found = json.loads(plan(config, "--json").output)
     monkeypatch.setenv("COLUMNS", str(width))
     output = plan(config).output
-    assert max(map(len, output.splitlines())) <= width
+    assert max(map(len, output.splitlines())) <= max(width, 90)
     assert "\u2026" not in output
     words = " ".join(output.split())
     busiest = max(rank["seconds"] for rank in found["ranks"])
     assert f" {1e3 * busiest:,.3f} ms " in words
-    assert (f" {max(rank['lookups'] for rank in found['ranks']):,.0f} " in words) == (width >= 79)
+    assert f" {max(rank['lookups'] for rank in found['ranks']):,.0f} " in words
     for table in sorted(found["tables"], key=lambda table: (-table["seconds"], table["name"]))[:20]:
         assert f" {table['name']} " in words
-        assert width < 60 or f" {1e3 * table['seconds']:,.3f} ms " in words
+        assert f" {1e3 * table['seconds']:,.3f} ms " in words
 
 
 def test_a_console_too_narrow_for_any_column_still_cuts_none(towers: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from dmt.partitioner import (
     plot_affinity,
     write_partition_report,
 )
-from dmt.partitioner.partitioner import Progress
 from dmt.partitioner.report.style import new_figure
 from dmt.partitioner.verdict import judge_balance, judge_meaning
 from dmt.plan.tables import TableSpec, feature_names
@@ -68,8 +65,8 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
     if options["save_affinity"]:
         affinity.save(options["save_affinity"])
         _say(f"Affinity written to {options['save_affinity']}.")
-    with _progress() as progress:
-        found = partitioner.partition(affinity, progress=progress)
+    with Console(stderr=True).status("Partitioning ..."):
+        found = partitioner.partition(affinity)
     out: Path = options["out"]
     others = tuple(replace(other, plan=replace(other.plan, command=command)) for other in found.alternatives)
     found = replace(found, plan=replace(found.plan, command=command), alternatives=others)
@@ -180,21 +177,3 @@ def _beside(out: Path, strategy: str) -> Path:
 
 def _say(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A line that changes on a terminal; in a log file one for each stage that begins."""
-    console, began, last = Console(stderr=True), time.monotonic(), ""
-    with console.status("partition") as status:
-
-        def report(stage: str, share: float) -> None:
-            nonlocal last
-            line = f"partition: {100 * share:.0f} % after {time.monotonic() - began:.0f} s, {stage}"
-            if console.is_terminal:
-                status.update(line)
-            elif stage != last:
-                last = stage
-                _say(line)
-
-        yield report

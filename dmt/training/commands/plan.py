@@ -23,7 +23,7 @@ __all__ = ["PlannedTables", "print_sharding", "run_plan"]
 
 _SHOWN_RANKS = 16
 _SHOWN_TABLES = 20
-# Characters that names and reasons get at least, before columns of numbers are left out for them.
+# Characters that names and reasons get at least.
 _FOLDED = {"table": 12, "why": 24, "replicas": 12}
 Rows = Sequence[Sequence[str]]
 
@@ -78,13 +78,12 @@ def run_plan(
 def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None) -> None:
     """Prints a plan, with all ranks and tables or the most telling ones, and the file it was written to.
 
-    In a narrow terminal (or ``COLUMNS``) names fold and columns are left out; numbers are never cut.
+    In a narrow terminal (or ``COLUMNS``) names and reasons fold; numbers are never cut.
     """
     console, found = table_console(markup=False), planned.sharding
-    shown = _print_fitting(console, *_ranks(found, everything), leave_out=("lookups/step", "sent/step"))
-    if "sent/step" in shown:
-        console.print("sent/step: ids, embeddings, gradients and all-reduces that the rank sends inside its tower.")
-    _print_fitting(console, *_tables(found, everything), leave_out=("memory", "tower", "cost"))
+    _print_table(console, *_ranks(found, everything))
+    console.print("sent/step: ids, embeddings, gradients and all-reduces that the rank sends inside its tower.")
+    _print_table(console, *_tables(found, everything))
     schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in found.tables_by_scheme.items())
     console.print(f"{counted(len(found.tables), 'table')}: {schemes}.")
     worst = max(found.towers, key=lambda tower: tower.imbalance)
@@ -117,7 +116,7 @@ def _print_replicas(console: Console, costs: ReplicaCosts) -> None:
     ]
     title = f"M = {costs.num_replicas:,} replicas, T = {costs.num_ranks:,} ranks"
     known = rows if costs.sync_gb_per_s is not None else rows[:1]
-    _print_fitting(console, title, ("replicas", "mean", "fullest rank"), known, leave_out=())
+    _print_table(console, title, ("replicas", "mean", "fullest rank"), known)
     left_out = f"; data-parallel tables ({costs.data_parallel_tables:,}), which no sync moves, are not counted"
     console.print(
         f"S = {human_bytes(costs.table_bytes)}: {human_bytes(costs.weight_bytes)} of weights and "
@@ -136,27 +135,20 @@ def _time(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:,.3f} ms"
 
 
-def _print_fitting(
-    console: Console, title: str, headers: Sequence[str], rows: Rows, *, leave_out: Sequence[str]
-) -> list[str]:
-    """Prints a table, without the first few columns of ``leave_out`` where the console is narrow; returns headers."""
-    for count in range(len(leave_out) + 1):
-        keep = [i for i, header in enumerate(headers) if header not in leave_out[:count]]
-        table = make_table([headers[i] for i in keep], ([row[i] for i in keep] for row in rows), title=title)
-        needed = Measurement.get(console, console.options.update(width=10**6), table).maximum
-        for column in table.columns:
-            folded = _FOLDED.get(str(column.header))
-            if folded is None:
-                column.justify, column.no_wrap = "right", True
-            else:
-                column.overflow = "fold"
-                longest = max(len(cell) for cell in (str(column.header), *map(str, column.cells)))
-                needed -= max(longest - folded, 0)
-        if needed <= console.width:
-            break
+def _print_table(console: Console, title: str, headers: Sequence[str], rows: Rows) -> None:
+    """Prints a table, on a console that is too narrow for its numbers wider than that."""
+    table = make_table(headers, rows, title=title)
+    needed = Measurement.get(console, console.options.update(width=10**6), table).maximum
+    for column in table.columns:
+        folded = _FOLDED.get(str(column.header))
+        if folded is None:
+            column.justify, column.no_wrap = "right", True
+        else:
+            column.overflow = "fold"
+            longest = max(len(cell) for cell in (str(column.header), *map(str, column.cells)))
+            needed -= max(longest - folded, 0)
     console.width = max(console.width, needed)
     console.print(table)
-    return [headers[i] for i in keep]
 
 
 def _ranks(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:
