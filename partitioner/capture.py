@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from dmt.plan.tables import TableSpec
 if TYPE_CHECKING:
     from dmt.partitioner.collect import Lockstep
 
-__all__ = ["Captured", "Collection", "NoRows", "by_feature", "capturing", "evaluating", "find_collections"]
+__all__ = ["Collection", "NoRows", "Watch", "by_feature", "evaluating", "find_collections", "watching"]
 
 
 class NoRows(Exception):
@@ -41,18 +41,6 @@ class Collection:
     """Feature that each embedding looks up; the names differ if one feature looks up several tables."""
     is_complete: bool = True
     """True if this rank knows all tables in their order; a rank of a tower knows the tower's only."""
-
-
-@dataclass(eq=False)
-class Captured:
-    """Input and output of one forward."""
-
-    outputs: dict[str, Any] = field(default_factory=dict)
-    """Output by path: a ``KeyedTensor``, or an awaitable of one that may be waited for repeatedly."""
-    num_ids: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Number of input ids of each feature, by path; no entry if it cannot be read."""
-    batch: int = 0
-    """Number of the batch, for messages."""
 
 
 def find_collections(model: nn.Module, module_path: str | None, *, in_group: bool) -> list[Collection]:
@@ -97,15 +85,15 @@ def find_collections(model: nn.Module, module_path: str | None, *, in_group: boo
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts the model in eval mode, and every part of it back into its own mode afterwards."""
+
     # Module by module: a user may have frozen only some parts in eval mode. By children, because sharded modules
     # hide their parts from modules().
-    modes: dict[nn.Module, bool] = {}
-    waiting = [model]
-    while waiting:
-        part = waiting.pop()
-        if part not in modes:
-            modes[part] = part.training
-            waiting.extend(part.children())
+    def parts(part: nn.Module) -> Iterator[nn.Module]:
+        yield part
+        for child in part.children():
+            yield from parts(child)
+
+    modes = {part: part.training for part in parts(model)}
     model.eval()
     try:
         yield
@@ -115,40 +103,44 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def capturing(collections: Sequence[Collection], ranks: Lockstep) -> Iterator[Captured]:
-    """Hooks the collections; yields the record of the current forward, which the caller empties before each forward."""
-    captured = Captured()
-    handles = []
+def watching(collections: Sequence[Collection], ranks: Lockstep) -> Iterator[list[Watch]]:
+    """Hooks the collections; the caller calls `Watch.start` before each forward."""
+    watches = [Watch(collection, ranks) for collection in collections]
     try:
-        for collection in collections:
-            watch = _Watch(collection, captured, ranks)
-            handles.append(collection.module.register_forward_pre_hook(watch.before, with_kwargs=True))
-            handles.append(collection.module.register_forward_hook(watch.after))
-        yield captured
+        yield watches
     finally:
-        for handle in handles:
+        for handle in (handle for watch in watches for handle in watch.handles):
             handle.remove()
 
 
-class _Watch:
-    """The hooks of one collection."""
+class Watch:
+    """The hooks of one collection, and what they saw in the current forward."""
 
-    def __init__(self, collection: Collection, captured: Captured, ranks: Lockstep) -> None:
+    def __init__(self, collection: Collection, ranks: Lockstep) -> None:
+        self.collection, self._ranks = collection, ranks
+        self._keys: list[str] | None = None
+        hook = collection.module.register_forward_pre_hook(self._before, with_kwargs=True)
+        self.handles = hook, collection.module.register_forward_hook(self._after)
+        self.start(0)
+
+    def start(self, batch: int) -> None:
+        """Forgets the last forward; ``batch`` is the number of the next one, for messages."""
+        self.batch, self._has_run = batch, False
+        self.output: Any = None
+        """A ``KeyedTensor``, or an awaitable of one that may be waited for repeatedly; None if it did not run."""
+        self.num_ids: dict[str, int] | None = None
+        """Number of input ids of each feature; None if it cannot be read."""
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        self._collection, self._captured, self._ranks = collection, captured, ranks
-        self._ids_type: type = KeyedJaggedTensor
-        self._keys: list[str] | None = None
-        self._last_batch = -1
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids: Any = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, self._ids_type)), None)
+        ids: Any = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, KeyedJaggedTensor)), None)
         error = self._input_error(ids)
-        if self._collection.is_sharded:
+        if self.collection.is_sharded:
             # All ranks agree that each can exchange ids: a rank that raised there would leave the others waiting.
             # TorchRec's exchanges differ with and without weights, and with one batch size or several.
             form = None if ids is None else (ids.weights_or_none() is not None, ids.variable_stride_per_key())
-            stage = f"the lookup of {self._collection.path!r} in batch {self._captured.batch}"
+            stage = f"the lookup of {self.collection.path!r} in batch {self.batch}"
             differing = self._ranks.ranks_that_differ(self._ranks.share(stage, form, error))
             if differing:
                 raise InputError(
@@ -159,26 +151,24 @@ class _Watch:
             raise error
         elif ids is not None and ids.stride() == 0:
             raise NoRows
-        self._last_batch = self._captured.batch
+        self._has_run = True
         if ids is not None:
             self._keys = list(ids.keys())
             if not ids.variable_stride_per_key():
-                counts = zip(ids.keys(), ids.length_per_key(), strict=True)
-                self._captured.num_ids[self._collection.path] = {key: int(count) for key, count in counts}
+                self.num_ids = dict(zip(self._keys, map(int, ids.length_per_key()), strict=True))
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         from torchrec.distributed.types import Awaitable
 
         from dmt.sptt.results import CachedAwaitable
 
         # TorchRec's awaitables may be waited for once only; this one serves the model and us.
-        result = CachedAwaitable(output) if isinstance(output, Awaitable) else output
-        self._captured.outputs[self._collection.path] = result
-        return result
+        self.output = CachedAwaitable(output) if isinstance(output, Awaitable) else output
+        return self.output
 
     def _input_error(self, ids: Any) -> InputError | None:
-        where = f"EmbeddingBagCollection {self._collection.path!r}"
-        if self._last_batch == self._captured.batch:
+        where = f"EmbeddingBagCollection {self.collection.path!r}"
+        if self._has_run:
             return InputError(
                 f"FeatureAffinity.collect: {where} ran twice in one forward, so its features have two embeddings per "
                 "sample. Give forward= that runs it once."
@@ -186,22 +176,22 @@ class _Watch:
         if ids is None:
             return None
         known = set(ids.keys())
-        missing = [name for name in dict.fromkeys(self._collection.inputs.values()) if name not in known]
+        missing = [name for name in dict.fromkeys(self.collection.inputs.values()) if name not in known]
         if missing:
             return InputError(
-                f"FeatureAffinity.collect: batch {self._captured.batch} lacks feature {missing[0]!r} of {where} "
+                f"FeatureAffinity.collect: batch {self.batch} lacks feature {missing[0]!r} of {where} "
                 f"({len(missing)} missing, {len(known)} present).{did_you_mean(missing[0], known)}"
             )
-        if self._collection.is_sharded and self._keys is not None and list(ids.keys()) != self._keys:
+        if self.collection.is_sharded and self._keys is not None and list(ids.keys()) != self._keys:
             # The first batch decides where TorchRec looks for a feature ever after.
             return InputError(
-                f"FeatureAffinity.collect: batch {self._captured.batch} gives {where} its features in another order "
+                f"FeatureAffinity.collect: batch {self.batch} gives {where} its features in another order "
                 "than earlier ones; a sharded collection needs the same keys in the same order."
             )
         return None
 
 
-def by_feature(captured: Captured, collections: Sequence[Collection]) -> dict[str, Tensor]:
+def by_feature(watches: Sequence[Watch]) -> dict[str, Tensor]:
     """Reads the [B, N] embedding of each feature of one forward by key, in the order of the tables.
 
     Raises:
@@ -209,11 +199,10 @@ def by_feature(captured: Captured, collections: Sequence[Collection]) -> dict[st
     """
     embeddings: dict[str, Tensor] = {}
     home: dict[str, str] = {}
-    for collection in collections:
-        path = collection.path
-        if path not in captured.outputs:
+    for watch in watches:
+        collection, path, output = watch.collection, watch.collection.path, watch.output
+        if output is None:
             continue
-        output = captured.outputs[path]
         if collection.is_sharded and hasattr(type(output), "wait"):
             output = output.wait()
         if not hasattr(output, "to_dict"):
@@ -233,9 +222,9 @@ def by_feature(captured: Captured, collections: Sequence[Collection]) -> dict[st
             home[feature] = path
             embeddings[feature] = found[feature]
     if not embeddings:
-        paths = [collection.path for collection in collections]
+        paths = [watch.collection.path for watch in watches]
         raise InputError(
-            f"FeatureAffinity.collect: the forward of batch {captured.batch} ran no EmbeddingBagCollection (waiting "
+            f"FeatureAffinity.collect: the forward of batch {watches[0].batch} ran no EmbeddingBagCollection (waiting "
             f"for {', '.join(map(repr, paths[:5]))}). Check forward= and module_path."
         )
     return embeddings

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.capture import Captured, Collection, NoRows, by_feature, capturing, evaluating, find_collections
+from dmt.partitioner.capture import Collection, NoRows, Watch, by_feature, evaluating, find_collections, watching
 from dmt.plan.tables import TableSpec, feature_names
 
 if TYPE_CHECKING:
@@ -47,14 +47,13 @@ def collect_affinity(
     collections = _common_collections(model, module_path, ranks, in_group=process_group is not None)
     measured = _Measured(collections)
     run = forward or _run_batch
-    with evaluating(model), capturing(collections, ranks) as captured, torch.no_grad():
+    with evaluating(model), watching(collections, ranks) as watches, torch.no_grad():
         for index, batch in enumerate(_together(batches, ranks, measured)):
-            captured.outputs.clear()
-            captured.num_ids.clear()
-            captured.batch = index
+            for watch in watches:
+                watch.start(index)
             try:
                 run(model, batch)
-                measured.add(captured)
+                measured.add(watches)
             except NoRows:
                 continue
             except Exception as error:
@@ -133,25 +132,24 @@ class _Measured:
         self.num_ids: dict[str, int] | None = {}
         self.error: Exception | None = None
 
-    def add(self, captured: Captured) -> None:
-        embeddings = by_feature(captured, self.collections)
+    def add(self, watches: Sequence[Watch]) -> None:
+        embeddings = by_feature(watches)
         if not self.features:
             # The sum lives where the embeddings do: a group of GPUs adds up what is on GPUs only.
             self.start_sum(tuple(embeddings), next(iter(embeddings.values())).device)
-        for block_BFN in _stacked(embeddings, self.features, captured.batch):
+        for block_BFN in _stacked(embeddings, self.features, watches[0].batch):
             unit_FX = _normalise(block_BFN.double()).transpose(0, 1).reshape(len(self.features), -1)
             self.sum_FF.addmm_(unit_FX, unit_FX.T)
             self.num_samples += len(block_BFN)
         # Ids of each embedding add up as long as every input could be read.
-        for collection in self.collections:
-            if self.num_ids is None or collection.path not in captured.outputs:
+        for watch in watches:
+            if self.num_ids is None or watch.output is None:
                 continue
-            counts = captured.num_ids.get(collection.path)
-            if counts is None or not collection.inputs:
+            if watch.num_ids is None or not watch.collection.inputs:
                 self.num_ids = None
                 continue
-            for name, feature in collection.inputs.items():
-                self.num_ids[name] = self.num_ids.get(name, 0) + counts[feature]
+            for name, feature in watch.collection.inputs.items():
+                self.num_ids[name] = self.num_ids.get(name, 0) + watch.num_ids[feature]
 
     def start_sum(self, features: Sequence[str], device: torch.device) -> None:
         self.features = tuple(features)
