@@ -162,23 +162,18 @@ class _Pairs:
     """Pairs of features with their affinity, and which of them do not count."""
 
     def __init__(self, affinity: FeatureAffinity, order: Sequence[str], left_out: Rows | None = None) -> None:
-        matrix = affinity.permuted(order).matrix.copy()
-        np.fill_diagonal(matrix, 0.0)
-        first, second = self._left_out = np.zeros((2, 0), dtype=np.int64) if left_out is None else left_out
-        matrix[first, second] = matrix[second, first] = 0.0
-        self._matrix = matrix
-        self._total = float(matrix.sum()) / 2
-        self._num_pairs = len(matrix) * (len(matrix) - 1) // 2 - len(first)
+        self._counts = ~np.eye(len(order), dtype=np.bool_)
+        if left_out is not None:
+            first, second = left_out
+            self._counts[first, second] = self._counts[second, first] = False
+        self._matrix = np.where(self._counts, affinity.permuted(order).matrix, 0.0)
+        self._total, self._num_pairs = float(self._matrix.sum()) / 2, np.count_nonzero(self._counts) // 2
 
     def within_and_between(self, groups: Sequence[Rows]) -> tuple[float | None, float | None]:
         """Means over the pairs that share a group, and over those that do not; None if there is no such pair."""
-        inside = sum(float(self._matrix[np.ix_(rows, rows)].sum()) / 2 for rows in groups)
-        num_inside = sum(len(rows) * (len(rows) - 1) // 2 for rows in groups)
-        if self._left_out.size:
-            group_of = np.empty(len(self._matrix), dtype=np.int64)
-            for number, rows in enumerate(groups):
-                group_of[rows] = number
-            num_inside -= int(np.equal(*group_of[self._left_out]).sum())
+        blocks = [np.ix_(rows, rows) for rows in groups]
+        inside = sum(float(self._matrix[block].sum()) / 2 for block in blocks)
+        num_inside = sum(np.count_nonzero(self._counts[block]) // 2 for block in blocks)
         return _mean(inside, num_inside), _mean(max(0.0, self._total - inside), self._num_pairs - num_inside)
 
 

@@ -49,21 +49,18 @@ def write_report(
 
     Args:
         path: the HTML file to write; missing folders are made.
-        runs: two results as in ``result.json``, by the name to show, the baseline first.
+        runs: the ``result.json`` of two runs, by the name to show, the baseline first.
         plan: the towers of the second run, with the affinity numbers that `TowerPartitioner` leaves in it.
-        sharding: where the second run had its tables, as in its ``sharding.json``.
-        affinity_picture: what `plot_affinity` drew of ``plan`` (``.png``, ``.svg`` or ``.jpg``).
+        sharding: where the second run had its tables.
+        affinity_picture: what `plot_affinity` drew of ``plan``.
         curves_picture: what `plot_curves` drew of ``runs``, in the same order.
         data_description: what the models were trained on, in a few words.
-        notes: warnings to show above the numbers, such as that of an AUC close to chance.
-
-    Returns:
-        The path written.
+        notes: warnings to show above the numbers.
 
     Raises:
         InputError: a picture cannot be read or embedded, or the page cannot be written.
     """
-    comparison = compare_runs(runs)
+    comparison, towers = compare_runs(runs), list(runs.values())[1]
     context = {
         "names": list(runs),
         "comparison": comparison,
@@ -73,14 +70,13 @@ def write_report(
         "rows": _rows(runs),
         "towers": tower_badges(plan),
         "plan": plan,
-        "sharding": _sharding(sharding, plan, list(runs.values())[1]),
+        "sharding": _sharding(sharding, plan, towers),
         "affinities": _affinities(plan),
         "affinity_picture": data_uri(affinity_picture, place="write_report: affinity_picture"),
         "curves_picture": data_uri(curves_picture, place="write_report: curves_picture"),
         "data_description": data_description,
-        "evaluated": " and ".join(dict.fromkeys(_evaluated(run) for run in runs.values())),
-        "ranks": " and ".join(dict.fromkeys(str(run.get("world_size", "?")) for run in runs.values())),
-        "versions": _versions(runs),
+        "run": towers,
+        "versions": [f"{name} {version}" for name, version in towers["versions"].items() if version != "absent"],
     }
     return render_page(Path(__file__).with_name("page.html"), path, context)
 
@@ -129,16 +125,6 @@ def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
     """Each mean affinity by its pairs. A tower of one feature has no pair inside, and a single tower none outside."""
     found = [(what, plan.affinity.get(key)) for key, what in _AFFINITIES]
     return [(what, "-" if mean is None else f"{mean:.3f}") for what, mean in found]
-
-
-def _evaluated(run: Mapping[str, Any]) -> str:
-    return f"{run['eval_num_rows']:,.0f} rows, {run['eval_label_rate']:.1%} of them clicks"
-
-
-def _versions(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """``package version``, each once; a package that is absent in both runs is left out."""
-    found = [f"{name} {version}" for run in runs.values() for name, version in run.get("versions", {}).items()]
-    return [text for text in dict.fromkeys(found) if not text.endswith(" absent")]
 
 
 def _sharding(sharding: TowerShardingPlan, plan: TowerPlan, run: Mapping[str, Any]) -> dict[str, Any]:
