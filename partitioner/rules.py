@@ -61,53 +61,33 @@ class PartitionRules:
     def __post_init__(self) -> None:
         for name in ("max_work_ratio", "max_bytes_ratio"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and np.isfinite(value) and value >= 1):
-                raise InputError(
-                    f"Partition rules: {name}={value!r} must be a finite number of at least 1; it is the most a tower "
-                    "may have over the mean of the towers."
-                )
-        if self.max_tower_bytes is not None and not (_is_number(self.max_tower_bytes) and self.max_tower_bytes > 0):
-            raise InputError(f"Partition rules: max_tower_bytes={self.max_tower_bytes!r} must be a positive number.")
-        self._check_kinds()
-        for feature, factor in self.pooling_factors.items():
-            if not (_is_number(factor) and np.isfinite(factor) and factor >= 0):
-                raise InputError(
-                    f"Partition rules: pooling_factors[{feature!r}]={factor!r} must be a finite number, 0 or more."
-                )
-        self._check_tower_counts()
-
-    def _check_kinds(self) -> None:
+            of_towers = "a finite number of at least 1; it is the most a tower may have over the mean of the towers"
+            _require(name, value, of_towers, value is None or (_is_number(value) and np.isfinite(value) and value >= 1))
+        most = self.max_tower_bytes
+        _require("max_tower_bytes", most, "a positive number", most is None or (_is_number(most) and most > 0))
         for name in ("categories", "towers_per_category", "pooling_factors"):
             value = getattr(self, name)
-            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-                raise InputError(f"Partition rules: {name}={value!r} must be a dict whose keys are names.")
-        groups = {"categories": self.categories.values(), "together": self.together, "apart": self.apart}
-        for name, value in groups.items():
-            if name != "categories" and not _is_list(value):
-                raise InputError(f"Partition rules: {name}={value!r} must be a list of lists of feature names.")
-            for group in value:
-                if not _is_list(group) or not all(isinstance(pattern, str) for pattern in group):
-                    raise InputError(f"Partition rules: {name} holds {group!r}; expected a list of feature names.")
-        empty = [category for category, patterns in self.categories.items() if not patterns]
-        if empty:
-            raise InputError(f"Partition rules: category {empty[0]!r} has no feature. Name some, or drop it.")
-
-    def _check_tower_counts(self) -> None:
+            is_dict = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+            _require(name, value, "a dict whose keys are names", is_dict)
+        for name, groups in (("together", self.together), ("apart", self.apart)):
+            _require(name, groups, "a list of lists of feature names", _is_list(groups))
+            for number, group in enumerate(groups):
+                _require(f"{name}[{number}]", group, "a list of feature names", _is_list_of_names(group))
+        for category, patterns in self.categories.items():
+            is_given = _is_list_of_names(patterns) and len(patterns) > 0
+            _require(f"categories[{category!r}]", patterns, "a list of feature names, one at least", is_given)
+        for feature, factor in self.pooling_factors.items():
+            is_factor = _is_number(factor) and np.isfinite(factor) and factor >= 0
+            _require(f"pooling_factors[{feature!r}]", factor, "a finite number, 0 or more", is_factor)
         for category, count in self.towers_per_category.items():
-            if category not in self.categories:
-                raise InputError(
-                    f"Partition rules: towers_per_category names {category!r}, which is no category."
-                    f"{did_you_mean(category, self.categories)} There are {list(self.categories)}."
-                )
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise InputError(
-                    f"Partition rules: towers_per_category[{category!r}]={count!r} must be a whole number, 1 or more."
-                )
-        if self.towers_per_category and len(self.towers_per_category) < len(self.categories):
-            absent = [name for name in self.categories if name not in self.towers_per_category]
+            is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+            _require(f"towers_per_category[{category!r}]", count, "a whole number, 1 or more", is_count)
+        lone = self.towers_per_category.keys() ^ self.categories.keys() if self.towers_per_category else set()
+        for category in sorted(lone):
             raise InputError(
-                f"Partition rules: towers_per_category says nothing of {absent[0]!r}; give a number for every category "
-                "or for none."
+                f"Partition rules: {category!r} is not both in towers_per_category {list(self.towers_per_category)} "
+                f"and in categories {list(self.categories)}.{did_you_mean(category, lone - {category})} Give a number "
+                "for every category or for none."
             )
 
     @property
@@ -179,12 +159,21 @@ class PartitionRules:
             raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}{advice}") from error
 
 
+def _require(name: str, value: Any, rule: str, is_held: bool) -> None:
+    if not is_held:
+        raise InputError(f"Partition rules: {name}={value!r} must be {rule}.")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return _is_list(value) and all(isinstance(name, str) for name in value)
 
 
 def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tuple[str, ...]:
