@@ -203,22 +203,16 @@ def _titles(run: CheckedRun) -> dict[str, str]:
 
 def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
     config = run.config
-    shards = [(table_name(name), sizes[1]) for report in reports for name, _, sizes, _ in report.shards]
-    is_exact = config.sharding.precision.forward == config.sharding.precision.backward == "fp32"
-    if not is_exact:
+    formats = (config.sharding.precision.forward, config.sharding.precision.backward, config.replicas.precision)
+    if any(name != "fp32" for name in formats):
         yield (
-            "Losses and weights after training are compared with fp32 between ranks: an optimizer that divides by the "
-            "gradient's own size makes a whole step of what rounding leaves of a gradient that cancels. All other rows "
-            "have the formats of the config."
-        )
-    if run.topology.num_replicas > 1 and not shards:
-        yield "Every table is data-parallel, so nothing is averaged over replicas; see sharding.scheme."
-    if run.topology.num_replicas > 1 and config.replicas.precision != "fp32":
-        yield (
-            "Losses and weights after training are compared with replicas averaged in fp32. All other rows have the "
-            f"replicas.precision of the config, {config.replicas.precision}."
+            "Losses and weights after training are compared with fp32 between ranks and replicas: an optimizer that "
+            "divides by the gradient's own size makes a whole step of what rounding leaves of a gradient that cancels. "
+            f"All other rows have the formats of the config ({formats[0]} forward, {formats[1]} backward, {formats[2]} "
+            "between replicas)."
         )
     widths = {table.name: table.embedding_dim for table in run.job.split_tables}
+    shards = [(table_name(name), sizes[1]) for report in reports for name, _, sizes, _ in report.shards]
     cut = {table for table, width in shards if width < widths[table]}
     if cut and config.optimizer.sparse == "rowwise_adagrad":
         yield (

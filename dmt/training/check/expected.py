@@ -234,7 +234,14 @@ def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
     training.sync()
     with torch.no_grad():
         losses.append([float(watches[0].run(batch)) for batch in _batches(run, run.limits.steps)])
-    _check_finite(run, losses)
+    for step, by_rank in enumerate(losses):
+        if not all(map(math.isfinite, by_rank)):
+            names = ("dense_lr", "tower_lr", "sparse_lr")
+            rates = ", ".join(f"{name}={getattr(run.config.optimizer, name)}" for name in names)
+            raise InputError(
+                f"[optimizer] {rates}: the plain module diverges (a loss at step {step} is not finite), so there is "
+                "nothing to compare with. Lower the rates."
+            )
     return Expected(
         start=start,
         seen=seen,
@@ -282,18 +289,6 @@ def _set_rates(training: PlainTraining, config: OptimizerConfig, step: int) -> N
     for optimizer in training.dense_optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * share
-
-
-def _check_finite(run: CheckedRun, losses: Sequence[Sequence[float]]) -> None:
-    for step, by_rank in enumerate(losses):
-        for rank, loss in enumerate(by_rank):
-            if not math.isfinite(loss):
-                rates = {name: getattr(run.config.optimizer, name) for name in ("dense_lr", "tower_lr", "sparse_lr")}
-                given = ", ".join(f"optimizer.{name}={rate:g}" for name, rate in rates.items() if rate is not None)
-                raise InputError(
-                    f"{given}: the plain module diverges (loss {loss:g} at step {step}, batch of rank {rank}), so "
-                    "there is nothing to compare with; a loss must stay finite. Lower optimizer.*_lr."
-                )
 
 
 def table_of(name: str) -> str:

@@ -66,12 +66,9 @@ def unit_of(weights: Tensor) -> float:
 
 
 def allowed_outputs(largest: float, forward: ExchangeFormat, *, is_exact: bool) -> float:
-    """Returns the bound for outputs of the sparse part, after the exchange between towers.
+    """Returns the bound for outputs of the sparse part, after the exchange between towers in format ``forward``.
 
-    Args:
-        largest: magnitude among numbers that are sent together.
-        forward: format of the exchange.
-        is_exact: whether the outputs are rows of tables, with no arithmetic before the exchange.
+    ``largest`` is the magnitude among numbers that are sent together; ``is_exact``: rows of tables, not sums of them.
     """
     return (format_error(forward) + (0.0 if is_exact else _FP32_SUM)) * largest
 
@@ -84,11 +81,8 @@ def allowed_logits(expected: Tensor, rounding: float) -> float:
 def allowed_gradient(largest: float, of_kind: float, rounding: float, precision: ExchangePrecision) -> float:
     """Returns the bound for the gradient of one parameter.
 
-    Args:
-        largest: magnitude among its own elements.
-        of_kind: largest magnitude among all parameters of its kind.
-        rounding: change that the formats of the exchange make in the plain module's gradient.
-        precision: the formats.
+    ``largest`` is the magnitude among its own elements, ``of_kind`` among those of all parameters of its kind,
+    ``rounding`` the change that the formats of the exchange make in the plain module's gradient.
     """
     share = _LAYERS * _FP32_SUM
     if {"int8", "fp8"} & {precision.forward, precision.backward}:
@@ -97,14 +91,9 @@ def allowed_gradient(largest: float, of_kind: float, rounding: float, precision:
 
 
 def allowed_weights(found: Tensor, start: Tensor, after: Tensor, *, error: float, steps: int) -> float:
-    """Returns the bound for the L2 norm of the difference of weights after training.
+    """Returns the bound for the L2 norm of the difference of weights ``found``, FP16 or FP32, from those expected.
 
-    Args:
-        found: the weights, FP16 or FP32.
-        start: weights before training.
-        after: weights expected after training.
-        error: `step_error` of their optimizer.
-        steps: number of training steps.
+    ``start`` and ``after`` are the expected ones before and after ``steps``, ``error`` the optimizer's `step_error`.
     """
     moved, size = float((after - start).norm()), float(after.norm())
     # In FP16 a sum near the middle between two numbers may be rounded to either of them: one unit, in any step.
@@ -115,9 +104,7 @@ def allowed_weights(found: Tensor, start: Tensor, after: Tensor, *, error: float
 def step_error(optimizer: str, *, dense_optimizer: str = "sgd") -> float:
     """Returns the error of an optimizer's steps, as a share of the distance that weights move.
 
-    Args:
-        optimizer: name of the weights' own optimizer.
-        dense_optimizer: for tables, the name of the other weights': their errors reach tables in the next gradient.
+    Errors of the other weights, which have ``dense_optimizer``, reach tables in the next gradient.
     """
     return max(_STEP[optimizer], 0.1 * _STEP[dense_optimizer])
 

@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from dmt.errors import InputError
 from dmt.partitioner.report.style import dress_axes, new_figure, save_figure
 from dmt.training.records import read_curves
-from dmt.training.report.comparison import auc_standard_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +28,6 @@ _PANELS = (
     ("eval/auc", "AUC on evaluation rows (higher is better)"),
     ("eval/ne", "Normalized entropy on evaluation rows (lower is better)"),
 )
-# What the standard error of an AUC needs beside it.
-_ROWS_AND_RATE = ("eval/num_rows", "eval/label_rate")
 # An axis never shows less than this, so that noise in the fourth decimal does not fill a panel.
 _LEAST_SPAN = 0.01
 
@@ -41,8 +38,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     """Draws training loss, evaluation AUC and normalized entropy over training steps, one colour per run.
 
     The loss is shown as recorded (faint) and smoothed by a centred mean; evaluations are marked one by one, so that a
-    run with a single evaluation shows too. AUC has a band of one standard error to either side (`auc_standard_error`)
-    where the evaluation's rows and label rate were recorded. Values that are not finite are left out.
+    run with a single evaluation shows too. Values that are not finite are left out.
 
     Args:
         runs: output folders of finished runs (with ``metrics.jsonl``), by the name to show.
@@ -62,8 +58,6 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     for place, (key, title) in zip(places, _PANELS, strict=True):
         axes = figure.add_subplot(place)
         _draw(axes, [run.get(key) for run in curves.values()], smoothed=key == "train/loss")
-        if key == "eval/auc":
-            _draw_bands(axes, list(curves.values()))
         _dress(axes, title if place is places[0] else title.replace(" (", "\n("), last)
     handles = [figure.axes[1].plot([], [], linewidth=2.0, **_style(i))[0] for i in range(len(curves))]
     # "_x" is how matplotlib hides a label; names come from outside.
@@ -101,7 +95,7 @@ def _read(folder: Path) -> dict[str, Curve]:
             "training run that has ended."
         ) from error
     curves = {}
-    for key in (*(key for key, _ in _PANELS), *_ROWS_AND_RATE):
+    for key, _ in _PANELS:
         finite = [(step, value) for step, value in recorded.get(key, []) if math.isfinite(value)]
         if finite:
             steps, values = np.asarray(finite, dtype=np.float64).T
@@ -126,29 +120,6 @@ def _draw(axes: Axes, curves: Sequence[Curve | None], *, smoothed: bool) -> None
     low, high = float(every.min()), float(every.max())
     slack = max(0.06 * (high - low), (_LEAST_SPAN - (high - low)) / 2)
     axes.set_ylim(low - slack, high + slack)
-
-
-def _draw_bands(axes: Axes, runs: Sequence[dict[str, Curve]]) -> None:
-    """One standard error around each AUC: a band, or a stroke where there is a single evaluation."""
-    for i, run in enumerate(runs):
-        if any(key not in run for key in ("eval/auc", *_ROWS_AND_RATE)):
-            continue
-        rows, rates = (dict(zip(*(part.tolist() for part in run[key]), strict=True)) for key in _ROWS_AND_RATE)
-        band = [
-            (step, auc, auc_standard_error(auc, num_rows=int(rows[step]), label_rate=rates[step]))
-            for step, auc in zip(*(part.tolist() for part in run["eval/auc"]), strict=True)
-            if step in rows and step in rates
-        ]
-        if not band:
-            continue
-        steps, aucs, errors = np.asarray(band, dtype=np.float64).T
-        bottom, top = axes.get_ylim()
-        if len(band) == 1:
-            axes.errorbar(steps, aucs, yerr=errors, color=_style(i)["color"], alpha=0.5, capsize=4)
-        else:
-            axes.fill_between(steps, aucs - errors, aucs + errors, color=_style(i)["color"], alpha=0.13, linewidth=0)
-        # fmin and fmax pass over the NaN of an evaluation whose error is unknown.
-        axes.set_ylim(np.fmin(bottom, (aucs - 1.1 * errors).min()), np.fmax(top, (aucs + 1.1 * errors).max()))
 
 
 def _dress(axes: Axes, title: str, last: float) -> None:

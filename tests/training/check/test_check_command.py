@@ -111,7 +111,7 @@ def test_replicas_of_the_flat_dataflow_averaged_in_bf16(tmp_path: Path) -> None:
     run = CliRunner().invoke(main, ["check", write(config, tmp_path)])
     assert run.exit_code == 0, run.output
     assert "Everything agrees. 4 ranks" in run.stdout
-    assert "the replicas.precision of the config, bf16." in " ".join(run.stdout.split())
+    assert "bf16 between replicas)." in " ".join(run.stdout.split())
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
