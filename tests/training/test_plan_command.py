@@ -117,8 +117,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     result = plan(config)
     assert result.exit_code == 0, result.output
     assert "The 20 costliest tables; --all shows 280 more" in result.output
-    for word in ("busiest", "idlest", "fullest", "mean of 32"):
-        assert word in result.output
+    assert "The 16 busiest ranks; --all shows 16 more" in result.output
     assert "300 tables: 300 table_wise." in result.output
     assert max(map(len, result.output.splitlines())) <= 140
     everything = plan(config, "--all").output

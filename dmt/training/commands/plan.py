@@ -14,7 +14,7 @@ from rich.text import Text
 from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes
 from dmt.sharding.costs import ReplicaCosts, replica_costs
-from dmt.sharding.plan import RankLoad, TowerShardingPlan
+from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import load_config
 from dmt.training.console import make_table, table_console
 from dmt.training.job import check_table_optimizer, open_job
@@ -152,23 +152,15 @@ def _print_table(console: Console, title: str, headers: Sequence[str], rows: Row
 
 
 def _ranks(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:
-    title, numbers = "Ranks, inside their towers", ("memory", "lookups/step", "sent/step", "cost")
-    ranks = list(found.ranks)
-    if everything or len(ranks) <= _SHOWN_RANKS:
-        return title, ("tower", "rank", *numbers), [(str(r.tower), str(r.local), *_cells(r)) for r in ranks]
-    ranks.sort(key=lambda rank: (-rank.seconds, rank.tower, rank.local))
-    fullest = max(ranks, key=lambda rank: rank.memory)
-    shown = (("busiest", ranks[0]), ("idlest", ranks[-1]), ("fullest", fullest))
-    rows = [(name, f"{rank.tower}/{rank.local}", *_cells(rank)) for name, rank in shown]
-    fields = ("memory", "lookups", "bytes_sent", "seconds")
-    mean = {name: sum(getattr(rank, name) for rank in ranks) / len(ranks) for name in fields}
-    mean["memory"] = int(mean["memory"])
-    rows.append((f"mean of {len(ranks):,}", "", *_cells(RankLoad(tower=0, local=0, **mean))))
-    return title, ("", "tower/rank", *numbers), rows
-
-
-def _cells(rank: RankLoad) -> tuple[str, ...]:
-    return human_bytes(rank.memory), f"{rank.lookups:,.0f}", human_bytes(rank.bytes_sent), _time(rank.seconds)
+    ranks, more, title = list(found.ranks), len(found.ranks) - _SHOWN_RANKS, "Ranks, inside their towers"
+    if more > 0 and not everything:
+        ranks = sorted(ranks, key=lambda rank: (-rank.seconds, rank.tower, rank.local))[:_SHOWN_RANKS]
+        title = f"The {_SHOWN_RANKS} busiest ranks; --all shows {more:,} more"
+    rows = []
+    for r in ranks:
+        numbers = human_bytes(r.memory), f"{r.lookups:,.0f}", human_bytes(r.bytes_sent), _time(r.seconds)
+        rows.append((str(r.tower), str(r.local), *numbers))
+    return title, ("tower", "rank", "memory", "lookups/step", "sent/step", "cost"), rows
 
 
 def _tables(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:
