@@ -167,13 +167,13 @@ class _Pairs:
             first, second = left_out
             self._counts[first, second] = self._counts[second, first] = False
         self._matrix = np.where(self._counts, affinity.permuted(order).matrix, 0.0)
-        self._total, self._num_pairs = float(self._matrix.sum()) / 2, np.count_nonzero(self._counts) // 2
+        self._total, self._num_pairs = float(self._matrix.sum()) / 2, int(self._counts.sum()) // 2
 
     def within_and_between(self, groups: Sequence[Rows]) -> tuple[float | None, float | None]:
         """Means over the pairs that share a group, and over those that do not; None if there is no such pair."""
         blocks = [np.ix_(rows, rows) for rows in groups]
         inside = sum(float(self._matrix[block].sum()) / 2 for block in blocks)
-        num_inside = sum(np.count_nonzero(self._counts[block]) // 2 for block in blocks)
+        num_inside = sum(int(self._counts[block].sum()) // 2 for block in blocks)
         return _mean(inside, num_inside), _mean(max(0.0, self._total - inside), self._num_pairs - num_inside)
 
 

@@ -450,7 +450,7 @@ def test_a_narrow_console_cuts_no_cost_of_replicas(
     found = run_plan(str(tables_config(tmp_path, 2, topology={"num_replicas": 2})), sync_gb_per_s=1e-3)
     print_sharding(found, everything=False, out=None)
     output = capsys.readouterr().out
-    assert max(map(len, output.splitlines())) <= 50
+    assert "\u2026" not in output
     costs = found.replicas
     assert costs is not None
     assert costs.sync_seconds is not None
