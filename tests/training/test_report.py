@@ -128,10 +128,12 @@ def test_on_a_single_host_no_ratio_of_bytes_is_made_up(tmp_path, arguments):
 
 
 def test_aucs_that_cannot_be_compared_are_not():
-    finding = compare_runs({"flat": result(math.nan, rate=0.0), "towers": result(math.nan, rate=0.0)})
-    assert finding.within_noise
-    assert math.isnan(finding.auc_difference)
-    assert "cannot be compared, as the evaluation rows have one label only" in finding.accuracy
+    one_label, diverged = (result(math.nan, rate=0.0),) * 2, (result(), result(math.nan))
+    for flat, towers in (one_label, diverged):
+        finding = compare_runs({"flat": flat, "towers": towers})
+        assert finding.within_noise
+        assert math.isnan(finding.auc_difference)
+        assert "cannot be compared: a model has diverged, or the evaluation rows have one" in finding.accuracy
 
 
 def test_runs_that_learned_nothing_that_shows_are_named():
@@ -346,7 +348,7 @@ def test_undefined_aucs_make_a_page_without_a_claim(tmp_path, arguments):
     arguments["runs"] = {name: result(math.nan, rate=1.0, eval_ne=math.nan) for name in ("dlrm", "dmt-dlrm")}
     text = Page(write_report(tmp_path / "report.html", **arguments)).text
     assert "AUC - - -" in text
-    assert "not known difference of AUC, dmt-dlrm minus dlrm the evaluation rows have one label only" in text
+    assert "not known difference of AUC, dmt-dlrm minus dlrm a model has diverged, or the evaluation" in text
 
 
 def test_what_the_page_lacks_is_named(tmp_path, arguments):

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["RunComparison", "auc_standard_error", "compare_runs", "lookup", "ratio"]
+import numpy as np
 
+__all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "lookup", "ratio"]
+
+NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
+"""Why an AUC may be NaN."""
 # Below this number of standard errors, a difference of two single runs is called a hint only.
 _CLEAR = 2.0
 
@@ -18,7 +22,7 @@ class RunComparison:
     """Comparison of a second run with a first one, in numbers and a sentence."""
 
     auc_difference: float
-    """AUC of the second run minus that of the first; NaN where the evaluation rows have one label only."""
+    """AUC of the second run minus that of the first; NaN where one of them is not known."""
     auc_noise: float
     """The larger standard error of the two AUCs (`auc_standard_error`); NaN as above."""
     embedding_bytes: tuple[float, float]
@@ -95,7 +99,7 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     """
     (first_name, first), (second_name, second) = runs.items()
     aucs = (first["eval_auc"], second["eval_auc"])
-    noise = max(_standard_error(run) for run in (first, second))
+    noise = float(np.max([_standard_error(run) for run in (first, second)]))  # NaN if either is
     sent = (first["bytes_per_sample"], second["bytes_per_sample"])
     return RunComparison(
         auc_difference=math.nan if math.isnan(noise) else aucs[1] - aucs[0],
@@ -119,7 +123,7 @@ def _standard_error(run: Mapping[str, Any]) -> float:
 def _accuracy(names: tuple[str, str], aucs: tuple[float, float], noise: float) -> str:
     values = f"{names[1]} has AUC {aucs[1]:.4f} and {names[0]} {aucs[0]:.4f}"
     if math.isnan(noise):
-        return f"{values}; the two cannot be compared, as the evaluation rows have one label only."
+        return f"{values}; the two cannot be compared: {NOT_KNOWN}."
     difference = aucs[1] - aucs[0]
     if not _shows(difference, noise):
         return (

@@ -18,7 +18,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
 from dmt.training.console import ROWS, cells, rows_of, sharding_sentence
-from dmt.training.report.comparison import RunComparison, compare_runs, lookup, ratio
+from dmt.training.report.comparison import NOT_KNOWN, RunComparison, compare_runs, lookup, ratio
 from dmt.training.report.curves import RUN_COLORS
 
 __all__ = ["write_report"]
@@ -83,7 +83,7 @@ def write_report(
 
 def _cards(comparison: RunComparison, names: Sequence[str]) -> list[dict[str, str]]:
     """The three figures under the headline: big text, what it is, and the numbers behind it."""
-    auc, behind = "not known", "the evaluation rows have one label only"
+    auc, behind = "not known", NOT_KNOWN
     if not math.isnan(comparison.auc_noise):
         measured = f"{comparison.auc_difference:+.4f}"
         auc = "within noise" if comparison.within_noise else measured
