@@ -12,7 +12,7 @@ import numpy as np
 __all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "lookup", "ratio"]
 
 NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
-"""Why an AUC may be NaN."""
+"""The reason why an AUC may be NaN."""
 # Below this number of standard errors, a difference of two single runs is called a hint only.
 _CLEAR = 2.0
 
