@@ -50,7 +50,7 @@ def test_bad_placements_are_refused() -> None:
         TablePlacement(scheme="table_wise", ranks=(0, 1))
     with pytest.raises(InputError, match="scheme 'diagonal' is unknown"):
         TablePlacement(scheme="diagonal", ranks=(0,))
-    with pytest.raises(InputError, match=r"on every rank of its tower, in order, but ranks=\[1, 0\]"):
+    with pytest.raises(InputError, match=r"takes every rank of its tower, in order, but ranks=\[1, 0\]"):
         TablePlacement(scheme="row_wise", ranks=(1, 0))
     with pytest.raises(InputError, match="Table 't': embedding_dim=8 cannot be cut into 3 column shards"):
         table_shards(table(), TablePlacement(scheme="column_wise", ranks=(0, 1, 2)))

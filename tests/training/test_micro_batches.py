@@ -10,7 +10,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.check.check import check_run
+from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.records import RunRecord
