@@ -37,7 +37,7 @@ def reference() -> str:
     """The sections of `TrainingConfig` as Markdown: one table each, with every key, its default and its meaning.
 
     Example:
-        >>> "| `batch_size` | `1024` | integer, at least 1, at most 16777216 | B, rows per rank and step. |" in reference()
+        >>> "| `batch_size` | `1024` | integer, at least 1, at most 16777216 | B, rows per rank" in reference()
         True
     """
     parts = []
