@@ -1,4 +1,4 @@
-"""`FeatureAffinity`: similarity of each pair of features in a trained model's embeddings.
+"""`FeatureAffinity`: similarity of each pair of features in a trained model's embeddings, as `collect.py` measures it.
 
 Legend: F features, N embedding dim, B samples of a batch.
 """

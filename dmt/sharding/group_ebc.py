@@ -1,4 +1,8 @@
-"""`GroupShardedEBC`: TorchRec's sharded collection over any group of ranks, with all four schemes in one collection."""
+"""`GroupShardedEBC`: TorchRec's sharded collection over any group of ranks, with all four schemes in one collection.
+
+Inside a tower it does SPTT's steps a (ids to the rank that holds the table), b (lookup), d and e (partial embeddings to
+the tower's ranks, samples of all peers side by side).
+"""
 
 from __future__ import annotations
 
