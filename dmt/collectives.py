@@ -71,7 +71,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
     Raises:
         InputError: on every rank; names an argument, the ranks that have another value than the first rank, and both.
     """
-    own = _by_path(arguments)
+    own = {"the call": caller} | _by_path(arguments)
     # Thousands of tables on hundreds of ranks are gathered only to say what differs.
     if len(set(gather_objects(hashlib.sha256(repr(own).encode()).digest(), group))) == 1:
         return

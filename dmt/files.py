@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_BYTES = {"JSON": 64 << 20, "TOML": 1 << 20}
+_MOST_BYTES = {"JSON": 64 << 20, "TOML": 4 << 20}
 _MOST_LEVELS = 100
 # Between these, TOML has a key, whose number of parts tomllib takes squared time for, or a value.
 _BETWEEN_KEYS = re.compile(r"[,=\n\[\]{}#]|\.\.")

@@ -56,16 +56,23 @@ def _aligned_linear(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 torch.fx.wrap("_aligned_linear")
 
 
+class _AlignedLinear(nn.Linear):
+    """A module of its own, so that hooks on the layer run: pruning, weight norm, watchers."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        return _aligned_linear(features, self.weight, self.bias)
+
+
 class Perceptron(nn.Module):
     """One linear layer and a ReLU: [B, I] -> [B, O], float32."""
 
     def __init__(self, in_features: int, out_features: int, *, device: Device = None) -> None:
         super().__init__()
-        self._linear = nn.Linear(in_features, out_features, device=device)
+        self._linear = _AlignedLinear(in_features, out_features, device=device)
 
     def forward(self, features: Tensor) -> Tensor:
         """[B, I] -> [B, O]."""
-        return torch.relu(_aligned_linear(features, self._linear.weight, self._linear.bias))
+        return torch.relu(self._linear(features))
 
 
 class MLP(nn.Module):

@@ -69,6 +69,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         bucket_cap_mb: float = _BUCKET_MB,
         **options: Any,
     ) -> None:
+        arguments = {"precision": precision, "ranks_per_host": ranks_per_host, "bucket_cap_mb": bucket_cap_mb}
+        check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group)
         if precision not in ("fp32", "bf16"):
             raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
         if options.get("allreduce_comm_precision") is not None:
@@ -77,8 +79,6 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
                 "TorchRec's own all-reduce, which this one replaces; use precision='bf16'."
             )
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
-        arguments = {"precision": precision, "ranks_per_host": ranks_per_host, "bucket_cap_mb": bucket_cap_mb}
-        check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group)
         topology = mesh.topology
         hosts = topology.host_groups() if ranks_per_host is None else _blocks(topology.world_size, ranks_per_host)
         self._inside = mesh.new_group(hosts)

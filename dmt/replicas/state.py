@@ -14,7 +14,7 @@ from dmt.sptt.dataflow import SPTTModule
 
 __all__ = ["HeldShard", "TableTensor", "checksum", "table_tensors", "uncovered"]
 
-_CHUNK = 2**20
+_CHUNK = 2**16
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -83,6 +83,8 @@ class ReplicaSync:
         asynchronous: bool = False,
         precision: SyncPrecision = "fp32",
     ) -> None:
+        arguments = {"interval": interval, "optimizer_state": optimizer_state, "asynchronous": asynchronous}
+        check_agreement("ReplicaSync", arguments | {"precision": precision}, mesh.global_group)
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise InputError(f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1.")
         if optimizer_state not in ("now", "delayed"):
@@ -103,8 +105,6 @@ class ReplicaSync:
         prefixed = {f"{path}." if len(modules) > 1 else "": module for path, module in modules.items()}
         self._tensors = [one for prefix, module in prefixed.items() for one in table_tensors(module, prefix)]
         self._tables = [prefix + table for prefix, module in prefixed.items() for table in module.sharded_tables]
-        arguments = {"interval": interval, "optimizer_state": optimizer_state, "asynchronous": asynchronous}
-        check_agreement("ReplicaSync", arguments | {"precision": precision}, mesh.global_group)
         shapes = {one.name: tuple(one.tensor.shape) for one in self._tensors}
         check_agreement("ReplicaSync", {"shape": shapes}, mesh.replica_group)
         replicated = [one for one in self._tensors if one.is_replicated and mesh.topology.num_replicas > 1]
@@ -207,8 +207,6 @@ class ReplicaSync:
     def _before_tables_are_read(self, is_training_pass: bool) -> None:
         self.wait()
         self._passes += is_training_pass
-        if is_training_pass:
-            self._set_drifted(True)
         if self._passes > _MOST_PASSES_PER_STEP * len(self._modules):
             raise InputError(
                 f"ReplicaSync.step() was not called in {_MOST_PASSES_PER_STEP} training passes: the replicas drift "
@@ -217,7 +215,7 @@ class ReplicaSync:
 
     def _set_drifted(self, has_drifted: bool) -> None:
         for module in self._modules:
-            module.replicas_drifted = has_drifted and self._mesh.topology.num_replicas > 1
+            module.replicas_drifted = has_drifted
 
     def _start(self) -> None:
         self.wait()

@@ -80,7 +80,7 @@ class ShardingRules:
     def _check_names(self, names: Set[str]) -> None:
         known = names | {uncut_name(name) for name in names}
         for key in self.tables:
-            if key in known or any(fnmatchcase(name, key) for name in known):
+            if key in known or (uncut_name(key) == key and any(fnmatchcase(name, key) for name in known)):
                 continue
             if any(mark in key for mark in "*?["):
                 raise InputError(f"The rule for tables {key!r} matches none of the {len(names)} tables. Fix it.")
@@ -129,7 +129,9 @@ class ShardingRules:
     def _keys(self, name: str) -> list[str]:
         names = (name, uncut_name(name))
         exact = [name for name in names if name in self.tables]
-        return exact[:1] or [key for key in self.tables if any(fnmatchcase(name, key) for name in names)]
+        # "t[0:4]" names a shard of t; as a pattern it would match t0.
+        patterns = [key for key in self.tables if uncut_name(key) == key]
+        return exact[:1] or [key for key in patterns if any(fnmatchcase(name, key) for name in names)]
 
 
 def _checked(what: str, schemes: Sequence[str]) -> tuple[Scheme, ...]:

@@ -134,7 +134,7 @@ class SPTTModule(TowerState):
         self._features_by_tower = [list(dict.fromkeys(feature_names(tables))) for tables in tables_by_tower]
         self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._outputs: AgreedOutputs | None = None
-        self._dtypes: dict[str, torch.dtype | None] = {}  # of the first batch
+        self._dtypes: dict[str, Any] = {}  # of the first batch
         self._tag = next(self.mesh.tags)
         self.peer_precision.check_device(self._target_device)
 
@@ -232,7 +232,7 @@ class SPTTModule(TowerState):
             device = ids.device() if self._target_device.type == "meta" else self._target_device
             self.set_id_exchange(self._route.exchange(ids.keys(), device))
         if dtypes != self._dtypes:
-            raise InputError(f"The batch has {dtypes}, but the first one had {self._dtypes}; they must stay.")
+            ids = _with_dtypes(ids, *self._dtypes.values())
         ctx.request = KJTListSplitsAwaitable([self.id_exchanges[0](ids)], ctx)
         return ctx.request
 
@@ -248,7 +248,16 @@ class SPTTModule(TowerState):
                 "training step."
             )
         pending = self._route.look_up(ids, ctx.sharding_contexts[0].batch_size_per_rank)
-        return [lazy.wait() for lazy in pending]
+        found = [lazy.wait() for lazy in pending]
+        if self.mesh.topology.num_replicas > 1:
+            for columns in (embeddings.values() for embeddings in found):
+                if columns.requires_grad:
+                    # Tables are updated in the backward pass, of whatever mode.
+                    columns.register_hook(self._note_update)
+        return found
+
+    def _note_update(self, _: Tensor) -> None:
+        self.replicas_drifted = True
 
     @profiler_range("run_towers")
     def run_towers(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
@@ -320,6 +329,19 @@ class SPTTModule(TowerState):
                 f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(known)} present)."
                 f"{did_you_mean(missing[0], known)}"
             )
+
+
+def _with_dtypes(
+    ids: KeyedJaggedTensor, values: torch.dtype, lengths: torch.dtype, weights: torch.dtype | None
+) -> KeyedJaggedTensor:
+    """Returns the ids in the dtypes that the ranks have agreed on in the first batch."""
+    return KeyedJaggedTensor(
+        keys=ids.keys(),
+        values=ids.values().to(values),
+        lengths=ids.lengths().to(lengths),
+        weights=None if weights is None else ids.weights().to(weights),
+        stride=ids.stride(),
+    )
 
 
 def _widths(pieces: Sequence[Piece]) -> list[int]:

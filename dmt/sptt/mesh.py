@@ -18,7 +18,7 @@ class TowerMesh:
     """Process groups of this rank, as explicit objects that everything else takes as arguments.
 
     Creating groups is collective: every rank of the job must construct the same mesh at the same point, after
-    ``torch.distributed.init_process_group``.
+    ``torch.distributed.init_process_group`` and, with NCCL, ``torch.cuda.set_device``.
 
     Args:
         topology: sizes and placement; R * T * L must equal the world size.

@@ -17,7 +17,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_globally
-from dmt.collectives import check_agreement, gather_objects
+from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.sharding.group_ebc import GroupShardedEBC
 from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of
@@ -108,7 +108,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format or
                 optimizer that its scheme does not have; its optimizer has no moment to scale.
         """
-        tables_by_tower = self.tables_by_tower(module)
+        tables_by_tower: list[list[Any]] = []
+        # A rank whose own tower plan is wrong must not leave the others waiting.
+        run_on_all_or_raise(lambda: tables_by_tower.extend(self.tables_by_tower(module)), self.mesh.global_group)
         self._check_agreement(module, tables_by_tower, params)
         parameters, topology = self.shardable_parameters(module), self.mesh.topology
         for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
@@ -118,7 +120,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 raise InputError(
                     f"Table {table.name!r} in tower {tower} has requires_grad=False, but the optimizer of a sharded "
                     "table updates it in every backward pass. To keep it as it is, leave requires_grad alone and call "
-                    "apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before sharding."
+                    "apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before sharding; leave its "
+                    "param_group out of every warm-up and schedule, which would set another rate."
                 )
             scheme = params[table.name].sharding_type
             settings = fused_settings(parameters[table.name], self.fused_params)
@@ -144,11 +147,12 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 f"tower {tower}": [table.name for table in of_tower] for tower, of_tower in enumerate(tables_by_tower)
             },
             "table": {table.name: _table_record(table) for table in tables},
+            "requires_grad": {table.name: parameters[table.name].requires_grad for table in tables},
             "is_weighted": [part.is_weighted() for part in bags],
             "id_route": self.id_route,
             "peer_precision": self.peer_precision,
             "qcomm_codecs_registry": {
-                name: (both.forward.quantized_dtype, both.backward.quantized_dtype) for name, both in codecs.items()
+                name: [_codec_record(codec) for codec in (both.forward, both.backward)] for name, both in codecs.items()
             },
             "moment_scale": self.moment_scale,
             "sharding plan": {table.name: _sharding_record(sharding.get(table.name)) for table in tables},
@@ -293,6 +297,13 @@ def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | No
         return None
     cuts = [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in _shards(sharding)]
     return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
+
+
+def _codec_record(codec: Any) -> Any:
+    """Returns the types and settings of a codec and of those inside it, as text."""
+    if isinstance(codec, str) or not hasattr(codec, "encode"):
+        return _text(codec)
+    return type(codec).__name__, {name: _codec_record(value) for name, value in vars(codec).items()}
 
 
 def _text(value: Any) -> str:

@@ -14,6 +14,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
+from dmt.replicas.state import checksum
 from dmt.training.checkpoints.state import collect_state, non_finite
 from dmt.training.job import Job
 
@@ -90,7 +91,7 @@ class SoundnessCheck:
             InputError: training has diverged.
             ReplicaMismatchError: copies of a parameter differ.
         """
-        sums = {name: _fingerprint(copy) for name, copy in self._copies.items()}
+        sums = {name: checksum(copy) for name, copy in self._copies.items()}
         ranks = gather_objects((int(self._since.min()), sums), self._group)
         if (since := min(first for first, _ in ranks)) != _NEVER:
             raise self._diverged(since)
@@ -123,14 +124,3 @@ class SoundnessCheck:
             "saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen optimizer.warmup_steps, or look for huge "
             "values in the dense columns; run again, and training goes on from the last checkpoint."
         )
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    """Returns the sum of a tensor's bits in words of 8 bytes: it differs where a single number does.
-
-    `dmt.replicas.state.checksum` also sees exchanged numbers, but takes some hundred times as long.
-    """
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    data = data.clone() if data.storage_offset() % 8 else data
-    words = data[: len(data) // 8 * 8].view(torch.int64)
-    return int(words.sum()) + int(data[8 * len(words) :].sum())

@@ -277,6 +277,8 @@ class Trainer:
         try:
             wait_for_all(self._mesh.global_group, _END_OF_EPOCH)
         except RuntimeError as error:
+            if "timed out" not in str(error).lower():  # another rank has died
+                raise
             files = [name for name, _, _ in self._data.files("train")]
             raise InputError(
                 f"Rank {self._mesh.rank} on host {socket.gethostname()} has come to the end of epoch {self._epoch}, "

@@ -265,4 +265,4 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _write(path: Path, text: str) -> None:
     with atomic_write(path) as scratch:
-        scratch.write_text(text)
+        scratch.write_text(text, encoding="utf-8")

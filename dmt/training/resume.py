@@ -83,12 +83,14 @@ def attempt_names() -> tuple[set[str], set[str]]:
     job.
     """
     own = set()
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    parents = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    if len(parents) > 2:
         # <folder of this torchrun>/attempt_<n>/<rank>/error.json. Its run id is "none" in most jobs.
-        own.add(f"torchrun {Path(file).parents[2]}")
+        own.add(f"torchrun {parents[2]}")
     earlier = set(own)
     if job := os.environ.get("SLURM_JOB_ID"):
-        requeued = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        count = os.environ.get("SLURM_RESTART_COUNT", "0")
+        requeued = int(count) if count.isdecimal() else 0
         own.add(f"slurm {job}.{requeued}")
         earlier |= {f"slurm {job}.{count}" for count in range(requeued)}
     return own, earlier

@@ -79,6 +79,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     job = None
     if rank == 0:
         job = resolve(config, world_size)
+        check_rank_memory(job)
         check_rows(config, world_size, rows_at_most(config, job.data.validate()))
         check_output_dir(Path(config.train.output_dir))
         print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
@@ -206,7 +207,6 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
     job = make_job(config, data.tables, len(data.dense_names), towers=towers, source=data)
     config.sharding.precision.check_device(torch.device("cpu"))
     build_model(job, device="meta")
-    check_rank_memory(job)
     return job
 
 

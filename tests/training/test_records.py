@@ -121,7 +121,9 @@ def test_a_run_that_left_nothing_goes_on_too(tmp_path: Path) -> None:
 def test_a_failed_rewrite_leaves_the_lines_as_they_were(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (killed / "metrics.jsonl").read_text()
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patched.setattr(
+            Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        )
         with pytest.raises(OSError, match="No space left"):
             record_of(killed, resumed_step=20)
     assert (killed / "metrics.jsonl").read_text() == before

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import from_record, fsync_path, open_file, read_record
+from dmt.files import from_record, fsync_path, open_file, parse_json, read_record
 from dmt.formatting import shorten
 
 __all__ = [
@@ -152,9 +152,11 @@ def record_of(path: Path) -> FileRecord:
 
 
 def check_plain(progress: Mapping[str, Any]) -> None:
-    """Raises `InputError` unless JSON takes it."""
+    """Raises `InputError` unless JSON takes it and `read_manifest` would read it again."""
     try:
-        json.dumps(progress)
+        parse_json(json.dumps(progress), place="progress", remedy="Nothing was saved.")
+    except InputError:
+        raise
     except (TypeError, ValueError) as error:
         raise InputError(
             f"progress={progress} is not plain data: {error}. Give numbers, texts, lists and dicts."
@@ -189,6 +191,9 @@ def discard_checkpoints(folder: Path) -> list[Path]:
 
     A checkpoint that was set aside comes into sight once the other one of its step is gone.
     """
+    # Before anything is gone.
+    if foreign := [path for path in checkpoints(folder) if path == folder or not (path / MANIFEST_NAME).is_file()]:
+        return foreign
     while ours := [path for path in checkpoints(folder) if path != folder and (path / MANIFEST_NAME).is_file()]:
         for path in ours:
             _discard(path)

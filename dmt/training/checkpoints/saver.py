@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.collectives import gather_objects, reason_of, run_on_all_or_raise
@@ -144,7 +144,9 @@ class Checkpointer:
                 )
             # On every rank: before tables are read, all replicas settle.
             state = collect_state(model.state_dict(), optimizer)
-            if wrong := non_finite(state.pieces):
+            # A buffer may: a mask, a running minimum.
+            buffers = {f"model.{name}" for name, value in model.named_buffers() if type(value) is Tensor}
+            if wrong := non_finite(piece for piece in state.pieces if piece.name not in buffers):
                 raise InputError(
                     f"Step {step} is not saved: {shorten(wrong, ', ')} of rank {self._mesh.rank} holds NaN or an "
                     "infinite number. Earlier checkpoints are as they were: go on from the last one, with smaller "

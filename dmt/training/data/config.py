@@ -142,7 +142,7 @@ class DataConfig(Section):
     """Categorical columns whose text is a list of values, by name or glob. Parquet lists need no mention."""
     list_separator: str = Field(default="|", min_length=1)
     """Separates the values of a ``multi_hot`` text column."""
-    csv_separator: str | None = Field(default=None, pattern=r"^[\t !#-~]$")
+    csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
     """Separates the columns of a text file; by default a comma, or a tab in .tsv files."""
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
     """``signed_log1p``: sign(x) * log(1 + abs(x)). A missing value becomes 0 afterwards."""

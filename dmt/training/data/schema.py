@@ -83,6 +83,8 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         kind = f" ending in {', '.join(_PARQUET + _TEXT)}" if columns and path.is_dir() else ""
         raise InputError(f"{setting}={value!r} matches no file{kind} (in {Path.cwd()}).")
     for file in files:
+        if not file.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in file):
+            raise InputError(f"{setting}: the name of {file!r} is not UTF-8. Rename the file.")
         if columns and not file.endswith(_PARQUET + _TEXT):
             raise InputError(f"{setting}: {file} has an unknown ending; expected one of {', '.join(_PARQUET + _TEXT)}.")
     return files
