@@ -15,7 +15,14 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
-from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model
+from dmt.training.build import (
+    build_model,
+    build_optimizer,
+    check_rank_memory,
+    count_model,
+    fused_params,
+    shard_model,
+)
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
@@ -54,7 +61,7 @@ def test_a_run_that_no_rank_has_memory_for(section: str, values: Any, message: s
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}[name])
     numbers = {"data": {"synthetic": {"num_rows": 2**40}}, "topology": {"num_towers": 2}}
     with pytest.raises(InputError, match=message):
-        resolve(TrainingConfig.model_validate({**numbers, section: values}), 2)
+        check_rank_memory(resolve(TrainingConfig.model_validate({**numbers, section: values}), 2))
 
 
 @pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"])
