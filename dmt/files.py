@@ -29,6 +29,7 @@ __all__ = [
     "explain",
     "from_record",
     "fsync_path",
+    "is_unicode",
     "open_file",
     "parse_json",
     "parse_toml",
@@ -193,7 +194,7 @@ def _check_values(value: Any, place: str, remedy: str) -> None:
         for item in level:
             if isinstance(item, int) and not -(2**63) <= item < 2**64:
                 raise InputError(f"{place}: a whole number has more than 64 bits. {remedy}")
-            if isinstance(item, str) and not _is_writable(item):
+            if isinstance(item, str) and not is_unicode(item):
                 raise InputError(f"{place}: {_shown(item)} is no Unicode text. {remedy}")
         level = [inner for item in level for inner in _inner(item)]
         if not level:
@@ -207,7 +208,8 @@ def _inner(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _is_writable(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Returns whether a text can be written as UTF-8: it holds no half of a surrogate pair."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write, open_file
+from dmt.files import atomic_write, is_unicode, open_file
 from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
@@ -233,7 +233,7 @@ def _check_names(features: Sequence[str]) -> None:
     nameless = [name for name in features if not isinstance(name, str) or not name]
     if nameless:
         raise InputError(f"FeatureAffinity: feature {nameless[0]!r} is no name; give texts that are not empty.")
-    unwritable = [name for name in features if any("\ud800" <= c <= "\udfff" for c in name)]
+    unwritable = [name for name in features if not is_unicode(name)]
     if unwritable:
         raise InputError(f"FeatureAffinity: feature {unwritable[0]!r} is no Unicode text; rename it.")
     doubled = [(name, count) for name, count in Counter(features).items() if count > 1]

@@ -96,10 +96,9 @@ class TowerShardingPlan:
 
     def __post_init__(self) -> None:
         towers, local_ranks = range(self.topology.num_towers), range(self.topology.ranks_per_tower)
-        placed = [table.name for table in self.tables]
-        doubled = [name for name in placed if placed.count(name) > 1] if len(set(placed)) < len(placed) else []
-        if doubled:
-            raise InputError(f"Table {doubled[0]!r} is placed {placed.count(doubled[0])} times; place it once.")
+        for name, count in Counter(table.name for table in self.tables).items():
+            if count > 1:
+                raise InputError(f"Table {name!r} is placed {count} times; place it once.")
         for table in self.tables:
             if table.tower not in towers or not set(table.placement.ranks) <= set(local_ranks):
                 raise InputError(

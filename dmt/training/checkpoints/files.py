@@ -154,13 +154,12 @@ def record_of(path: Path) -> FileRecord:
 def check_plain(progress: Mapping[str, Any]) -> None:
     """Raises `InputError` unless JSON takes it and `read_manifest` would read it again."""
     try:
-        parse_json(json.dumps(progress), place="progress", remedy="Nothing was saved.")
-    except InputError:
-        raise
+        text = json.dumps(progress)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"progress={progress} is not plain data: {error}. Give numbers, texts, lists and dicts."
         ) from error
+    parse_json(text, place="progress", remedy="Nothing was saved.")
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -191,13 +190,13 @@ def discard_checkpoints(folder: Path) -> list[Path]:
 
     A checkpoint that was set aside comes into sight once the other one of its step is gone.
     """
-    # Before anything is gone.
-    if foreign := [path for path in checkpoints(folder) if path == folder or not (path / MANIFEST_NAME).is_file()]:
-        return foreign
-    while ours := [path for path in checkpoints(folder) if path != folder and (path / MANIFEST_NAME).is_file()]:
-        for path in ours:
+    while found := checkpoints(folder):
+        # Before any of these is gone.
+        if foreign := [path for path in found if path == folder or not (path / MANIFEST_NAME).is_file()]:
+            return foreign
+        for path in found:
             _discard(path)
-    return checkpoints(folder)
+    return []
 
 
 def is_outdated(folder: Path) -> bool:

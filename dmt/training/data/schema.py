@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dmt.errors import InputError, did_you_mean
+from dmt.files import is_unicode
 from dmt.formatting import shorten
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import is_list
@@ -83,7 +84,7 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         kind = f" ending in {', '.join(_PARQUET + _TEXT)}" if columns and path.is_dir() else ""
         raise InputError(f"{setting}={value!r} matches no file{kind} (in {Path.cwd()}).")
     for file in files:
-        if not file.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in file):
+        if not is_unicode(file):
             raise InputError(f"{setting}: the name of {file!r} is not UTF-8. Rename the file.")
         if columns and not file.endswith(_PARQUET + _TEXT):
             raise InputError(f"{setting}: {file} has an unknown ending; expected one of {', '.join(_PARQUET + _TEXT)}.")
