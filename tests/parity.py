@@ -36,6 +36,8 @@ class Batches:
     sizes: tuple[int, ...]
     max_bag: int = 1
     weighted: bool = False
+    repeated: bool = False
+    """Samples often have some or all bags of the sample before."""
 
     def draw(self, rank: int, step: int, tables: list[EmbeddingBagConfig]) -> tuple[KeyedJaggedTensor, Tensor]:
         generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -53,7 +55,20 @@ class Batches:
         ids = torch.cat(values)
         weights = torch.rand(ids.numel(), generator=generator) if self.weighted else None
         kjt = KeyedJaggedTensor(keys=[f for f, _ in features], values=ids, lengths=torch.cat(lengths), weights=weights)
+        if self.repeated:
+            kjt = self._repeat(kjt, generator)
         return kjt, torch.rand(size, generator=generator).round()
+
+    def _repeat(self, ids: KeyedJaggedTensor, generator: torch.Generator) -> KeyedJaggedTensor:
+        bags = torch.arange(ids.lengths().numel(), dtype=torch.int32).view(len(ids.keys()), -1)
+        repeats = torch.rand(bags.shape, generator=generator) < 0.25
+        repeats |= torch.rand(bags.shape[1], generator=generator) < 0.5
+        for sample in range(1, bags.shape[1]):
+            bags[:, sample] = torch.where(repeats[:, sample], bags[:, sample - 1], bags[:, sample])
+        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+            bags.flatten(), ids.lengths(), ids.values(), ids.weights_or_none()
+        )
+        return KeyedJaggedTensor(keys=ids.keys(), values=values, lengths=lengths, weights=weights)
 
 
 class SumTowerModule(nn.Module):

@@ -89,13 +89,19 @@ class Case:
     id_route: str = "peer"
     precision: str = "fp32"  # of outputs and gradients between towers, a key of PRECISIONS
     micro_batches: int = 1
+    unique: str = "off"
 
     @property
     def world(self) -> int:
         return self.towers * self.ranks
 
     def batches(self) -> Batches:
-        return Batches(sizes=self.sizes or (5,) * self.world, max_bag=self.max_bag, weighted=self.weighted)
+        return Batches(
+            sizes=self.sizes or (5,) * self.world,
+            max_bag=self.max_bag,
+            weighted=self.weighted,
+            repeated=self.unique != "off",
+        )
 
     def pins(self) -> dict[str, TablePlacement]:
         """Placements of a mix; what cannot be cut stays table-wise, on the rank its number gives."""
@@ -143,6 +149,7 @@ def shard(
         "fused_params": {**FUSED, "optimizer": OPTIMIZERS[case.optimizer]},
         "id_route": case.id_route,
         "peer_precision": PRECISIONS[case.precision],
+        "unique": case.unique,
     }
     if case.kind == "flat":
         plan = TowerPlan.from_lists([[f"f{i}" for i in members] for members in case.plan])

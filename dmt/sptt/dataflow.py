@@ -21,6 +21,9 @@ row-wise tables, the reduce-scatter of `RowWiseOutputs`. Embeddings arrive as st
 Shape suffixes: B samples of this rank; P samples of all T peers, in tower order (the sum of their B); N columns of the
 embeddings of this tower's features side by side; O columns of this tower's output; S sum of O over the towers.
 
+With ``unique`` a row serves all samples of a peer that have the same input (`dmt.sptt.unique`): P is then a number of
+rows, and may be smaller for one group of features than for another.
+
 Only bytes move: the result is the unsharded module's, in its column order, on any placement. Gradients divide by T
 crossing the peers and by L crossing the tower, so tables, tower modules and dense parts all see the mean over ranks of
 their local losses' gradients: the mean over the job's samples when local batches are equal.
@@ -30,11 +33,13 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
@@ -44,12 +49,22 @@ from torchrec.streamable import Multistreamable
 
 from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
-from dmt.plan.tables import feature_names
 from dmt.sharding.group_ebc import GroupShardedEBC
 from dmt.sptt.input_dist import GlobalIdRoute, PeerIdRoute
 from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.results import CachedAwaitable
+from dmt.sptt.rows import (
+    PartRows,
+    TakenRows,
+    arrange_rows,
+    micro_batch_sizes,
+    parts_needed,
+    rows_in_parts,
+    sent_positions,
+    taken_positions,
+)
 from dmt.sptt.sharder import TowerSharder, TowerState
+from dmt.sptt.unique import DistinctInputs, distinct_inputs
 
 __all__ = ["AgreedOutputs", "Piece", "SPTTContext", "SPTTModule", "TowerOutput"]
 
@@ -72,31 +87,55 @@ class AgreedOutputs:
 
     own_pieces: list[Piece]
     """Pieces of this tower's output."""
-    all_pieces: list[Piece]
+    all_pieces: list[list[Piece]]
     """Pieces of all towers' outputs, in tower order."""
+    groups: list[list[int]]
+    """For each tower the group of features whose rows each piece has."""
     exchange: PeerExchange
     """The exchange made for them (step f); its dtype is the widest of all towers' outputs."""
+
+    @functools.cached_property
+    def unit(self) -> int:
+        """Numbers that are always moved together: all pieces are multiples of it."""
+        return math.gcd(*(width for pieces in self.all_pieces for _, width in pieces))
+
+    @functools.cached_property
+    def units(self) -> list[list[int]]:
+        """For each tower the width of each piece in units."""
+        return [[width // self.unit for _, width in pieces] for pieces in self.all_pieces]
+
+
+@dataclass
+class _ExchangeContext(EmbeddingShardingContext):
+    """What TorchRec notes of an id exchange that has been waited for."""
+
+    output_splits: list[int] = field(default_factory=list)
+    """Number of ids from each rank."""
 
 
 @dataclass
 class SPTTContext(Multistreamable):
     """State of one batch from the id exchange to the output exchange."""
 
-    sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=lambda: [EmbeddingShardingContext()])
+    sharding_contexts: list[_ExchangeContext] = field(default_factory=lambda: [_ExchangeContext()])
     """TorchRec's own; the id exchange writes the batch sizes of the ranks it crosses into it."""
     peers: slice = field(default_factory=lambda: slice(None))
     """Positions of the peers, in tower order, among those ranks."""
 
     request: Awaitable[Awaitable[KJTList]] | None = None
     """The id exchange."""
+    distinct: DistinctInputs | None = None
+    """Rows that this rank asks the towers for; None where every sample is one."""
+    parts: list[PartRows] = field(default_factory=list)
+    """Rows of each micro-batch, once the ids have arrived."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Does nothing: a context holds no tensors on a device."""
 
     @property
-    def batch_sizes(self) -> list[int]:
-        """B of every peer, in tower order."""
-        return self.sharding_contexts[0].batch_size_per_rank[self.peers]
+    def has_arrived(self) -> bool:
+        """True once the id exchange of this context has been waited for."""
+        return bool(self.sharding_contexts[0].output_splits)
 
 
 class SPTTModule(TowerState):
@@ -109,7 +148,8 @@ class SPTTModule(TowerState):
     Args:
         sharder: the sharder that makes the module; its mesh and settings are used.
         sharding: of each table of all towers.
-        tables_by_tower: the table configs of each mesh tower.
+        input_groups: for each mesh tower groups of its features; with ``unique``, rows of a group are told apart by all
+            its features.
         is_weighted: True if the ids carry weights.
         device: this rank's device.
 
@@ -122,16 +162,22 @@ class SPTTModule(TowerState):
         sharder: TowerSharder[Any],
         sharding: Mapping[str, ParameterSharding],
         *,
-        tables_by_tower: Sequence[Sequence[Any]],
+        input_groups: Sequence[Sequence[Sequence[str]]],
         is_weighted: bool,
         device: torch.device | None,
     ) -> None:
         super().__init__(sharder, sharding)
         self.id_route, self.peer_precision = sharder.id_route, sharder.peer_precision
+        self.unique = sharder.unique
         self._is_weighted = is_weighted
         self._target_device = device or torch.device("cpu")
         # A feature that several tables of a tower look up is sent there once.
-        self._features_by_tower = [list(dict.fromkeys(feature_names(tables))) for tables in tables_by_tower]
+        self._features_by_tower = [list(dict.fromkeys(f for group in groups for f in group)) for groups in input_groups]
+        self._groups = [
+            list(groups) if self.unique != "off" and sum(map(len, groups)) == len(features) else [features]
+            for groups, features in zip(input_groups, self._features_by_tower, strict=True)
+        ]
+        self._is_shareable = [[True] * len(groups) for groups in self._groups]
         self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._outputs: AgreedOutputs | None = None
         self._dtypes: dict[str, Any] = {}  # of the first batch
@@ -163,6 +209,10 @@ class SPTTModule(TowerState):
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
         """Turns the columns of all towers, with their pieces as they arrived, into the unsharded module's result."""
+
+    @abc.abstractmethod
+    def feature_of(self, piece: Any) -> str:
+        """Returns a feature of the group whose rows a piece of this tower's output has."""
 
     def create_context(self) -> SPTTContext:
         """Makes a context for one batch."""
@@ -198,7 +248,7 @@ class SPTTModule(TowerState):
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> TowerOutput:
         """Computes this tower's output for the samples of all peers (steps b, d, e and the tower module)."""
         embeddings = self.look_up(ctx, self.arrived_ids(ctx, dist_input))
-        return self.run_towers(embeddings, sum(ctx.batch_sizes))
+        return self.run_towers(embeddings, ctx.parts[0].num_rows)
 
     def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
         """Starts the return of the outputs to the peers whose samples they belong to (step f).
@@ -206,16 +256,31 @@ class SPTTModule(TowerState):
         Raises:
             InputError: a tower's output has another width or a wider dtype than in the first batch.
         """
-        return CachedAwaitable(self.exchange_outputs(output, ctx.batch_sizes), self.finish)
+        return CachedAwaitable(self.taken(ctx, [self.exchange_outputs(ctx, output)])[0], self.finish)
 
-    def arrived_ids(self, ctx: SPTTContext, dist_input: KJTList) -> KeyedJaggedTensor:
-        """The ids that the exchange of a batch brought; from here on its context has the batch sizes."""
-        if not ctx.batch_sizes and ctx.request is not None:
+    def arrived_ids(self, ctx: SPTTContext, dist_input: KJTList, num_micro_batches: int = 1) -> KeyedJaggedTensor:
+        """The ids that the exchange of a batch brought, by micro-batch; from here on its context has their rows."""
+        if not ctx.has_arrived and ctx.request is not None:
             # A train pipeline that is attached again starts the exchange of its next batch again, in a new context, and
             # goes on with the ids that it has: nobody has waited for this exchange.
             dist_input = ctx.request.wait().wait()
         ctx.request = None
-        return dist_input[0]
+        ids, towers, num = dist_input[0], range(self.mesh.topology.num_towers), num_micro_batches
+        if ctx.distinct is None:
+            sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
+            arrived, sent = [[size] for size in sizes], [[sizes[self.mesh.tower]] for _ in towers]
+            if num == 1:
+                ctx.parts = [PartRows(sum(sizes), arrived, sent)]
+                return ids
+        else:
+            by_feature = dict(zip(ids.keys(), ids.stride_per_key_per_rank(), strict=True))
+            arrived = [[by_feature[group[0]][tower] for group in self._groups[self.mesh.tower]] for tower in towers]
+            rows = iter(ctx.distinct.rows)
+            sent = [[next(rows) for _ in groups] for groups in self._groups]
+        ids, num_rows = arrange_rows(ids, arrived, [len(group) for group in self._groups[self.mesh.tower]], num)
+        parts = zip(num_rows, rows_in_parts(arrived, num), rows_in_parts(sent, num), strict=True)
+        ctx.parts = [PartRows(*part) for part in parts]
+        return ids
 
     @profiler_range("exchange_ids")
     @torch.no_grad()
@@ -233,7 +298,15 @@ class SPTTModule(TowerState):
             self.set_id_exchange(self._route.exchange(ids.keys(), device))
         if dtypes != self._dtypes:
             ids = _with_dtypes(ids, *self._dtypes.values())
-        ctx.request = KJTListSplitsAwaitable([self.id_exchanges[0](ids)], ctx)
+        if self.unique == "off":
+            started = self.id_exchanges[0](ids)
+        else:
+            sizes = [len(group) for groups in self._groups for group in groups]
+            wanted = [is_shareable for of_tower in self._is_shareable for is_shareable in of_tower]
+            exchange, is_auto = self.id_exchanges[0], self.unique == "auto"
+            ids, ctx.distinct = distinct_inputs(exchange.by_tower(ids), sizes, wanted=wanted, auto=is_auto)
+            started = exchange.send(ids)
+        ctx.request = KJTListSplitsAwaitable([started], ctx)
         return ctx.request
 
     @profiler_range("look_up")
@@ -264,35 +337,61 @@ class SPTTModule(TowerState):
         """Runs the tower module: the embeddings of this tower's features [P, N] -> [P, O]."""
         return self.tower_output(embeddings, num_samples)
 
-    def exchange_outputs(self, output: TowerOutput, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
-        """Step f: starts the exchange of rows for columns among peers, [P, O] -> [B, S].
+    def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Tensor]:
+        """Step f: starts the exchange of rows for columns among peers, [P, O] -> what `taken` makes [B, S] of.
 
         Args:
+            ctx: the batch's context.
             output: this tower's.
-            batch_sizes: B of every peer, in tower order; their sum is P.
+            part: number of the micro-batch.
         """
+        rows, tower = ctx.parts[part], self.mesh.tower
         self._outputs = agreed = self._outputs or self._connect(output)
-        self._check_output(output, sum(batch_sizes))
-        return agreed.exchange(output.columns_PO.to(agreed.exchange.dtype), batch_sizes)
+        self._check_output(output, rows.num_rows)
+        numbers, exchange = output.columns_PO.to(agreed.exchange.dtype), agreed.exchange
+        if ctx.distinct is None:
+            return exchange(numbers, [size for [size] in rows.arrived])
+        if (positions := sent_positions(rows.arrived, agreed.groups[tower], agreed.units[tower])) is not None:
+            numbers = F.embedding(positions.to(numbers.device), numbers.reshape(-1, agreed.unit))
+        sizes = [_numbers(of_peer, agreed.all_pieces[tower], agreed.groups[tower]) for of_peer in rows.arrived]
+        if ctx.distinct.is_identity:
+            return exchange.exchange(numbers, sizes, [(rows.sent[0][0], columns) for columns in exchange.output_sizes])
+        by_tower = zip(rows.sent, agreed.all_pieces, agreed.groups, strict=True)
+        return exchange.exchange(numbers, sizes, [(_numbers(*of_tower),) for of_tower in by_tower])
+
+    def taken(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Tensor]]) -> list[Awaitable[Tensor]]:
+        """Columns of each micro-batch, [B, S], from the rows that its exchange and those before it bring."""
+        if ctx.distinct is None or ctx.distinct.is_identity:
+            return list(exchanges)
+        assert self._outputs is not None, "something was exchanged"
+        sent = [part.sent for part in ctx.parts]
+        positions = taken_positions(ctx.distinct, sent, self._outputs.groups, self._outputs.units)
+        parts = [CachedAwaitable(exchange) for exchange in exchanges]
+        blocks = positions.split(micro_batch_sizes(len(positions), len(parts)))
+        needed = parts_needed(ctx.distinct, sent)
+        return [TakenRows(parts[:num], block, self._outputs.unit) for num, block in zip(needed, blocks, strict=True)]
 
     def finish(self, columns_BS: Tensor) -> Any:
         """Turns the columns that step f delivered into the unsharded module's result."""
         assert self._outputs is not None, "something was exchanged"
-        return self.result(columns_BS, self._outputs.all_pieces)
+        return self.result(columns_BS, [piece for pieces in self._outputs.all_pieces for piece in pieces])
 
     def _connect(self, output: TowerOutput) -> AgreedOutputs:
         """Gathers the peers' pieces and dtypes, once: only running a tower module shows what it returns."""
-        peers = gather_objects((output.pieces, output.columns_PO.dtype), self.mesh.peer_group)
+        own = {feature: number for number, group in enumerate(self._groups[self.mesh.tower]) for feature in group}
+        groups = [own[self.feature_of(name)] if len(set(own.values())) > 1 else 0 for name, _ in output.pieces]
+        peers = gather_objects((output.pieces, groups, output.columns_PO.dtype), self.mesh.peer_group)
         exchange = PeerExchange(
             self.mesh.peer_group,
-            [sum(_widths(pieces)) for pieces, _ in peers],
+            [sum(_widths(pieces)) for pieces, _, _ in peers],
             # Under autocast a tower with a matrix product has another output dtype than one that passes through.
-            dtype=functools.reduce(torch.promote_types, (dtype for _, dtype in peers)),
+            dtype=functools.reduce(torch.promote_types, (dtype for *_, dtype in peers)),
             device=output.columns_PO.device,
             precision=self.peer_precision,
             tag=self._tag,
         )
-        return AgreedOutputs(list(output.pieces), [piece for pieces, _ in peers for piece in pieces], exchange)
+        all_pieces, all_groups = ([peer[i] for peer in peers] for i in (0, 1))
+        return AgreedOutputs(list(output.pieces), all_pieces, all_groups, exchange)
 
     def _check_output(self, output: TowerOutput, num_samples: int) -> None:
         assert self._outputs is not None, "the peers have agreed"
@@ -342,6 +441,11 @@ def _with_dtypes(
         weights=None if weights is None else ids.weights().to(weights),
         stride=ids.stride(),
     )
+
+
+def _numbers(rows: Sequence[int], pieces: Sequence[Piece], groups: Sequence[int]) -> int:
+    """Numbers of a tower's output for some rows of each group."""
+    return sum(rows[group] * width for group, (_, width) in zip(groups, pieces, strict=True))
 
 
 def _widths(pieces: Sequence[Piece]) -> list[int]:

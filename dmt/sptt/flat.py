@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.errors import InputError
+from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
@@ -29,8 +30,8 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
     Args:
         mesh: the groups of this job.
         plan: which features go to which tower; as many towers as the mesh has.
-        settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision`` and ``moment_scale``,
-            see `dmt.sptt.sharder.TowerSharder`.
+        settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision``, ``moment_scale`` and
+            ``unique``, see `dmt.sptt.sharder.TowerSharder`.
 
     Raises:
         InputError: the plan has another number of towers than the mesh, or a setting is out of range.
@@ -83,7 +84,14 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         device: torch.device | None = None,
     ) -> None:
         tables = sharder.tables_by_tower(module)
-        super().__init__(sharder, sharding, tables_by_tower=tables, is_weighted=module.is_weighted(), device=device)
+        groups = [[[feature] for feature in dict.fromkeys(feature_names(of_tower))] for of_tower in tables]
+        super().__init__(sharder, sharding, input_groups=groups, is_weighted=module.is_weighted(), device=device)
+        self._feature_of = {
+            name: feature
+            for table in tables[self.mesh.tower]
+            for feature in table.feature_names
+            for name in (feature, f"{feature}@{table.name}")
+        }
         self._keys = output_keys(module.embedding_bag_configs())
         self.embedding = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
         self.build_input_dist([self.embedding])
@@ -96,6 +104,10 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> KeyedTensor:
         """Makes the ``KeyedTensor`` of the unsharded collection."""
         return LazyKeyedTensor(KeyedTensor([key for key, _ in pieces], [n for _, n in pieces], columns_BS), self._keys)
+
+    def feature_of(self, piece: str) -> str:
+        """Returns the feature of an embedding."""
+        return self._feature_of[piece]
 
     def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yields the tables of this rank's tower."""

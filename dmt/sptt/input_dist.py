@@ -68,7 +68,15 @@ class PeerInputDist(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the exchange; the first ``wait`` has the sizes, the second the ids."""
-        return self._dist(ids.permute(self._order, self._order_tensor))
+        return self.send(self.by_tower(ids))
+
+    def by_tower(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns the ids of each tower's features one after the other."""
+        return ids.permute(self._order, self._order_tensor)
+
+    def send(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Starts the exchange of ids in the order of `by_tower`; each feature may have a batch size of its own."""
+        return self._dist(ids)
 
 
 class PeerIdRoute:

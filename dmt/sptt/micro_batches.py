@@ -30,8 +30,9 @@ from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.sptt.results import CachedAwaitable, split_rows
+from dmt.sptt.rows import micro_batch_sizes
 
-__all__ = ["MicroBatches", "ResultInParts", "in_micro_batch_order", "micro_batch_sizes", "run_in_micro_batches"]
+__all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 
 
 def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
@@ -175,17 +176,14 @@ class _TowersInMicroBatches:
 
     def __call__(self, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
         module, num = self.module, self._num
-        ids = module.arrived_ids(ctx, dist_input)
-        by_peer = [micro_batch_sizes(size, num) for size in ctx.batch_sizes]
-        sizes = [list(of_all_peers) for of_all_peers in zip(*by_peer, strict=True)]
-        rows = [sum(of_all_peers) for of_all_peers in sizes]
-        embeddings = module.look_up(ctx, in_micro_batch_order(ids, ctx.batch_sizes, num))
+        embeddings = module.look_up(ctx, module.arrived_ids(ctx, dist_input, num))
+        rows = [part.num_rows for part in ctx.parts]
         by_micro_batch = zip(*(split_rows(of_collection, rows) for of_collection in embeddings), strict=True)
         started = []
-        for part, num_samples, batch_sizes in zip(by_micro_batch, rows, sizes, strict=True):
+        for number, (part, num_rows) in enumerate(zip(by_micro_batch, rows, strict=True)):
             # In flight while the tower computes the next.
-            started.append(module.exchange_outputs(module.run_towers(part, num_samples), batch_sizes))
-        return ResultInParts(started, module.finish)
+            started.append(module.exchange_outputs(ctx, module.run_towers(part, num_rows), number))
+        return ResultInParts(module.taken(ctx, started), module.finish)
 
 
 class _Server:
@@ -237,43 +235,6 @@ class ResultInParts(CachedAwaitable):
 class _Rows(list[CachedAwaitable]):
     def wait(self) -> Tensor:
         return torch.cat([rows.wait() for rows in self])
-
-
-def micro_batch_sizes(batch_size: int, num: int) -> list[int]:
-    """Returns the samples of each micro-batch, the first ones one larger where it does not divide; any may be 0.
-
-    Example:
-        >>> micro_batch_sizes(10, 4), micro_batch_sizes(1, 2)
-        ([3, 3, 2, 2], [1, 0])
-    """
-    small, rest = divmod(batch_size, num)
-    return [small + 1] * rest + [small] * (num - rest)
-
-
-def in_micro_batch_order(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: int) -> KeyedJaggedTensor:
-    """Brings samples, peer by peer, into the order (micro-batch, peer), so that a micro-batch is contiguous rows.
-
-    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3).
-
-    Args:
-        ids: ids of P = sum(batch_sizes) samples.
-        batch_sizes: B of every peer.
-        num: micro-batches.
-
-    Example:
-        >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
-        >>> in_micro_batch_order(ids, [2, 3], 2).values().tolist()  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
-        [0, 2, 3, 1, 4]
-    """
-    num_samples = sum(batch_sizes)
-    blocks = torch.arange(num_samples).split([size for b in batch_sizes for size in micro_batch_sizes(b, num)])
-    order = torch.cat([block for k in range(num) for block in blocks[k::num]])
-    starts = torch.arange(len(ids.keys())).unsqueeze(1) * num_samples
-    bags = (starts + order).flatten().to(device=ids.device(), dtype=torch.int32)
-    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-        bags, ids.lengths(), ids.values(), ids.weights_or_none(), ids.values().numel()
-    )
-    return KeyedJaggedTensor(keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=num_samples)
 
 
 def _children(value: Any) -> list[Any] | None:

@@ -7,12 +7,14 @@ at the same time all end together; here every rank first asks, then sends, and t
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
@@ -41,7 +43,7 @@ class PeerExchange(nn.Module):
         output_sizes: O_t for each tower (rank of the group).
         dtype: of every tower's outputs.
         device: of the outputs.
-        precision: number formats; None sends as is. Rows are padded where a format needs whole groups of numbers.
+        precision: number formats; None sends as is. Blocks are padded where a format needs whole groups of numbers.
         tag: tag of the messages, the same on all ranks; tells exchanges over one group apart.
 
     Raises:
@@ -63,8 +65,8 @@ class PeerExchange(nn.Module):
         self.tag = tag
         self.output_sizes = list(output_sizes)
         self.dtype = dtype
-        self._precision = precision or ExchangePrecision()
-        codecs = self._precision.codecs(device or torch.device("cpu"), dtype)
+        self.precision = precision or ExchangePrecision()
+        codecs = self.precision.codecs(device or torch.device("cpu"), dtype)
         self.forward_codec = None if codecs is None else codecs.forward
         self.backward_codec = None if codecs is None else codecs.backward
         self._begun: list[tuple[weakref.ref[_AllToAllRequest], PendingExchange]] = []
@@ -79,25 +81,34 @@ class PeerExchange(nn.Module):
         Raises:
             InputError: the outputs have another dtype than agreed on.
         """
-        rank = self.group.rank()
-        if outputs.dtype != self.dtype:
+        rows, columns = batch_sizes[self.group.rank()], self.output_sizes[self.group.rank()]
+        return self.exchange(outputs, [size * columns for size in batch_sizes], [(rows, o) for o in self.output_sizes])
+
+    def exchange(self, numbers: Tensor, sizes: Sequence[int], arriving: Sequence[tuple[int, ...]]) -> Awaitable[Tensor]:
+        """Starts the exchange of any blocks of numbers; `forward` is this for whole rows.
+
+        Args:
+            numbers: of any shape, the blocks one after the other; must not change until the exchange has ended.
+            sizes: numbers in the block for each peer, in group order.
+            arriving: shape of the block that each peer sends; the result has them side by side in the last dimension.
+
+        Raises:
+            InputError: the numbers have another dtype than agreed on.
+        """
+        if numbers.dtype != self.dtype:
             raise InputError(
-                f"The exchange between towers was made for {self.dtype}, but tower {rank} hands it {outputs.dtype}; "
-                "convert its outputs."
+                f"The exchange between towers was made for {self.dtype}, but tower {self.group.rank()} hands it "
+                f"{numbers.dtype}; convert its outputs."
             )
         if self.group.size() == 1:
-            return NoWait(outputs)
-        padded = self._precision.padded_batch_sizes(batch_sizes, output_sizes=self.output_sizes)
-        if padded != list(batch_sizes):
-            blocks = zip(outputs.split(list(batch_sizes)), padded, strict=True)
-            outputs = torch.cat([nn.functional.pad(block, (0, 0, 0, rows - len(block))) for block, rows in blocks])
+            return NoWait(numbers.reshape(arriving[0]))
         self._end_abandoned()
-        request = _AllToAllRequest(self, padded)
+        request = _AllToAllRequest(self, sizes, arriving)
         # Wants a gradient even if a frozen tower does not, for its peers wait for this rank in the backward pass.
-        anchor = torch.empty(0, device=outputs.device, requires_grad=torch.is_grad_enabled())
+        anchor = torch.empty(0, device=numbers.device, requires_grad=torch.is_grad_enabled())
         with profiler_range("exchange_outputs"):
-            started = _AllToAllStart.apply(outputs, anchor, request)
-        return _AllToAllAwaitable(started, request, batch_sizes[rank])
+            started = _AllToAllStart.apply(numbers, anchor, request)
+        return _AllToAllAwaitable(started, request)
 
     def keep(self, request: _AllToAllRequest, pending: PendingExchange) -> None:
         """Called by a request that has begun to send.
@@ -117,48 +128,49 @@ class PeerExchange(nn.Module):
 class _AllToAllRequest:
     """One exchange in flight, forward and then backward, and the buffers where it arrives."""
 
-    def __init__(self, exchange: PeerExchange, batch_sizes: Sequence[int]) -> None:
+    def __init__(self, exchange: PeerExchange, sizes: Sequence[int], arriving: Sequence[tuple[int, ...]]) -> None:
         self.exchange = exchange
-        self.batch_sizes = list(batch_sizes)
-        self.rank = exchange.group.rank()
+        self._sizes = list(sizes)
+        self._shapes = list(arriving)
         self._pending: PendingExchange | None = None
         self._arriving: list[Tensor] = []
-        self._shapes: Sequence[tuple[int, int]] = []
         self._context: Any = None
 
-    def start_forward(self, outputs: Tensor) -> None:
-        """Sends [sum(batch_sizes), O_t], each peer its rows."""
-        rows, blocks = self.batch_sizes[self.rank], outputs.contiguous().split(self.batch_sizes)
-        self._start(blocks, [(rows, size) for size in self.exchange.output_sizes], self.exchange.forward_codec)
+    def start_forward(self, numbers: Tensor) -> None:
+        """Sends each peer its block."""
+        blocks = numbers.contiguous().view(-1).split(self._sizes)
+        self._start(blocks, [math.prod(shape) for shape in self._shapes], self.exchange.forward_codec)
 
     def end_forward(self) -> Tensor:
-        """[B, sum of O_t]."""
-        return torch.cat(self._end(self.exchange.forward_codec), dim=1)
+        """The blocks of all peers side by side."""
+        blocks = self._end(self.exchange.forward_codec)
+        return torch.cat([block.view(shape) for block, shape in zip(blocks, self._shapes, strict=True)], dim=-1)
 
     def start_backward(self, gradients: Tensor) -> None:
-        """Sends [B, sum of O_t], each peer its columns."""
-        columns = self.exchange.output_sizes[self.rank]
-        blocks = [block.contiguous() for block in gradients.split(self.exchange.output_sizes, dim=1)]
-        self._start(blocks, [(rows, columns) for rows in self.batch_sizes], self.exchange.backward_codec)
+        """Sends each peer the gradients of its block."""
+        blocks = gradients.split([shape[-1] for shape in self._shapes], dim=-1)
+        self._start([block.contiguous().view(-1) for block in blocks], self._sizes, self.exchange.backward_codec)
 
     def end_backward(self) -> Tensor:
-        """[sum(batch_sizes), O_t]."""
+        """The gradients of all numbers sent, one after the other."""
         gradients = torch.cat(self._end(self.exchange.backward_codec))
-        return gradients.div_(len(self.batch_sizes)) if get_gradient_division() else gradients
+        return gradients.div_(len(self._sizes)) if get_gradient_division() else gradients
 
-    def _start(self, blocks: Sequence[Tensor], shapes: Sequence[tuple[int, int]], codec: Any) -> None:
-        """Sends a block to each peer; blocks of these shapes will arrive."""
+    def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
+        """Sends a block to each peer; blocks of these sizes will arrive."""
         if codec is None:
             sent = list(blocks)
-            self._arriving = [blocks[0].new_empty(shape) for shape in shapes]
+            self._arriving = [blocks[0].new_empty(size) for size in sizes]
         else:
             # Decoding wants the context that encoding filled in.
             self._context = context = codec.create_context()
-            sent = [codec.encode(block.reshape(-1), context) for block in blocks]
-            sizes = [codec.calc_quantized_size(rows * columns, context) for rows, columns in shapes]
-            self._arriving = [sent[0].new_empty(size) for size in sizes]
-        self._shapes = shapes
-        self._arriving[self.rank] = sent[self.rank]
+            padded = self.exchange.precision.padded_size
+            sent = [codec.encode(F.pad(block, (0, padded(len(block)) - len(block))), context) for block in blocks]
+            encoded = [codec.calc_quantized_size(padded(size), context) for size in sizes]
+            self._arriving = [sent[0].new_empty(size) for size in encoded]
+        self._expected = list(sizes)
+        rank = self.exchange.group.rank()
+        self._arriving[rank] = sent[rank]
         self._pending = start_exchange(sent, self._arriving, self.exchange.group, tag=self.exchange.tag)
         self.exchange.keep(self, self._pending)
 
@@ -168,21 +180,19 @@ class _AllToAllRequest:
         arrived, self._pending, self._arriving = self._arriving, None, []
         if codec is None:
             return arrived
-        return [
-            codec.decode(block, self._context).view(shape) for block, shape in zip(arrived, self._shapes, strict=True)
-        ]
+        return [codec.decode(block, self._context)[:size] for block, size in zip(arrived, self._expected, strict=True)]
 
 
 class _AllToAllStart(Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, anchor: Tensor, request: _AllToAllRequest) -> Tensor:
-        ctx.request = request
-        request.start_forward(outputs)
+    def forward(ctx: Any, numbers: Tensor, anchor: Tensor, request: _AllToAllRequest) -> Tensor:
+        ctx.request, ctx.shape = request, numbers.shape
+        request.start_forward(numbers)
         return torch.empty_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> Any:
-        return ctx.request.end_backward(), None, None
+        return ctx.request.end_backward().view(ctx.shape), None, None
 
 
 class _AllToAllWait(Function):
@@ -200,12 +210,11 @@ class _AllToAllWait(Function):
 
 
 class _AllToAllAwaitable(Awaitable[Tensor]):
-    def __init__(self, started: Tensor, request: _AllToAllRequest, rows: int) -> None:
+    def __init__(self, started: Tensor, request: _AllToAllRequest) -> None:
         super().__init__()
         self._started = started
         self._request = request
-        self._rows = rows
 
     def _wait_impl(self) -> Tensor:
         columns: Tensor = _AllToAllWait.apply(self._started, self._request)
-        return columns if len(columns) == self._rows else columns[: self._rows]
+        return columns

@@ -8,7 +8,6 @@ TorchRec's own ``qcomm_codecs_registry``. TorchRec and FBGEMM are imported when 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +46,8 @@ class ExchangePrecision:
         >>> precision = ExchangePrecision(forward="fp16", backward="bf16")
         >>> precision.backward_scale
         1.0
-        >>> ExchangePrecision(forward="int8").padded_batch_sizes([5, 64], output_sizes=[16, 8])
-        [8, 64]
+        >>> ExchangePrecision(forward="int8").padded_size(80)
+        96
         >>> ExchangePrecision(forward="f16")
         Traceback (most recent call last):
         ...
@@ -94,19 +93,13 @@ class ExchangePrecision:
             return self.loss_scale
         return _DEFAULT_SCALE if self.backward in _SCALED else 1.0
 
-    def padded_batch_sizes(self, batch_sizes: Sequence[int], *, output_sizes: Sequence[int]) -> list[int]:
-        """Rows to send to each peer so that every peer's block is whole groups of 32 numbers.
+    def padded_size(self, numbers: int) -> int:
+        """Numbers to send instead of so many, so that they are whole groups of 32.
 
-        ``int8`` and ``fp8`` need B * O_t divisible by 32 for every peer and tower (FBGEMM asserts it in the middle of
-        the exchange); other formats need nothing. At most 31 rows are added, none where B is a multiple of 32.
-
-        Args:
-            batch_sizes: B of every peer.
-            output_sizes: O_t of every tower.
+        FBGEMM asserts it for ``int8`` and ``fp8`` in the middle of the exchange; other formats need nothing.
         """
         group = max(NUMBER_FORMATS[self.forward].group, NUMBER_FORMATS[self.backward].group)
-        multiple = group // math.gcd(group, *output_sizes)
-        return [-(-size // multiple) * multiple for size in batch_sizes]
+        return -(-numbers // group) * group
 
     def check_device(self, device: torch.device) -> None:
         """Refuses what the device cannot do.

@@ -24,6 +24,7 @@ from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scal
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, TableShard, shards_in_tower, why_not
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
+from dmt.sptt.unique import UNIQUE, Unique
 
 __all__ = ["SharderSettings", "TowerSharder", "TowerState"]
 
@@ -38,6 +39,7 @@ class SharderSettings(TypedDict, total=False):
     id_route: IdRoute
     peer_precision: ExchangePrecision | None
     moment_scale: MomentScale
+    unique: Unique
 
 
 class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
@@ -54,9 +56,11 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         peer_precision: number formats of the exchange of outputs between towers; None sends as is.
         moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default
             their number. Learning rate and epsilon in ``fused_params`` stay the user's; the kernel gets scaled ones.
+        unique: whether samples of a batch with equal inputs share what is sent, looked up and returned
+            (`dmt.sptt.unique`): ``"rank"``: always; ``"auto"``: where a look at the batch promises a gain; ``"off"``.
 
     Raises:
-        InputError: ``id_route`` is unknown, or ``moment_scale`` is out of range.
+        InputError: ``id_route`` or ``unique`` is unknown, they do not go together, or ``moment_scale`` is out of range.
     """
 
     def __init__(
@@ -68,17 +72,20 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         id_route: IdRoute = "peer",
         peer_precision: ExchangePrecision | None = None,
         moment_scale: MomentScale = "num_replicas",
+        unique: Unique = "off",
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
-        if id_route not in ID_ROUTES:
-            raise InputError(
-                f"id_route={id_route!r} is unknown; use one of {list(ID_ROUTES)}.{did_you_mean(id_route, ID_ROUTES)}"
-            )
+        for name, value, known in (("id_route", id_route, ID_ROUTES), ("unique", unique, UNIQUE)):
+            if value not in known:
+                raise InputError(f"{name}={value!r} is unknown; use one of {list(known)}.{did_you_mean(value, known)}")
+        if unique != "off" and id_route == "global":
+            raise InputError(f"unique={unique!r} needs id_route='peer'; the global route sends every sample's ids.")
         self.mesh = mesh
         self.id_route = id_route
         self.peer_precision = peer_precision or ExchangePrecision()
         self.moment_scale = moment_scale
+        self.unique: Unique = unique
 
     @abc.abstractmethod
     def tables_by_tower(self, module: Module) -> list[list[Any]]:
@@ -150,6 +157,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "requires_grad": {table.name: parameters[table.name].requires_grad for table in tables},
             "is_weighted": [part.is_weighted() for part in bags],
             "id_route": self.id_route,
+            "unique": self.unique,
             "peer_precision": self.peer_precision,
             "qcomm_codecs_registry": {
                 name: [_codec_record(codec) for codec in (both.forward, both.backward)] for name, both in codecs.items()

@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.collectives import broadcast_module
 from dmt.errors import InputError
+from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.results import LazyKeyedTensor, output_keys
@@ -35,8 +36,8 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         mesh: the groups of this job.
         placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
             logical towers may share one mesh tower, none may stay empty.
-        settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision`` and ``moment_scale``,
-            see `dmt.sptt.sharder.TowerSharder`.
+        settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision``, ``moment_scale`` and
+            ``unique``, see `dmt.sptt.sharder.TowerSharder`.
 
     Example::
 
@@ -132,7 +133,10 @@ class ShardedTowerCollection(SPTTModule):
         super().__init__(
             sharder,
             sharding,
-            tables_by_tower=sharder.tables_by_tower(module),
+            input_groups=[
+                [_features(tower) for tower, at in zip(module.towers, placement, strict=True) if at == mesh_tower]
+                for mesh_tower in range(sharder.mesh.topology.num_towers)
+            ],
             is_weighted=module.towers[0].embedding.is_weighted(),
             device=device,
         )
@@ -142,6 +146,7 @@ class ShardedTowerCollection(SPTTModule):
             {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
         )
         self.build_input_dist(self.embeddings.values())  # type: ignore[arg-type]
+        self._first_features = {i: _features(module.towers[i])[0] for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
@@ -169,6 +174,10 @@ class ShardedTowerCollection(SPTTModule):
             return columns_BS
         outputs = dict(zip(arrived, columns_BS.split([width for _, width in pieces], dim=1), strict=True))
         return torch.cat([outputs[number] for number in sorted(outputs)], dim=1)
+
+    def feature_of(self, piece: int) -> str:
+        """Returns the first feature of a logical tower."""
+        return self._first_features[piece]
 
     def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yields the sharded collections and tower modules of this rank's towers."""
@@ -237,6 +246,10 @@ def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
     # DDP refuses a module without trainable parameters, but its ranks must start equal all the same.
     broadcast_module(modules, mesh.tower_module_group)
     return modules
+
+
+def _features(tower: EmbeddingTower) -> list[str]:
+    return list(dict.fromkeys(feature_names(_tables(tower))))
 
 
 def _tables(tower: EmbeddingTower) -> list[Any]:

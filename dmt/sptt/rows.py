@@ -1,0 +1,222 @@
+"""Rows that a batch makes cross between peers, micro-batch by micro-batch: their order, and where they go.
+
+Without `dmt.sptt.unique` every sample is a row of every group of features. With it a group has a row for each of its
+distinct inputs, so that groups differ in their number of rows, and a row may serve samples of several micro-batches: it
+travels with the first.
+
+Shape suffixes: F features, G groups of one tower, T peers, B samples of this rank.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt.sptt.unique import DistinctInputs
+
+__all__ = [
+    "PartRows",
+    "TakenRows",
+    "arrange_rows",
+    "micro_batch_sizes",
+    "parts_needed",
+    "rows_in_parts",
+    "sent_positions",
+    "taken_positions",
+]
+
+
+@dataclass(frozen=True)
+class PartRows:
+    """Rows of one micro-batch, or of a whole batch."""
+
+    num_rows: int
+    """Rows of the embeddings of this rank's tower: those of the largest group."""
+    arrived: list[list[int]]
+    """[T][G], rows of each group of this rank's tower from each peer."""
+    sent: list[list[int]]
+    """[T][G], rows of each group of each tower from this rank."""
+
+
+def rows_in_parts(rows: Sequence[Sequence[int]], num: int) -> list[list[list[int]]]:
+    """Splits numbers of rows [T][G] over micro-batches, [num][T][G]."""
+    parts = [[micro_batch_sizes(of_group, num) for of_group in of_peer] for of_peer in rows]
+    return [[[of_group[k] for of_group in of_peer] for of_peer in parts] for k in range(num)]
+
+
+def micro_batch_sizes(batch_size: int, num: int) -> list[int]:
+    """Returns the samples of each micro-batch, the first ones one larger where it does not divide; any may be 0.
+
+    Example:
+        >>> micro_batch_sizes(10, 4), micro_batch_sizes(1, 2)
+        ([3, 3, 2, 2], [1, 0])
+    """
+    small, rest = divmod(batch_size, num)
+    return [small + 1] * rest + [small] * (num - rest)
+
+
+def arrange_rows(
+    ids: KeyedJaggedTensor, rows: Sequence[Sequence[int]], sizes: Sequence[int], num: int = 1
+) -> tuple[KeyedJaggedTensor, list[int]]:
+    """Arranges the rows that peers sent as bags [F, rows], micro-batch by micro-batch, in each peer by peer.
+
+    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3). Where
+    groups differ in their number of rows, empty bags fill up a micro-batch.
+
+    Args:
+        ids: ids as they arrived, of each feature peer by peer.
+        rows: [T][G], rows of each group from each peer.
+        sizes: number of features of each group.
+        num: micro-batches.
+
+    Returns:
+        The ids, all features with one batch size, and the number of rows of each micro-batch.
+
+    Example:
+        >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
+        >>> arrange_rows(ids, [[2], [3]], [1], 2)[0].values().tolist()  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
+        [0, 2, 3, 1, 4]
+    """
+    device, parts = ids.device(), rows_in_parts(rows, num)
+    filled = [[sum(of_group) for of_group in zip(*of_part, strict=True)] for of_part in parts]
+    num_rows = [max(of_part, default=0) for of_part in filled]
+    lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
+    if num > 1:
+        bags, start = [], 0
+        for group, size in enumerate(sizes):
+            cuts = [of_part[peer][group] for peer in range(len(rows)) for of_part in parts]
+            blocks = torch.arange(sum(cuts)).split(cuts)
+            order = torch.cat([block for k in range(num) for block in blocks[k::num]])
+            for _ in range(size):
+                bags.append(order + start)
+                start += len(order)
+        permuted = torch.cat(bags).to(device=device, dtype=torch.int32)
+        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+            permuted, lengths, values, weights, values.numel()
+        )
+    if any(number < num_rows[k] for k in range(num) for number in filled[k]):
+        by_part = zip(num_rows, filled, strict=True)
+        is_row = torch.cat([torch.arange(size) < torch.tensor(full).unsqueeze(1) for size, full in by_part], dim=1)
+        is_row = is_row.repeat_interleave(torch.tensor(sizes), dim=0)
+        lengths = lengths.new_zeros(is_row.shape).masked_scatter_(is_row.to(device), lengths).flatten()
+    arranged = KeyedJaggedTensor(keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=sum(num_rows))
+    return arranged, num_rows
+
+
+def sent_positions(rows: Sequence[Sequence[int]], groups: Sequence[int], units: Sequence[int]) -> Tensor | None:
+    """Positions of the numbers that each peer is sent, peer by peer, among a tower's columns [rows, sum of units].
+
+    To a peer all of whose groups have as many rows the columns are sent row by row, to others piece by piece.
+
+    Args:
+        rows: [T][G], rows of each group for each peer.
+        groups: group of each piece of the tower's output.
+        units: width of each piece, in units of some numbers.
+
+    Returns:
+        Positions in units, int64; None if that is all of them in order.
+    """
+    if all(len(set(of_peer)) == 1 for of_peer in rows):
+        return None
+    starts, width = [0, *itertools.accumulate(units)], sum(units)
+    first, blocks = [0] * len(rows[0]), []
+    for of_peer in rows:
+        pieces = [
+            ((first[g] + torch.arange(of_peer[g])) * width).unsqueeze(1) + torch.arange(start, start + number)
+            for g, number, start in zip(groups, units, starts, strict=False)
+        ]
+        is_even = len(set(of_peer)) == 1
+        blocks += [torch.cat(pieces, dim=1).flatten()] if is_even else [piece.flatten() for piece in pieces]
+        first = [begin + number for begin, number in zip(first, of_peer, strict=True)]
+    return torch.cat(blocks)
+
+
+def taken_positions(
+    distinct: DistinctInputs,
+    rows: Sequence[Sequence[Sequence[int]]],
+    groups: Sequence[Sequence[int]],
+    units: Sequence[Sequence[int]],
+) -> Tensor:
+    """Positions of each sample's columns among the numbers that arrive, part after part, tower after tower.
+
+    Args:
+        distinct: the rows that this rank asked for.
+        rows: [parts][T][G], rows of each group of each tower in each part.
+        groups: for each tower the group of each piece.
+        units: for each tower the width of each piece, in units.
+
+    Returns:
+        [B, units of all pieces] int64, in units.
+    """
+    device, base = distinct.inverse.device, 0
+    found: list[list[list[Tensor]]] = [[[] for _ in of_tower] for of_tower in groups]
+    for part in rows:
+        for tower, of_tower in enumerate(part):
+            is_even, column = len(set(of_tower)) == 1, 0
+            width = sum(units[tower])
+            for piece, (group, number) in enumerate(zip(groups[tower], units[tower], strict=True)):
+                places = torch.arange(of_tower[group], device=device)
+                found[tower][piece].append(base + (column + places * width if is_even else places * number))
+                column += number
+                base += 0 if is_even else of_tower[group] * number
+            base += of_tower[0] * width if is_even else 0
+    columns, first = [], 0
+    for tower, pieces in enumerate(found):
+        for piece, places_by_part in enumerate(pieces):
+            taken = torch.cat(places_by_part)[distinct.inverse[first + groups[tower][piece]]]
+            columns.append(taken.unsqueeze(1) + torch.arange(units[tower][piece], device=device))
+        first += len(rows[0][tower])
+    return torch.cat(columns, dim=1)
+
+
+def parts_needed(distinct: DistinctInputs, rows: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    """For each micro-batch the number of parts, from the first on, that hold the rows of all its samples.
+
+    Args:
+        distinct: the rows that this rank asked for.
+        rows: [parts][T][G], rows of each group of each tower in each part.
+    """
+    num = len(rows)
+    if num == 1:
+        return [1]
+    by_group = zip(*([number for of_tower in part for number in of_tower] for part in rows), strict=True)
+    ends = [list(itertools.accumulate(of_group)) for of_group in by_group]
+    blocks = distinct.inverse.split(micro_batch_sizes(distinct.inverse.shape[1], num), dim=1)
+    nothing = distinct.inverse.new_full((len(ends), 1), -1)
+    last = torch.stack([torch.cat([nothing, block], dim=1).amax(dim=1) for block in blocks])
+    needed = [
+        max(bisect.bisect_right(of_group, row) + 1 for row, of_group in zip(of_block, ends, strict=True))
+        for of_block in last.tolist()
+    ]
+    # The last one waits for all: peers have rows in parts where this rank has none, and send gradients for them.
+    return [*itertools.accumulate(needed[:-1], max), num]
+
+
+class TakenRows(Awaitable[Tensor]):
+    """Copies the rows that arrive to the samples of a micro-batch that share them; differentiable.
+
+    Args:
+        arriving: awaitables of the numbers that arrive, of this micro-batch and those before, in order.
+        positions: of the samples' columns among these numbers, [B, units], see `taken_positions`.
+        unit: numbers in a unit.
+    """
+
+    def __init__(self, arriving: Sequence[Any], positions: Tensor, unit: int) -> None:
+        super().__init__()
+        self._arriving = arriving
+        self._positions = positions
+        self._unit = unit
+
+    def _wait_impl(self) -> Tensor:
+        numbers = torch.cat([part.wait() for part in self._arriving])
+        # Its gradient sums the samples of a row in a fixed order, on a GPU too.
+        return F.embedding(self._positions, numbers.view(-1, self._unit)).flatten(1)

@@ -1,0 +1,193 @@
+"""Unique inputs: each distinct input of a batch is sent, looked up, computed and returned once.
+
+In one batch the same input occurs many times: popular items, and users with many samples. Where all ids of a *group* of
+features repeat, so do the rows that come back for them. A group is one feature for a flat model in the SPTT dataflow,
+and all features of a tower for a model of towers. Samples with equal inputs share a row, and the exchange between hosts
+carries rows instead of samples:
+
+====== ==========================================================================================================
+ids    of each group the distinct inputs only (`distinct_inputs`); TorchRec's KJT all-to-all carries the
+       number of rows of every feature along, so both ends know all sizes from then on
+a to d rows of all peers side by side; groups with fewer rows get empty bags at the end (`dmt.sptt.rows`),
+       which never leave the tower
+f      only real rows are sent ; the receiver copies each to its samples
+====== ==========================================================================================================
+
+The backward pass sums the gradients of the samples that share a row before it sends them. The forward pass is the
+unsharded module's to the bit, its gradients but for the order of that sum.
+
+Shape suffixes: F features, G groups of one tower, T peers, B samples of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = [
+    "UNIQUE",
+    "DistinctInputs",
+    "Unique",
+    "distinct_inputs",
+]
+
+Unique = Literal["off", "rank", "auto"]
+"""Whether inputs are sent once: never; for each rank's batch; or where enough of the batch repeats."""
+
+UNIQUE: tuple[Unique, ...] = get_args(Unique)
+
+_SAMPLE, _WORTHWHILE = 8, 1 / 50
+"""``"auto"`` looks for repetitions in an eighth of the batch, and wants them in one of 50 samples of it."""
+
+_MIX = (-7046029254386353131, -4658895280553007687)
+"""Odd multipliers of a 64-bit hash; equal hashes are compared value by value, so nothing hangs on their quality."""
+
+
+class DistinctInputs(NamedTuple):
+    """The distinct inputs of a batch."""
+
+    rows: list[int]
+    """Number of distinct inputs of each group."""
+    inverse: Tensor
+    """The row of each sample, [groups, B] int64. Rows are numbered by the first sample that has them."""
+
+    @property
+    def is_identity(self) -> bool:
+        """True if every sample has a row of its own."""
+        return all(rows == self.inverse.shape[1] for rows in self.rows)
+
+
+def distinct_inputs(
+    ids: KeyedJaggedTensor, sizes: Sequence[int], *, wanted: Sequence[bool], auto: bool = False
+) -> tuple[KeyedJaggedTensor, DistinctInputs]:
+    """Finds the samples of a batch that have equal inputs. One copy to the host tells the numbers of rows.
+
+    Args:
+        ids: ids of all features, those of a group one after the other.
+        sizes: number of features of each group.
+        wanted: for each group False to keep all samples.
+        auto: keeps all samples of a group in whose first samples fewer than one in 50 repeats another. That depends on
+            the batch alone, so ranks need not agree on it, and a resumed run decides as the first one did.
+
+    Returns:
+        The ids of the first sample of each row, with a batch size for each feature, and the rows.
+
+    Example:
+        >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9, 7, 8]), lengths=torch.tensor([2, 1, 2]))
+        >>> ids, distinct = distinct_inputs(ids, [1], wanted=[True])
+        >>> ids.values().tolist(), distinct.rows, distinct.inverse.tolist()
+        ([7, 8, 9], [2], [[0, 1, 0]])
+    """
+    device, num_samples = ids.device(), ids.stride()
+    group_of = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    bags = _Bags(ids, group_of, len(sizes))
+    samples = torch.arange(num_samples, device=device)
+    first = samples.expand(len(sizes), -1)
+    wanted = bags.repeating(wanted) if auto else list(wanted)
+    if any(wanted) and num_samples:
+        chosen = torch.tensor(wanted, device=device).unsqueeze(1)
+        first = torch.where(chosen, bags.first_equal(), first)
+    is_first = first == samples
+    rows = is_first.sum(dim=1).tolist() if any(wanted) else [num_samples] * len(sizes)
+    inverse = (is_first.cumsum(dim=1) - 1).gather(1, first)
+    lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
+    if any(number < num_samples for number in rows):
+        kept = is_first[group_of].flatten().nonzero().flatten().int()
+        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(kept, lengths, values, weights, None)
+    by_feature = [[number] for number, size in zip(rows, sizes, strict=True) for _ in range(size)]
+    sent = KeyedJaggedTensor(
+        keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride_per_key_per_rank=by_feature
+    )
+    return sent, DistinctInputs(rows, inverse)
+
+
+class _Bags:
+    """Bags of a batch as numbers that are equal where the bags are, [groups, B]."""
+
+    def __init__(self, ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> None:
+        self._group_of = group_of
+        self._num_groups = num_groups
+        num_features, num_samples = len(group_of), ids.stride()
+        self._shape = (num_features, num_samples)
+        self._values = ids.values().long()
+        if (weights := ids.weights_or_none()) is not None:
+            # Bags that differ in a weight differ, to the bit.
+            self._values = self._values * _MIX[0] + weights.float().view(torch.int32)
+            self._also: Tensor | None = weights
+        else:
+            self._also = None
+        self._ids = ids.values()
+        lengths = ids.lengths().long()
+        self._is_single = self._values.numel() == lengths.numel() and bool((lengths == 1).all())
+        if self._is_single:
+            hashes = self._values.view(self._shape)
+        else:
+            self._lengths = lengths
+            self._offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            self._bag_of = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
+                lengths, output_size=self._values.numel()
+            )
+            self._place = torch.arange(self._values.numel(), device=lengths.device) - self._offsets[self._bag_of]
+            mixed = _mix(self._values + _mix(self._place + 1))
+            sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
+            hashes = (sums[self._offsets[1:]] - sums[self._offsets[:-1]] + lengths).view(self._shape)
+        self._is_exact = self._is_single and num_groups == num_features and self._also is None
+        if num_groups < num_features:
+            features = torch.arange(1, num_features + 1, device=hashes.device).unsqueeze(1)
+            mixed = _mix(hashes + _mix(features))
+            hashes = mixed.new_zeros(num_groups, num_samples).index_add_(0, group_of, mixed)
+        self._hashes = hashes
+
+    def repeating(self, wanted: Sequence[bool]) -> list[bool]:
+        """Of the wanted groups those in whose first samples some repeat others."""
+        sampled = self._hashes[:, : max(self._shape[1] // _SAMPLE, 1)].sort(dim=1).values
+        repeats = (sampled[:, 1:] == sampled[:, :-1]).sum(dim=1) > _WORTHWHILE * sampled.shape[1]
+        return [is_wanted and repeat for is_wanted, repeat in zip(wanted, repeats.tolist(), strict=True)]
+
+    def first_equal(self) -> Tensor:
+        """The first sample whose input equals that of each, [groups, B]."""
+        hashes, order = self._hashes.sort(dim=1, stable=True)
+        places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
+        begins = torch.ones_like(hashes, dtype=torch.bool)
+        begins[:, 1:] = hashes[:, 1:] != hashes[:, :-1]
+        begin = torch.where(begins, places, 0).cummax(dim=1).values
+        first = torch.empty_like(order).scatter_(1, order, order.gather(1, begin))
+        return first if self._is_exact else torch.where(self._equals(first), first, places)
+
+    def _equals(self, other: Tensor) -> Tensor:
+        """Whether each input is that of another sample, value by value, [groups, B]."""
+        num_features, num_samples = self._shape
+        of_feature = other[self._group_of]
+        starts = torch.arange(num_features, device=other.device).unsqueeze(1) * num_samples
+        bags = (of_feature + starts).flatten()
+        if self._is_single:
+            differ = self._differ(bags).view(self._shape)
+        else:
+            same_length = self._lengths[bags] == self._lengths
+            # A bag of another length is compared with itself.
+            bags = torch.where(same_length, bags, torch.arange(len(bags), device=bags.device))
+            unequal = self._differ(self._offsets[bags][self._bag_of] + self._place).cumsum(0)
+            sums = torch.cat([unequal.new_zeros(1), unequal])
+            differ = ((sums[self._offsets[1:]] != sums[self._offsets[:-1]]) | ~same_length).view(self._shape)
+        if self._num_groups == num_features:
+            return ~differ
+        return other.new_zeros(other.shape).index_add_(0, self._group_of, differ.long()) == 0
+
+    def _differ(self, places: Tensor) -> Tensor:
+        differ = self._ids[places] != self._ids
+        if self._also is not None:
+            bits = self._also.contiguous().view(_BITS[self._also.element_size()])
+            differ |= bits[places] != bits
+        return differ
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    numbers = numbers * _MIX[0]
+    return (numbers ^ (numbers >> 31)) * _MIX[1]
