@@ -49,6 +49,7 @@ from torchrec.streamable import Multistreamable
 
 from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
+from dmt.formatting import shorten
 from dmt.sharding.group_ebc import GroupShardedEBC
 from dmt.sptt.input_dist import GlobalIdRoute, PeerIdRoute
 from dmt.sptt.output_dist import PeerExchange
@@ -177,6 +178,8 @@ class SPTTModule(TowerState):
             list(groups) if self.unique != "off" and sum(map(len, groups)) == len(features) else [features]
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
         ]
+        self._rows_sent = [0] * sum(map(len, self._groups))
+        self._samples_sent = 0
         self._is_shareable = [[True] * len(groups) for groups in self._groups]
         self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._outputs: AgreedOutputs | None = None
@@ -213,6 +216,12 @@ class SPTTModule(TowerState):
     @abc.abstractmethod
     def feature_of(self, piece: Any) -> str:
         """Returns a feature of the group whose rows a piece of this tower's output has."""
+
+    @property
+    def rows_sent(self) -> dict[str, float]:
+        """Rows that this rank has sent for each sample so far, by the features that share a row; for ``unique``."""
+        names = [shorten(group, ", ") for groups in self._groups for group in groups]
+        return {name: rows / max(1, self._samples_sent) for name, rows in zip(names, self._rows_sent, strict=True)}
 
     def create_context(self) -> SPTTContext:
         """Makes a context for one batch."""
@@ -306,6 +315,8 @@ class SPTTModule(TowerState):
             exchange, is_auto = self.id_exchanges[0], self.unique == "auto"
             ids, ctx.distinct = distinct_inputs(exchange.by_tower(ids), sizes, wanted=wanted, auto=is_auto)
             started = exchange.send(ids)
+            self._samples_sent += ctx.distinct.inverse.shape[1]
+            self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
         ctx.request = KJTListSplitsAwaitable([started], ctx)
         return ctx.request
 

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ParameterSharding
 from torchrec.distributed.utils import append_prefix
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt.collectives import broadcast_module
+from dmt.collectives import broadcast_module, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.results import LazyKeyedTensor, output_keys
 from dmt.sptt.sharder import SharderSettings, TowerSharder
+from dmt.sptt.unique import why_not_per_sample
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]
 
@@ -36,6 +37,8 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         mesh: the groups of this job.
         placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
             logical towers may share one mesh tower, none may stay empty.
+        assume_per_sample: True if tower modules with dropout or batch norm are meant to see each distinct input once
+            (``unique``); by default such a tower is refused, or left out with ``unique="auto"``.
         settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision``, ``moment_scale`` and
             ``unique``, see `dmt.sptt.sharder.TowerSharder`.
 
@@ -51,9 +54,15 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     """The unsharded module type."""
 
     def __init__(
-        self, mesh: TowerMesh, *, placement: Sequence[int] | None = None, **settings: Unpack[SharderSettings]
+        self,
+        mesh: TowerMesh,
+        *,
+        placement: Sequence[int] | None = None,
+        assume_per_sample: bool = False,
+        **settings: Unpack[SharderSettings],
     ) -> None:
         super().__init__(mesh, **settings)
+        self.assume_per_sample = assume_per_sample
         self.placement = None if placement is None else tuple(placement)
 
     def sharded(
@@ -130,6 +139,7 @@ class ShardedTowerCollection(SPTTModule):
     ) -> None:
         placement = sharder.mesh_towers(module)
         _check_towers(module, placement)
+        self._assume_per_sample = sharder.assume_per_sample
         super().__init__(
             sharder,
             sharding,
@@ -148,7 +158,37 @@ class ShardedTowerCollection(SPTTModule):
         self.build_input_dist(self.embeddings.values())  # type: ignore[arg-type]
         self._first_features = {i: _features(module.towers[i])[0] for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
+        self._check_per_sample(placement, {i: _columns(module.towers[i]) for i in mine})
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
+
+    def _check_per_sample(self, placement: Sequence[int], columns: Mapping[int, Sequence[tuple[str, int]]]) -> None:
+        """Finds the towers whose samples cannot share rows; collective.
+
+        Raises:
+            InputError: there is one, and they are to share rows all the same.
+        """
+        if self.unique == "off" or self._assume_per_sample or self._target_device.type == "meta":
+            return
+
+        def reasons() -> dict[int, str]:
+            found = {
+                i: why_not_per_sample(self.interactions.by_tower[str(i)], *zip(*of_tower, strict=True))
+                for i, of_tower in columns.items()
+            }
+            return {i: reason for i, reason in found.items() if reason is not None}
+
+        everyone = run_on_all_or_raise(reasons, self.mesh.sharding_group)
+        found = {i: reason for of_rank in everyone for i, reason in of_rank.items()}
+        for i, reason in found.items():
+            if self.unique != "auto":
+                raise InputError(
+                    f"unique={self.unique!r}, but the tower module of tower {i} {reason}, so samples must not share a "
+                    "row. Use unique='auto', which leaves such towers out, or 'off'; or pass assume_per_sample=True if "
+                    "it is meant."
+                )
+            groups = self._is_shareable[placement[i]]
+            before = placement[:i].count(placement[i])
+            groups[min(before, len(groups) - 1)] = False
 
     def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
@@ -246,6 +286,12 @@ def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
     # DDP refuses a module without trainable parameters, but its ranks must start equal all the same.
     broadcast_module(modules, mesh.tower_module_group)
     return modules
+
+
+def _columns(tower: EmbeddingTower) -> list[tuple[str, int]]:
+    """Names and widths of the embeddings of a tower, in the order of its tables."""
+    names = get_embedding_names_by_table(_tables(tower))
+    return [(name, table.embedding_dim) for table, own in zip(_tables(tower), names, strict=True) for name in own]
 
 
 def _features(tower: EmbeddingTower) -> list[str]:

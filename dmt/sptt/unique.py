@@ -16,23 +16,28 @@ f      only real rows are sent ; the receiver copies each to its samples
 The backward pass sums the gradients of the samples that share a row before it sends them. The forward pass is the
 unsharded module's to the bit, its gradients but for the order of that sum.
 
-Shape suffixes: F features, G groups of one tower, T peers, B samples of this rank.
+A tower module must compute each sample on its own (`why_not_per_sample`): with dropout, samples that share a row would
+drop the same numbers, and a batch norm would count them once.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
     "UNIQUE",
     "DistinctInputs",
     "Unique",
     "distinct_inputs",
+    "why_not_per_sample",
 ]
 
 Unique = Literal["off", "rank", "auto"]
@@ -191,3 +196,29 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _mix(numbers: Tensor) -> Tensor:
     numbers = numbers * _MIX[0]
     return (numbers ^ (numbers >> 31)) * _MIX[1]
+
+
+def why_not_per_sample(module: nn.Module, keys: Sequence[str], widths: Sequence[int]) -> str | None:
+    """Says why a tower module does not compute each sample on its own; None if a trial shows nothing against it.
+
+    Args:
+        module: the tower module; a copy of it is run on random embeddings.
+        keys: names of the embeddings that it reads.
+        widths: their columns.
+    """
+    for part in module.modules():
+        if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):
+            return f"holds a {type(part).__name__}"
+    some = next(module.parameters(), torch.empty(0))
+    with torch.no_grad(), torch.random.fork_rng():
+        trial = copy.deepcopy(module)
+        samples = torch.randn(3, sum(widths), dtype=some.dtype, device=some.device)
+        alone, again, beside = (
+            trial(KeyedTensor(list(keys), list(widths), torch.cat([samples[:2], samples[rest]])))[:2]
+            for rest in ([0], [0], [2, 1])
+        )
+    # A matrix product of another number of rows may round otherwise.
+    same, unmixed = (torch.allclose(alone, other, rtol=1e-3, atol=1e-5) for other in (again, beside))
+    if not same:
+        return "returns something else for the same input"
+    return None if unmixed else "mixes the samples of a batch"

@@ -203,6 +203,7 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
         options: dict[str, Any] = {
             "fused_params": fused_params(config.optimizer),
             "id_route": config.sharding.id_route,
+            "unique": config.sharding.unique,
             "peer_precision": config.sharding.precision,
             "moment_scale": config.replicas.moment_scale,
         }

@@ -48,6 +48,7 @@ SHARDING_OF_TOWERS = (
     "intra_tower_gb_per_s",
     "collective_latency_us",
     "id_route",
+    "unique",
 )
 """Keys of the section sharding that only the tower dataflow has."""
 
@@ -153,6 +154,9 @@ class ShardingConfig(Section):
     """Fixed microseconds of a collective; with small tables it decides."""
     id_route: Literal["peer", "global"] = "peer"
     """Route of ids to the tables: through the own peer in each tower, or in one exchange over all ranks."""
+    unique: Literal["off", "rank", "auto"] = "off"
+    """Whether samples of a rank's batch with equal inputs share what crosses between towers; ``auto``: where a look at
+    the batch promises a gain. Equal inputs: of a feature for a flat model, of all features of a tower for towers."""
     forward_precision: ExchangeFormat = "fp32"
     """Number format of embeddings or tower outputs on their way between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"
@@ -165,6 +169,11 @@ class ShardingConfig(Section):
         if self.plan is not None and (self.tables or self.scheme != "auto"):
             raise InputError(
                 f"sharding.plan={self.plan!r} says where tables go; leave out sharding.scheme and sharding.tables."
+            )
+        if self.unique != "off" and self.id_route == "global":
+            raise InputError(
+                f"sharding.unique={self.unique!r} needs sharding.id_route='peer'; the global route sends the ids of "
+                "every sample. Leave out one of them."
             )
         return self
 

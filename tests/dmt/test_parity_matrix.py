@@ -63,6 +63,7 @@ def cases_of(towers: int, ranks: int) -> list[Case]:
             precision=precision,
             optimizer=list(OPTIMIZERS)[i % 3] if precision == "fp32" else "sgd",
             sizes=tuple(3 + (rank * 2) % 5 for rank in range(towers * ranks)) if i % 5 % 2 else (),
+            unique="rank" if route == "peer" and i % 7 % 2 else "off",
         )
         if carried(case):
             cases.append(case)
@@ -77,6 +78,7 @@ FACTORS: dict[str, Callable[[Case], Hashable]] = {
     "bags": lambda case: (case.pooling, case.weighted, case.max_bag),
     "dims": lambda case: case.dims,
     "route": lambda case: case.id_route,
+    "unique": lambda case: case.unique,
     "precision": lambda case: case.precision,
     "optimizer": lambda case: case.optimizer,
     "even": lambda case: not case.sizes,

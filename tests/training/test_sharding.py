@@ -94,6 +94,8 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict
         ({"tables": {"t_C1": "table_wise"}}, r"sharding\.tables=.* needs the tower dataflow"),
         ({"memory_gib": 1.0}, r"sharding\.memory_gib=1\.0 needs the tower dataflow"),
         ({"id_route": "global"}, r"sharding\.id_route='global' needs the tower dataflow"),
+        ({"unique": "rank"}, r"sharding\.unique='rank' needs the tower dataflow"),
+        ({"unique": "rank", "id_route": "global"}, r"sharding\.unique='rank' needs sharding\.id_route='peer'"),
         ({"intra_tower_gb_per_s": 20.0}, r"sharding\.intra_tower_gb_per_s=20\.0 needs the tower dataflow"),
         ({"memory_gb_per_s": 20.0}, r"sharding\.memory_gb_per_s=20\.0 needs the tower dataflow"),
         ({"collective_latency_us": 0.0}, r"sharding\.collective_latency_us=0\.0 needs the tower dataflow"),
@@ -232,6 +234,7 @@ def test_schemes_and_routes_train_alike(arch: str, dataflow: str) -> None:
     for sharding in (
         {"scheme": "table_wise"},
         {"scheme": "table_wise", "id_route": "global"},
+        {"scheme": "table_wise", "unique": "rank"},
         {"scheme": "row_wise"},
         {"scheme": "data_parallel"},
         {"tables": {"t_C1": "row_wise", "t_C2": "data_parallel"}},

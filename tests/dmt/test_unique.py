@@ -1,0 +1,356 @@
+"""Unique inputs: rows found exactly, sent to the byte, trained on as without, and faults that must not pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import dmt.sptt.dataflow
+import dmt.sptt.rows
+import dmt.sptt.unique
+from dmt import (
+    InputError,
+    SPTTEmbeddingBagCollectionSharder,
+    TowerCollectionSharder,
+    TowerMesh,
+    TowerPlan,
+    TowerTopology,
+)
+from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.rows import arrange_rows, parts_needed, rows_in_parts
+from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
+from dmt.traffic import Traffic, TrafficMeter
+from tests.parity import SumTowerModule, TowerModel, loss_of, make_tables
+from tests.ranks import run_ranks
+from tests.sptt_case import Case, build, check_worst, parity_on_rank, shard
+
+Bag = tuple[tuple[int, float], ...]
+
+
+def bags_of(ids: KeyedJaggedTensor) -> list[list[Bag]]:
+    """Bags of each feature, ids with their weights."""
+    weights = ids.weights_or_none()
+    numbers = [0.0] * ids.values().numel() if weights is None else weights.tolist()
+    pairs = list(zip(ids.values().tolist(), numbers, strict=True))
+    bags, start = [], 0
+    for length in ids.lengths().tolist():
+        bags.append(tuple(pairs[start : start + length]))
+        start += length
+    strides = ids.stride_per_key()
+    return [[bags.pop(0) for _ in range(stride)] for stride in strides]
+
+
+@st.composite
+def batches(draw: Callable[..., Any]) -> tuple[KeyedJaggedTensor, list[int]]:
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    num_features, num_samples = sum(sizes), draw(st.integers(1, 9))
+    longest = draw(st.sampled_from([1, 3]))
+    low = 1 if longest == 1 else 0
+    lengths = draw(
+        st.lists(st.integers(low, longest), min_size=num_features * num_samples, max_size=num_features * num_samples)
+    )
+    values = draw(st.lists(st.sampled_from([0, 1, 2**62, -5]), min_size=sum(lengths), max_size=sum(lengths)))
+    weights = draw(st.lists(st.sampled_from([0.0, -0.0, 1.5]), min_size=sum(lengths), max_size=sum(lengths)))
+    return (
+        KeyedJaggedTensor(
+            keys=[f"f{i}" for i in range(num_features)],
+            values=torch.tensor(values, dtype=torch.int64),
+            lengths=torch.tensor(lengths, dtype=torch.int64),
+            weights=torch.tensor(weights) if draw(st.booleans()) else None,
+        ),
+        sizes,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.booleans())
+def test_rows_are_the_distinct_inputs_in_the_order_of_their_first_samples(
+    drawn: tuple[KeyedJaggedTensor, list[int]], all_hashes_are_equal: bool
+) -> None:
+    ids, sizes = drawn
+    with pytest.MonkeyPatch.context() as patch:
+        if all_hashes_are_equal:  # then only the comparison tells inputs apart, and some rows are sent twice
+            patch.setattr(dmt.sptt.unique, "_mix", lambda numbers: numbers * 0)
+        sent, distinct = distinct_inputs(ids, sizes, wanted=[True] * len(sizes))
+    before, after = bags_of(ids), bags_of(sent)
+    first = 0
+    for group, size in enumerate(sizes):
+        inputs = list(zip(*before[first : first + size], strict=True))
+        rows = list(zip(*after[first : first + size], strict=True))
+        assert [rows[row] for row in distinct.inverse[group].tolist()] == inputs
+        assert distinct.rows[group] == len(rows)
+        if not all_hashes_are_equal and ids.weights_or_none() is None:  # 0.0 and -0.0 are two inputs
+            assert rows == list(dict.fromkeys(inputs))
+        first += size
+
+
+def test_unwanted_groups_keep_all_samples_and_auto_looks_first() -> None:
+    values = torch.cat([torch.arange(800), torch.arange(800) % 3, torch.arange(800) % 3])
+    ids = KeyedJaggedTensor(["a", "b", "c"], values, lengths=torch.ones(2400, dtype=torch.int64))
+    rows = [distinct_inputs(ids, [1, 1, 1], wanted=[True, True, False], auto=auto)[1].rows for auto in (False, True)]
+    assert rows == [[800, 3, 800], [800, 3, 800]]
+    late = torch.cat([torch.arange(100), torch.zeros(700, dtype=torch.int64)])
+    ids = KeyedJaggedTensor(["a"], late, lengths=torch.ones(800, dtype=torch.int64))
+    assert distinct_inputs(ids, [1], wanted=[True], auto=True)[1].is_identity, "its first eighth repeats nothing"
+    assert distinct_inputs(ids, [1], wanted=[True])[1].rows == [100]
+
+
+def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
+    ids = KeyedJaggedTensor(
+        ["a", "b"], torch.arange(8), lengths=torch.ones(8, dtype=torch.int64), stride_per_key_per_rank=[[1, 2], [3, 2]]
+    )
+    arranged, num_rows = arrange_rows(ids, [[1, 3], [2, 2]], [1, 1], 2)
+    assert num_rows == [3, 2]
+    assert bags_of(arranged) == [
+        [((0, 0.0),), ((1, 0.0),), (), ((2, 0.0),), ()],
+        [((3, 0.0),), ((4, 0.0),), ((6, 0.0),), ((5, 0.0),), ((7, 0.0),)],
+    ]
+
+
+def test_a_micro_batch_needs_the_parts_with_rows_of_its_samples() -> None:
+    inverse = torch.tensor([[0, 1, 0, 2, 0, 1, 0, 3]])
+    rows = rows_in_parts([[4]], 4)
+    assert parts_needed(DistinctInputs([4], inverse), rows) == [2, 3, 3, 4]
+    assert parts_needed(DistinctInputs([1], torch.zeros(1, 8, dtype=torch.int64)), rows_in_parts([[1]], 4)) == [
+        1,
+        1,
+        1,
+        4,
+    ]
+
+
+CASES = {
+    "flat-2x2": Case(towers=2, ranks=2, kind="flat", sizes=(9, 7, 8, 9)),
+    "flat-2x3-row-wise-multi-hot": Case(
+        towers=2, ranks=3, plan=((0, 2), (3, 1)), scheme="row_wise", kind="flat", max_bag=3, sizes=(9, 7, 8, 9, 1, 6)
+    ),
+    "flat-3x2-mixed-dims-weighted": Case(
+        towers=3, ranks=2, plan=((2,), (3, 0), (1,)), kind="flat", dims=(8, 16, 4, 12), max_bag=3, weighted=True
+    ),
+    "flat-1x2": Case(towers=1, ranks=2, plan=((3, 1, 0, 2),), kind="flat", sizes=(9, 5)),
+    "towers-2x2-mixed": Case(towers=2, ranks=2, plan=((0, 1), (2, 3)), scheme="mixed", max_bag=3, dims=(8, 4, 24, 16)),
+    "towers-two-on-one-host": Case(
+        towers=2, ranks=2, plan=((0,), (3,), (1, 2)), placement=(1, 0, 1), scheme="mixed", dims=(8, 8, 16, 8)
+    ),
+    "towers-3x2-frozen": Case(towers=3, ranks=2, plan=((2,), (3, 0), (1,)), kind="frozen", sizes=(9, 7, 8, 9, 2, 5)),
+    "towers-2x2-bf16": Case(towers=2, ranks=2, precision="bf16", optimizer="sgd"),
+    "flat-2x2-int8": Case(towers=2, ranks=2, kind="flat", precision="int8-bf16", optimizer="sgd", dims=(8, 16, 4, 12)),
+}
+
+
+def cases_on_rank(rank: int, cases: list[Case]) -> None:
+    for case in cases:
+        try:
+            check_worst(case, parity_on_rank(rank, case))
+        except Exception as error:
+            error.add_note(f"in {case}")
+            raise
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_rows_train_as_samples_do(name: str) -> None:
+    case = CASES[name]
+    several = [
+        replace(case, unique=unique, micro_batches=num) for unique, num in (("rank", 1), ("rank", 3), ("auto", 1))
+    ]
+    run_ranks(cases_on_rank, case.world, several)
+
+
+def with_fault(fault: str) -> pytest.MonkeyPatch:
+    patch = pytest.MonkeyPatch()
+    if fault == "wrong inverse":
+        taken = dmt.sptt.dataflow.taken_positions
+        patch.setattr(dmt.sptt.dataflow, "taken_positions", lambda *args: taken(*args).roll(1, dims=0))
+    elif fault == "gradients not summed":
+        patch.setattr(dmt.sptt.rows.F, "embedding", first_gradient)
+    elif fault == "stale counts":
+        seen: list[Any] = []
+        part_rows = dmt.sptt.dataflow.PartRows
+
+        def stale(num_rows: int, arrived: Any, sent: Any) -> Any:
+            seen.append(arrived)
+            return part_rows(num_rows, seen[0], sent)
+
+        patch.setattr(dmt.sptt.dataflow, "PartRows", stale)
+    return patch
+
+
+class _FirstGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(positions)
+        ctx.num_rows = len(rows)
+        return rows[positions]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (positions,) = ctx.saved_tensors
+        rows = gradients[0].new_zeros(ctx.num_rows, gradients[0].shape[-1])
+        rows[positions.flatten()] = gradients[0].flatten(0, -2)  # of one sample only
+        return None, rows
+
+
+def first_gradient(positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return _FirstGradient.apply(positions, rows)
+
+
+def fault_on_rank(rank: int, case: Case, fault: str) -> str | None:
+    """What noticed the fault."""
+    patch = with_fault(fault)
+    try:
+        check_worst(case, parity_on_rank(rank, case))
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        patch.undo()
+    return None
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["flat", "modules"])
+@pytest.mark.parametrize("fault", ["wrong inverse", "gradients not summed"])
+def test_a_fault_fails_the_comparison(fault: str, kind: str) -> None:
+    case = Case(towers=2, ranks=2, kind=kind, sizes=(9, 9, 9, 9), unique="rank")
+    assert all(noticed == "AssertionError" for noticed in run_ranks(fault_on_rank, 4, case, fault))
+
+
+def bytes_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, int]]:
+    mesh = TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks))
+    tables = make_tables(list(case.dims))
+    model = shard(case, build(case), mesh)
+    needed = {"forward": 0, "ids": 0}
+    for step in range(2):
+        with TrafficMeter(host_of=lambda number: number // case.ranks) as meter:
+            ids, labels = case.batches().draw(rank, step, tables)
+            _, logits = model(ids)
+            loss = loss_of(logits, labels)
+            with meter.phase("backward"):
+                loss.backward()
+    by_feature = dict(zip(ids.keys(), bags_of(ids), strict=True))
+    for tower, members in enumerate(case.plan):
+        if tower == mesh.tower:
+            continue
+        features = [f"f{i}" for i in members]
+        if case.kind == "flat":
+            rows = {f: len(set(by_feature[f])) for f in features}
+            needed["forward"] += sum(4 * rows[f"f{i}"] * case.dims[i] for i in members)
+            own = [bag for f in features for bag in set(by_feature[f])]
+        else:
+            distinct = set(zip(*(by_feature[f] for f in features), strict=True))
+            needed["forward"] += 4 * len(distinct) * (3 + tower)
+            own = [bag for inputs in distinct for bag in inputs]
+        needed["ids"] += 8 * (len(own) + sum(map(len, own)))  # lengths and ids
+    return meter.total(mesh.global_group), needed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["flat", "modules"])
+def test_bytes_are_those_of_the_distinct_inputs(kind: str) -> None:
+    case = Case(towers=2, ranks=2, kind=kind, dims=(8, 16, 4, 12), max_bag=2, sizes=(40, 31, 40, 8), unique="rank")
+    answers = run_ranks(bytes_on_rank, 4, case)
+    traffic = answers[0][0]
+    assert traffic.forward == traffic.backward == sum(needed["forward"] for _, needed in answers)
+    # Besides: to the one other tower from each of four ranks two sizes and a number of rows for each of two features.
+    sizes = 4 * (3 + 2) * 8
+    assert traffic.ids == sum(needed["ids"] for _, needed in answers) + sizes
+
+
+class Mixing(nn.Module):
+    def forward(self, embeddings: Any) -> torch.Tensor:
+        return embeddings.values() - embeddings.values().mean(dim=0)
+
+
+class Noisy(nn.Module):
+    def forward(self, embeddings: Any) -> torch.Tensor:
+        return F.dropout(embeddings.values(), 0.5)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, embeddings: Any) -> torch.Tensor:
+        return self.inner(embeddings.values())
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Wrapped(nn.Dropout(0.1)), "holds a Dropout"),
+        (Wrapped(nn.BatchNorm1d(12)), "holds a BatchNorm1d"),
+        (Noisy(), "returns something else for the same input"),
+        (Mixing(), "mixes the samples of a batch"),
+        (Wrapped(nn.Dropout(0.0)), None),
+        (Wrapped(nn.LayerNorm(12)), None),
+        (SumTowerModule(["f0", "f1"], [8, 4], 5), None),
+    ],
+)
+def test_a_module_that_is_not_per_sample_is_found(module: nn.Module, reason: str | None) -> None:
+    before = torch.get_rng_state()
+    assert why_not_per_sample(module, ["f0", "f1"], [8, 4]) == reason
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def mixed_tower_on_rank(rank: int) -> list[str]:
+    """Tower 1 of 3 mixes samples; what becomes of it."""
+    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
+    found = []
+    for unique, assume in (("rank", False), ("auto", False), ("rank", True)):
+        tables = make_tables([8, 4, 12])
+        modules: list[nn.Module] = [SumTowerModule(["f0"], [8], 3), Mixing(), SumTowerModule(["f2"], [12], 5)]
+        towers = [
+            EmbeddingTower(EmbeddingBagCollection(tables=[table]), module)
+            for table, module in zip(tables, modules, strict=True)
+        ]
+        sharder = TowerCollectionSharder(mesh, placement=(0, 1, 1), unique=unique, assume_per_sample=assume)  # type: ignore[arg-type]
+        try:
+            model = sharded_by(sharder, TowerModel(towers, 3 + 4 + 5), mesh)
+        except InputError as error:
+            found.append(str(error))
+            continue
+        ids = KeyedJaggedTensor(
+            ["f0", "f1", "f2"], torch.zeros(48, dtype=torch.int64), lengths=torch.ones(48, dtype=torch.int64)
+        )
+        model(ids)[1].sum().backward()
+        (module,) = (part for part in model.modules() if isinstance(part, SPTTModule))
+        found.append(str(module.rows_sent))
+    return found
+
+
+def sharded_by(sharder: Any, model: nn.Module, mesh: TowerMesh) -> nn.Module:
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+
+    from dmt import TowerShardingPlanner
+
+    plan = TowerShardingPlanner(mesh.topology).plan(model, [sharder])
+    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+
+
+@pytest.mark.ranks
+def test_a_tower_that_mixes_samples_is_refused_or_left_out() -> None:
+    for refused, left_out, meant in run_ranks(mixed_tower_on_rank, 2):
+        assert "unique='rank', but the tower module of tower 1 mixes the samples of a batch" in refused
+        assert left_out == str({"f0": 1 / 16, "f1": 1.0, "f2": 1 / 16})
+        assert meant == str({"f0": 1 / 16, "f1": 1 / 16, "f2": 1 / 16})
+
+
+def test_what_cannot_be_is_refused() -> None:
+    mesh: Any = type("Mesh", (), {"topology": TowerTopology(num_towers=2, ranks_per_tower=1)})()
+    plan = TowerPlan.from_lists([["a"], ["b"]])
+    with pytest.raises(InputError, match=r"unique='ranks' is unknown; use one of .*Did you mean 'rank'\?"):
+        SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="ranks")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="unique='rank' needs id_route='peer'"):
+        SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="rank", id_route="global")
