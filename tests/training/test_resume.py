@@ -14,11 +14,11 @@ from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import checkpoints
 from dmt.training.config import TrainingConfig
-from dmt.training.job import tower_plan
+from dmt.training.job import resolve, tower_plan
 from dmt.training.loop import Position, Trainer
 from dmt.training.records import RunRecord
 from dmt.training.resume import Start, attempt_names, begin_anew, checkpoint_folder, start_with, starting_point
-from dmt.training.train import resolve, train_job
+from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small, source
