@@ -26,6 +26,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest, whole_checkpoint
 from dmt.training.checkpoints.files import MANIFEST_NAME, discard_checkpoints
 from dmt.training.config import TrainingConfig, accept_old_names
+from dmt.training.data.dataset import file_text
 from dmt.training.job import Job
 from dmt.training.loop import Position
 from dmt.training.records import unwritable
@@ -59,7 +60,7 @@ _TRAINING = (
     "train.batch_size",
 )
 
-TrainingFiles = Sequence[tuple[str, int, int]]
+TrainingFiles = Sequence[tuple[str, int, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +215,11 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
     if plan is not None and config.model.has_towers:
         _check_towers(folder, plan)
     of_rows = {key: pair for key, pair in changed.items() if _changes_rows(key, *pair)}
-    own_files = [list(file) for file in files]
-    if manifest.progress["files"] != own_files:
-        of_rows["the training files"] = _first_difference(manifest.progress["files"], own_files)
+    saved_files = manifest.progress["files"]
+    # Older checkpoints have one fingerprint less.
+    own_files = [list(file[: min(map(len, saved_files), default=None)]) for file in files]
+    if saved_files != own_files:
+        of_rows["the training files"] = _first_difference(saved_files, own_files)
     notes = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if _is_under(key, _TRAINING)]
     if of_rows and not is_own:
         return Start(folder=folder, files=files, notes=("other data: from the first row on", *notes))
@@ -285,14 +288,13 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "
 
 
 def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> tuple[str, str]:
-    """Describes both lists by their lengths and the first (name, bytes, fingerprint) that differs."""
+    """Describes both lists by their lengths and the first (name, bytes, fingerprints) that differs."""
     number = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
     def text(files: Sequence[Any]) -> str:
         if number == len(files):
             return f"{number:,} of them"
-        name, size, fingerprint = files[number]
-        return f"{len(files):,} of them, with {name} of {size:,} bytes (CRC-32 {fingerprint:08x})"
+        return f"{len(files):,} of them, with {file_text(*files[number])}"
 
     return text(old), text(new)
 
