@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,9 +37,12 @@ __all__ = [
 Value = TypeVar("Value")
 
 
-def profiler_range(step: str, *, backward: bool = False) -> torch.profiler.record_function:
-    """Returns a context manager that names a step in profiles, ``## dmt:<step> ##`` or ``## dmt:<step>:bwd ##``."""
-    return torch.profiler.record_function(f"## dmt:{step}{':bwd' if backward else ''} ##")
+@contextmanager
+def profiler_range(step: str, *, backward: bool = False) -> Iterator[None]:
+    """Names a step in profiles, ``## dmt:<step> ##`` or ``## dmt:<step>:bwd ##``; a context manager and decorator."""
+    # As a decorator, record_function itself would be one object for the calls of all threads.
+    with torch.profiler.record_function(f"## dmt:{step}{':bwd' if backward else ''} ##"):
+        yield
 
 
 def broadcast_tensor(tensor: Tensor, group: dist.ProcessGroup) -> None:
@@ -60,17 +64,22 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+def check_agreement(
+    caller: str, arguments: Mapping[str, Any], group: dist.ProcessGroup, *, patience: timedelta | None = None
+) -> None:
     """Checks that all ranks of the group were given the same; collective.
 
     Args:
         caller: who was given the arguments, for the message.
         arguments: by name, small and picklable; a mapping of values is compared value by value.
         group: the ranks.
+        patience: how long ranks wait for the others to come; by default as long as a collective does.
 
     Raises:
-        InputError: on every rank; names an argument, the ranks that have another value than the first rank, and both.
+        InputError: ranks have not come in time, named on those that have; or, on every rank, an argument, the ranks
+            that have another value than the first rank, and both values.
     """
+    _note_coming(caller, group, patience)
     own = {"the call": caller} | _by_path(arguments)
     # Thousands of tables on hundreds of ranks are gathered only to say what differs.
     if len(set(gather_objects(hashlib.sha256(repr(own).encode()).digest(), group))) == 1:
@@ -85,6 +94,24 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
                 f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {values[ranks.index(others[0])]} on rank "
                 f"{shorten([str(rank) for rank in others], ', ')}. Give every rank the same."
             )
+
+
+def _note_coming(caller: str, group: dist.ProcessGroup, patience: timedelta | None) -> None:
+    """Notes that this rank has come to its next check; with a patience, waits for the others."""
+    # Not by a collective: the others may be in another one.
+    store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
+    number = store.add(f"dmt/checks/{dist.get_rank()}", 1)
+    if store.add(f"dmt/came/{number}", 1) == len(ranks):
+        store.set(f"dmt/all/{number}", "")
+    try:
+        if patience is not None:
+            store.wait([f"dmt/all/{number}"], patience)
+    except RuntimeError as error:
+        if absent := [str(rank) for rank in ranks if store.add(f"dmt/checks/{rank}", 0) < number]:
+            raise InputError(
+                f"{caller}: rank {dist.get_rank()} has called it, but rank {shorten(absent, ', ')} has not come to it "
+                f"within {patience}. Call it on every rank, at the same point."
+            ) from error
 
 
 def _by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def open_file(path: str | os.PathLike[str]) -> BufferedReader:
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(f"{os.fspath(path)} is no regular file")
+        raise OSError(f"{os.fspath(path)} is no regular file, which every rank can read: save it as one")
     return file
 
 
@@ -160,10 +160,6 @@ def parse_json(text: str, *, place: str, remedy: str) -> Any:
 
     Raises:
         InputError: it is not JSON, or breaks a bound.
-
-    Example:
-        >>> parse_json('{"a": [1]}', place="x.json", remedy="")
-        {'a': [1]}
     """
     try:
         value = json.loads(text)
@@ -227,13 +223,6 @@ def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy
 
     Raises:
         InputError: the file cannot be read, is not a JSON object within bounds, or of another format version.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = Path(folder, "plan.json")
-        ...     _ = path.write_text('{"format": 1, "towers": []}')
-        ...     read_record(path, what="Tower plan", version=1, remedy="Re-run `dmt partition`.")
-        {'format': 1, 'towers': []}
     """
     record = read_json(path, place=f"{what} {path}", remedy=remedy)
     found = record.get("format") if isinstance(record, dict) else None
@@ -248,14 +237,6 @@ def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy:
     Raises:
         InputError: a field is absent, has another type or breaks a rule; the message begins with ``place`` and ends
             with ``remedy``.
-
-    Example:
-        >>> from dmt.plan.topology import TowerTopology
-        >>> sizes = {"num_towers": 2, "ranks_per_tower": "4"}
-        >>> from_record(TowerTopology, sizes, place="a.json", remedy="Make it again.")
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: a.json: ranks_per_tower: Input should be a valid integer (got '4'). Make it again.
     """
     # Here, since it takes a tenth of a second to load, and most that imports this module reads no plan.
     from pydantic import TypeAdapter, ValidationError

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import read_toml
+from dmt.files import explain, read_toml
 
 __all__ = ["PartitionRules"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartitionRules:
+class PartitionRules(BaseModel):
     """Categories, features that must or must not share a tower, and limits on the work and memory of a tower.
 
     A feature may be named or matched by a pattern with ``*`` or ``?``. Work is the number of embedding elements that a
@@ -38,57 +36,51 @@ class PartitionRules:
         dmt.errors.InputError: Partition rules: category 'item' has 'item_*', which matches none of the 3 features.
     """
 
-    categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+    categories: Mapping[str, Annotated[Sequence[str], Field(min_length=1)]] = Field(default_factory=dict)
     """Features by category, each in exactly one: no tower mixes two. The paper's XLRM (section 5.2.3) has item,
     user and item-user features."""
-    towers_per_category: Mapping[str, int] = field(default_factory=dict)
+    towers_per_category: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Towers of each category; by default in proportion to its features (or to its bytes or work, where those are
     limited), and at least one."""
     together: Sequence[Sequence[str]] = ()
     """Groups of features that must share a tower. The features of a shared table do so without being named."""
     apart: Sequence[Sequence[str]] = ()
     """Groups of features of which no two may share a tower."""
-    pooling_factors: Mapping[str, float] = field(default_factory=dict)
+    pooling_factors: Mapping[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Mean number of ids per sample; for features not named, that of the affinity if it was measured, else 1. Of
     several that match a feature the longest pattern counts, and its own name before any."""
-    max_work_ratio: float | None = None
+    max_work_ratio: float | None = Field(default=None, ge=1)
     """Most work of a tower, over the mean of the towers."""
-    max_bytes_ratio: float | None = None
+    max_bytes_ratio: float | None = Field(default=None, ge=1)
     """Most bytes of a tower, over the mean of the towers."""
-    max_tower_bytes: int | None = None
+    max_tower_bytes: float | None = Field(default=None, gt=0)
     """Most bytes of a tower."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_work_ratio", "max_bytes_ratio"):
-            value = getattr(self, name)
-            of_towers = "a finite number of at least 1; it is the most a tower may have over the mean of the towers"
-            _require(name, value, of_towers, value is None or (_is_number(value) and np.isfinite(value) and value >= 1))
-        most = self.max_tower_bytes
-        _require("max_tower_bytes", most, "a positive number", most is None or (_is_number(most) and most > 0))
-        for name in ("categories", "towers_per_category", "pooling_factors"):
-            value = getattr(self, name)
-            is_dict = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-            _require(name, value, "a dict whose keys are names", is_dict)
-        for name, groups in (("together", self.together), ("apart", self.apart)):
-            _require(name, groups, "a list of lists of feature names", _is_list(groups))
-            for number, group in enumerate(groups):
-                _require(f"{name}[{number}]", group, "a list of feature names", _is_list_of_names(group))
-        for category, patterns in self.categories.items():
-            is_given = _is_list_of_names(patterns) and len(patterns) > 0
-            _require(f"categories[{category!r}]", patterns, "a list of feature names, one at least", is_given)
-        for feature, factor in self.pooling_factors.items():
-            is_factor = _is_number(factor) and np.isfinite(factor) and factor >= 0
-            _require(f"pooling_factors[{feature!r}]", factor, "a finite number, 0 or more", is_factor)
-        for category, count in self.towers_per_category.items():
-            is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
-            _require(f"towers_per_category[{category!r}]", count, "a whole number, 1 or more", is_count)
+    def __init__(self, /, **rules: Any) -> None:
+        try:
+            super().__init__(**rules)
+        except ValidationError as error:
+            for unknown in error.errors():
+                if unknown["type"] == "extra_forbidden":
+                    name, known = str(unknown["loc"][0]), list(type(self).model_fields)
+                    raise InputError(
+                        f"Partition rules: {name!r} is no rule.{did_you_mean(name, known)} The rules are "
+                        f"{', '.join(known)}."
+                    ) from error
+            raise InputError(f"Partition rules: {explain(error)}") from error
+
+    @model_validator(mode="after")
+    def _check(self) -> PartitionRules:
         lone = self.towers_per_category.keys() ^ self.categories.keys() if self.towers_per_category else set()
         for category in sorted(lone):
             raise InputError(
-                f"Partition rules: {category!r} is not both in towers_per_category {list(self.towers_per_category)} "
-                f"and in categories {list(self.categories)}.{did_you_mean(category, lone - {category})} Give a number "
-                "for every category or for none."
+                f"{category!r} is not both in towers_per_category {list(self.towers_per_category)} and in categories "
+                f"{list(self.categories)}.{did_you_mean(category, lone - {category})} Give a number for every category "
+                "or for none."
             )
+        return self
 
     @property
     def need_tables(self) -> bool:
@@ -102,14 +94,13 @@ class PartitionRules:
             InputError: a name or pattern matches no feature, or a feature is in no category, or in two.
         """
         known = set(features)
-        rules = replace(
-            self,
-            categories={
+        named = {
+            "categories": {
                 name: _matched(patterns, features, f"category {name!r}") for name, patterns in self.categories.items()
             },
-            together=[_matched(patterns, features, "together") for patterns in self.together],
-            apart=[_matched(patterns, features, "apart") for patterns in self.apart],
-            pooling_factors={
+            "together": [_matched(patterns, features, "together") for patterns in self.together],
+            "apart": [_matched(patterns, features, "apart") for patterns in self.apart],
+            "pooling_factors": {
                 feature: factor
                 # Of two that match, the longer pattern counts, and a name most: they say more.
                 for pattern, factor in sorted(
@@ -117,7 +108,8 @@ class PartitionRules:
                 )
                 for feature in _matched([pattern], features, "pooling_factors")
             },
-        )
+        }
+        rules = self.model_copy(update=named)
         owned = {category: set(members) for category, members in rules.categories.items()}
         for feature in features if owned else ():
             homes = [category for category, members in owned.items() if feature in members]
@@ -145,35 +137,14 @@ class PartitionRules:
         """
         where = f"Partition rules {path}"
         record = read_toml(path, place=where, remedy="Give a TOML file of rules.")
-        known = [f.name for f in fields(cls)]
-        hint = " Limits, together and apart are keys above the first table; TOML takes what is below as its contents."
-        for key in record:
-            if key not in known:
-                raise InputError(
-                    f"{where}: {key!r} is no rule.{did_you_mean(key, known)} The rules are {', '.join(known)}.{hint}"
-                )
         try:
             return cls(**record)
         except InputError as error:
+            hint = (
+                " Limits, together and apart are keys above the first table; TOML takes what is below as its contents."
+            )
             advice = hint if any(isinstance(value, Mapping) for value in record.values()) else ""
             raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}{advice}") from error
-
-
-def _require(name: str, value: Any, rule: str, is_held: bool) -> None:
-    if not is_held:
-        raise InputError(f"Partition rules: {name}={value!r} must be {rule}.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return _is_list(value) and all(isinstance(name, str) for name in value)
 
 
 def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tuple[str, ...]:

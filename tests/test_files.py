@@ -55,7 +55,7 @@ def test_toml_beyond_the_bounds(text: str, reason: str) -> None:
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, reason in (
-        (tmp_path / "pipe", "is no regular file"),
+        (tmp_path / "pipe", "is no regular file, which every rank can read: save it as one"),
         (Path("/dev/zero"), "is no regular file"),
         (tmp_path, "Is a directory"),
         (tmp_path / "absent", "No such file"),

@@ -8,6 +8,7 @@ Legend: W ranks, H hosts, n numbers of a DDP bucket.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from dmt.sptt.mesh import TowerMesh
 __all__ = ["HierarchicalDataParallel"]
 
 _BUCKET_MB = 1.0
+# Ranks come to it soon after each other, as they have a mesh, or never.
+_PATIENCE = timedelta(minutes=1)
 
 
 class HierarchicalDataParallel(DefaultDataParallelWrapper):
@@ -52,7 +55,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
 
     Raises:
         InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, hosts that do not divide the
-            ranks, or ranks that were given other arguments.
+            ranks, ranks that were given other arguments, or ranks that make none within a minute.
 
     Example::
 
@@ -69,8 +72,9 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         bucket_cap_mb: float = _BUCKET_MB,
         **options: Any,
     ) -> None:
-        arguments = {"precision": precision, "ranks_per_host": ranks_per_host, "bucket_cap_mb": bucket_cap_mb}
-        check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group)
+        own = {"precision": precision, "ranks_per_host": ranks_per_host, "bucket_cap_mb": bucket_cap_mb}
+        arguments = {**own, **options}
+        check_agreement("HierarchicalDataParallel", arguments, mesh.global_group, patience=_PATIENCE)
         if precision not in ("fp32", "bf16"):
             raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
         if options.get("allreduce_comm_precision") is not None:

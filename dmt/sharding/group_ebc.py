@@ -280,9 +280,7 @@ class RowWiseOutputs(nn.Module):
 
     Blocks of unequal size are padded with zeros to the largest and cut again: gloo's all-gather takes equal parts only.
 
-    Args:
-        exchange: TorchRec's output exchange of row-wise tables.
-        rank: this rank in the group.
+    ``exchange`` is TorchRec's output exchange of row-wise tables, ``rank`` this rank in the group.
     """
 
     def __init__(self, exchange: nn.Module, rank: int) -> None:

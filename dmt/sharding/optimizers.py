@@ -12,6 +12,7 @@ from typing import Any, Literal
 from dmt.errors import InputError
 
 __all__ = [
+    "FBGEMM_NAMES",
     "FUSED_DEFAULTS",
     "MomentScale",
     "check_moment_scale",
@@ -24,12 +25,15 @@ __all__ = [
 FUSED_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
 """FBGEMM's values of settings that are left out."""
 
-_NAMES = {
-    "exact_row_wise_adagrad": "rowwise_adagrad",
-    "exact_adagrad": "adagrad",
+FBGEMM_NAMES = {
+    "rowwise_adagrad": "exact_row_wise_adagrad",
+    "adagrad": "exact_adagrad",
     "adam": "adam",
-    "exact_sgd": "sgd",
+    "sgd": "exact_sgd",
 }
+"""FBGEMM's text of each optimizer that data-parallel tables can have, by our name."""
+
+_NAMES = {theirs: ours for ours, theirs in FBGEMM_NAMES.items()}
 _FBGEMM_DEFAULT = "exact_sgd"
 # Settings that `dmt.sharding.data_parallel` applies, and settings without effect on the update; in FBGEMM's and
 # PyTorch's spelling.

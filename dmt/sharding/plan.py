@@ -11,6 +11,7 @@ from typing import Any
 
 from dmt.errors import InputError
 from dmt.files import atomic_write, current_name, from_record, read_record
+from dmt.formatting import counted, human_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.schemes import SCHEMES, TablePlacement
@@ -138,6 +139,18 @@ class TowerShardingPlan:
         """Number of tables of each scheme in use."""
         counts = Counter(table.placement.scheme for table in self.tables)
         return {scheme: counts[scheme] for scheme in SCHEMES if counts[scheme]}
+
+    @property
+    def summary(self) -> str:
+        """Tables, schemes, the largest rank and the imbalance in three sentences."""
+        topology = self.topology
+        schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in self.tables_by_scheme.items())
+        return (
+            f"{counted(len(self.tables), 'table')} in {counted(topology.num_towers, 'tower')} of "
+            f"{counted(topology.ranks_per_tower, 'rank')}: {schemes}. A rank holds at most "
+            f"{human_bytes(max(rank.memory for rank in self.ranks))}. The busiest rank costs {self.imbalance:.2f} "
+            "times the mean of all ranks."
+        )
 
     def to_record(self) -> dict[str, Any]:
         """Returns the plan as a JSON object."""

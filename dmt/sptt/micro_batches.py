@@ -76,10 +76,6 @@ class MicroBatches:
     def __init__(self, module: nn.Module, *, num_micro_batches: int) -> None:
         if isinstance(module, DistributedModelParallel):
             module = module.module
-        if num_micro_batches < 1:
-            raise InputError(f"num_micro_batches={num_micro_batches} must be at least 1.")
-        if isinstance(vars(module).get("forward"), MicroBatches):
-            raise InputError(f"This {type(module).__name__} runs in micro-batches already; detach() the first ones.")
         self._module = module
         self._num = num_micro_batches
         self._sparse = [part for part in module.modules() if isinstance(part, SPTTModule)]
@@ -144,8 +140,14 @@ class MicroBatches:
                 f"run_in_micro_batches needs a model whose sharded modules are all from dmt's sharders, after "
                 f"DistributedModelParallel; this {own} {found}."
             )
-        arguments = {"num_micro_batches": self._num}
+        runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
+        # First: a rank that is refused alone would leave the others waiting.
+        arguments = {"num_micro_batches": self._num, "a module that runs in micro-batches already": runs_already}
         check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
+        if self._num < 1:
+            raise InputError(f"num_micro_batches={self._num} must be at least 1.")
+        if runs_already:
+            raise InputError(f"This {own} runs in micro-batches already; detach() the first ones.")
         # The global route brings samples to the ranks in another order.
         if self._num > 1 and any(part.id_route == "global" for part in self._sparse):
             raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.replicas.sync import ReplicaSync
 from dmt.sharding.costs import CostModel, StepWorkload
+from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
@@ -48,6 +49,7 @@ __all__ = [
     "ClickTask",
     "build_model",
     "build_optimizer",
+    "check_model",
     "check_rank_memory",
     "count_model",
     "expected_traffic",
@@ -56,6 +58,7 @@ __all__ = [
     "is_tower_module",
     "replica_sync",
     "shard_model",
+    "sharding_result",
 ]
 
 DENSE_OPTIMIZERS = {
@@ -63,12 +66,6 @@ DENSE_OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
-}
-_FUSED = {
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-    "sgd": EmbOptimType.EXACT_SGD,
 }
 # Schemes that TorchRec's flat dataflow is given to choose from.
 _FLAT_SCHEMES: list[Scheme] = ["table_wise", "column_wise"]
@@ -130,6 +127,12 @@ def is_tower_module(name: str) -> bool:
     return re.search(r"\.towers\.\d+\.interaction\.", name) is not None
 
 
+def check_model(job: Job) -> None:
+    """Raises `InputError` if the model of a job cannot be built, or its exchange has no kernels for the CPU."""
+    job.config.sharding.precision.check_device(torch.device("cpu"))
+    build_model(job, device="meta")
+
+
 def check_rank_memory(job: Job) -> None:
     """Raises `InputError` if a rank needs more memory than this machine has, by a lower bound.
 
@@ -181,7 +184,8 @@ def fused_params(config: OptimizerConfig) -> dict[str, Any]:
         InputError: FBGEMM has no kernel of this optimizer for the CPU, where the tables live.
     """
     check_table_optimizer(config)
-    return {"optimizer": _FUSED[config.sparse], "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
+    optimizer = EmbOptimType(FBGEMM_NAMES[config.sparse])
+    return {"optimizer": optimizer, "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
 
 
 def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
@@ -339,6 +343,22 @@ def expected_traffic(job: Job) -> Traffic:
         dense=round(all_across + tower_across),
         inside=round(inside + all_inside + tower_ring - tower_across),
     )
+
+
+def sharding_result(job: Job) -> dict[str, Any]:
+    """Returns the section of a run's result on its sharding plan; empty with the flat dataflow."""
+    plan = job.sharding
+    if plan is None:
+        return {}
+    rows = job.config.train.batch_size * job.topology.world_size
+    return {
+        "sharding": {
+            "imbalance": plan.imbalance,
+            "tables_by_scheme": plan.tables_by_scheme,
+            "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
+            "planned_bytes_per_sample": {name: number / rows for name, number in asdict(expected_traffic(job)).items()},
+        }
+    }
 
 
 def _dense_weights(model: nn.Module) -> tuple[int, int]:

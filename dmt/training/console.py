@@ -1,4 +1,4 @@
-"""The terminal: log messages of rank 0, the sharding plan in a sentence, and the table of a run's numbers."""
+"""The terminal: log messages of rank 0, and the table of a run's numbers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
-from dmt.formatting import counted, human_bytes, printable
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.formatting import printable
 
 __all__ = [
     "ROWS",
     "SYNC_ROW",
     "NameConsole",
     "cells",
+    "lookup",
     "make_table",
     "print_summary",
     "quiet_libraries",
     "rows_of",
-    "sharding_sentence",
     "table_console",
 ]
 
@@ -101,30 +100,24 @@ def quiet_libraries(*, rank: int) -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def sharding_sentence(plan: TowerShardingPlan) -> str:
-    """Tables, schemes, the largest rank and the imbalance of a sharding plan."""
-    topology = plan.topology
-    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in plan.tables_by_scheme.items())
-    return (
-        f"{counted(len(plan.tables), 'table')} in {counted(topology.num_towers, 'tower')} of "
-        f"{counted(topology.ranks_per_tower, 'rank')}: {schemes}. A rank holds at most "
-        f"{human_bytes(max(rank.memory for rank in plan.ranks))}. The busiest rank costs {plan.imbalance:.2f} times "
-        "the mean of all ranks."
-    )
-
-
 def rows_of(results: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
     """`ROWS`, and `SYNC_ROW` where one of the runs had replicas."""
     return (*ROWS, SYNC_ROW) if any(result.get("replicas") for result in results) else ROWS
+
+
+def lookup(result: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path such as ``"bytes_per_sample.forward"``; None if it is absent."""
+    value: Any = result
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS) -> list[str]:
     """The values of one run, formatted, in the order of the rows."""
     formatted = []
     for _, path, form in rows:
-        value: Any = result
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
+        value = lookup(result, path)
         undefined = value is None or math.isnan(value)
         formatted.append("-" if undefined else form.format(value))
     return formatted

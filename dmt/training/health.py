@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.replicas.state import checksum
-from dmt.training.checkpoints.state import collect_state, non_finite
+from dmt.training.checkpoints.state import chunks, collect_state, is_finite
+from dmt.training.data.dataset import file_text
 from dmt.training.job import Job
 
 __all__ = ["SoundnessCheck", "check_same_input"]
@@ -24,12 +26,14 @@ __all__ = ["SoundnessCheck", "check_same_input"]
 _PATHS = (("data", "train_path"), ("data", "eval_path"), ("towers", "plan"), ("sharding", "plan"))
 _NEVER = 2**62
 _LOSS = "the loss"
+# Numbers of the weights that a check reads: some 10 ms.
+_READ_AT_A_CHECK = 2**24
 
 
 def check_same_input(job: Job, group: dist.ProcessGroup) -> None:
     """Compares settings, tables, plans and files of data over the ranks; collective, before they depend on each other.
 
-    Files are compared by name, bytes and the CRC-32 of their ends, see `dmt.training.data.dataset.fingerprint`.
+    Files are compared by name, bytes and CRC-32 of ends and samples, see `dmt.training.data.dataset.fingerprint`.
 
     Raises:
         InputError: a rank differs from the first; names setting or file, ranks and hosts; the same on every rank.
@@ -41,8 +45,8 @@ def check_same_input(job: Job, group: dist.ProcessGroup) -> None:
     told["tower"] = dict(enumerate(job.towers.to_lists())) if job.towers is not None else None
     told["placement"] = job.sharding.placements if job.sharding is not None else None
     for split in ("train", "eval"):
-        for number, (name, size, crc) in enumerate(job.data.files(split)):
-            told[f"file {number} of data.{split}_path"] = f"{name} of {size:,} bytes (CRC-32 {crc:08x})"
+        for number, file in enumerate(job.data.files(split)):
+            told[f"file {number} of data.{split}_path"] = file_text(*file)
     try:
         check_agreement("Training", told, group)
     except InputError as error:
@@ -57,8 +61,9 @@ class SoundnessCheck:
     `note` looks at the loss and at the gradients of what is trained by PyTorch's optimizers, in every step, on the
     device and without a wait. `check` brings the notes of all ranks together. It also compares fingerprints of what
     several ranks hold a copy of: dense layers, tower modules, data-parallel tables. A number of a table that only one
-    rank holds and that stays finite cannot be checked by anyone; one that is not finite is noticed when a sample reads
-    it, and at the latest when it is to be saved (`dmt.training.checkpoints.Checkpointer`).
+    rank holds and that stays finite cannot be checked by anyone. One that is not finite is noticed when a sample reads
+    it, when `check` reads it (16 Mi numbers of each rank at a time, in turns), and at the latest when it is to be saved
+    (`dmt.training.checkpoints.Checkpointer`).
 
     Args:
         model: the sharded model.
@@ -66,13 +71,18 @@ class SoundnessCheck:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
-        self._model, self._group = model, group
+        self._group = group
         self._trained = {
             name: p for name, p in in_backward_optimizer_filter(model.named_parameters()) if p.requires_grad
         }
         self._copies = {
             name: value.detach() for name, value in model.state_dict().items() if not isinstance(value, ShardedTensor)
         }
+        state = collect_state(model.state_dict(), None)
+        # A buffer may hold infinity: a mask, a running minimum.
+        buffers = {f"model.{name}" for name, value in model.named_buffers() if type(value) is Tensor}
+        self._parts = list(chunks(piece for piece in state.pieces if piece.name not in buffers))
+        self._turns = cycle(self._parts)
         # The first step at which the loss, and the gradient of each parameter, was not finite.
         self._since = torch.full((1 + len(self._trained),), _NEVER)
 
@@ -92,12 +102,13 @@ class SoundnessCheck:
             ReplicaMismatchError: copies of a parameter differ.
         """
         sums = {name: checksum(copy) for name, copy in self._copies.items()}
-        ranks = gather_objects((int(self._since.min()), sums), self._group)
-        if (since := min(first for first, _ in ranks)) != _NEVER:
-            raise self._diverged(since)
+        ranks = gather_objects((int(self._since.min()), self._reads_finite(), sums), self._group)
+        since = min(first for first, _, _ in ranks)
+        if since != _NEVER or not all(finite for _, finite, _ in ranks):
+            raise self._diverged(step, since)
         holders: dict[str, tuple[int, int]] = {}
         apart = []
-        for rank, (_, theirs) in enumerate(ranks):
+        for rank, (_, _, theirs) in enumerate(ranks):
             for name, value in theirs.items():
                 first, expected = holders.setdefault(name, (rank, value))
                 if value != expected:
@@ -109,18 +120,28 @@ class SoundnessCheck:
                 "from the last checkpoint."
             )
 
-    def _diverged(self, since: int) -> InputError:
+    def _reads_finite(self) -> bool:
+        numbers = 0
+        for _, part in islice(self._turns, len(self._parts)):
+            numbers += part.numel()
+            if not is_finite(part) or numbers >= _READ_AT_A_CHECK:
+                return is_finite(part)
+        return True
+
+    def _diverged(self, step: int, since: int) -> InputError:
         names = [_LOSS, *(f"the gradient of {name}" for name in self._trained)]
-        noted = [name for name, first in zip(names, self._since.tolist(), strict=True) if first == since]
-        ranks = gather_objects((noted, non_finite(collect_state(self._model.state_dict(), None).pieces)), self._group)
+        noted = [name for name, first in zip(names, self._since.tolist(), strict=True) if first == since != _NEVER]
+        bad = sorted({name for name, part in self._parts if not is_finite(part)})
+        ranks = gather_objects((noted, bad), self._group)
         # A bad loss makes all gradients bad, on all ranks.
         seen = list(dict.fromkeys(name for noted, _ in ranks for name in noted))
         first = [_LOSS] if _LOSS in seen else seen
-        where = [str(rank) for rank, (noted, _) in enumerate(ranks) if set(first) & set(noted)]
-        weights = sorted({name for _, names in ranks for name in names})
+        where = [str(rank) for rank, (noted, bad) in enumerate(ranks) if set(first or bad) & {*noted, *bad}]
+        weights = shorten(sorted({name for _, names in ranks for name in names}), ", ") or "no weight"
+        found = f"at step {since} in {shorten(first, ', ')}" if first else f"by step {step} in {weights}"
         return InputError(
-            f"Training has diverged: NaN or infinity at step {since} in {shorten(first, ', ')} of rank "
-            f"{shorten(where, ', ')}, by now in {shorten(weights, ', ') or 'no weight'}. Nothing of this state is "
+            f"Training has diverged: NaN or infinity {found} of rank {shorten(where, ', ')}"
+            f"{f', by now in {weights}' if first else ''}. Nothing of this state is "
             "saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen optimizer.warmup_steps, or look for huge "
             "values in the dense columns; run again, and training goes on from the last checkpoint."
         )

@@ -13,15 +13,27 @@ from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import Rule, ShardingRules
 from dmt.sharding.schemes import SCHEMES, TablePlacement
 from dmt.training.config import OptimizerConfig, TrainingConfig
-from dmt.training.data import ClickData, open_source
+from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.data.config import read_tables
 
-__all__ = ["Job", "check_table_optimizer", "make_job", "open_data", "open_job", "tower_plan"]
+__all__ = [
+    "Job",
+    "check_rows",
+    "check_table_optimizer",
+    "make_job",
+    "open_data",
+    "open_job",
+    "resolve",
+    "rows_at_most",
+    "tower_plan",
+    "validate_rows",
+]
 
 Splits = Mapping[str, tuple[int, ...]]
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
@@ -78,6 +90,63 @@ def open_job(config: TrainingConfig) -> Job:
     return make_job(config, data.tables, len(data.dense_names), towers=towers, source=data)
 
 
+def resolve(config: TrainingConfig, world_size: int) -> Job:
+    """Opens the data, resolves the plans, and finds what is wrong with a run of ``world_size`` ranks before it trains.
+
+    Raises:
+        InputError: anything the user can fix: sizes, plans, data columns, layer sizes, optimizer.
+    """
+    config.topology.build().check_world_size(world_size)
+    if config.train.affinity_rows and config.model.has_towers:
+        raise InputError(
+            f"train.affinity_rows={config.train.affinity_rows} needs a flat model, but model.arch is "
+            f"{config.model.arch!r}: the embeddings of a tower's features stay on its ranks, so no rank ever sees "
+            "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
+            "dmt partition --checkpoint."
+        )
+    if config.data.tables is not None:
+        raise InputError(
+            f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."
+        )
+    check_table_optimizer(config.optimizer)
+    job = open_job(config)
+    if config.train.affinity_rows and job.towers is not None and job.towers.column_splits:
+        raise InputError(
+            f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
+            f"{config.towers.plan} cuts that of feature {next(iter(job.towers.column_splits))!r} into column shards. "
+            "Leave it 0 and run dmt partition --checkpoint, which joins them."
+        )
+    if not job.num_dense:
+        raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
+    check_rows(config, world_size, job.data.num_rows("train"))
+    # Imported here: planning works without TorchRec.
+    from dmt.training.build import check_model
+
+    check_model(job)
+    return job
+
+
+def validate_rows(job: Job) -> None:
+    """Checks the rows that ``data.validate_rows`` says; raises `InputError` also if they are too few for a step."""
+    check_rows(job.config, job.topology.world_size, rows_at_most(job.config, job.data.validate()))
+
+
+def rows_at_most(config: TrainingConfig, report: ValidationReport) -> int | None:
+    """Returns the number of training rows, after a check that saw them all; None after one that did not."""
+    complete = report.train_rows and (config.data.validate_rows < 0 or report.train_rows < config.data.validate_rows)
+    return report.train_rows if complete else None
+
+
+def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> None:
+    """Raises `InputError` when there are fewer rows than one training step takes; None is an unknown number."""
+    needed = world_size * config.train.batch_size
+    if rows is not None and rows < needed:
+        raise InputError(
+            f"There are {rows} training rows, fewer than one step takes: {world_size} ranks x train.batch_size="
+            f"{config.train.batch_size} = {needed}. Lower train.batch_size or give more data."
+        )
+
+
 def make_job(
     config: TrainingConfig,
     tables: Sequence[TableSpec],
@@ -89,7 +158,7 @@ def make_job(
     """Resolves the plans of a run for given uncut tables; ``towers`` is by default the plan that the config names.
 
     Raises:
-        InputError: a plan or a rule does not fit the tables or the memory.
+        InputError: a plan or a rule does not fit the tables or the memory, or the optimizer has no moments to scale.
     """
     towers = towers or tower_plan(config, tables)
     if towers is not None and towers.num_towers != config.topology.num_towers:
@@ -97,6 +166,8 @@ def make_job(
             f"The tower plan {config.towers.plan} has {towers.num_towers} towers, but topology.num_towers="
             f"{config.topology.num_towers}. Make them equal."
         )
+    fused = {"optimizer": FBGEMM_NAMES[config.optimizer.sparse]}
+    moment_scale_of(config.replicas.moment_scale, fused, config.topology.num_replicas)
     sharding = None if towers is None else _plan_sharding(config, tables, towers)
     return Job(
         config=config, tables=tuple(tables), num_dense=num_dense, towers=towers, sharding=sharding, source=source

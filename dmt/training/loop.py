@@ -167,6 +167,7 @@ class Trainer:
         self._replicas = replicas
         self._pipeline = _pipeline(config, model, optimizer)
         self._soundness = SoundnessCheck(model, mesh.global_group)
+        self._checked: int | None = None
         start = position or Position()
         self._step, self._epoch, self._row = start.step, start.epoch, start.row
         self._warm_up = start.step + _WARM_UP_STEPS
@@ -207,12 +208,12 @@ class Trainer:
                         if config.eval_every and self._step % config.eval_every == 0:
                             self._record.scalars(self._step, _named("eval", self.evaluate()))
                         if save is not None and self._step % self._save_every == 0:
-                            self._soundness.check(self._step)
+                            self._check()
                             save()
                     self._last_step_ended = time.perf_counter()
                     for logits, labels, _ in self._progress(chain([first], islice(batches, budget - 1))):
                         self._end_step(logits, labels, bar)
-        self._soundness.check(self._step)
+        self._check()
         if self._replicas is not None:
             self._replicas.sync()
         if self._step == 0:
@@ -232,6 +233,7 @@ class Trainer:
             for output in self._progress(self._batches("eval", self._config.eval_batch_size)):
                 metrics.update(*output)
         self._model.train()
+        self._checked = None  # it takes its time, in which a number may change
         return metrics.compute()
 
     def detach(self) -> None:
@@ -279,7 +281,7 @@ class Trainer:
         except RuntimeError as error:
             if "timed out" not in str(error).lower():  # another rank has died
                 raise
-            files = [name for name, _, _ in self._data.files("train")]
+            files = [name for name, *_ in self._data.files("train")]
             raise InputError(
                 f"Rank {self._mesh.rank} on host {socket.gethostname()} has come to the end of epoch {self._epoch}, "
                 f"{number} batches after row {row}, but other ranks have rows left. Give every host the same "
@@ -307,12 +309,18 @@ class Trainer:
         self._last_step_ended = now
         self._soundness.note(self._step, logits)
         if self._step % self._config.log_every == 0:
-            self._soundness.check(self._step)
+            self._check()
             loss = binary_cross_entropy_with_logits(logits, labels)
             mean = float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
             bar.set_postfix(loss=f"{mean:.4f}")
             self._record.scalars(self._step, {"train/loss": mean})
             self._last_step_ended = time.perf_counter()
+
+    def _check(self) -> None:
+        # Once, where it is due for several reasons.
+        if self._checked != self._step:
+            self._soundness.check(self._step)
+            self._checked = self._step
 
     def _progress(self, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         if not self._config.prefetch_ids:

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
 from dmt.errors import InputError
 from dmt.files import atomic_write, read_json
-from dmt.formatting import shorten
+from dmt.formatting import printable, shorten
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import TrainingConfig, to_toml
 
 __all__ = [
     "RunRecord",
     "auc_warning",
+    "print_settings",
     "read_curves",
     "read_result",
     "result_warnings",
     "to_json",
     "traffic_warning",
+    "unwritable",
     "versions",
 ]
 
@@ -50,6 +52,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def print_settings(config: TrainingConfig) -> None:
+    """Prints the resolved config and the versions, as TOML."""
+    print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
+
+
 class RunRecord:
     """Files of one run in its output directory; does nothing on ranks other than 0.
 
@@ -67,6 +74,9 @@ class RunRecord:
         enabled: true on rank 0.
         resumed_step: steps of the checkpoint that training goes on from; None for a run of its own, which removes what
             an earlier one left.
+
+    Raises:
+        InputError: the folder cannot be written to.
     """
 
     def __init__(self, config: TrainingConfig, *, enabled: bool, resumed_step: int | None = None) -> None:
@@ -77,27 +87,41 @@ class RunRecord:
         self._waiting, self._whole_bytes, self._has_room = "", 0, True
         if not enabled:
             return
+        try:
+            self._begin(config)
+        except OSError as error:
+            raise unwritable(self.folder, error) from error
+
+    def _begin(self, config: TrainingConfig) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "result.json").unlink(missing_ok=True)
-        if resumed_step is None:
+        if config.train.affinity_rows:
+            # A file of an earlier run would be taken for this one's, should none be written.
+            (self.folder / "affinity.npz").unlink(missing_ok=True)
+        if self._resumed_step is None:
             # What an earlier run left here would be read as this one's.
             self._metrics.unlink(missing_ok=True)
             for path in (self.folder / "tensorboard").glob("events.out.tfevents.*"):
                 path.unlink()
         elif self._metrics.exists():
-            kept = [values for values in _read_metrics(self._metrics) if values["step"] <= resumed_step]
-            self._recorded = {name for values in kept if values["step"] == resumed_step for name in values}
+            kept = [values for values in _read_metrics(self._metrics) if values["step"] <= self._resumed_step]
+            self._recorded = {name for values in kept if values["step"] == self._resumed_step for name in values}
             _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
             self._whole_bytes = self._metrics.stat().st_size
         _write(self.folder / "config.toml", to_toml(config))
         # Imported here, or whoever reads a checkpoint or a result would load TensorBoard.
         from torch.utils.tensorboard import SummaryWriter
 
-        purge_step = None if resumed_step is None else resumed_step + 1
+        purge_step = None if self._resumed_step is None else self._resumed_step + 1
         self._board: SummaryWriter | None = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
 
+    def say(self, lines: Iterable[str]) -> None:
+        """Prints lines as comments, below the config that `print_settings` has printed."""
+        if self._enabled:
+            print("".join(f"# {printable(line)}\n" for line in lines), end="", flush=True)
+
     def sharding(self, plan: TowerShardingPlan | None) -> None:
-        """Writes the sharding plan as ``sharding.json``; None removes what an earlier run left."""
+        """Writes the sharding plan as ``sharding.json`` and prints its summary; None removes what a run before left."""
         if not self._enabled:
             return
         path = self.folder / "sharding.json"
@@ -106,6 +130,7 @@ class RunRecord:
         else:
             # In one step: it may be the very plan that the config names and other ranks still read.
             plan.save(path)
+            self.say([f"sharding: {plan.summary}", *plan.notes])
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Adds numbers at a training step; names such as ``"train/loss"``."""
@@ -166,6 +191,11 @@ class RunRecord:
             # Its writer does not recover.
             self._board = None
             logger.warning(_FULL, self.folder, error, "metrics.jsonl has all numbers, TensorBoard only those up to now")
+
+
+def unwritable(folder: Path, error: OSError) -> InputError:
+    """Returns the error for an output folder that cannot be written to."""
+    return InputError(f"train.output_dir={str(folder)!r} cannot be written: {error.strerror}.")
 
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,28 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import ValidationError
 
+from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import atomic_write, fsync_path, read_toml
+from dmt.files import atomic_write, check_writable, fsync_path, read_toml
 from dmt.formatting import shorten
 from dmt.plan.towers import TowerPlan
-from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest
+from dmt.sptt.mesh import TowerMesh
+from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest, whole_checkpoint
 from dmt.training.checkpoints.files import MANIFEST_NAME, discard_checkpoints
 from dmt.training.config import TrainingConfig, accept_old_names
+from dmt.training.data.dataset import file_text
+from dmt.training.job import Job
 from dmt.training.loop import Position
+from dmt.training.records import unwritable
 
 __all__ = [
     "Start",
     "TrainingFiles",
     "attempt_names",
     "begin_anew",
+    "check_output_dir",
     "checkpoint_folder",
+    "find_start",
     "folder_lock",
     "restart_safe_store",
     "start_with",
@@ -53,26 +60,59 @@ _TRAINING = (
     "train.batch_size",
 )
 
-TrainingFiles = Sequence[tuple[str, int, int]]
+TrainingFiles = Sequence[tuple[str, int, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A checkpoint to begin with."""
+    """The beginning of a run, with a checkpoint or without one."""
 
-    folder: Path
-    """The checkpoint."""
-    position: Position
-    """Position to continue at; the first step, where only weights and optimizer states are taken over."""
+    folder: Path | None = None
+    """The checkpoint; None for a run without one."""
+    position: Position = field(default_factory=Position)
+    """Position to continue at; the first step, where at most weights and optimizer states are taken over."""
+    files: TrainingFiles
+    """`ClickData.files` of what the run trains on, as it starts: they may grow while it reads them."""
     notes: tuple[str, ...] = ()
     """Settings that changed since the checkpoint."""
-    is_own: bool = True
-    """True if the checkpoint is this run's."""
+    is_own: bool = False
+    """True if there is a checkpoint and it is this run's."""
+
+    @property
+    def lines(self) -> list[str]:
+        """What the user should know about the checkpoint, line by line."""
+        if self.folder is None:
+            return []
+        at = self.position
+        if at == Position():
+            return [f"begins with the weights of {self.folder}", *self.notes]
+        return [f"goes on from {self.folder}: step {at.step}, epoch {at.epoch}, row {at.row}", *self.notes]
 
 
 def checkpoint_folder(config: TrainingConfig) -> Path:
     """Returns the folder of a run's checkpoints."""
     return Path(config.train.output_dir) / "checkpoint"
+
+
+def find_start(job: Job, mesh: TowerMesh) -> Start:
+    """Finds the beginning of a run, after `begin_anew`; collective.
+
+    Raises:
+        InputError: see `begin_anew`, `starting_point` and `start_with`; or no checkpoint there is whole.
+    """
+    files = job.data.files("train")
+    ranks = gather_objects(attempt_names(), mesh.global_group)
+    names, earlier = (set[str]().union(*of_ranks) for of_ranks in zip(*ranks, strict=True))
+
+    def look() -> Path | None:
+        begin_anew(job.config, names, earlier)
+        return starting_point(job.config)
+
+    # Rank 0 looks, or a checkpoint that another rank does not see yet would part them.
+    source = run_on_all_or_raise(look if mesh.rank == 0 else lambda: None, mesh.global_group)[0]
+    if source is None:
+        return Start(files=files)
+    return start_with(whole_checkpoint(source, mesh), job.config, files, job.towers)
 
 
 def attempt_names() -> tuple[set[str], set[str]]:
@@ -175,14 +215,14 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
     if plan is not None and config.model.has_towers:
         _check_towers(folder, plan)
     of_rows = {key: pair for key, pair in changed.items() if _changes_rows(key, *pair)}
-    own_files = [list(file) for file in files]
-    if manifest.progress["files"] != own_files:
-        of_rows["the training files"] = _first_difference(manifest.progress["files"], own_files)
+    saved_files = manifest.progress["files"]
+    # Older checkpoints have one fingerprint less.
+    own_files = [list(file[: min(map(len, saved_files), default=None)]) for file in files]
+    if saved_files != own_files:
+        of_rows["the training files"] = _first_difference(saved_files, own_files)
     notes = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if _is_under(key, _TRAINING)]
     if of_rows and not is_own:
-        return Start(
-            folder=folder, position=Position(), notes=("other data: from the first row on", *notes), is_own=False
-        )
+        return Start(folder=folder, files=files, notes=("other data: from the first row on", *notes))
     _refuse(folder, of_rows, is_own=is_own)
     position = Position(step=manifest.step, epoch=manifest.progress["epoch"], row=manifest.progress["row"])
     most = config.train.max_steps
@@ -197,7 +237,7 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
         notes.append("nothing is left to train: it is evaluated again")
     if is_own and config.train.resume not in ("auto", "never"):
         notes.append(f"train.resume={config.train.resume!r} is not read: the run has checkpoints of its own")
-    return Start(folder=folder, position=position, notes=tuple(notes), is_own=is_own)
+    return Start(folder=folder, position=position, files=files, notes=tuple(notes), is_own=is_own)
 
 
 def _refuse(folder: Path, changed: Mapping[str, tuple[Any, Any]], *, is_own: bool) -> None:
@@ -248,14 +288,13 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], path: str = "
 
 
 def _first_difference(old: Sequence[Any], new: Sequence[Any]) -> tuple[str, str]:
-    """Describes both lists by their lengths and the first (name, bytes, fingerprint) that differs."""
+    """Describes both lists by their lengths and the first (name, bytes, fingerprints) that differs."""
     number = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
     def text(files: Sequence[Any]) -> str:
         if number == len(files):
             return f"{number:,} of them"
-        name, size, fingerprint = files[number]
-        return f"{len(files):,} of them, with {name} of {size:,} bytes (CRC-32 {fingerprint:08x})"
+        return f"{len(files):,} of them, with {file_text(*files[number])}"
 
     return text(old), text(new)
 
@@ -307,15 +346,24 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
     return dist.PrefixStore(own, store)
 
 
+def check_output_dir(folder: Path) -> None:
+    """Creates the folder if it is absent; raises `InputError` if nothing can be written there."""
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Holds a folder, which exists, for this process; the end of the process frees it, also a kill.
+    """Holds a folder for this process, and makes it if need be; the end of the process frees it, also a kill.
 
     A file system without locks cannot be held; then nothing is checked.
 
     Raises:
-        InputError: another job holds it, or its ``.lock`` is a link or no file.
+        InputError: it cannot be written to, another job holds it, or its ``.lock`` is a link or no file.
     """
+    check_output_dir(folder)
     path = folder / ".lock"
     try:
         # Neither followed nor cut off: a link may lead to somebody's file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -18,47 +18,30 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import check_writable
-from dmt.formatting import printable
 from dmt.models import Complexity
 from dmt.replicas.sync import ReplicaSync
-from dmt.sharding.optimizers import moment_scale_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic
 from dmt.training.build import (
-    build_model,
     build_optimizer,
     check_rank_memory,
     count_model,
-    expected_traffic,
-    fused_params,
     in_micro_batches,
     replica_sync,
     shard_model,
+    sharding_result,
 )
-from dmt.training.checkpoints import Checkpointer, restore, whole_checkpoint
+from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.console import sharding_sentence
-from dmt.training.data import ValidationReport
 from dmt.training.data.batch import ClickBatch
 from dmt.training.health import check_same_input
-from dmt.training.job import Job, make_job, open_data
-from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
+from dmt.training.job import Job, resolve, validate_rows
+from dmt.training.loop import MetricValues, Trainer, TrainingTime
 from dmt.training.partition import write_affinity
-from dmt.training.records import RunRecord, result_warnings, versions
-from dmt.training.resume import (
-    Start,
-    TrainingFiles,
-    attempt_names,
-    begin_anew,
-    checkpoint_folder,
-    folder_lock,
-    restart_safe_store,
-    start_with,
-    starting_point,
-)
+from dmt.training.records import RunRecord, print_settings, result_warnings
+from dmt.training.resume import checkpoint_folder, find_start, folder_lock, restart_safe_store
 
-__all__ = ["check_output_dir", "check_rows", "resolve", "rows_at_most", "train", "train_job"]
+__all__ = ["train", "train_job"]
 
 logger = logging.getLogger(__name__)
 # Time that a rank waits for the others: rank 0 reads the data ahead.
@@ -80,9 +63,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     if rank == 0:
         job = resolve(config, world_size)
         check_rank_memory(job)
-        check_rows(config, world_size, rows_at_most(config, job.data.validate()))
-        check_output_dir(Path(config.train.output_dir))
-        print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
+        validate_rows(job)
+        print_settings(config)
 
     # Process group. A second job in the folder would delete what this one is writing.
     held = folder_lock(Path(config.train.output_dir)) if rank == 0 else nullcontext()
@@ -95,12 +77,13 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
-    complexity, sharding = count_model(job), _sharding_result(job)
+    complexity, sharding = count_model(job), sharding_result(job)
 
-    # The start, and the records. Files of data as they are now: they may grow while this run reads them.
-    files = job.data.files("train")
-    start = _find_start(job, files, mesh)
-    record = _begin_record(job, start, mesh)
+    # The start, and the records.
+    start = find_start(job, mesh)
+    record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step if start.is_own else None)
+    record.say(start.lines)
+    record.sharding(job.sharding)
 
     # Model, optimizer, replicas.
     model = shard_model(job, mesh)
@@ -109,7 +92,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     replicas = replica_sync(config.replicas, model, mesh)
 
     # Restore.
-    if start is not None:
+    if start.folder is not None:
         own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": config.train.batch_size}
         _settle_gradient_buckets(model, optimizer, job.data.batches("train", **own))
         restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
@@ -124,7 +107,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         model=model,
         optimizer=optimizer,
         record=record,
-        position=None if start is None else start.position,
+        position=start.position,
         replicas=replicas,
     )
     saver = _make_saver(job, mesh)
@@ -134,7 +117,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             replicas.sync()
             replicas.check()
         at = trainer.position
-        progress = {"epoch": at.epoch, "row": at.row, "files": files}
+        progress = {"epoch": at.epoch, "row": at.row, "files": start.files}
         return saver.save(model, optimizer, step=at.step, progress=progress)
 
     try:
@@ -169,83 +152,6 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             "the warning above). Make room and run again: it continues from the checkpoint before."
         )
     return result
-
-
-def resolve(config: TrainingConfig, world_size: int) -> Job:
-    """Opens the data, resolves the plans, and finds what is wrong with a run before any rank trains.
-
-    Args:
-        config: the run.
-        world_size: ranks of the job.
-
-    Raises:
-        InputError: anything the user can fix: sizes, plans, data columns, layer sizes, optimizer.
-    """
-    config.topology.build().check_world_size(world_size)
-    if config.train.affinity_rows and config.model.has_towers:
-        raise InputError(
-            f"train.affinity_rows={config.train.affinity_rows} needs a flat model, but model.arch is "
-            f"{config.model.arch!r}: the embeddings of a tower's features stay on its ranks, so no rank ever sees "
-            "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
-            "dmt partition --checkpoint."
-        )
-    if config.data.tables is not None:
-        raise InputError(
-            f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."
-        )
-    data, towers = open_data(config)
-    if config.train.affinity_rows and towers is not None and towers.column_splits:
-        raise InputError(
-            f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
-            f"{config.towers.plan} cuts that of feature {next(iter(towers.column_splits))!r} into column shards. "
-            "Leave it 0 and run dmt partition --checkpoint, which joins them."
-        )
-    if not data.dense_names:
-        raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
-    check_rows(config, world_size, data.num_rows("train"))
-    moment_scale_of(config.replicas.moment_scale, fused_params(config.optimizer), config.topology.num_replicas)
-    job = make_job(config, data.tables, len(data.dense_names), towers=towers, source=data)
-    config.sharding.precision.check_device(torch.device("cpu"))
-    build_model(job, device="meta")
-    return job
-
-
-def _find_start(job: Job, files: TrainingFiles, mesh: TowerMesh) -> Start | None:
-    """Returns the checkpoint to start from, printed by rank 0; None for a new run. Collective."""
-    ranks = gather_objects(attempt_names(), mesh.global_group)
-    names, earlier = (set[str]().union(*of_ranks) for of_ranks in zip(*ranks, strict=True))
-
-    def look() -> Path | None:
-        begin_anew(job.config, names, earlier)
-        return starting_point(job.config)
-
-    # Rank 0 looks, or a checkpoint that another rank does not see yet would part them.
-    source = run_on_all_or_raise(look if mesh.rank == 0 else lambda: None, mesh.global_group)[0]
-    if source is None:
-        return None
-    start = start_with(whole_checkpoint(source, mesh), job.config, files, job.towers)
-    if mesh.rank == 0:
-        at = start.position
-        begins = at == Position()
-        how = "begins with the weights of" if begins else "goes on from"
-        where = "" if begins else f": step {at.step}, epoch {at.epoch}, row {at.row}"
-        _say([f"{how} {start.folder}{where}", *start.notes])
-    return start
-
-
-def _begin_record(job: Job, start: Start | None, mesh: TowerMesh) -> RunRecord:
-    own_step = start.position.step if start is not None and start.is_own else None
-    try:
-        record = RunRecord(job.config, enabled=mesh.rank == 0, resumed_step=own_step)
-    except OSError as error:
-        raise _unwritable(job.config.train.output_dir, error) from error
-    record.sharding(job.sharding)
-    if mesh.rank == 0 and job.sharding is not None:
-        _say([f"sharding: {sharding_sentence(job.sharding)}", *job.sharding.notes])
-    if mesh.rank == 0 and job.config.train.affinity_rows:
-        # A file of an earlier run would be taken for this one's, should none be written.
-        (record.folder / "affinity.npz").unlink(missing_ok=True)
-    return record
 
 
 def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, batches: Iterator[ClickBatch]) -> None:
@@ -291,54 +197,6 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
             "bytes_per_sample": sum(sizes) / rows,
         }
     }
-
-
-def _sharding_result(job: Job) -> dict[str, Any]:
-    """The result's section on the sharding plan."""
-    plan = job.sharding
-    if plan is None:
-        return {}
-    rows = job.config.train.batch_size * job.topology.world_size
-    return {
-        "sharding": {
-            "imbalance": plan.imbalance,
-            "tables_by_scheme": plan.tables_by_scheme,
-            "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
-            "planned_bytes_per_sample": {name: number / rows for name, number in asdict(expected_traffic(job)).items()},
-        }
-    }
-
-
-def _say(lines: Iterable[str]) -> None:
-    print("".join(f"# {printable(line)}\n" for line in lines), end="", flush=True)
-
-
-def rows_at_most(config: TrainingConfig, report: ValidationReport) -> int | None:
-    """Returns the number of training rows, after a check that saw them all; None after one that did not."""
-    complete = report.train_rows and (config.data.validate_rows < 0 or report.train_rows < config.data.validate_rows)
-    return report.train_rows if complete else None
-
-
-def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> None:
-    """Raises `InputError` when there are fewer rows than one training step takes; None is an unknown number."""
-    needed = world_size * config.train.batch_size
-    if rows is not None and rows < needed:
-        raise InputError(
-            f"There are {rows} training rows, fewer than one step takes: {world_size} ranks x train.batch_size="
-            f"{config.train.batch_size} = {needed}. Lower train.batch_size or give more data."
-        )
-
-
-def check_output_dir(folder: Path) -> None:
-    """Creates the folder if it is absent; raises `InputError` if nothing can be written there."""
-    try:
-        check_writable(folder)
-    except OSError as error:
-        raise _unwritable(str(folder), error) from error
-
-
-def _unwritable(folder: str, error: OSError) -> InputError:
-    return InputError(f"train.output_dir={folder!r} cannot be written: {error.strerror}.")
 
 
 def _make_saver(job: Job, mesh: TowerMesh) -> Checkpointer:

@@ -33,16 +33,13 @@ def plot_affinity(
 
     The features are named on the axes up to 64 of them (long names without their middle), beyond that only the towers.
     The colour scale ends at the largest affinity of two different features; the diagonal is left blank, as it would
-    outshine everything else.
+    outshine everything else. Returns the path written.
 
     Args:
         affinity: of the plan's features, in any order.
         plan: the towers.
         path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
         title: heading; by default the strategy, the counts, and the mean affinity within and between towers.
-
-    Returns:
-        The path written.
 
     Raises:
         InputError: plan and affinity are not about the same features, the suffix is no picture format, or the file

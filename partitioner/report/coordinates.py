@@ -53,12 +53,7 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
     Points in more than two dimensions are shown along the two principal axes, and the subtitle says which share of
     the variance they hold. Points in one dimension lie on a line.
 
-    Args:
-        partition: with points [F, n], any n >= 1.
-        path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
-
-    Returns:
-        The path written.
+    The suffix of ``path``, which is returned, chooses the format (``.png``, ``.svg``, ``.pdf``).
 
     Raises:
         InputError: the suffix is no picture format, or the file cannot be written.

@@ -39,17 +39,11 @@ _PACKAGES = ("torch", "numpy", "k-means-constrained", "matplotlib")
 
 
 def write_partition_report(partition: Partition, folder: str | os.PathLike[str]) -> Path:
-    """Writes ``report.html`` and its pictures into a folder; files of the same names are replaced.
+    """Writes ``report.html`` and its pictures into a folder, made if missing; returns the path of the page.
 
     The page holds its pictures and loads nothing, so it can be sent on alone. Beside it lie ``affinity.png`` and
-    ``coordinates.png``, and for every other strategy that was tried ``affinity_2.png`` and so on.
-
-    Args:
-        partition: what `TowerPartitioner.partition` returned (DMT paper, section 3.3).
-        folder: where to write; made if missing.
-
-    Returns:
-        The path of the page.
+    ``coordinates.png``, and for every other strategy that was tried ``affinity_2.png`` and so on. Files of the same
+    names are replaced. ``partition`` is what `TowerPartitioner.partition` returned (DMT paper, section 3.3).
 
     Raises:
         InputError: a file cannot be written.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmt import TowerMesh, TowerTopology
+from dmt.collectives import profiler_range
 from tests.parity import loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import Case, build, shard
@@ -64,3 +66,18 @@ def ranges_on_rank(rank: int, id_route: str) -> list[str]:
 def test_steps_are_profiler_ranges_in_both_directions(id_route: str) -> None:
     steps = ["exchange_ids", "look_up", "run_towers", "exchange_outputs", "exchange_outputs:bwd"]
     assert run_ranks(ranges_on_rank, 2, id_route) == [[f"## dmt:{step} ##" for step in steps]] * 2
+
+
+def test_a_range_of_two_calls_at_once_is_two_ranges() -> None:
+    """A decorator is made once, for the calls of all threads: here one call ends inside the other."""
+
+    @profiler_range("step")
+    def step(inner: Callable[[], Any]) -> None:
+        inner()
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(lambda: [torch.ones(1), step(lambda: None), torch.ones(1)])
+    outer, inner = sorted(
+        (event.time_range for event in profile.events() if event.name == "## dmt:step ##"), key=lambda span: span.start
+    )
+    assert outer.start <= inner.start <= inner.end <= outer.end

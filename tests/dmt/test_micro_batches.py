@@ -140,6 +140,8 @@ def check_constructor(mesh: TowerMesh, rank: int) -> None:
     own = 2 if rank == 0 else 3
     with pytest.raises(InputError, match="num_micro_batches is 2 on rank 0, but 3 on rank 1"):
         run_in_micro_batches(model, num_micro_batches=own)
+    with pytest.raises(InputError, match="num_micro_batches is 2 on rank 0, but 0 on rank 1"):
+        run_in_micro_batches(model, num_micro_batches=2 * (1 - rank))
     assert "forward" not in vars(model.module), "what was refused has left nothing"
     run_in_micro_batches(model, num_micro_batches=2)
     with pytest.raises(InputError, match=r"This TowerModel runs in micro-batches already; detach\(\) the first ones"):

@@ -179,7 +179,7 @@ def test_categories_get_towers_in_proportion_to_their_features():
     plan = TowerPartitioner(num_towers=6, rules=rules).fit(affinity)
     assert categories_of(plan) == ["user_0", "user_1", "user_2", "item_0", "item_1", "both_0"]
     assert [{name[0] for name in tower} for tower in plan.to_lists()] == [{"u"}] * 3 + [{"i"}] * 2 + [{"x"}]
-    given = dataclasses.replace(rules, towers_per_category={"user": 1, "item": 4, "both": 1})
+    given = rules.model_copy(update={"towers_per_category": {"user": 1, "item": 4, "both": 1}})
     plan = TowerPartitioner(num_towers=6, rules=given).fit(affinity)
     assert [len(tower) for tower in plan.to_lists()] == [12, 1, 1, 1, 2, 1] or sorted(
         len(tower) for tower in plan.to_lists()
@@ -294,7 +294,7 @@ def test_work_that_nobody_has_is_no_division_by_zero():
     rules = PartitionRules(pooling_factors={"*": 0}, max_work_ratio=1.5, categories={"a": ["f0", "f1"], "b": ["f[2]"]})
     with pytest.raises(InputError, match=r"category 'b' has 'f\[2\]', which matches none"):
         TowerPartitioner(num_towers=4, rules=rules).fit(affinity, tables=tables_of(affinity.features))
-    rules = dataclasses.replace(rules, categories={"a": ["f0", "f1"], "b": [f"f{i}" for i in range(2, 10)]})
+    rules = rules.model_copy(update={"categories": {"a": ["f0", "f1"], "b": [f"f{i}" for i in range(2, 10)]}})
     plan = TowerPartitioner(num_towers=4, rules=rules).fit(affinity, tables=tables_of(affinity.features))
     # Where work says nothing, features do: 1 tower for 2 and 3 for 8.
     assert len(plan.towers[0].features) == 2

@@ -26,10 +26,9 @@ from dmt.training.build import (
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
-from dmt.training.job import open_job
+from dmt.training.job import open_job, resolve
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord
-from dmt.training.train import resolve
 from tests.ranks import run_ranks
 from tests.training.small import ARCHS, plain, small, source, unsharded
 

@@ -24,7 +24,7 @@ from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig
 from dmt.training.data import open_source
-from dmt.training.job import open_data, open_job, tower_plan
+from dmt.training.job import open_data, open_job, resolve, tower_plan
 from dmt.training.loop import Trainer
 from dmt.training.partition import affinity_of_run
 from dmt.training.records import RunRecord
@@ -88,23 +88,23 @@ REST = FEATURES[1:]
 )
 def test_a_plan_with_wrong_cuts_is_refused(arch: str, plan: TowerPlan, message: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=message):
-        run.resolve(config_of(tmp_path, arch, plan), 4)
+        resolve(config_of(tmp_path, arch, plan), 4)
 
 
 def test_a_tower_of_shards_of_two_widths_is_refused_by_models_with_towers_only(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Table 't_C1\[12:16\]' has embedding_dim=4, but DMTDLRM, tower 'tower_0'"):
-        run.resolve(config_of(tmp_path, "dmt-dlrm", SOME_CUT), 4)
-    run.resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4)
+        resolve(config_of(tmp_path, "dmt-dlrm", SOME_CUT), 4)
+    resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4)
 
 
 def test_an_affinity_of_shards_is_refused(tmp_path: Path) -> None:
     config = config_of(tmp_path, "dlrm", SOME_CUT, train={"affinity_rows": 8})
     with pytest.raises(InputError, match=r"train\.affinity_rows=8 needs whole tables, but .* that of feature 'C1'"):
-        run.resolve(config, 4)
+        resolve(config, 4)
 
 
 def test_batches_name_the_shards_and_tables_stay_whole(tmp_path: Path) -> None:
-    data = run.resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4).data
+    data = resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4).data
     assert [table.embedding_dim for table in data.tables] == [16] * 6
     for split in ("train", "eval"):
         ids = next(data.batches(split, rank=0, world_size=1, batch_size=8)).sparse_features

@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.sptt.mesh import TowerMesh
-from dmt.training import loop
+from dmt.training import health, loop
+from dmt.training import train as training
 from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoints import checkpoints
 from dmt.training.config import TrainingConfig
-from dmt.training.health import check_same_input
+from dmt.training.health import SoundnessCheck, check_same_input
 from dmt.training.job import open_job
 from dmt.training.loop import Trainer
 from dmt.training.resume import checkpoint_folder
@@ -165,6 +167,57 @@ def test_the_checkpoint_before_a_divergence_stays_and_resumes(asynchronous: bool
     assert math.isfinite(result["eval_loss"])
 
 
+def unread_on_rank(rank: int) -> list[str]:
+    """What the check says of rows that no sample reads, in a model of four parts of which it reads two at a time."""
+    health._READ_AT_A_CHECK = 2 * 40
+    assert dist.group.WORLD is not None
+    model = nn.Sequential(*(nn.Embedding(10, 4) for _ in range(4)))
+    for name, parameter in model.named_parameters():  # the same on all ranks
+        nn.init.constant_(parameter, len(name))
+    model.register_buffer("mask", torch.tensor([-math.inf]))
+    check, found = SoundnessCheck(model, dist.group.WORLD), []
+    for step in range(1, 7):
+        if step == 4 and rank == 1:
+            spoil(model[1].weight, "nan")
+        try:
+            check.check(step)
+        except (InputError, ReplicaMismatchError) as error:
+            found.append(f"{step}: {error}")
+    return found
+
+
+@pytest.mark.ranks
+def test_a_number_that_no_sample_reads_is_noticed_in_turn() -> None:
+    first, second = run_ranks(unread_on_rank, 2, fresh=True)
+    assert first == second
+    # Parts 0 and 1 are read at step 1, 3 and 5; before that, the copies of the ranks differ.
+    assert [text[:20] for text in first] == ["4: Copies that must ", "5: Training has dive", "6: Copies that must "]
+    assert "NaN or infinity by step 5 in model.1.weight of rank 1. Nothing of this state is saved" in first[1]
+
+
+def counted_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
+    steps: list[int] = []
+    check = SoundnessCheck.check
+
+    def counted(self: SoundnessCheck, step: int) -> None:
+        steps.append(step)
+        check(self, step)
+
+    SoundnessCheck.check = counted  # type: ignore[method-assign]
+    run_on_rank(rank, values, None)
+    return steps
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("eval_every", "steps"), [(None, [2, 4, 6, 8, 10]), (4, [2, 4, 4, 6, 8, 8, 10])])
+def test_a_state_is_checked_once_unless_an_evaluation_lies_between(
+    eval_every: int | None, steps: list[int], tmp_path: Path
+) -> None:
+    train = {"log_every": 2, "eval_every": eval_every}
+    run = config(tmp_path, topology=PAIR, train=train)
+    assert run_ranks(counted_on_rank, 2, run.model_dump(mode="json"), fresh=True) == [steps] * 2
+
+
 def rows(path: Path, order: list[int]) -> Path:
     """A CSV file of rows in an order."""
     lines = [f"{number % 2},{number / 10},{number}" for number in order]
@@ -200,12 +253,27 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
     compare(on_files(same), on_files(same_elsewhere))
     size = same.stat().st_size
     for other in (other_order, fewer):
-        crc = r"\(CRC-32 \w{8}\)"
+        crc = r"\(CRC-32 \w{8} \w{8}\)"
         file = rf"data\.train_path is day\.csv of {size:,} bytes {crc} on rank 0, but day\.csv of \d+ bytes {crc}"
         with pytest.raises(InputError, match=rf"{file} on rank 1\. .* on host .+ \(rank 0 on\)"):
             compare(on_files(same), on_files(other))
     with pytest.raises(InputError, match=r"Training: optimizer\.sparse_lr is 0\.05 on rank 0, but 0\.5 on rank 1\. "):
         compare(on_files(same), on_files(same, optimizer={"sparse_lr": 0.5}))
+
+
+def trains_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
+    training._process_group = lambda: nullcontext(dist.group.WORLD)
+    training.train(TrainingConfig.model_validate(configs[rank]))
+
+
+@pytest.mark.ranks
+def test_training_compares_the_files_before_it_begins(tmp_path: Path) -> None:
+    files = [
+        rows(tmp_path / name / "day.csv", order) for name, order in (("a", [*range(40)]), ("b", [*range(40)][::-1]))
+    ]
+    configs = [on_files(file, train={"batch_size": 4, "output_dir": str(tmp_path / "run")}) for file in files]
+    with pytest.raises(InputError, match=r"^Training: file 0 of data\.train_path is day\.csv .* rank 0, but day\.csv"):
+        run_ranks(trains_on_rank, 2, [one.model_dump(mode="json") for one in configs], fresh=True)
 
 
 def ends_early_on_rank(rank: int, files: list[str]) -> None:

@@ -124,7 +124,7 @@ def test_a_failed_rewrite_leaves_the_lines_as_they_were(killed: Path, monkeypatc
         patched.setattr(
             Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         )
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(InputError, match="cannot be written: No space left"):
             record_of(killed, resumed_step=20)
     assert (killed / "metrics.jsonl").read_text() == before
 

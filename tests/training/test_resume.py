@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints import checkpoints
+from dmt.training.checkpoints import checkpoints, read_manifest
+from dmt.training.checkpoints.files import write_manifest
 from dmt.training.config import TrainingConfig
-from dmt.training.job import tower_plan
+from dmt.training.job import resolve, tower_plan
 from dmt.training.loop import Position, Trainer
 from dmt.training.records import RunRecord
 from dmt.training.resume import Start, attempt_names, begin_anew, checkpoint_folder, start_with, starting_point
-from dmt.training.train import resolve, train_job
+from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small, source
@@ -341,9 +343,18 @@ def test_files_that_are_others_are_seen(tmp_path: Path) -> None:
     text = (tmp_path / "day_1.csv").read_text()
     (tmp_path / "day_1.csv").write_text(text)
     assert start(longer).position.epoch == 1, "the same bytes, written anew"
+    folder = checkpoints(checkpoint_folder(run))[0]
+    manifest = read_manifest(folder)
+    older = [file[:3] for file in manifest.progress["files"]]
+    write_manifest(folder, replace(manifest, progress={**manifest.progress, "files": older}))
+    assert start(longer).position.epoch == 1, "a checkpoint with the fingerprint of both ends only"
     (tmp_path / "day_1.csv").write_text(text.replace(",1,train", ",0,train", 1))
-    with pytest.raises(InputError, match=r"not '1 of them, with day_1\.csv of \S+ bytes \(CRC-32 \w{8}\)'"):
-        start(longer)
+    for files in (manifest.progress["files"], older):
+        write_manifest(folder, replace(manifest, progress={**manifest.progress, "files": files}))
+        crc = " ".join([r"\w{8}"] * (len(files[0]) - 2))
+        with pytest.raises(InputError, match=rf"not '1 of them, with day_1\.csv of \S+ bytes \(CRC-32 {crc}\)'"):
+            start(longer)
+    write_manifest(folder, manifest)
     (tmp_path / "day_1.csv").write_text(text)
     write_day(tmp_path, 2, 320)
     # From Monday's checkpoint on Tuesday's files: from the first row on.

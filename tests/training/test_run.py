@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -16,14 +18,16 @@ from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sptt.mesh import TowerMesh
+from dmt.training import train as run
 from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config
-from dmt.training.console import ROWS, cells, sharding_sentence
-from dmt.training.job import open_job
+from dmt.training.console import ROWS, cells
+from dmt.training.job import open_job, resolve
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
-from dmt.training.train import check_output_dir, resolve, train
+from dmt.training.resume import check_output_dir
+from dmt.training.train import train
 from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
@@ -350,10 +354,52 @@ def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any],
     assert result["sharding"]["largest_rank_bytes"] == max(rank.memory for rank in found.ranks)
     measured = result["bytes_per_sample"]
     assert result["sharding"]["planned_bytes_per_sample"] == pytest.approx(measured, rel=0.01)
-    assert f"# sharding: {sharding_sentence(found)}" in printed.splitlines()
+    assert f"# sharding: {found.summary}" in printed.splitlines()
     # The plan is one that a run can be given.
     again = load_config(folder / "config.toml", [f'sharding.plan="{folder / "sharding.json"}"'])
     assert open_job(again).sharding.placements == found.placements
+
+
+def entered_on_rank(rank: int, values: dict[str, Any]) -> set[str]:
+    """Files whose functions `train` calls up to its first step; a package of the trainer counts as one."""
+    run._process_group = contextlib.nullcontext  # type: ignore[assignment]  # the test has made one
+    library = Path(run.__file__).resolve().parent.parent
+    entered: set[str] = set()
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        if frame.f_code is Trainer._end_step.__code__:
+            sys.setprofile(None)
+        path, caller = Path(frame.f_code.co_filename), frame.f_back
+        if event != "call" or frame.f_code.co_name == "<module>" or not path.is_relative_to(library):
+            return
+        while caller is not None and not Path(caller.f_code.co_filename).is_relative_to(library):
+            caller = caller.f_back  # such as the frames of a context manager
+        if caller is not None and caller.f_code.co_filename == run.__file__ != str(path):
+            entered.add("/".join(path.relative_to(library).parts[:2]))
+
+    sys.setprofile(note)
+    try:
+        train(TrainingConfig.model_validate(values))
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+@pytest.mark.ranks
+def test_train_enters_at_most_eight_files_before_the_first_step(tmp_path: Path) -> None:
+    few = {"num_rows": 200, "num_eval_rows": 64}
+    config = small(synthetic=few, train={"max_steps": 2, "output_dir": str(tmp_path)})
+    entered = run_ranks(entered_on_rank, 4, config.model_dump(mode="json"), fresh=True)[0]
+    assert entered == {
+        "training/job.py",
+        "training/records.py",
+        "training/resume.py",
+        "training/health.py",
+        "sptt/mesh.py",
+        "training/build.py",
+        "training/checkpoints",
+        "training/loop.py",
+    }
 
 
 def read_errors(output: str) -> list[str]:

@@ -166,14 +166,6 @@ def checkpoints(folder: Path) -> list[Path]:
     """Lists the checkpoints in a folder, newest first; a folder that is a checkpoint itself is the only one.
 
     No file is read: checkpoints may be damaged.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for step in (20, 100, 3):
-        ...         Path(folder, f"step-{step:08d}").mkdir()
-        ...     [path.name for path in checkpoints(Path(folder))]
-        ['step-00000100', 'step-00000020', 'step-00000003']
     """
     if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
         return [folder] if folder.is_dir() else []

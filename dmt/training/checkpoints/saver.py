@@ -243,7 +243,10 @@ class Checkpointer:
             run_on_all_or_raise(partial(self._finish, scratch, manifest) if self._leads else _nothing, self._writers)
         except Exception as error:
             if self._leads and scratch is not None:
-                self._drop(scratch)
+                try:
+                    self._store.drop(scratch)
+                except OSError as left:
+                    logger.warning("What was written of a checkpoint, %s, cannot be deleted: %s", scratch, left)
             return reason_of(error)
         return None
 
@@ -266,12 +269,6 @@ class Checkpointer:
             self._store.prune(manifest.step)
         except OSError as error:
             logger.warning("Old checkpoints in %s cannot be deleted: %s", self._store.folder, error)
-
-    def _drop(self, scratch: Path) -> None:
-        try:
-            self._store.drop(scratch)
-        except OSError as error:
-            logger.warning("What was written of a checkpoint, %s, cannot be deleted: %s", scratch, error)
 
 
 def _nothing() -> None:

@@ -18,10 +18,11 @@ from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.data.textfile import text_blocks
+from dmt.training.job import check_rows, resolve, rows_at_most
 from dmt.training.partition import affinity_of_run
 from dmt.training.records import read_result, result_warnings
 from dmt.training.report import plot_curves, write_report
-from dmt.training.train import check_output_dir, check_rows, resolve, rows_at_most
+from dmt.training.resume import check_output_dir
 
 __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 

@@ -49,7 +49,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
     _check_outputs(options)
     rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
-    rules = replace(rules, **{name: options[name] for name in _LIMITS if options[name] is not None})
+    rules = PartitionRules(**dict(rules) | {name: options[name] for name in _LIMITS if options[name] is not None})
     # Made first: what is wrong with it shows before a model is loaded and run.
     partitioner = TowerPartitioner(
         num_towers=options["towers"],

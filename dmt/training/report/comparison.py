@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "lookup", "ratio"]
+__all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "ratio"]
 
 NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
 """The reason why an AUC may be NaN."""
@@ -71,14 +71,6 @@ def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float
     spread = auc * (1 - auc) + (positive - 1) * (q1 - auc**2) + (negative - 1) * (q2 - auc**2)
     # A perfect AUC has no spread at all; rounding must not make it negative.
     return math.sqrt(max(0.0, spread) / (positive * negative))
-
-
-def lookup(result: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path such as ``"bytes_per_sample.forward"``; None if it is absent."""
-    value: Any = result
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def ratio(first: Any, second: Any) -> float | None:

@@ -38,14 +38,11 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     """Draws training loss, evaluation AUC and normalized entropy over training steps, one colour per run.
 
     The loss is shown as recorded (faint) and smoothed by a centred mean; evaluations are marked one by one, so that a
-    run with a single evaluation shows too. Values that are not finite are left out.
+    run with a single evaluation shows too. Values that are not finite are left out. Returns the path written.
 
     Args:
         runs: output folders of finished runs (with ``metrics.jsonl``), by the name to show.
         path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
-
-    Returns:
-        The path written.
 
     Raises:
         InputError: a folder without readable curves, an unknown picture format, or a path that is not writable.
@@ -69,13 +66,8 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
 def smooth(values: ArrayLike) -> NDArray[np.float64]:
     """Takes a centred mean over about a tenth of the values, which does not lag behind as an exponential one does.
 
-    Towards the ends the window shrinks on both sides, so a steep beginning is not flattened.
-
-    Args:
-        values: [n], any real dtype.
-
-    Returns:
-        [n], float64.
+    Towards the ends the window shrinks on both sides, so a steep beginning is not flattened. ``values`` are [n] of any
+    real dtype, the means [n] float64.
     """
     series = np.asarray(values, dtype=np.float64)
     size = len(series)

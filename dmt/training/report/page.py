@@ -17,8 +17,8 @@ from dmt.partitioner.report.style import tower_badges
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
-from dmt.training.console import ROWS, cells, rows_of, sharding_sentence
-from dmt.training.report.comparison import NOT_KNOWN, RunComparison, compare_runs, lookup, ratio
+from dmt.training.console import ROWS, cells, lookup, rows_of
+from dmt.training.report.comparison import NOT_KNOWN, RunComparison, compare_runs, ratio
 from dmt.training.report.curves import RUN_COLORS
 
 __all__ = ["write_report"]
@@ -131,7 +131,7 @@ def _sharding(sharding: TowerShardingPlan, plan: TowerPlan, run: Mapping[str, An
     """Numbers and texts of the section on a sharding plan (``sharding.html``); ``run`` is the run's ``result.json``."""
     badges = tower_badges(plan)
     return {
-        "sentence": sharding_sentence(sharding),
+        "sentence": sharding.summary,
         "ranks": _rank_rows(sharding, badges),
         "tables": _table_rows(sharding, badges),
         "shown": _SHOWN,

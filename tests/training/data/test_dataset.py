@@ -12,7 +12,7 @@ import torch
 
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
-from dmt.training.data.dataset import open_source
+from dmt.training.data.dataset import fingerprint, open_source
 from dmt.training.data.rows import limit, spread_split
 
 from .helpers import REAL, criteo_line, needs_real_data, numbered_lines, real_rows, write
@@ -31,6 +31,37 @@ def log(tmp_path):
 def config_of(log, **settings):
     paths = {"train_path": str(log / "train_*.tsv"), "eval_path": str(log / "eval.tsv")}
     return DataConfig(kind="criteo_tsv", **{**paths, "dense_transform": "none", "shuffle_rows": 0, **settings})
+
+
+def test_a_fingerprint_sees_ends_and_blocks_between(tmp_path):
+    file, size = tmp_path / "a.csv", 2**20
+    content = np.random.default_rng(0).bytes(size)
+
+    def of(*changed):
+        changes = dict.fromkeys(changed, 0)
+        file.write_bytes(bytes(255 - byte if at in changes else byte for at, byte in enumerate(content)))
+        return fingerprint(file)
+
+    assert of(0)[0] != of()[0] != of(size - 1)[0]
+    # Blocks of 4 KiB begin every 16 KiB.
+    assert of(size // 2)[0] == of()[0]
+    assert of(size // 2)[1] != of()[1] != of(size // 2 + 4095)[1]
+    assert of(size // 2 + 4096) == of(), "between two blocks"
+    file.write_bytes(content[size // 2 :] + content[: size // 2])
+    assert fingerprint(file)[1] != of()[1], "other order"
+    for small in (content[:0], content[:5], content[: 2**18]):
+        file.write_bytes(small)
+        whole = fingerprint(file)
+        file.write_bytes(small[: len(small) // 2] + b"x" + small[len(small) // 2 + 1 :])
+        assert fingerprint(file) != whole
+
+
+def test_files_are_described_once(log):
+    data = open_source(config_of(log))
+    first = data.files("train")
+    (log / "train_a.tsv").write_text("grown\n")
+    assert data.files("train") == first != open_source(config_of(log)).files("train")
+    assert [(name, size) for name, size, *_ in first][1] == ("train_b.tsv", (log / "train_b.tsv").stat().st_size)
 
 
 def all_ranks(config, split, world_size, batch_size, **more):
