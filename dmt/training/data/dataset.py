@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -256,6 +256,8 @@ class ClickData:
             blocks = self._read(split, value=None, quiet=rank != 0)
             for block in limit(blocks, None if most < 0 else most):
                 block.rows(every_row(block))
+                if self.config.group_by:
+                    _ = block.requests
                 checked[split] += block.num_rows
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in _SPLITS:
@@ -272,7 +274,8 @@ class ClickData:
         blocks = self._blocks(split, quiet=rank != 0)
         chunks: Iterable[tuple[list[Block], NDArray[np.int64]]] = (([block], every_row(block)) for block in blocks)
         if split == "train" and self.config.shuffle_rows and self._clicks is None:
-            chunks = shuffled(blocks, self.config.shuffle_rows, seed=(self.config.shuffle_seed, epoch))
+            seed, by_request = (self.config.shuffle_seed, epoch), self.config.group_by is not None
+            chunks = shuffled(blocks, self.config.shuffle_rows, seed=seed, by_request=by_request)
         global_batch = world_size * batch_size
         seen = emitted = 0
         waiting: list[Rows] = []
@@ -323,7 +326,8 @@ class ClickData:
         blocks = self._read(split, value=self._split_value(split), quiet=quiet)
         if self.config.eval_path or self.config.split_column:
             return blocks
-        return spread_split(blocks, self.config.eval_fraction, chosen=split == "eval")
+        by_request = self.config.group_by is not None
+        return spread_split(blocks, self.config.eval_fraction, chosen=split == "eval", by_request=by_request)
 
     def _split_value(self, split: Split) -> str | None:
         """Returns the split column's value in the rows of a split; None where there is no such column."""
@@ -334,19 +338,17 @@ class ClickData:
     def _read(self, split: Split, *, value: str | None, quiet: bool) -> Iterator[Block]:
         """Reads the files of a split, or only their rows with this value in the split column."""
         # Each pass has a reader and counts of its own: training and evaluation passes may run at the same time.
-        skip, warned = self.config.skip_bad_lines, self._warned
+        common: dict[str, Any] = {
+            "encoder": self._encoder,
+            "group_by": self.config.group_by,
+            "skip_bad_lines": self.config.skip_bad_lines,
+            "warned": self._warned,
+        }
         reader: FileReader
         if self.config.kind == "criteo_tsv":
-            reader = CriteoReader(encoder=self._encoder, skip_bad_lines=skip, warned=warned)
+            reader = CriteoReader(**common)
         else:
-            reader = ColumnReader(
-                encoder=self._encoder,
-                skip_bad_lines=skip,
-                warned=warned,
-                config=self.config,
-                split=value,
-                splits_seen=self._splits_seen,
-            )
+            reader = ColumnReader(**common, config=self.config, split=value, splits_seen=self._splits_seen)
         self._bad_lines[split] = reader.counts
         return reader.blocks(self._files[split] or self._files["train"], quiet=quiet)
 
