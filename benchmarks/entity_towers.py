@@ -102,7 +102,7 @@ def bytes_of(plan: TowerPlan, widths: Sequence[int], batches: Sequence[Mapping[s
     for group, width, rows in zip(plan.to_lists(), widths, count_distinct(batches, plan.to_lists()), strict=True):
         numbers = 2 * width * _NUMBER_BYTES
         every += size * (2 * len(group) * _ID_BYTES + numbers)
-        once += (rows.rows * len(group) + rows.ids) * _ID_BYTES + rows.rows * numbers
+        once += (rows.rows * len(group) + sum(rows.ids)) * _ID_BYTES + rows.rows * numbers
         shares.append(round(rows.rows / size, 4))
     return {"every": round(every), "once": round(once), "distinct_shares": shares}
 

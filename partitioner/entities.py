@@ -1,7 +1,4 @@
-"""`find_entities`: features whose values repeat together, from the hashes of some batches.
-
-Legend: F features, B samples of a batch.
-"""
+"""`find_entities`: features whose values repeat together, from the hashes of some batches."""
 
 from __future__ import annotations
 
@@ -69,6 +66,6 @@ def _joint_shares(hashes: Sequence[NDArray[np.uint64]], row: int) -> NDArray[np.
 
 
 def _shares(hashes: Sequence[NDArray[np.uint64]]) -> NDArray[np.float64]:
-    """Mean distinct share of each row, of arrays [F, B] -> [F]."""
+    """Mean distinct share of each of F rows of B hashes, [F]."""
     ordered = [np.sort(batch, axis=1) for batch in hashes]
     return np.mean([(1 + (o[:, 1:] != o[:, :-1]).sum(axis=1)) / o.shape[1] for o in ordered], axis=0)

@@ -2,8 +2,6 @@
 
 A rank sends a tower the distinct rows of a group of features: of all features of a tower together, because its tower
 module reads them together, or of each feature alone where nothing is computed from several (a flat model over SPTT).
-
-Legend: B samples of a batch.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ class DistinctRows(NamedTuple):
 
     rows: float
     """Distinct inputs."""
-    ids: float
-    """Ids in them, of all features of the group."""
+    ids: tuple[float, ...]
+    """Ids in them, of each feature of the group."""
 
 
 def mix_bits(x: Hashes) -> Hashes:
@@ -38,7 +36,7 @@ def mix_bits(x: Hashes) -> Hashes:
 
 
 def bag_hashes(lengths: Any, values: Any) -> Hashes:
-    """Hashes the bag of each sample, uint64 [B]: bags with the same ids in the same order have the same hash.
+    """Hashes the bag of each of B samples, uint64 [B]: bags with the same ids in the same order have the same hash.
 
     Args:
         lengths: ids of each sample, [B]; an array or a tensor.
@@ -59,13 +57,7 @@ def bag_hashes(lengths: Any, values: Any) -> Hashes:
 
 
 def joint_hashes(hashes: Iterable[Hashes]) -> Hashes:
-    """Hashes the inputs of several features together, uint64 [B], from the `bag_hashes` of each.
-
-    Example:
-        >>> user, item = bag_hashes([1, 1, 1], [4, 4, 5]), bag_hashes([1, 1, 1], [6, 7, 6])
-        >>> distinct_share(user) < distinct_share(joint_hashes([user, item]))
-        True
-    """
+    """Hashes the inputs of several features together, uint64 [B], from the `bag_hashes` of each."""
     first, *others = hashes
     for other in others:
         first = mix_bits(first + _STEP) ^ other
@@ -94,13 +86,13 @@ def count_distinct(
     Example:
         >>> batch = {"user": ([1, 1, 1], [4, 4, 5]), "item": ([1, 2, 2], [6, 8, 9, 8, 9])}
         >>> count_distinct([batch], [["user"], ["item"], ["user", "item"]])
-        [DistinctRows(rows=2.0, ids=2.0), DistinctRows(rows=2.0, ids=3.0), DistinctRows(rows=3.0, ids=8.0)]
+        [DistinctRows(rows=2.0, ids=(2.0,)), DistinctRows(rows=2.0, ids=(3.0,)), DistinctRows(rows=3.0, ids=(3.0, 5.0))]
     """
-    counted = []
+    counted: list[list[list[int]]] = [[] for _ in groups]
     for batch in batches:
         hashes = {name: bag_hashes(*bags) for name, bags in batch.items()}
-        for group in groups:
+        for group, found in zip(groups, counted, strict=True):
             _, first = np.unique(joint_hashes(hashes[name] for name in group), return_index=True)
-            counted.append((len(first), sum(int(np.asarray(batch[name][0])[first].sum()) for name in group)))
-    means = np.reshape(counted, (-1, len(groups), 2)).mean(axis=0)
-    return [DistinctRows(rows=float(rows), ids=float(ids)) for rows, ids in means]
+            found.append([len(first), *(int(np.asarray(batch[name][0])[first].sum()) for name in group)])
+    means = (np.mean(found, axis=0).tolist() for found in counted)
+    return [DistinctRows(rows, tuple(ids)) for rows, *ids in means]

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +136,7 @@ class ClickData:
             list_separator=config.list_separator,
             id_mode=config.id_mode,
             signed_log1p=config.dense_transform == "signed_log1p",
+            group_by=config.group_by,
         )
 
     @property
@@ -338,17 +339,19 @@ class ClickData:
     def _read(self, split: Split, *, value: str | None, quiet: bool) -> Iterator[Block]:
         """Reads the files of a split, or only their rows with this value in the split column."""
         # Each pass has a reader and counts of its own: training and evaluation passes may run at the same time.
-        common: dict[str, Any] = {
-            "encoder": self._encoder,
-            "group_by": self.config.group_by,
-            "skip_bad_lines": self.config.skip_bad_lines,
-            "warned": self._warned,
-        }
+        skip, warned = self.config.skip_bad_lines, self._warned
         reader: FileReader
         if self.config.kind == "criteo_tsv":
-            reader = CriteoReader(**common)
+            reader = CriteoReader(encoder=self._encoder, skip_bad_lines=skip, warned=warned)
         else:
-            reader = ColumnReader(**common, config=self.config, split=value, splits_seen=self._splits_seen)
+            reader = ColumnReader(
+                encoder=self._encoder,
+                skip_bad_lines=skip,
+                warned=warned,
+                config=self.config,
+                split=value,
+                splits_seen=self._splits_seen,
+            )
         self._bad_lines[split] = reader.counts
         return reader.blocks(self._files[split] or self._files["train"], quiet=quiet)
 

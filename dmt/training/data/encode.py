@@ -27,7 +27,7 @@ from dmt.training.data.rows import Bags, Rows
 __all__ = ["Encoder", "FileBlock", "FractionError", "Place", "hash_rows", "is_list", "out_of_range"]
 
 _KEY = "dmt-category-v01"  # SipHash needs 16 bytes; another key is another data set to a trained model.
-_REQUESTS = 2**62  # so many that no two requests of a run are likely to hash alike
+_REQUESTS = 2**62  # two requests of a run hardly ever hash alike
 
 
 def is_list(type_: pa.DataType) -> bool:
@@ -88,6 +88,8 @@ class Encoder:
     """Hash values into the table, or take them as its row numbers."""
     signed_log1p: bool
     """True: dense values x become sign(x) * log(1 + abs(x))."""
+    group_by: str | None = None
+    """Column that tells the rows of one request."""
 
     def encode(self, table: pa.Table, labels: NDArray[np.float32], place: Place) -> Rows:
         """Decodes all rows of a table of dense (numbers) and categorical columns; labels are float32 [n].
@@ -177,8 +179,6 @@ class FileBlock:
     """0 or 1, float32 [n]."""
     place: Place
     encoder: Encoder
-    group_by: str | None = None
-    """Column that tells the rows of one request."""
 
     @property
     def num_rows(self) -> int:
@@ -194,14 +194,14 @@ class FileBlock:
         Raises:
             InputError: see `Encoder.encode`.
         """
-        assert self.group_by is not None, "the reader was given no group_by"
-        hashing = replace(
-            self.encoder, dense=(), num_embeddings={self.group_by: _REQUESTS}, multi_hot=frozenset(), id_mode="hash"
-        )
+        name = self.encoder.group_by
+        assert name is not None, "the encoder has no group_by"
+        column = {name: _REQUESTS}
+        hashing = replace(self.encoder, dense=(), num_embeddings=column, multi_hot=frozenset(), id_mode="hash")
         found = hashing.encode(self.table, self.labels, self.place).bags[0].values
         alone = np.flatnonzero(found == 0)
         places = [f"{Path(self.place.file).name} {self.place.numbers[row]}" for row in alone]
-        found[alone] = hash_rows(pa.array(places, pa.string()), feature=self.group_by, num_embeddings=_REQUESTS)
+        found[alone] = hash_rows(pa.array(places, pa.string()), feature=name, num_embeddings=_REQUESTS)
         return found
 
     def rows(self, index: NDArray[np.int64]) -> Rows:

@@ -77,8 +77,6 @@ class FileReader(ABC):
 
     encoder: Encoder
     """Turns columns into model inputs when a block is asked for rows."""
-    group_by: str | None = None
-    """Column that tells the rows of one request."""
     skip_bad_lines: bool = False
     """Leave malformed rows out and count them."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -111,8 +109,7 @@ class FileReader(ABC):
                 if not kept.all():
                     table, labels, numbers = table.filter(pa.array(kept)), labels[kept], numbers[kept]
                 if len(labels):
-                    place = Place(path, unit, numbers)
-                    yield FileBlock(table, labels.astype(np.float32), place, self.encoder, self.group_by)
+                    yield FileBlock(table, labels.astype(np.float32), Place(path, unit, numbers), self.encoder)
             if self.counts[path] and path not in self.warned and not quiet:
                 self.warned.add(path)
                 logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", path, self.counts[path])
@@ -145,7 +142,7 @@ class ColumnReader(FileReader):
         return ("row", self._parquet(path)) if is_parquet(path) else ("line", self._text(path))
 
     def _used(self) -> list[str]:
-        other = [name for name in (self.config.split_column, self.group_by) if name]
+        other = [name for name in (self.config.split_column, self.encoder.group_by) if name]
         return list(dict.fromkeys([self.config.label, *other, *self.encoder.dense, *self.encoder.num_embeddings]))
 
     def _parquet(self, path: str) -> Iterator[_Piece]:
@@ -239,7 +236,7 @@ class CriteoReader(FileReader):
                 faults[int(numbers[row])] = f"column {name}: expected {expected}, found {found}"
             good &= ~wrong
         labels, _ = _to_numbers(table.column("label").combine_chunks())
-        request = [self.group_by] if self.group_by else []
+        request = [self.encoder.group_by] if self.encoder.group_by else []
         table = table.select(list(dict.fromkeys([*request, *self.encoder.dense, *self.encoder.num_embeddings])))
         for name in self.encoder.dense:
             table = _with_numbers(table, name, _to_numbers(table.column(name).combine_chunks())[0])
