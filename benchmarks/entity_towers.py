@@ -140,10 +140,10 @@ def tower_widths(model: nn.Module) -> list[int]:
 @click.option("--quick", is_flag=True, help="8,192 training rows: a smoke test; prints the table only.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path(__file__).parent / "results")
 def main(*, data: Path, seeds: int, quick: bool, out: Path) -> None:
-    """Counts bytes and trains all arms; writes entity_towers.json and .md."""
+    """Counts bytes and trains all arms; writes entity_towers.json and .md after each model."""
     torch.set_num_threads(1)
     records, found, rows, arms = [], [], [], {}
-    for name in REQUESTS:
+    for name in sorted(REQUESTS, reverse=True):  # the smaller one first
         clicks = read_clicks(data / f"{name}.parquet", embedding_dim=16, max_rows=8192 if quick else None)
         requests = request_numbers(name, clicks)
         plans = arms[name] = plans_of(name, clicks, requests)
@@ -171,10 +171,9 @@ def main(*, data: Path, seeds: int, quick: bool, out: Path) -> None:
                         + [f"{against.median_difference:+.4f}", f"{against.num_better} of {seeds}"]
                         + [f"{against.wilcoxon_p:.3f}"]
                     )
-    table = markdown_table(_COLUMNS, rows)
-    click.echo(table)
-    if not quick:
-        write(out, records, found, arms, table, seeds)
+            if not quick:
+                write(out, records, found, arms, markdown_table(_COLUMNS, rows), seeds)
+    click.echo(markdown_table(_COLUMNS, rows))
 
 
 def write(
