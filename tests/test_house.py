@@ -182,8 +182,8 @@ def test_file_sizes() -> None:
 
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
-    assert len(SOURCES) <= 115
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 23_190
+    assert len(SOURCES) <= 119
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 24_400
 
 
 def test_function_sizes_and_arguments() -> None:

@@ -171,6 +171,11 @@ class SyntheticBlock:
     signed_log1p: bool
     """True: dense counts x become log(1 + x)."""
 
+    @property
+    def requests(self) -> NDArray[np.int64]:
+        """The rows are independent draws: each is a request of its own [n]."""
+        return np.arange(self.num_rows)
+
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Draws the block and returns the rows at these positions."""
         rows = self.clicks.draw(self.split, self.index).rows(index)
