@@ -140,6 +140,9 @@ def test_commands_without_torchrec() -> None:
 
         run = CliRunner().invoke(main, ["complexity", "--arch", "dlrm", "--json"])
         assert run.exit_code == 0, run.output
+        run = CliRunner().invoke(main, ["plan", "demo", "model.arch=dmt-dlrm", "--json"])
+        assert run.exit_code == 0, run.output
+        assert '"tables"' in run.output
         run = CliRunner().invoke(main, ["demo"])
         assert run.exit_code == 2, run.output
         print(run.output)

@@ -410,7 +410,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def test_a_stopped_command_leaves_no_process_behind(command: str, number: signal.Signals, tmp_path: Path) -> None:
     """Of a demo: torchrun and its ranks. Of a check: the ranks and the process they are forked from."""
     arguments, begun, processes = {
-        "demo": (["topology.ranks_per_tower=1", "--out", str(tmp_path)], "dlrm/metrics.jsonl", 4),
+        "demo": (["topology.ranks_per_tower=1", "train.log_every=1", "--out", str(tmp_path)], "dlrm/metrics.jsonl", 4),
         "check": (["demo", "--steps", "1000000"], "dmt-ranks-*/store", 6),
     }[command]
     program = [sys.executable, "-c", "from dmt.training.commands import main; main()", command, *arguments]

@@ -19,7 +19,6 @@ from dmt.training.commands.plan import print_sharding, run_plan
 from dmt.training.config import to_toml
 from dmt.training.data.config import read_tables
 from dmt.training.job import open_job
-from tests.test_house import run_without_torchrec
 from tests.training.small import small
 
 
@@ -122,19 +121,6 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     assert max(map(len, result.output.splitlines())) <= 140
     everything = plan(config, "--all").output
     assert all(f" t_{i} " in everything for i in range(300))
-
-
-def test_no_torchrec_is_needed(towers: Path) -> None:
-    result = run_without_torchrec(
-        f"""
-        from click.testing import CliRunner
-        from dmt.training.commands import main
-
-        run = CliRunner().invoke(main, ["plan", {str(towers)!r}, "--json"])
-        print(run.exit_code, '"tables"' in run.output)
-        """
-    )
-    assert result.stdout.split() == ["0", "True"], result.stderr
 
 
 @pytest.mark.parametrize(
@@ -299,8 +285,8 @@ def test_notes_on_what_was_left_open(towers: Path, tmp_path: Path) -> None:
     ("number", "width"),
     [
         *((6, width) for width in (200, 100, 79, 60, 50)),
-        *((300, width) for width in (200, 50)),
-        *(pytest.param(300, width, marks=pytest.mark.slow) for width in (100, 79, 60)),
+        *((60, width) for width in (200, 50)),
+        *(pytest.param(300, width, marks=pytest.mark.slow) for width in (200, 100, 79, 60, 50)),
     ],
 )
 def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
