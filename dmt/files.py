@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dmt.errors import InputError
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
 __all__ = [
     "RENAMED",
@@ -239,13 +239,20 @@ def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy:
             with ``remedy``.
     """
     # Here, since it takes a tenth of a second to load, and most that imports this module reads no plan.
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
         # As JSON: in Python's types, a strict check would refuse a list for a tuple.
-        return TypeAdapter(kind).validate_json(json.dumps(record), strict=True)
+        return _adapter(kind).validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {explain(error)} {remedy}") from error
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
 def explain(error: ValidationError) -> str:

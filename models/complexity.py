@@ -38,6 +38,7 @@ __all__ = [
     "count_complexity",
     "count_on_meta",
     "paper_complexity",
+    "tower_modules",
 ]
 
 ARCHS = ("dlrm", "dcn")
@@ -96,15 +97,20 @@ def compression_ratio(model: nn.Module) -> float:
 
     Towers are those of a TorchRec ``EmbeddingTowerCollection``, unsharded.
     """
-    modules: list[Any] = [
+    modules = tower_modules(model)
+    if not modules:
+        return 1.0
+    return sum(module.in_features for module in modules) / sum(module.out_features for module in modules)
+
+
+def tower_modules(model: nn.Module) -> list[Any]:
+    """Returns the tower modules of an unsharded model, which have ``in_features`` and ``out_features``."""
+    return [
         tower.interaction
         for collection in model.modules()
         if isinstance(towers := getattr(collection, "towers", None), nn.ModuleList)
         for tower in towers
     ]
-    if not modules:
-        return 1.0
-    return sum(module.in_features for module in modules) / sum(module.out_features for module in modules)
 
 
 def complexity_of(

@@ -6,7 +6,8 @@ Legend: P blocks (features that stay together), T towers, R resources (features,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ Labels = NDArray[np.int64]
 # In shares of a resource's total. Loads are sums of floats: a limit is exceeded only by more than rounding.
 TOLERANCE = 1e-12
 MAX_SWEEPS = 50
+# Prices of a local search that are found in one pass, at most: passes over small arrays cost little more than over one.
+PRICED_TOGETHER = 4096
 # Squared blocks searched after all perturbations together: 30 perturbations of 200 blocks, 7 of 500, none of 1,500.
 PERTURBATION_BUDGET, PERTURBED_SHARE = 2_000_000, 0.3
 # Blocks times towers up to which the exact search is tried, and for how many seconds.
@@ -69,6 +72,10 @@ class Bounds:
         scale = np.maximum(self.loads.sum(axis=1, keepdims=True), 1e-300)
         return (self.loads - self.upper[:, None]) / scale > TOLERANCE
 
+    @cached_property
+    def _totals(self) -> Floats:
+        return np.maximum(self.loads.sum(axis=1), 1e-300)
+
     def tower_loads(self, labels: Labels, num_towers: int) -> Floats:
         """[R, T] sums over the blocks of each tower."""
         return np.stack([np.bincount(labels, weights=row, minlength=num_towers) for row in self.loads])
@@ -76,7 +83,7 @@ class Bounds:
     def excess(self, tower_loads: Floats) -> Floats:
         """Excess over the limits, [...] for loads [R, ...], in shares of each resource's total."""
         shape = (-1,) + (1,) * (tower_loads.ndim - 1)
-        scale = np.maximum(self.loads.sum(axis=1), 1e-300).reshape(shape)
+        scale = self._totals.reshape(shape)
         over = (tower_loads - self.upper.reshape(shape)) / scale
         under = (self.lower.reshape(shape) - tower_loads) / scale
         outside = np.maximum(np.maximum(over, under), 0.0)
@@ -115,8 +122,7 @@ def local_search(squared: Floats, labels: Labels, num_towers: int, bounds: Bound
     """
     search = _MoveSearch(squared, labels, num_towers, bounds)
     for _ in range(MAX_SWEEPS):
-        changes = sum(search.step(block) for block in range(len(labels)))
-        if not changes:
+        if not search.sweep():
             break
     return search.labels
 
@@ -172,6 +178,10 @@ class _MoveSearch:
     """Running sums that price any move or swap in O(1)."""
 
     def __init__(self, squared: Floats, labels: Labels, num_towers: int, bounds: Bounds) -> None:
+        # What has no limit is never exceeded, and needs no price.
+        limited = np.isfinite(bounds.upper) | (bounds.lower > 0)
+        limited[0] = True  # holds the weights
+        bounds = replace(bounds, loads=bounds.loads[limited], lower=bounds.lower[limited], upper=bounds.upper[limited])
         self.squared, self.bounds, self.weights = squared, bounds, bounds.weights
         self.labels = labels.astype(np.int64, copy=True)
         member = np.zeros((num_towers, len(labels)))
@@ -189,56 +199,73 @@ class _MoveSearch:
             float((self.pairs / np.maximum(self.mass, 1.0)).sum()), float(squared.max()), 1e-300
         )
 
-    def step(self, block: int) -> bool:
-        """Makes the best move or swap of one block; False if none gains."""
-        tower = int(self.labels[block])
-        kinds = [self._swaps(block, tower)]
-        if self.num_blocks[tower] > 1:
-            kinds.append(self._moves(block, tower))
-        limits, gain = (np.concatenate(changes) for changes in zip(*kinds, strict=True))
+    def sweep(self) -> bool:
+        """Makes the best move or swap of each block in turn; False if none gains."""
+        first, count, changed, most = 0, 1, False, max(1, PRICED_TOGETHER // len(self.labels))
+        while first < len(self.labels):
+            blocks = np.arange(first, min(first + count, len(self.labels)))
+            done = self._first_change(blocks)
+            changed |= done is not None
+            # Prices hold until something changes: the more blocks have kept their towers, the more are priced together.
+            first, count = (blocks[-1] + 1, min(2 * count, most)) if done is None else (done + 1, 1)
+        return changed
+
+    def _first_change(self, blocks: Labels) -> int | None:
+        """Makes the best move or swap of the first of these [B] blocks that gains by any; None if none does."""
+        kinds = self._swaps(blocks), self._moves(blocks)
+        limits, gain = (np.concatenate(changes, axis=1) for changes in zip(*kinds, strict=True))  # [B, P + T]
         # Lexicographic: limits first, the objective among equals.
-        choice = int(np.argmin(np.where(limits <= limits.min() + TOLERANCE, gain, np.inf)))
-        if limits[choice] > -TOLERANCE and (limits[choice] > TOLERANCE or gain[choice] > -self.threshold):
-            return False
+        least = limits.min(axis=1, keepdims=True)
+        choices = np.where(limits <= least + TOLERANCE, gain, np.inf).argmin(axis=1)
+        limit, gained = (prices[np.arange(len(blocks)), choices] for prices in (limits, gain))
+        gains = (limit <= -TOLERANCE) | ((limit <= TOLERANCE) & (gained <= -self.threshold))
+        if not gains.any():
+            return None
+        block, choice = int(blocks[gains.argmax()]), int(choices[gains.argmax()])
+        tower = int(self.labels[block])
         if choice >= len(self.labels):
             self._relabel([(block, tower, choice - len(self.labels))])
         else:
             other = int(self.labels[choice])
             self._relabel([(block, tower, other), (choice, other, tower)])
-        return True
+        return block
 
-    def _moves(self, block: int, tower: int) -> tuple[Floats, Floats]:
-        """[T] change of the violation and of the objective when the block goes to each tower."""
-        weight, load = self.weights[block], self.bounds.loads[:, block]
-        left = (self.pairs[tower] - weight * self.to_tower[tower, block]) / (self.mass[tower] - weight)
-        joined = (self.pairs + weight * self.to_tower[:, block]) / (self.mass + weight)
-        gain = joined - self.pairs / self.mass + left - self.pairs[tower] / self.mass[tower]
-        limits = self.bounds.excess(self.loads + load[:, None]) - self.excess
-        limits += self.bounds.excess(self.loads[:, tower] - load) - self.excess[tower]
+    def _moves(self, blocks: Labels) -> tuple[Floats, Floats]:
+        """[B, T] change of the violation and of the objective when each block goes to each tower."""
+        towers, weight, load = self.labels[blocks], self.weights[blocks], self.bounds.loads[:, blocks]
+        alone = self.num_blocks[towers] == 1  # a tower is not emptied
+        rest = np.where(alone, 1.0, self.mass[towers] - weight)
+        left = (self.pairs[towers] - weight * self.to_tower[towers, blocks]) / rest - (self.pairs / self.mass)[towers]
+        joined = (self.pairs + weight[:, None] * self.to_tower[:, blocks].T) / (self.mass + weight[:, None])
+        gain = joined - self.pairs / self.mass + left[:, None]
+        limits = self.bounds.excess(self.loads[:, None, :] + load[:, :, None]) - self.excess
+        limits += (self.bounds.excess(self.loads[:, towers] - load) - self.excess[towers])[:, None]
         if self.bounds.apart is not None:
-            limits += self.conflicts[:, block] - self.conflicts[tower, block]
-        limits[tower], gain[tower] = np.inf, np.inf
+            limits += self.conflicts[:, blocks].T - self.conflicts[towers, blocks][:, None]
+        barred = alone[:, None] | (np.arange(len(self.mass)) == towers[:, None])
+        limits[barred], gain[barred] = np.inf, np.inf
         return limits, gain
 
-    def _swaps(self, block: int, tower: int) -> tuple[Floats, Floats]:
-        """[P] change of the violation and of the objective when the block changes places with each other one."""
-        labels, weights, weight = self.labels, self.weights, self.weights[block]
-        between = weight * weights * self.squared[block]
+    def _swaps(self, blocks: Labels) -> tuple[Floats, Floats]:
+        """[B, P] change of the violation and of the objective when each block changes places with each other one."""
+        labels, weights, towers, weight = self.labels, self.weights, self.labels[blocks], self.weights[blocks, None]
+        between = weight * weights * self.squared[blocks]
         own = self.to_tower[labels, np.arange(len(labels))]
-        here = self.pairs[tower] - weight * self.to_tower[tower, block] + weights * self.to_tower[tower] - between
-        there = self.pairs[labels] - weights * own + weight * self.to_tower[labels, block] - between
-        masses = self.mass[tower] - weight + weights, self.mass[labels] + weight - weights
+        left = self.pairs[towers] - weights[blocks] * self.to_tower[towers, blocks]
+        here = left[:, None] + weights * self.to_tower[towers] - between
+        there = self.pairs[labels] - weights * own + weight * self.to_tower[:, blocks].T[:, labels] - between
+        masses = (self.mass[towers] - weights[blocks])[:, None] + weights, self.mass[labels] + weight - weights
         before = self.pairs / self.mass
-        gain = here / masses[0] + there / masses[1] - before[tower] - before[labels]
-        difference = self.bounds.loads - self.bounds.loads[:, block : block + 1]  # [R, P]
-        limits = self.bounds.excess(self.loads[:, tower : tower + 1] + difference) - self.excess[tower]
-        limits += self.bounds.excess(self.loads[:, labels] - difference) - self.excess[labels]
+        gain = here / masses[0] + there / masses[1] - before[towers][:, None] - before[labels]
+        difference = self.bounds.loads[:, None, :] - self.bounds.loads[:, blocks, None]  # [R, B, P]
+        limits = self.bounds.excess(self.loads[:, towers, None] + difference) - self.excess[towers][:, None]
+        limits += self.bounds.excess(self.loads[:, None, labels] - difference) - self.excess[labels]
         apart = self.bounds.apart
         if apart is not None:
             conflicts = self.conflicts
-            limits += conflicts[labels, block] - conflicts[tower, block]
-            limits += conflicts[tower] - conflicts[labels, np.arange(len(labels))] - 2.0 * apart[block]
-        same = labels == tower
+            limits += conflicts[:, blocks].T[:, labels] - conflicts[towers, blocks][:, None]
+            limits += conflicts[towers] - conflicts[labels, np.arange(len(labels))] - 2.0 * apart[blocks]
+        same = labels == towers[:, None]
         limits[same], gain[same] = np.inf, np.inf
         return limits, gain
 

@@ -5,7 +5,7 @@ Legend: F features, P blocks (features that stay together), T towers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
@@ -117,7 +117,7 @@ def prepare(
     owned, counts = {"": blocks}, {"": num_towers}
     if named.categories:
         owned = {name: blocks.in_category(name) for name in named.categories}
-        counts = dict(named.towers_per_category) or _allot(owned, num_towers, upper)
+        counts = dict(named.towers_per_category) or _allot(owned, num_towers, upper, entities=named.entities)
     return Task(
         source=affinity,
         affinity=members,
@@ -191,8 +191,13 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float |
     return part
 
 
-def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> dict[str, int]:
-    """Towers for each category: as many as its limits need, the others where the load per tower is largest."""
+def _allot(
+    owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray, *, entities: Collection[str] = ()
+) -> dict[str, int]:
+    """Towers for each category: as many as its limits need, the others where the load per tower is largest.
+
+    Entities get more only where the features of no entity cannot fill the others.
+    """
     # The limited resource decides; without a limit, the number of features.
     resource = 2 if np.isfinite(upper[2]) else 1 if np.isfinite(upper[1]) else 0
     loads = {name: blocks.loads.sum(axis=1) for name, blocks in owned.items()}
@@ -221,7 +226,7 @@ def _allot(owned: Mapping[str, Blocks], num_towers: int, upper: np.ndarray) -> d
                 "towers."
             )
         # By features where the resource says nothing, such as the work of features that are never there.
-        counts[max(open_to, key=lambda name: tuple(loads[name][[resource, 0]] / counts[name]))] += 1
+        counts[max(open_to, key=lambda n: (n not in entities, *(loads[n][[resource, 0]] / counts[n])))] += 1
     return counts
 
 

@@ -12,7 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dmt.errors import InputError, did_you_mean
 from dmt.files import explain, read_toml
 
-__all__ = ["PartitionRules"]
+__all__ = ["REST", "PartitionRules"]
+
+REST = "rest"
+"""The category of features that belong to no entity."""
 
 
 class PartitionRules(BaseModel):
@@ -48,6 +51,12 @@ class PartitionRules(BaseModel):
     """Groups of features that must share a tower. The features of a shared table do so without being named."""
     apart: Sequence[Sequence[str]] = ()
     """Groups of features of which no two may share a tower."""
+    entities: Mapping[str, Annotated[Sequence[str], Field(min_length=1)]] = Field(default_factory=dict)
+    """Features by entity, such as the user or the request that several samples of a batch belong to. An entity has a
+    tower of its own, so that this tower's whole input repeats and is sent once (``unique``); a single feature of
+    something else in it would make the inputs differ. The other features share the other towers; where there are none,
+    large entities have several. Entities are categories, so only one of both can be given. `find_entities` measures
+    them from rows (``dmt partition --entity auto``)."""
     pooling_factors: Mapping[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Mean number of ids per sample; for features not named, that of the affinity if it was measured, else 1. Of
     several that match a feature the longest pattern counts, and its own name before any."""
@@ -73,6 +82,10 @@ class PartitionRules(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> PartitionRules:
+        if self.entities and self.categories:
+            raise InputError("entities and categories are both given; entities are categories with one tower each.")
+        if REST in self.entities:
+            raise InputError(f"an entity is named {REST!r}, as are the features of no entity. Give it another name.")
         lone = self.towers_per_category.keys() ^ self.categories.keys() if self.towers_per_category else set()
         for category in sorted(lone):
             raise InputError(
@@ -94,10 +107,15 @@ class PartitionRules(BaseModel):
             InputError: a name or pattern matches no feature, or a feature is in no category, or in two.
         """
         known = set(features)
+        entities = {name: _matched(own, features, f"entity {name!r}") for name, own in self.entities.items()}
+        categories = {name: _matched(own, features, f"category {name!r}") for name, own in self.categories.items()}
+        if entities:
+            categories = dict(entities)
+            if rest := tuple(sorted(known.difference(*entities.values()), key=features.index)):
+                categories[REST] = rest
         named = {
-            "categories": {
-                name: _matched(patterns, features, f"category {name!r}") for name, patterns in self.categories.items()
-            },
+            "entities": entities,
+            "categories": categories,
             "together": [_matched(patterns, features, "together") for patterns in self.together],
             "apart": [_matched(patterns, features, "apart") for patterns in self.apart],
             "pooling_factors": {

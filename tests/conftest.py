@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
+# Collecting the tests imports everything there is, and leaves nothing to collect.
+gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -13,6 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules with rank tests come first: what is left for the end, when one worker waits for the other, is short."""
     modules = {item.path for item in items if item.get_closest_marker("ranks")}
     items.sort(key=lambda item: item.path not in modules)
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,4 +34,4 @@ def _prepared_ranks(request: pytest.FixtureRequest) -> None:
             "torchmetrics.functional.classification",
             "torchrec.metrics.ne",
         ]
-        prepare_ranks([*sorted(modules), *late])
+        prepare_ranks(["tests.without_gc", *sorted(modules), *late])

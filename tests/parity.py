@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -155,6 +156,17 @@ def train_plainly(training: PlainTraining, *batches: list[tuple[KeyedJaggedTenso
         module.zero_grad()
         torch.stack([loss_of(module(ids)[1], labels) for ids, labels in of_replica]).mean().backward()
     training.step()
+
+
+def share(oracle: PlainTraining) -> None:
+    """Gives every rank the numbers of the oracle of rank 0, the only one that is trained."""
+    numbers = [parameter.data for module in oracle.modules for parameter in module.parameters()]
+    for table in (table for tables in oracle.tables for table in tables.values()):
+        numbers += [state for states in table.states for state in states]
+    together = torch.cat([number.flatten() for number in numbers])
+    dist.broadcast(together, src=0)
+    for number, part in zip(numbers, together.split([number.numel() for number in numbers]), strict=True):
+        number.copy_(part.view_as(number))
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

@@ -140,6 +140,9 @@ def test_commands_without_torchrec() -> None:
 
         run = CliRunner().invoke(main, ["complexity", "--arch", "dlrm", "--json"])
         assert run.exit_code == 0, run.output
+        run = CliRunner().invoke(main, ["plan", "demo", "model.arch=dmt-dlrm", "--json"])
+        assert run.exit_code == 0, run.output
+        assert '"tables"' in run.output
         run = CliRunner().invoke(main, ["demo"])
         assert run.exit_code == 2, run.output
         print(run.output)
@@ -182,8 +185,8 @@ def test_file_sizes() -> None:
 
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
-    assert len(SOURCES) <= 115
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 23_190
+    assert len(SOURCES) <= 119
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 24_400
 
 
 def test_function_sizes_and_arguments() -> None:

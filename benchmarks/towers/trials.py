@@ -34,6 +34,7 @@ __all__ = [
     "StudySet",
     "build_trial_model",
     "measure_affinity",
+    "row_order",
     "run_trial",
     "train_and_test",
     "trial_config",
@@ -133,8 +134,10 @@ def _seed_of(seed: int, name: str) -> int:
     return zlib.crc32(f"{seed}/{name}".encode())
 
 
-def train_and_test(config: TrainingConfig, clicks: Clicks, seed: int) -> tuple[nn.Module, MetricValues]:
-    """Trains one model from the seed's weights, on rows in the seed's order, and tests it."""
+def train_and_test(
+    config: TrainingConfig, clicks: Clicks, seed: int, requests: Tensor | None = None
+) -> tuple[nn.Module, MetricValues]:
+    """Trains one model from the seed's weights, on rows in the seed's order (see `row_order`), and tests it."""
     task = ClickTask(build_trial_model(config, clicks, seed))
     optimizer, warm_up = config.optimizer, max(1, config.optimizer.warmup_steps)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -145,7 +148,7 @@ def train_and_test(config: TrainingConfig, clicks: Clicks, seed: int) -> tuple[n
         torch.optim.Adam(groups[False], lr=optimizer.dense_lr, fused=True),
     ]
     rates = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / warm_up)) for o in optimizers]
-    for rows in row_order(len(clicks.train[2]), config.train, seed):
+    for rows in row_order(len(clicks.train[2]), config.train, seed, requests):
         loss, _ = task(clicks.batch(clicks.train, rows))
         task.zero_grad()
         loss.backward()
@@ -161,10 +164,13 @@ def train_and_test(config: TrainingConfig, clicks: Clicks, seed: int) -> tuple[n
     return task.model, metrics.compute()
 
 
-def row_order(num_rows: int, train: TrainConfig, seed: int) -> Iterator[Tensor]:
+def row_order(num_rows: int, train: TrainConfig, seed: int, requests: Tensor | None = None) -> Iterator[Tensor]:
+    """Batches of rows, shuffled in each epoch; by request, where ``requests`` numbers that of each row from 0."""
     generator = torch.Generator().manual_seed(_seed_of(seed, "rows"))
     for _ in range(train.epochs):
-        order = torch.randperm(num_rows, generator=generator)
+        order = torch.randperm(num_rows if requests is None else int(requests.max()) + 1, generator=generator)
+        if requests is not None:
+            order = order[requests].argsort(stable=True)
         yield from (rows for rows in order.split(train.batch_size) if len(rows) == train.batch_size)
 
 

@@ -45,7 +45,7 @@ def prepare_ranks(modules: Sequence[str] = ()) -> None:
     functions of the ranks need; one that cannot be imported is left to the rank that needs it.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    mp.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *modules])
+    mp.get_context("forkserver").set_forkserver_preload([*modules, *_PRELOAD])
     forkserver.ensure_running()
 
 
@@ -260,6 +260,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     # What the fork brought along is never garbage; looking through it after every call would take longer than many do.
     gc.freeze()
+    gc.enable()
 
     _initialize_torchrec()
     _PARENT.append(pipe)

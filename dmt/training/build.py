@@ -22,7 +22,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt.formatting import human_bytes
 from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, Complexity, ModelOptions, flat_sparse_arch, tower_sparse_arch
-from dmt.models.complexity import MetaTables, MetaTowers, compression_ratio, count_on_meta
+from dmt.models.complexity import MetaTables, MetaTowers, compression_ratio, count_on_meta, tower_modules
 from dmt.models.sparse import JoinedShards
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import feature_names
@@ -42,6 +42,7 @@ from dmt.traffic import Traffic
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import check_memory
+from dmt.training.distinct import InputGroup
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -309,13 +310,14 @@ def _codecs_of_all_ranks(config: TrainingConfig) -> dict[str, Any] | None:
     return None if codecs is None else {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
 
 
-def expected_traffic(job: Job) -> Traffic:
+def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> Traffic:
     """Returns the bytes that all ranks send in one step of a job with the tower dataflow, as `TrafficMeter` counts.
 
     Hosts are as `TowerTopology.host` says. Ids and lengths follow the pooling factors of the plan; embeddings or tower
     outputs and their gradients the formats of the config; data-parallel tables, tower modules and dense parts are
     reduced in rings. Not counted: the sizes that ranks tell each other before an exchange, rows that pad small number
     formats to full groups, that the rows of a row-wise table are not read equally often, and the sync of replicas.
+    With ``distinct``, what `distinct_inputs_of` counted, each distinct input is sent once, otherwise every sample.
     """
     sharding, own = job.sharding, job.config.sharding
     assert sharding is not None, "the flat dataflow has no sharding plan"
@@ -329,13 +331,14 @@ def expected_traffic(job: Job) -> Traffic:
     model = build_model(job, device="meta", without_tables=True)
     outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
     numbers = outputs / sharding.hardware.exchange_bytes
+    inside = replicas * sum(load.id_bytes + 2 * load.output_bytes for _, load in loads) + local_ids
+    if distinct is not None:
+        ids, numbers, inside = _distinct_traffic(job, distinct, model)
     of_towers, of_all = _dense_weights(model)
     tables_ring = replicas * sum(load.reduced_bytes for _, load in loads)
     all_across, all_inside = _dense_bytes(topology, job.config.train, of_all)
     tower_ring = 2 * (replicas * topology.ranks_per_tower - 1) * of_towers + tables_ring
     tower_across = tower_ring * _share_across(topology, topology.tower_module_groups()[0])
-    # The plan's bytes hold the rings of data-parallel tables.
-    inside = replicas * sum(rank.bytes_sent for rank in sharding.ranks) - tables_ring + local_ids
     return Traffic(
         ids=round(ids),
         forward=round(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes),
@@ -359,6 +362,37 @@ def sharding_result(job: Job) -> dict[str, Any]:
             "planned_bytes_per_sample": {name: number / rows for name, number in asdict(expected_traffic(job)).items()},
         }
     }
+
+
+def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module) -> tuple[float, float, float]:
+    """Bytes of ids between towers, numbers of a forward pass between them, bytes inside; peer route."""
+    sharding = job.sharding
+    assert sharding is not None, "the flat dataflow has no sharding plan"
+    topology, modules = sharding.topology, tower_modules(model)
+    columns = {name: table.embedding_dim for table in job.split_tables for name in table.feature_names}
+    sent = numbers = 0.0
+    # Inside a tower, groups with fewer rows than others are filled up with empty bags.
+    rows: list[float] = [0.0] * topology.num_towers
+    ids: dict[str, float] = {}
+    tower_of: dict[str, int] = {}
+    for group in distinct:
+        found, tower = group.distinct, group.tower
+        width = modules[tower].out_features if modules else sum(columns[name] for name in group.features)
+        sent += found.rows * len(group.features) + sum(found.ids)
+        numbers += found.rows * width
+        rows[tower] = max(rows[tower], found.rows)
+        ids.update(zip(group.features, found.ids, strict=True))
+        tower_of.update(dict.fromkeys(group.features, tower))
+    pooling = {name: max(number, 1e-9) / rows[tower_of[name]] for name, number in ids.items()}
+    workload = replace(sharding.workload, pooling_factors=pooling)
+    costs = CostModel(topology=topology, workload=workload, hardware=sharding.hardware)
+    inside = sum(
+        (load.id_bytes + 2 * load.output_bytes) * rows[tower_of[table.feature_names[0]]] / workload.batch_size
+        for table in job.split_tables
+        for _, load in costs.shards(table, sharding.placements[table.name])
+    )
+    away = topology.world_size * (1 - 1 / topology.num_towers)
+    return away * sent * _ID_BYTES, away * numbers, topology.num_replicas * inside
 
 
 def _dense_weights(model: nn.Module) -> tuple[int, int]:

@@ -13,20 +13,24 @@ from torch import nn
 from dmt.errors import InputError
 from dmt.models.sparse import whole_tables
 from dmt.partitioner import FeatureAffinity
+from dmt.partitioner.entities import find_entities
+from dmt.plan.distinct import bag_hashes
 from dmt.plan.tables import TableSpec
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, TrainingConfig, load_config, to_override
 from dmt.training.data import ClickBatch, ClickData, open_source
+from dmt.training.distinct import first_bags
 from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
 
-__all__ = ["affinity_of_run", "spread_batches", "trained_rows", "write_affinity"]
+__all__ = ["affinity_of_run", "entities_of_run", "spread_batches", "trained_rows", "write_affinity"]
 
 logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 256
+_MEASURED_BATCHES = 8
 
 
 def affinity_of_run(
@@ -51,17 +55,7 @@ def affinity_of_run(
     Raises:
         InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
     """
-    checkpoint = newest(run / "checkpoint") or newest(run)
-    if checkpoint is None:
-        raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
-    overrides = []
-    if (checkpoint / "towers.json").exists():
-        overrides.append(to_override("towers.plan", checkpoint / "towers.json"))
-    if data_path is not None:
-        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
-            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        overrides.append(to_override("data.train_path", data_path))
-    config = load_config(checkpoint / "config.toml", overrides)
+    checkpoint, config = _checkpoint_of(run, data_path)
     data = open_source(config.data, embedding_dim=config.model.embedding_dim)
     if check is not None:
         check(data.tables)
@@ -82,6 +76,40 @@ def affinity_of_run(
         rows = _count_rows(data, size)
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
     return FeatureAffinity.collect(model, batches, forward=forward), data.tables
+
+
+def entities_of_run(run: Path, *, num_towers: int, data_path: str | None = None) -> dict[str, list[str]]:
+    """Finds entities, `find_entities`, in the first batches that the ranks of a run would get (grouped by request).
+
+    Raises:
+        InputError: the folder holds no run or no whole checkpoint, the data do not fit it, or nothing repeats.
+    """
+    _, config = _checkpoint_of(run, data_path)
+    data = open_source(config.data)
+    ranks = min(config.topology.build().world_size, _MEASURED_BATCHES)
+    bags = first_bags(data, world_size=ranks, batch_size=config.train.batch_size)
+    hashes = [{name: bag_hashes(*own) for name, own in batch.items()} for batch in bags]
+    found = find_entities(hashes, num_towers=num_towers)
+    if not found:
+        raise InputError(
+            f"--entity auto: no features of {run} repeat together in batches of {config.train.batch_size} rows. Group "
+            "the rows (data.group_by), or leave it out."
+        )
+    return found
+
+
+def _checkpoint_of(run: Path, data_path: str | None) -> tuple[Path, TrainingConfig]:
+    checkpoint = newest(run / "checkpoint") or newest(run)
+    if checkpoint is None:
+        raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
+    overrides = []
+    if (checkpoint / "towers.json").exists():
+        overrides.append(to_override("towers.plan", checkpoint / "towers.json"))
+    if data_path is not None:
+        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
+            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
+        overrides.append(to_override("data.train_path", data_path))
+    return checkpoint, load_config(checkpoint / "config.toml", overrides)
 
 
 def write_affinity(

@@ -94,7 +94,8 @@ CHOICES = [("fp32", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("int8", "fp16"
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_peer_exchange_alone_changes(kind: str, autocast: bool) -> None:
     share = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 1.25 / 4}
-    for found in run_ranks(compare_on_rank, 4, kind, CHOICES, autocast)[0]:
+    choices = CHOICES[1::2] if autocast else CHOICES
+    for found in run_ranks(compare_on_rank, 4, kind, choices, autocast)[0]:
         forward, backward = found["choice"]
         plain, traffic = found["plain"], found["traffic"]
         assert traffic.forward == plain.forward * share[forward]

@@ -44,6 +44,7 @@ from tests.parity import (
     loss_of,
     make_tables,
     plain_training,
+    share,
     train_plainly,
 )
 from tests.ranks import run_ranks
@@ -86,7 +87,9 @@ def trained_like_the_oracle(
         if step == 0:
             torch.testing.assert_close(embeddings.values(), oracle.modules[0](ids)[0].values(), rtol=1e-6, atol=1e-6)
         loss_of(logits, labels).backward()
-        train_plainly(oracle, everyone)
+        if rank == 0:
+            train_plainly(oracle, everyone)
+    share(oracle)
     after = gather_plain_state(model)
     for name, value in oracle.modules[0].state_dict().items():
         if "embedding_bags" in name:

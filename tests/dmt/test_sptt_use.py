@@ -372,20 +372,22 @@ def files_on_rank(rank: int, case: Case) -> set[str]:
     ReplicaSync(model, mesh)
     ids, _ = case.batches().draw(rank, 0, tables)
     model(torch.zeros(5, 2), ids)  # the first batch also makes the id exchange
-    entered: set[str] = set()
+    called: set[str] = set()
+    last = inspect.unwrap(SPTTModule.look_up).__code__
 
     def note(frame: Any, event: str, arg: Any) -> None:
-        if event == "return" and frame.f_code is inspect.unwrap(SPTTModule.look_up).__code__:
+        if event == "return" and frame.f_code is last:
             sys.setprofile(None)
-        path = Path(frame.f_code.co_filename).resolve()
-        if event == "call" and path.is_relative_to(library):
-            entered.add(str(path.relative_to(library)))
+        if event == "call":
+            called.add(frame.f_code.co_filename)
 
     sys.setprofile(note)
     try:
         model(torch.zeros(5, 2), ids)
     finally:
         sys.setprofile(None)
+    paths = [path for path in (Path(name).resolve() for name in called) if path.is_relative_to(library)]
+    entered = {str(path.relative_to(library)) for path in paths}
     return {name for name in entered if name.startswith(("dmt/", "models/"))}
 
 

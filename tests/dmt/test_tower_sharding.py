@@ -111,7 +111,7 @@ def test_the_plan_depends_on_nothing_but_its_input() -> None:
     assert first.ranks == second.ranks
 
 
-@pytest.mark.parametrize(("towers", "ranks"), [(1, 128), (16, 8)])
+@pytest.mark.parametrize(("towers", "ranks"), [pytest.param(1, 128, marks=pytest.mark.slow), (16, 8)])
 def test_a_thousand_tables_are_balanced(towers: int, ranks: int) -> None:
     tables, workload = many_tables(1000)
     # How long it takes is measured by `benchmarks.planner_quality`.

@@ -55,17 +55,27 @@ def test_the_price_of_every_move_and_swap_is_what_it_changes(seed):
         after = bounds.violation(changed, num_towers), objective_of(squared, bounds.weights, changed)
         return pytest.approx(np.subtract(after, before), abs=1e-9)
 
-    for block in range(11):
-        limits, gain = search._moves(block, labels[block])
+    blocks = np.arange(11)
+    move_limits, move_gains = search._moves(blocks)
+    swap_limits, swap_gains = search._swaps(blocks)
+    for block in blocks:
         for tower in set(range(num_towers)) - {labels[block]}:
             moved = labels.copy()
             moved[block] = tower
-            assert (limits[tower], gain[tower]) == changes(moved)
-        limits, gain = search._swaps(block, labels[block])
+            assert (move_limits[block, tower], move_gains[block, tower]) == changes(moved)
         for other in np.flatnonzero(labels != labels[block]):
             swapped = labels.copy()
             swapped[[block, other]] = labels[[other, block]]
-            assert (limits[other], gain[other]) == changes(swapped)
+            assert (swap_limits[block, other], swap_gains[block, other]) == changes(swapped)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_priced_together_end_as_blocks_priced_one_by_one(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    bounds, squared, start = bounds_of(rng, 40), random_squares(rng, 40), random_labels(rng, 40, 6)
+    together = local_search(squared, start, 6, bounds)
+    monkeypatch.setattr(assignment, "PRICED_TOGETHER", 1)
+    assert local_search(squared, start, 6, bounds).tolist() == together.tolist()
 
 
 def neighbours(labels, num_towers):

@@ -51,8 +51,14 @@ def test_the_scale_of_the_points_does_not_matter(scale):
     assert constrained_clusters(points, 4).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("size", "clusters"), [(26, 8), (60, 16), (90, 7)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("size", "clusters", "seed"),
+    [
+        pytest.param(size, clusters, seed, marks=() if seed == number else pytest.mark.slow)
+        for number, (size, clusters) in enumerate([(26, 8), (60, 16), (90, 7)])
+        for seed in range(3)
+    ],
+)
 def test_no_worse_than_the_package_with_as_many_starts(size, clusters, seed):
     from k_means_constrained import KMeansConstrained
 

@@ -43,7 +43,7 @@ def test_permuting_the_features_permutes_the_answer_only(strategy):
     affinity, _ = planted_affinity(26, 8, seed=2, within=0.3, between=0.3, noise=0.3)
     partitioner = TowerPartitioner(num_towers=8, strategy=strategy)
     plan = partitioner.fit(affinity)
-    for seed in range(3):
+    for seed in range(2):
         order = np.random.default_rng(seed).permutation(affinity.features).tolist()
         turned = partitioner.fit(affinity.permuted(order))
         assert sets(turned) == sets(plan)
@@ -103,10 +103,10 @@ def test_a_constant_affinity_still_gives_balanced_towers(value, strategy):
 
 
 def test_other_numbers_of_dimensions():
-    affinity, groups = planted_affinity(24, 4, seed=0)
-    for dims in (3, 30):
-        assert rand_index(TowerPartitioner(num_towers=4, dims=dims).fit(affinity), groups) == 1.0
-    assert sorted(map(len, TowerPartitioner(num_towers=4, dims=1).fit(affinity).to_lists())) == [6] * 4
+    affinity, groups = planted_affinity(12, 3, seed=0)
+    for dims in (3, 15):
+        assert rand_index(TowerPartitioner(num_towers=3, dims=dims).fit(affinity), groups) == 1.0
+    assert sorted(map(len, TowerPartitioner(num_towers=3, dims=1).fit(affinity).to_lists())) == [4] * 3
 
 
 def test_the_plan_records_how_it_was_made_and_survives_a_file(tmp_path):

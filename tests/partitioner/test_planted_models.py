@@ -57,8 +57,17 @@ def recovered(kind, seed, noise):
 
 
 # At noise 1 half of an embedding is its group's and the affinity within a group about 0.5; at noise 2 it is about 0.2.
-@pytest.mark.parametrize("noise", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))])
+# `make test` has the hardest with three seeds.
+@pytest.mark.parametrize(
+    ("seed", "noise"),
+    [
+        pytest.param(
+            seed, noise, marks=() if (seed, noise) in ((0, 0.0), (0, 2.0), (1, 2.0), (2, 2.0)) else pytest.mark.slow
+        )
+        for seed in range(10)
+        for noise in (0.0, 1.0, 2.0)
+    ],
+)
 def test_eight_groups_of_three_or_four_are_recovered(seed, noise):
     assert recovered("8 groups of 3-4", seed, noise) == 1.0
 

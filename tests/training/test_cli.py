@@ -29,8 +29,8 @@ from dmt.training.commands import main
 from dmt.training.commands.demo import demo_settings
 from dmt.training.config import to_toml
 from tests.programs import run_program
-from tests.training.checkpoints.made import make_checkpoint
-from tests.training.small import small
+from tests.training.checkpoints.made import make_checkpoint, save_alone
+from tests.training.small import plain, small
 
 
 def dmt(*arguments: str) -> Result:
@@ -150,6 +150,40 @@ def test_two_options_may_not_name_one_file(affinity: Path, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["affinity.npz"]
 
 
+def test_entities_have_towers_of_their_own(affinity: Path, tmp_path: Path) -> None:
+    files = ["--affinity", str(affinity), "--out", str(tmp_path / "towers.json")]
+    result = dmt("partition", *files, "--towers", "3", "--entity", "user=a,b", "--entity", "item=[cd],e,c,d")
+    assert result.exit_code == 2  # brackets are no pattern
+    result = dmt("partition", *files, "--towers", "3", "--entity", "user=a,b", "--entity", "item=c,d,e")
+    assert result.exit_code == 0, result.output
+    found = TowerPlan.load(tmp_path / "towers.json")
+    assert {tower.name: tower.features for tower in found.towers} == {
+        "user_0": ("a", "b"),
+        "item_0": ("c", "d", "e"),
+        "rest_0": ("f",),
+    }
+
+
+def test_entities_are_measured_on_the_batches_of_a_run(tmp_path: Path) -> None:
+    # 16 requests of 8 rows: what is the request's repeats in a batch, also where it has many values.
+    lines = [f"{i % 2},{i},{i // 8},{7 * (i // 8)},{i},{i // 8},{3 * i}" for i in range(128)]
+    (tmp_path / "rows.csv").write_text("\n".join(["label,d_1,c_a,c_b,c_c,c_d,c_e", *lines]) + "\n")
+    data = {"kind": "columns", "train_path": str(tmp_path / "rows.csv"), "categorical": ["c_*"], "dense": ["d_*"]}
+    run = small("dlrm", data={**data, "group_by": "c_a", "eval_fraction": 0.2}, train={"batch_size": 32})
+    save_alone(plain(run), tmp_path / "run" / "checkpoint", files={"config.toml": to_toml(run)})
+    files = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "towers.json"), "--towers", "2"]
+    result = dmt("partition", *files, "--entity", "auto")
+    assert result.exit_code == 0, result.output
+    found = {frozenset(tower.features) for tower in TowerPlan.load(tmp_path / "towers.json").towers}
+    assert found == {frozenset({"c_a", "c_b", "c_d"}), frozenset({"c_c", "c_e"})}
+    alone = dmt("partition", *files, "--entity", "auto", "--entity", "a=c_a")
+    assert "--entity auto measures all entities from the rows of --checkpoint" in " ".join(alone.output.split())
+    ungrouped = ["--data", str(tmp_path / "other.csv"), *files, "--entity", "auto"]
+    lines = [f"{i % 2},{i},{i},{i},{i},{i},{i}" for i in range(128)]
+    (tmp_path / "other.csv").write_text("\n".join(["label,d_1,c_a,c_b,c_c,c_d,c_e", *lines]) + "\n")
+    assert "no features of" in dmt("partition", *ungrouped).output
+
+
 def test_a_picture_of_no_known_kind_is_refused_before_the_work(affinity: Path, tmp_path: Path) -> None:
     files = ["--affinity", str(affinity), "--out", str(tmp_path / "new" / "t.json"), "--picture", "x.foo"]
     result = dmt("partition", *files, "--towers", "2")
@@ -250,6 +284,8 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
         (["demo", "train.batch_size=1000000"], "1000000 training rows, fewer than one step takes: 4 ranks x"),
         (["demo", "data.synthetic.num_dense=0"], "The data has no dense column"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--data", "x"], "--data goes with --checkpoint"),
+        (["partition", "--towers", "2", "--affinity", "a.npz", "--entity", "u_*"], "'u_*' must be NAME=FEATURES"),
+        (["partition", "--towers", "2", "--affinity", "a.npz", "--entity", "auto"], "--checkpoint RUN_DIR: give it"),
         (
             ["partition", "--towers", "2", "--affinity", "a.npz", "--balance-ratio", "fre"],
             "--balance-ratio 'fre' must be",
@@ -374,7 +410,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def test_a_stopped_command_leaves_no_process_behind(command: str, number: signal.Signals, tmp_path: Path) -> None:
     """Of a demo: torchrun and its ranks. Of a check: the ranks and the process they are forked from."""
     arguments, begun, processes = {
-        "demo": (["topology.ranks_per_tower=1", "--out", str(tmp_path)], "dlrm/metrics.jsonl", 4),
+        "demo": (["topology.ranks_per_tower=1", "train.log_every=1", "--out", str(tmp_path)], "dlrm/metrics.jsonl", 4),
         "check": (["demo", "--steps", "1000000"], "dmt-ranks-*/store", 6),
     }[command]
     program = [sys.executable, "-c", "from dmt.training.commands import main; main()", command, *arguments]

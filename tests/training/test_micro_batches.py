@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -33,7 +35,7 @@ class Interrupted(Exception):
 
 
 def config(folder: Path, arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, Any]) -> TrainingConfig:
-    train = {"max_steps": STEPS, "save_every": SAVE_EVERY, "log_every": 1, "output_dir": str(folder)}
+    train = {"max_steps": STEPS, "log_every": 1, "output_dir": str(folder)}
     sections["train"] = train | sections.get("train", {})
     sections.setdefault("synthetic", {"num_rows": 400, "num_eval_rows": 150})
     return small(arch, dataflow, **sections)
@@ -50,12 +52,10 @@ def runs_on_rank(rank: int, runs: list[tuple[dict[str, Any], int | None]]) -> li
             if step == stop_at:
                 raise Interrupted
 
-        RunRecord.scalars = scalars  # type: ignore[method-assign]
         run = TrainingConfig.model_validate(values)
-        try:
-            results.append(train_job(resolve(run, run.topology.build().world_size), TowerMesh(run.topology.build())))
-        except Interrupted:
-            results.append(None)
+        results.append(None)
+        with patch.object(RunRecord, "scalars", scalars), contextlib.suppress(Interrupted):
+            results[-1] = train_job(resolve(run, run.topology.build().world_size), TowerMesh(run.topology.build()))
     return results
 
 
@@ -63,7 +63,7 @@ def attempt(*runs: TrainingConfig, stop_at: dict[int, int] | None = None) -> lis
     """The results of runs one after another on the same ranks; ``stop_at`` has the last step of those interrupted."""
     steps = stop_at or {}
     values = [(run.model_dump(mode="json"), steps.get(i)) for i, run in enumerate(runs)]
-    found: list[dict[str, Any]] = run_ranks(runs_on_rank, runs[0].topology.build().world_size, values, fresh=True)[0]
+    found: list[dict[str, Any]] = run_ranks(runs_on_rank, runs[0].topology.build().world_size, values)[0]
     return found
 
 
@@ -125,7 +125,7 @@ def test_flat_models_and_replicas_have_them_too(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
-    train = {"micro_batches": 2, "dense_reduce": "hierarchical"}
+    train = {"micro_batches": 2, "dense_reduce": "hierarchical", "save_every": SAVE_EVERY}
     table_wise = {"scheme": "table_wise"}
     undisturbed, interrupted = (config(tmp_path / name, sharding=table_wise, train=train) for name in ("a", "b"))
     expected = attempt(undisturbed)[0]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dmt.plan.distinct import DistinctRows
 from dmt.plan.towers import TowerPlan
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_optimizer, expected_traffic, shard_model
 from dmt.training.config import TrainingConfig
+from dmt.training.distinct import InputGroup, distinct_inputs_of
 from dmt.training.job import open_job
 from dmt.training.loop import Trainer
 from dmt.training.records import traffic_warning
@@ -157,6 +160,50 @@ def test_more_ids_than_planned_are_told_and_pooling_factors_mend_it() -> None:
     assert "sharding.pooling_factors" in warning
     assert "forward" not in warning
     assert traffic_warning(with_factors, with_factors) == ""
+
+
+@pytest.mark.parametrize("name", [name for name, (_, s) in CASES.items() if "id_route" not in s.get("sharding", {})])
+def test_where_no_input_repeats_as_much_is_planned_as_without_looking(name: str, tmp_path: Path) -> None:
+    CUT.save(tmp_path / "towers.json")
+    job = open_job(config_of(name, str(tmp_path)))
+    assert job.towers is not None
+    every = [
+        InputGroup(tower=tower, features=tuple(own), distinct=DistinctRows(128.0, (128.0,) * len(own)), share=1.0)
+        for tower, own in enumerate(job.towers.to_lists())
+    ]
+    assert expected_traffic(job, every) == expected_traffic(job)
+
+
+@pytest.mark.parametrize("arch", ["dmt-dlrm", "dlrm"])
+def test_distinct_inputs_are_planned_once(arch: str, tmp_path: Path) -> None:
+    # Each request of 8 rows has a user of 2 requests: B = 64 rows have 8 requests and 4 users.
+    lines = [
+        f"{i % 2},{i},{i // 16},{i // 16 % 4},{i // 8},{i // 8 % 4},{'x|y' if i // 16 % 2 else ''}" for i in range(256)
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(["label,d_1,u_a,u_b,q_a,q_b,u_c", *lines]) + "\n")
+    data = {"kind": "columns", "train_path": str(tmp_path), "eval_path": str(tmp_path), "dense": ["d_1"]}
+    data |= {"categorical": ["u_*", "q_*"], "multi_hot": ["u_c"], "shuffle_rows": 0, "num_embeddings": 100_000}
+    TowerPlan.from_lists([["u_a", "u_b", "u_c"], ["q_a", "q_b"]]).save(tmp_path / "towers.json")
+    sections = {"towers": {"plan": str(tmp_path / "towers.json")}, "train": {"batch_size": 64}, "data": data}
+    job = open_job(small(arch, "sptt", sharding={"dataflow": "sptt", "scheme": "table_wise"}, **sections))
+    groups = distinct_inputs_of(job)
+    assert {group.features: (group.share * 64, group.distinct.ids) for group in groups} == (
+        {("u_a", "u_b", "u_c"): (4.0, (4.0, 4.0, 4.0)), ("q_a", "q_b"): (8.0, (8.0, 8.0))}
+        if arch == "dmt-dlrm"
+        else {
+            ("u_a",): (4.0, (4.0,)), ("u_b",): (4.0, (4.0,)), ("u_c",): (2.0, (2.0,)),
+            ("q_a",): (8.0, (8.0,)), ("q_b",): (4.0, (4.0,)),
+        }
+    )  # fmt: skip
+    whole, once = expected_traffic(job), expected_traffic(job, groups)
+    # Half of what 4 ranks send goes to the other tower: a length for each feature and row, and the ids.
+    numbers = (4 * 3 + 12, 8 * 2 + 16) if arch == "dmt-dlrm" else (8 + 8 + 2 + 2, 16 + 8)
+    assert once.ids == 4 // 2 * 8 * sum(numbers)
+    # Outputs of FP32: 4 or 8 numbers of each feature (tower_dim 4, or the embedding).
+    rows = (4 * 3 + 8 * 2) * 4 if arch == "dmt-dlrm" else (4 + 4 + 2 + 8 + 4) * 8
+    assert once.forward == once.backward == 4 // 2 * 4 * rows
+    assert once.dense == whole.dense
+    assert 0 < once.inside - once.dense < (whole.inside - whole.dense)
 
 
 def test_a_warning_needs_a_tenth() -> None:

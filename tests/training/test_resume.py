@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -36,19 +38,16 @@ def run_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> dict[
     """One attempt at a run, which may be interrupted at a step; None if it was."""
     config = TrainingConfig.model_validate(values)
     job = resolve(config, config.topology.build().world_size)
-    if stop_at is not None:
-        log = RunRecord.scalars
+    log = RunRecord.scalars
 
-        def interrupt(self: RunRecord, step: int, numbers: dict[str, float]) -> None:
-            log(self, step, numbers)
-            if step == stop_at:
-                raise Interrupted
+    def interrupt(self: RunRecord, step: int, numbers: dict[str, float]) -> None:
+        log(self, step, numbers)
+        if step == stop_at:
+            raise Interrupted
 
-        RunRecord.scalars = interrupt  # type: ignore[method-assign]
-    try:
+    with patch.object(RunRecord, "scalars", interrupt), contextlib.suppress(Interrupted):
         return train_job(job, TowerMesh(job.topology))
-    except Interrupted:
-        return None
+    return None
 
 
 def config(folder: Path, *, arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, Any]) -> Any:
@@ -61,7 +60,7 @@ def config(folder: Path, *, arch: str = "dmt-dlrm", dataflow: str = "auto", **se
 
 def attempt(run: TrainingConfig, stop_at: int | None = None) -> dict[str, Any] | None:
     world_size = run.topology.build().world_size
-    return run_ranks(run_on_rank, world_size, run.model_dump(mode="json"), stop_at, fresh=stop_at is not None)[0]
+    return run_ranks(run_on_rank, world_size, run.model_dump(mode="json"), stop_at)[0]
 
 
 def losses(run: TrainingConfig) -> list[tuple[int, dict[str, float]]]:
@@ -86,7 +85,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("flat", "replicas") else []) for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("towers", "flat", "replicas") else [])
+        for name in LAYOUTS
+    ],
 )
 def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     undisturbed, interrupted = (config(tmp_path / kind, **LAYOUTS[name]) for kind in ("a", "b"))
@@ -114,8 +117,8 @@ def rows_seen_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) ->
 
         return progress(self, spy() if self._model.training else batches)
 
-    Trainer._progress = spied  # type: ignore[method-assign]
-    run_on_rank(rank, values, stop_at)
+    with patch.object(Trainer, "_progress", spied):
+        run_on_rank(rank, values, stop_at)
     return seen
 
 
@@ -123,12 +126,12 @@ def rows_seen_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) ->
 def test_a_run_goes_on_at_the_right_sample_on_other_ranks(tmp_path: Path) -> None:
     """4 ranks x 16 rows for 4 steps, then 2 ranks x 24 rows, flat instead of towers: every row once, in the order."""
     run = config(tmp_path, arch="dlrm", dataflow="sptt", train={"epochs": 1, "max_steps": None})
-    before = run_ranks(rows_seen_on_rank, 4, run.model_dump(mode="json"), 5, fresh=True)
+    before = run_ranks(rows_seen_on_rank, 4, run.model_dump(mode="json"), 5)
     values = run.model_dump(mode="json")
     values["topology"] = {"num_towers": 2, "ranks_per_tower": 1}
     values["train"] |= {"batch_size": 24}
     values["sharding"] = {"dataflow": "flat"}
-    after = run_ranks(rows_seen_on_rank, 2, values, None, fresh=True)
+    after = run_ranks(rows_seen_on_rank, 2, values, None)
     whole = next(source(run).batches("train", rank=0, world_size=1, batch_size=450))
     stream = whole.dense_features[:, 0].tolist()
     assert len(stream) == 450
@@ -372,7 +375,7 @@ def test_the_warm_up_may_be_taken_out_and_averagings_stay_where_they_were(tmp_pa
     run = config(tmp_path, **sections, train={"eval_every": 4, "max_steps": 6, "save_every": 100})
     assert attempt(run) is not None
     values = changed(run, train={"max_steps": 13}, optimizer={"warmup_steps": 0}).model_dump(mode="json")
-    assert run_ranks(checked_evaluations_on_rank, 4, values, fresh=True) == [[8, 12, 13]] * 4
+    assert run_ranks(checked_evaluations_on_rank, 4, values) == [[8, 12, 13]] * 4
 
 
 def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
@@ -386,6 +389,6 @@ def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
         steps.append(self.position.step)
         return evaluate(self)
 
-    Trainer.evaluate = checked  # type: ignore[method-assign]
-    run_on_rank(rank, values, None)
+    with patch.object(Trainer, "evaluate", checked):
+        run_on_rank(rank, values, None)
     return steps

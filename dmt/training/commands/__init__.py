@@ -100,7 +100,10 @@ def doctor(as_json: bool) -> None:
 @click.option("--towers", type=int, required=True, help="Number of towers.")
 @click.option("--strategy", default="coherent", show_default=True, help="coherent, diverse or both.")
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
-@click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, together, apart, limits.")
+@click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, entities, together, limits.")
+@click.option(
+    "--entity", multiple=True, metavar="NAME=FEATURES", help="Features (names, globs) in a tower of their own; or auto."
+)
 @click.option("--max-work-ratio", type=float, help="Most lookup work of a tower, over the mean.")
 @click.option("--max-bytes-ratio", type=float, help="Most table bytes of a tower, over the mean.")
 @click.option("--max-tower-bytes", type=float, help="Most table bytes of a tower, such as 4e10.")
@@ -133,6 +136,7 @@ def partition(**options: Any) -> None:
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
 @click.option("--sync-gb-per-s", type=float, help="Rate at which a rank sends to its replicas, GB/s.")
+@click.option("--distinct", is_flag=True, help="Read a batch of every rank and count what repeats in it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the plan as JSON.")
 @click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -141,6 +145,7 @@ def plan(
     overrides: tuple[str, ...],
     *,
     sync_gb_per_s: float | None,
+    distinct: bool,
     out: Path | None,
     everything: bool,
     as_json: bool,
@@ -152,7 +157,7 @@ def plan(
     """
     from dmt.training.commands.plan import print_sharding, run_plan
 
-    found = run_plan(config, overrides, sync_gb_per_s=sync_gb_per_s, out=out)
+    found = run_plan(config, overrides, sync_gb_per_s=sync_gb_per_s, distinct=distinct, out=out)
     if as_json:
         click.echo(json.dumps(found.to_record(), indent=1))
     else:

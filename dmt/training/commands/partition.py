@@ -50,6 +50,8 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
     _check_outputs(options)
     rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
     rules = PartitionRules(**dict(rules) | {name: options[name] for name in _LIMITS if options[name] is not None})
+    if options["entity"]:
+        rules = PartitionRules(**dict(rules) | {"entities": _entities(options)})
     # Made first: what is wrong with it shows before a model is loaded and run.
     partitioner = TowerPartitioner(
         num_towers=options["towers"],
@@ -158,6 +160,28 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
 
     affinity, _ = affinity_of_run(options["checkpoint"], data_path=options["data"], check=check)
     return affinity
+
+
+def _entities(options: Mapping[str, Any]) -> dict[str, list[str]]:
+    if "auto" in options["entity"]:
+        if len(options["entity"]) > 1 or options["checkpoint"] is None:
+            raise InputError(
+                "--entity auto measures all entities from the rows of --checkpoint RUN_DIR: give it alone and with "
+                "that, or name the entities, such as --entity user='u_*'."
+            )
+        from dmt.training.partition import entities_of_run
+
+        found = entities_of_run(options["checkpoint"], num_towers=options["towers"], data_path=options["data"])
+        for name, features in found.items():
+            _say(f"Entity {name}: {' '.join(features)}")
+        return found
+    found = {}
+    for text in options["entity"]:
+        name, _, patterns = text.partition("=")
+        if not name or not patterns or name in found:
+            raise InputError(f"--entity {text!r} must be NAME=FEATURES, each name once, such as user='u_*,age'.")
+        found[name] = patterns.split(",")
+    return found
 
 
 def _balance_ratio(text: str) -> float | None:

@@ -5,27 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
 
 from dmt.errors import InputError
-from dmt.formatting import counted, human_bytes
+from dmt.formatting import counted, human_bytes, shorten
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import load_config
 from dmt.training.console import make_table, table_console
-from dmt.training.job import check_table_optimizer, open_job
+from dmt.training.job import Job, check_table_optimizer, open_job
 
-__all__ = ["PlannedTables", "print_sharding", "run_plan"]
+if TYPE_CHECKING:
+    from dmt.training.distinct import InputGroup
+
+__all__ = ["DistinctBytes", "PlannedTables", "print_sharding", "run_plan"]
 
 _SHOWN_RANKS = 16
 _SHOWN_TABLES = 20
+_SHOWN_FEATURES = 12
 # Characters that names and reasons get at least.
-_FOLDED = {"table": 12, "why": 24, "replicas": 12}
+_FOLDED = {"table": 12, "features": 24, "why": 24, "replicas": 12}
 Rows = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class DistinctBytes:
+    """Bytes that all ranks send to other towers in a step: ids, outputs and gradients."""
+
+    groups: list[InputGroup]
+    every: int
+    """Bytes if every sample is sent."""
+    once: int
+    """Bytes if each distinct input of a rank's batch is sent once."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +51,26 @@ class PlannedTables:
     """The plan of one replica."""
     replicas: ReplicaCosts | None
     """Costs of replicas; None where there is one replica and no rate was given."""
+    distinct: DistinctBytes | None = None
+    """Gain of sending each distinct input once; None where it was not asked for."""
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the plan as JSON writes it, with the costs of replicas under ``replicas``."""
-        record = self.sharding.to_record()
-        return record if self.replicas is None else record | {"replicas": asdict(self.replicas)}
+        """Returns the plan as JSON writes it, with costs of replicas and distinct inputs under keys of their own."""
+        also = {"replicas": self.replicas, "distinct": self.distinct}
+        return self.sharding.to_record() | {key: asdict(value) for key, value in also.items() if value is not None}
 
 
 def run_plan(
-    config: str, overrides: Sequence[str] = (), *, sync_gb_per_s: float | None = None, out: Path | None = None
+    config: str,
+    overrides: Sequence[str] = (),
+    *,
+    sync_gb_per_s: float | None = None,
+    distinct: bool = False,
+    out: Path | None = None,
 ) -> PlannedTables:
     """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
+
+    With ``distinct``, the distinct inputs of the first global batch are counted, for which rows are read.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
@@ -70,9 +94,21 @@ def run_plan(
             sync_every=run.replicas.sync_every,
             sync_gb_per_s=sync_gb_per_s,
         )
+    counted = _distinct_bytes(job) if distinct else None
     if out:
         job.sharding.save(out)
-    return PlannedTables(job.sharding, replicas)
+    return PlannedTables(job.sharding, replicas, counted)
+
+
+def _distinct_bytes(job: Job) -> DistinctBytes:
+    if job.source is None:
+        raise InputError("--distinct counts inputs in rows, but data.tables has none. Leave out one of them.")
+    from dmt.training.build import expected_traffic  # needs TorchRec
+    from dmt.training.distinct import distinct_inputs_of
+
+    groups = distinct_inputs_of(job)
+    every, once = ((t.ids + t.forward + t.backward) for t in (expected_traffic(job), expected_traffic(job, groups)))
+    return DistinctBytes(groups, every, once)
 
 
 def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None) -> None:
@@ -95,6 +131,8 @@ def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None
         f"To other towers: {human_bytes(sum(tower.peer_bytes for tower in found.towers))} of embeddings per forward "
         "pass, before tower modules make them smaller."
     )
+    if planned.distinct is not None:
+        _print_distinct(console, planned.distinct, everything)
     if planned.replicas is not None:
         _print_replicas(console, planned.replicas)
     notes = list(found.notes)
@@ -105,6 +143,16 @@ def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None
         console.print(Text.assemble(("Note:", "yellow"), f" {note}"))
     if out is not None:
         console.print(f"Written to {out}.", soft_wrap=True)
+
+
+def _print_distinct(console: Console, found: DistinctBytes, everything: bool) -> None:
+    shown = found.groups if everything else found.groups[:_SHOWN_TABLES]
+    rows = [(shorten(g.features, ", ", most=_SHOWN_FEATURES), str(g.tower), f"{g.share:.1%}") for g in shown]
+    _print_table(console, "Inputs that are told apart together", ("features", "tower", "distinct"), rows)
+    console.print(
+        f"To other towers, with gradients: {human_bytes(found.every)} per step; {human_bytes(found.once)} where each "
+        "distinct input of a rank's batch is sent once."
+    )
 
 
 def _print_replicas(console: Console, costs: ReplicaCosts) -> None:

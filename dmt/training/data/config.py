@@ -124,8 +124,9 @@ class DataConfig(Section):
     ``split_column`` or ``eval_fraction``."""
     eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of rows set apart for evaluation, evenly spread over the files (about every tenth row at 0.1): row
-    i, counted from 0, is one when ``floor((i + 1) * eval_fraction)`` exceeds ``floor(i * eval_fraction)``. Not
-    used with ``eval_path``, ``split_column`` or synthetic data."""
+    i, counted from 0, is one when ``floor((i + 1) * eval_fraction)`` exceeds ``floor(i * eval_fraction)``. With
+    ``group_by``, about this share of the requests, whole, by a hash of their value. Not used with ``eval_path``,
+    ``split_column`` or synthetic data."""
     split_column: str | None = None
     """Column that tells training rows from evaluation rows (``columns`` only)."""
     train_split: str = "train"
@@ -162,6 +163,12 @@ class DataConfig(Section):
     the order of the files. Synthetic rows are independent draws and are not shuffled."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the shuffling."""
+    group_by: str | None = None
+    """Column of the request, session or user that a row belongs to; it need not be a feature. Whole requests are
+    shuffled instead of rows: the rows of a block of ``shuffle_rows`` with one value follow one another, in their order
+    in the files, and come into one batch of one rank. The only exception is a request that the end of a batch or of a
+    block cuts in two: batches keep their size. A row without a value is a request of its own. With ``shuffle_rows = 0``
+    and in evaluation the order of the files stays."""
     skip_bad_lines: bool = False
     """Leave out and count rows that are malformed instead of stopping at the first."""
     validate_rows: int = Field(default=1_000_000, ge=-1)
@@ -176,7 +183,7 @@ class DataConfig(Section):
     def _check(self) -> DataConfig:
         if self.kind == "synthetic":
             # Compared with the defaults, not with what was set: a resolved config that is read again sets everything.
-            of_files = ("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature")
+            of_files = ("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature", "group_by")
             given = [
                 name
                 for name in of_files

@@ -138,6 +138,7 @@ class ClickData:
             list_separator=config.list_separator,
             id_mode=config.id_mode,
             signed_log1p=config.dense_transform == "signed_log1p",
+            group_by=config.group_by,
         )
 
     @property
@@ -263,6 +264,8 @@ class ClickData:
             blocks = self._read(split, value=None, quiet=rank != 0)
             for block in limit(blocks, None if most < 0 else most):
                 block.rows(every_row(block))
+                if self.config.group_by:
+                    _ = block.requests
                 checked[split] += block.num_rows
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in _SPLITS:
@@ -279,7 +282,8 @@ class ClickData:
         blocks = self._blocks(split, quiet=rank != 0)
         chunks: Iterable[tuple[list[Block], NDArray[np.int64]]] = (([block], every_row(block)) for block in blocks)
         if split == "train" and self.config.shuffle_rows and self._clicks is None:
-            chunks = shuffled(blocks, self.config.shuffle_rows, seed=(self.config.shuffle_seed, epoch))
+            seed, by_request = (self.config.shuffle_seed, epoch), self.config.group_by is not None
+            chunks = shuffled(blocks, self.config.shuffle_rows, seed=seed, by_request=by_request)
         global_batch = world_size * batch_size
         seen = emitted = 0
         waiting: list[Rows] = []
@@ -330,7 +334,8 @@ class ClickData:
         blocks = self._read(split, value=self._split_value(split), quiet=quiet)
         if self.config.eval_path or self.config.split_column:
             return blocks
-        return spread_split(blocks, self.config.eval_fraction, chosen=split == "eval")
+        by_request = self.config.group_by is not None
+        return spread_split(blocks, self.config.eval_fraction, chosen=split == "eval", by_request=by_request)
 
     def _split_value(self, split: Split) -> str | None:
         """Returns the split column's value in the rows of a split; None where there is no such column."""

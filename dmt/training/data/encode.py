@@ -10,7 +10,9 @@ Legend: n rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,11 +21,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
+from dmt.plan.distinct import mix_bits
 from dmt.training.data.rows import Bags, Rows
 
 __all__ = ["Encoder", "FileBlock", "FractionError", "Place", "hash_rows", "is_list", "out_of_range"]
 
 _KEY = "dmt-category-v01"  # SipHash needs 16 bytes; another key is another data set to a trained model.
+_REQUESTS = 2**62  # two requests of a run hardly ever hash alike
 
 
 def is_list(type_: pa.DataType) -> bool:
@@ -84,6 +88,8 @@ class Encoder:
     """Hash values into the table, or take them as its row numbers."""
     signed_log1p: bool
     """True: dense values x become sign(x) * log(1 + abs(x))."""
+    group_by: str | None = None
+    """Column that tells the rows of one request."""
 
     def encode(self, table: pa.Table, labels: NDArray[np.float32], place: Place) -> Rows:
         """Decodes all rows of a table of dense (numbers) and categorical columns; labels are float32 [n].
@@ -179,6 +185,25 @@ class FileBlock:
         """Number of rows in the block."""
         return len(self.labels)
 
+    @cached_property
+    def requests(self) -> NDArray[np.int64]:
+        """Number of each row's request: the hash of its value in the column ``group_by``, int64 [n].
+
+        A row without a value has a number of its own, by its place in its file.
+
+        Raises:
+            InputError: see `Encoder.encode`.
+        """
+        name = self.encoder.group_by
+        assert name is not None, "the encoder has no group_by"
+        column = {name: _REQUESTS}
+        hashing = replace(self.encoder, dense=(), num_embeddings=column, multi_hot=frozenset(), id_mode="hash")
+        found = hashing.encode(self.table, self.labels, self.place).bags[0].values
+        alone = np.flatnonzero(found == 0)
+        places = [f"{Path(self.place.file).name} {self.place.numbers[row]}" for row in alone]
+        found[alone] = hash_rows(pa.array(places, pa.string()), feature=name, num_embeddings=_REQUESTS)
+        return found
+
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Encodes the rows at these positions.
 
@@ -245,7 +270,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
 
     hashed = hash_array(words, hash_key=_KEY, categorize=False)
     salt = hash_array(np.array([feature], dtype=object), hash_key=_KEY, categorize=False)[0]
-    rows = 1 + (_mix(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
+    rows = 1 + (mix_bits(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
     # Code -1 (missing) reads the appended last entry.
     return np.append(np.where(missing, 0, rows), 0)[codes]
 
@@ -259,10 +284,3 @@ def _text(values: pa.Array, feature: str) -> pa.Array:
             raise FractionError(feature, float(numbers[~whole][0]))
         values = pa.array(np.nan_to_num(numbers).astype(np.int64), mask=np.isnan(numbers))
     return values.cast(pa.string())
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64: after the xor with the salt every bit depends on every bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -142,8 +142,8 @@ class ColumnReader(FileReader):
         return ("row", self._parquet(path)) if is_parquet(path) else ("line", self._text(path))
 
     def _used(self) -> list[str]:
-        split = [self.config.split_column] if self.config.split_column else []
-        return [self.config.label, *split, *self.encoder.dense, *self.encoder.num_embeddings]
+        other = [name for name in (self.config.split_column, self.encoder.group_by) if name]
+        return list(dict.fromkeys([self.config.label, *other, *self.encoder.dense, *self.encoder.num_embeddings]))
 
     def _parquet(self, path: str) -> Iterator[_Piece]:
         schema = parquet_file(path).schema_arrow
@@ -236,7 +236,8 @@ class CriteoReader(FileReader):
                 faults[int(numbers[row])] = f"column {name}: expected {expected}, found {found}"
             good &= ~wrong
         labels, _ = _to_numbers(table.column("label").combine_chunks())
-        table = table.select((*self.encoder.dense, *self.encoder.num_embeddings))
+        request = [self.encoder.group_by] if self.encoder.group_by else []
+        table = table.select(list(dict.fromkeys([*request, *self.encoder.dense, *self.encoder.num_embeddings])))
         for name in self.encoder.dense:
             table = _with_numbers(table, name, _to_numbers(table.column(name).combine_chunks())[0])
         return table, labels, good

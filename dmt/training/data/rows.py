@@ -109,6 +109,10 @@ class Block(Protocol):
     def num_rows(self) -> int:
         """Number of rows in the block."""
 
+    @property
+    def requests(self) -> NDArray[np.int64]:
+        """Number of the request that each row belongs to (``data.group_by``), int64 [n]."""
+
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Decodes the rows at these positions (int64, 0-based), in their order."""
 
@@ -125,6 +129,11 @@ class SelectedRows:
     def num_rows(self) -> int:
         """Number of rows."""
         return len(self.index)
+
+    @property
+    def requests(self) -> NDArray[np.int64]:
+        """Number of each row's request [n]."""
+        return self.block.requests[self.index]
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Decodes the rows at these positions."""
@@ -154,10 +163,13 @@ def limit(blocks: Iterable[Block], most: int | None) -> Iterator[Block]:
             return
 
 
-def spread_split(blocks: Iterable[Block], fraction: float, *, chosen: bool) -> Iterator[Block]:
+def spread_split(
+    blocks: Iterable[Block], fraction: float, *, chosen: bool, by_request: bool = False
+) -> Iterator[Block]:
     """Sets rows apart, evenly spread: row i of the stream when ``floor((i+1) * fraction) > floor(i * fraction)``.
 
-    Yields the rows set apart if ``chosen``, otherwise the others; ``fraction`` counts to a millionth.
+    Yields the rows set apart if ``chosen``, otherwise the others; ``fraction`` counts to a millionth. With
+    ``by_request``, whole requests are set apart, by their number.
 
     Example:
         >>> block = Rows(np.arange(5, dtype=np.float32), np.zeros((5, 0), np.float32), ())
@@ -168,7 +180,8 @@ def spread_split(blocks: Iterable[Block], fraction: float, *, chosen: bool) -> I
     start = 0
     for block in blocks:
         row = np.arange(start, start + block.num_rows)
-        apart = (row + 1) * parts // _PARTS > row * parts // _PARTS
+        even = (row + 1) * parts // _PARTS > row * parts // _PARTS
+        apart = block.requests % _PARTS < parts if by_request else even
         start += block.num_rows
         index = np.flatnonzero(apart == chosen)
         if len(index):
@@ -176,13 +189,13 @@ def spread_split(blocks: Iterable[Block], fraction: float, *, chosen: bool) -> I
 
 
 def shuffled(
-    blocks: Iterable[Block], chunk_rows: int, *, seed: Sequence[int]
+    blocks: Iterable[Block], chunk_rows: int, *, seed: Sequence[int], by_request: bool = False
 ) -> Iterator[tuple[list[Block], NDArray[np.int64]]]:
     """Cuts a stream into chunks of ``chunk_rows`` rows (the last may be shorter), each with a random order.
 
     Yields:
         The blocks of a chunk and the order: row ``order[i]``, counted over all its blocks, comes i-th. It depends on
-        ``seed`` and the chunk's number.
+        ``seed`` and the chunk's number; with ``by_request`` also on the rows' requests, which stay in one piece.
 
     Example:
         >>> block = Rows(np.zeros(3, np.float32), np.zeros((3, 0), np.float32), ())
@@ -200,10 +213,18 @@ def shuffled(
             filled += stop - start
             start = stop
             if filled == chunk_rows:
-                yield chunk, np.random.default_rng([*seed, number]).permutation(filled)
+                yield chunk, _random_order(chunk, [*seed, number], by_request)
                 chunk, filled, number = [], 0, number + 1
     if chunk:
-        yield chunk, np.random.default_rng([*seed, number]).permutation(filled)
+        yield chunk, _random_order(chunk, [*seed, number], by_request)
+
+
+def _random_order(chunk: Sequence[Block], seed: Sequence[int], by_request: bool) -> NDArray[np.int64]:
+    random = np.random.default_rng(seed)
+    if not by_request:
+        return random.permutation(sum(block.num_rows for block in chunk))
+    found, request = np.unique(np.concatenate([block.requests for block in chunk]), return_inverse=True)
+    return np.argsort(random.permutation(len(found))[request], kind="stable")
 
 
 def own_rows(

@@ -147,6 +147,8 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
         ('I1', 'I2')
     """
     if config.kind == "criteo_tsv":
+        if config.group_by and config.group_by not in (*CRITEO_DENSE, *CRITEO_CATEGORICAL):
+            raise _missing("group_by", config.group_by, (*CRITEO_DENSE, *CRITEO_CATEGORICAL), path)
         return Columns(
             dense=_select("dense", config.dense or CRITEO_DENSE, CRITEO_DENSE, path),
             categorical=_select("categorical", config.categorical or CRITEO_CATEGORICAL, CRITEO_CATEGORICAL, path),
@@ -157,17 +159,17 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
     else:
         schema = pa.schema([(name, pa.string()) for name in csv_header(path, separator_of(path, config))])
     _check_unique(schema.names, path)
-    other = [config.label] + ([config.split_column] if config.split_column else [])
-    for setting, name in zip(("label", "split_column"), other, strict=False):
-        if name not in schema.names:
+    for setting in ("label", "split_column", "group_by"):
+        name = getattr(config, setting)
+        if name is not None and name not in schema.names:
             raise _missing(setting, name, schema.names, path)
-    free = [name for name in schema.names if name not in other]
+    free = [name for name in schema.names if name not in (config.label, config.split_column)]
     dense = _select("dense", config.dense, free, path)
     categorical = _select("categorical", config.categorical, free, path)
     both = [name for name in dense if name in categorical]
     if both:
         raise InputError(f"Column {both[0]!r} is in dense and in categorical; it can be in one of them.")
-    unused = [name for name in free if name not in (*dense, *categorical)]
+    unused = [name for name in free if name not in (*dense, *categorical, config.group_by)]
     if unused:
         logger.info("%s: columns not used: %s.", path, ", ".join(unused))
     listed = set(_select("multi_hot", config.multi_hot, categorical, path))
@@ -184,7 +186,7 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
     Raises:
         InputError: a column is absent, a dense one is not a number, a categorical one neither text, whole number,
             boolean nor a list of these, or one is a list here but not in the first file, or the other way round; the
-            label is neither text nor a number, or the split column neither of them nor a time.
+            label is neither text nor a number, or the split column or ``group_by`` neither of them nor a time.
 
     Example:
         >>> columns = Columns(dense=("x",), categorical=(), multi_hot=frozenset())
@@ -223,11 +225,11 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
 
 
 def _check_single_values(schema: pa.Schema, path: str, config: DataConfig) -> None:
-    for setting in ("label", "split_column"):
+    for setting in ("label", "split_column", "group_by"):
         name = getattr(config, setting)
         type_ = _plain(schema.field(name).type) if name in schema.names else pa.null()
         # Dates and times have a text that tells rows apart, but are no label.
-        has_text = setting == "split_column" and pa.types.is_temporal(type_) and not pa.types.is_interval(type_)
+        has_text = setting != "label" and pa.types.is_temporal(type_) and not pa.types.is_interval(type_)
         if not (has_text or _is_text(type_) or _is_number(type_)):
             raise InputError(f"{path}: {setting} {name!r} has type {type_}, expected text or a number.")
 

@@ -35,6 +35,9 @@ BLOCK_ROWS = 1024
 _SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent streams of random numbers of one seed
 _PROBE_ROWS = 32_768
 _MAIN_WEIGHT = 0.5  # of a group's main effect, against 1 for its products
+# Scale and intercept of the logit by config: finding them takes longer than all the rest of opening the data, which
+# happens more than once in a run.
+_CALIBRATED: dict[SyntheticConfig, tuple[float, float]] = {}
 
 
 class SyntheticClicks:
@@ -66,7 +69,10 @@ class SyntheticClicks:
         effects = rng.normal(size=config.num_dense)
         effects[4:] = 0.0  # a few dense features matter, a model must learn to ignore the others
         self._dense_effects = 0.6 * effects / max(float(np.linalg.norm(effects)), 1e-9)
-        self._calibrate()
+        # They do not depend on the number of rows.
+        key = config.model_copy(update={"num_rows": 1, "num_eval_rows": 1})
+        self._scale, self._intercept = 1.0, 0.0
+        self._scale, self._intercept = _CALIBRATED[key] = _CALIBRATED.get(key) or self._calibration()
 
     @property
     def planted_groups(self) -> list[list[str]]:
@@ -109,19 +115,18 @@ class SyntheticClicks:
         density = np.concatenate([[0.0], np.exp(-(cuts**2) / 2) / np.sqrt(2 * np.pi), [0.0]])
         return cuts, (density[:-1] - density[1:]) / share
 
-    def _calibrate(self) -> None:
-        """Sets the scale and intercept of the logit from a probe of rows."""
-        self._scale, self._intercept = 1.0, 0.0
+    def _calibration(self) -> tuple[float, float]:
+        """Finds the scale and intercept of the logit from a probe of rows."""
         rng = np.random.default_rng([self.config.seed, _PROBE, 0])
         _, logits = self._draw(rng, _PROBE_ROWS)
         spread = float(logits.std())
-        self._scale = self.config.signal / spread if spread else 0.0
-        centred = logits * self._scale + self.config.noise * rng.normal(size=_PROBE_ROWS)
+        scale = self.config.signal / spread if spread else 0.0
+        centred = logits * scale + self.config.noise * rng.normal(size=_PROBE_ROWS)
         low, high = -50.0, 50.0
         for _ in range(50):  # bisection: the share of clicks grows with the intercept
             middle = (low + high) / 2
             low, high = (middle, high) if _sigmoid(centred + middle).mean() < self.config.base_rate else (low, middle)
-        self._intercept = low
+        return scale, low
 
     def _draw(self, rng: np.random.Generator, n: int) -> tuple[Rows, NDArray[np.float64]]:
         """Draws rows and their noise-free logits [n]."""
@@ -170,6 +175,11 @@ class SyntheticBlock:
     """At most `BLOCK_ROWS`; less in the last block."""
     signed_log1p: bool
     """True: dense counts x become log(1 + x)."""
+
+    @property
+    def requests(self) -> NDArray[np.int64]:
+        """The rows are independent draws: each is a request of its own [n]."""
+        return np.arange(self.num_rows)
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Draws the block and returns the rows at these positions."""

@@ -14,11 +14,18 @@ from dmt.testing.ranks import RanksFailedError
 from dmt.training.check import CheckReport, Finding, make_rows
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
+from tests.ranks import run_ranks
 from tests.training.small import small
 
 # As a name of the package it is the click command.
 check_command = importlib.import_module("dmt.training.commands.check")
 FEATURES = [f"C{i}" for i in range(1, 7)]
+
+
+@pytest.fixture
+def _shared_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check takes the ranks of the other tests instead of starting its own."""
+    monkeypatch.setattr("dmt.training.check.run_on_ranks", run_ranks)
 
 
 def write(config: TrainingConfig, folder: Path) -> str:
@@ -27,6 +34,7 @@ def write(config: TrainingConfig, folder: Path) -> str:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("_shared_ranks")
 def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
     config = small(
         "dmt-dlrm",
@@ -53,6 +61,7 @@ def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("_shared_ranks")
 def test_a_flat_model_with_column_shards_in_towers(tmp_path: Path) -> None:
     plan = TowerPlan.from_lists(
         [["C6[4:12]", "C1", "C3", "C2"], ["C6[0:4]", "C4", "C5", "C6[12:16]"]], column_splits={"C6": (4, 8, 4)}
@@ -85,6 +94,7 @@ def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("_shared_ranks")
 def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
     config = small(
         "dmt-dcn",
@@ -106,6 +116,7 @@ def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("_shared_ranks")
 def test_replicas_of_the_flat_dataflow_averaged_in_bf16(tmp_path: Path) -> None:
     config = small("dlrm", "flat", topology={"num_replicas": 2, "ranks_per_tower": 1}, replicas={"precision": "bf16"})
     run = CliRunner().invoke(main, ["check", write(config, tmp_path)])

@@ -25,11 +25,10 @@ STEP_ELSEWHERE = 1e-5
 
 LAYOUTS = {
     "table-wise": Layout(towers=2, ranks=2, scheme="table_wise", placement=(0, 1, 1, 0)),
-    "row-wise": Layout(towers=2, ranks=4, scheme="row_wise", placement=(0, 1, 1, 0)),
+    "row-wise": Layout(towers=2, ranks=2, scheme="row_wise", placement=(0, 1, 1, 0)),
     "data-parallel": Layout(towers=2, ranks=2, scheme="data_parallel", placement=(1, 0, 1, 0)),
     "4 columns": Layout(towers=1, ranks=4, scheme="columns", placement=(0, 0, 0, 0)),
     "2 columns": Layout(towers=2, ranks=2, scheme="column_wise", placement=(0, 0, 1, 1)),
-    "mixed": Layout(towers=2, ranks=4, scheme="mixed", placement=(0, 0, 1, 1)),
     "2 replicas": Layout(replicas=2, towers=2, ranks=2, scheme="column_wise", placement=(1, 0, 0, 1)),
     "2 replicas, rows": Layout(replicas=2, towers=1, ranks=4, scheme="row_wise", placement=(0, 0, 0, 0)),
     "4 ranks": Layout(towers=2, ranks=2, scheme="mixed", placement=(0, 1, 0, 1)),
@@ -44,7 +43,6 @@ PAIRS = [
     ("data-parallel", "4 columns"),
     ("4 columns", "table-wise"),
     ("4 columns", "2 columns"),
-    ("4 columns", "mixed"),
     ("row-wise", "2 replicas"),
     ("2 replicas", "2 replicas, rows"),
     ("2 replicas", "row-wise"),
@@ -125,7 +123,7 @@ def test_the_next_step_is_that_of_an_undisturbed_run(
     assert largest_difference(after["next"]["moments"], before["next"]["moments"]) <= (0 if source == name else 1e-9)
 
 
-@pytest.mark.parametrize(("source", "files"), [("row-wise", 8), ("2 replicas", 4)])
+@pytest.mark.parametrize(("source", "files"), [("4 columns", 4), ("2 replicas", 4)])
 def test_one_replica_writes(source: str, files: int, runs: tuple[Path, Snapshots, Snapshots]) -> None:
     assert len(list(runs[0].glob(f"{source}/step-*/*.distcp"))) == files
 

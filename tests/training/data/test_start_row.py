@@ -16,8 +16,10 @@ from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticClicks
 
 from .helpers import numbered_lines, write
 
-# The last global batches of 2 ranks x 4 rows are a whole one and a ragged one of 7 rows.
-ROWS = {"synthetic": 2 * BLOCK_ROWS + 39, "criteo": 87, "criteo_split": 87, "parquet": 87, "csv": 87}
+# The last global batches of 2 ranks are a whole one and a ragged one.
+ROWS = {"synthetic": 2 * BLOCK_ROWS + 42, "criteo": 87, "criteo_split": 87, "parquet": 87, "csv": 87}
+# Rows of a batch are so many times those of the small files: two thousand rows in batches of four would take long.
+SCALE = {"synthetic": 10}
 
 
 def criteo(folder, **settings):
@@ -86,13 +88,16 @@ def same(wanted, found):
 @pytest.mark.parametrize("shuffle_rows", [0, 16, 23, 10_000])
 def test_the_rest_of_a_pass_is_bit_for_bit_that_of_the_whole_one(kind, shuffle_rows, tmp_path):
     config = config_of(kind, tmp_path, shuffle_rows=shuffle_rows)
-    whole = batches(config, epoch=1)
-    steps = ROWS[kind] // 8
+    batch_size = 4 * SCALE.get(kind, 1)
+    whole = batches(config, batch_size=batch_size, epoch=1)
+    steps = ROWS[kind] // (2 * batch_size)
     assert [len(rank) for rank in whole] == [steps, steps]
     assert not any(same(a, b) for a, b in zip(whole[0], whole[0][1:], strict=False))
-    # Within a chunk or block, at its border (16 rows, BLOCK_ROWS), in the last whole batch, at the end.
-    for first in sorted({0, 1, 2, 3, 5, min(128, steps), min(129, steps), steps - 1, steps}):
-        rest = batches(config, epoch=1, start_row=8 * first)
+    # Within a chunk or block, at a chunk's border (16 rows), on both sides of a block's, in the last whole batch, at
+    # the end.
+    border = BLOCK_ROWS // (2 * batch_size)
+    for first in sorted({0, 1, 2, 3, 5, min(border, steps), min(border + 1, steps), steps - 1, steps}):
+        rest = batches(config, batch_size=batch_size, epoch=1, start_row=2 * batch_size * first)
         for wanted, found in zip(whole, rest, strict=True):
             assert len(found) == steps - first
             assert all(same(a, b) for a, b in zip(wanted[first:], found, strict=True)), first
@@ -102,9 +107,10 @@ def test_the_rest_of_a_pass_is_bit_for_bit_that_of_the_whole_one(kind, shuffle_r
 @pytest.mark.parametrize("start_row", [24, 29])
 def test_another_number_of_ranks_or_batch_size_has_each_remaining_row_once(kind, start_row, tmp_path):
     config = config_of(kind, tmp_path, shuffle_rows=16)
-    whole = stream(config)
+    scale = SCALE.get(kind, 1)
+    whole = stream(config, batch_size=scale)
     assert len(whole) == len(set(whole)) == ROWS[kind]
-    for world_size, batch_size in ((1, 1), (3, 2), (1, 7), (4, 5)):
+    for world_size, batch_size in ((1, scale), (3, 2 * scale), (1, 7 * scale), (4, 5 * scale)):
         rest = stream(config, world_size, batch_size, start_row=start_row)
         global_batch = world_size * batch_size
         assert len(rest) == (ROWS[kind] - start_row) // global_batch * global_batch
@@ -149,7 +155,7 @@ def test_what_is_left_out_at_the_end_is_counted_from_the_start_row(tmp_path, cap
     with caplog.at_level(logging.INFO):
         batches(config_of("synthetic", tmp_path), world_size=1, batch_size=10, start_row=2 * BLOCK_ROWS + 4)
     assert [r.getMessage() for r in caplog.records] == [
-        "Left out the last 5 of 2087 training rows: less than a global batch."
+        "Left out the last 8 of 2090 training rows: less than a global batch."
     ]
 
 
