@@ -9,6 +9,8 @@ STAMP  := $(VENV)/.installed
 # Tests are shared out among two processes; the one that is done first takes over half of what is left to the other.
 WORKERS := -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
+# Tests start dozens of interpreters, which need not compile the same modules again each.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install demo test test-all parity faults bench lint clean
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dmt.errors import InputError
 
@@ -243,7 +243,8 @@ def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy:
 
     try:
         # As JSON: in Python's types, a strict check would refuse a list for a tuple.
-        return _adapter(kind).validate_json(json.dumps(record), strict=True)
+        adapter: TypeAdapter[T] = _adapter(cast(Any, kind))  # mypy takes no generic type for hashable
+        return adapter.validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {explain(error)} {remedy}") from error
 

@@ -21,9 +21,9 @@ from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import SCHEMES, TablePlacement, table_shards
 from tests.dmt.exact_sharding import exact_optimum, random_tower
+from tests.seeds import seeds
 
 # The largest of the random towers that the solver proves in well under a second.
-SEEDS = range(40)
 
 
 def table(name: str, rows: int = 100_000, columns: int = 64, features: int = 1) -> TableSpec:
@@ -45,7 +45,7 @@ def many_tables(number: int) -> tuple[list[TableSpec], StepWorkload]:
     return tables, StepWorkload(pooling_factors=factors)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", seeds(16, 40))
 def test_small_towers_are_within_a_percent_of_the_optimum(seed: int) -> None:
     tables, model = random_tower(seed, most_tables=6, most_ranks=3)
     best = exact_optimum(tables, model)

@@ -14,6 +14,7 @@ from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
 from dmt.plan.tables import TableSpec
 from tests.partitioner.instances import affinity_of, quick_points, sets, tables_of
+from tests.seeds import seeds
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ REASONS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(12, 30))
 def test_limits_are_held_or_refused_with_the_reason(seed):
     affinity, tables, factors = random_model(seed)
     rng = np.random.default_rng(1000 + seed)
