@@ -175,15 +175,17 @@ def with_fault(fault: str) -> pytest.MonkeyPatch:
         patch.setattr(dmt.sptt.dataflow, "taken_positions", lambda *args: taken(*args).roll(1, dims=0))
     elif fault == "gradients not summed":
         patch.setattr(dmt.sptt.rows.F, "embedding", first_gradient)
-    elif fault == "stale counts":
-        seen: list[Any] = []
-        part_rows = dmt.sptt.dataflow.PartRows
+    elif fault == "stale inverse":
+        found = dmt.sptt.dataflow.distinct_inputs
+        seen: list[DistinctInputs] = []
 
-        def stale(num_rows: int, arrived: Any, sent: Any) -> Any:
-            seen.append(arrived)
-            return part_rows(num_rows, seen[0], sent)
+        def stale(*args: Any, **kwargs: Any) -> tuple[KeyedJaggedTensor, DistinctInputs]:
+            ids, distinct = found(*args, **kwargs)
+            seen.append(distinct)
+            last = torch.tensor(distinct.rows).unsqueeze(1) - 1
+            return ids, DistinctInputs(distinct.rows, torch.minimum(seen[0].inverse, last))
 
-        patch.setattr(dmt.sptt.dataflow, "PartRows", stale)
+        patch.setattr(dmt.sptt.dataflow, "distinct_inputs", stale)
     return patch
 
 
@@ -220,7 +222,7 @@ def fault_on_rank(rank: int, case: Case, fault: str) -> str | None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["flat", "modules"])
-@pytest.mark.parametrize("fault", ["wrong inverse", "gradients not summed"])
+@pytest.mark.parametrize("fault", ["wrong inverse", "gradients not summed", "stale inverse"])
 def test_a_fault_fails_the_comparison(fault: str, kind: str) -> None:
     case = Case(towers=2, ranks=2, kind=kind, sizes=(9, 9, 9, 9), unique="rank")
     assert all(noticed == "AssertionError" for noticed in run_ranks(fault_on_rank, 4, case, fault))
