@@ -94,9 +94,9 @@ class ExchangePrecision:
         return _DEFAULT_SCALE if self.backward in _SCALED else 1.0
 
     def padded_size(self, numbers: int) -> int:
-        """Numbers to send instead of so many, so that they are whole groups of 32.
+        """Returns how many numbers a block is padded to: whole groups of 32.
 
-        FBGEMM asserts it for ``int8`` and ``fp8`` in the middle of the exchange; other formats need nothing.
+        FBGEMM asserts that for ``int8`` and ``fp8`` in the middle of the exchange; other formats need nothing.
         """
         group = max(NUMBER_FORMATS[self.forward].group, NUMBER_FORMATS[self.backward].group)
         return -(-numbers // group) * group

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Unique = Literal["off", "rank", "auto"]
-"""Whether inputs are sent once: never; for each rank's batch; or where enough of the batch repeats."""
+"""Equal inputs share a row: ``"off"``: never; ``"rank"``: those of a rank's batch; ``"auto"``: if enough repeat."""
 
 UNIQUE: tuple[Unique, ...] = get_args(Unique)
 
@@ -49,7 +49,7 @@ _SAMPLE, _WORTHWHILE = 8, 1 / 50
 """``"auto"`` looks for repetitions in an eighth of the batch, and wants them in one of 50 samples of it."""
 
 _MIX = (-7046029254386353131, -4658895280553007687)
-"""Odd multipliers of a 64-bit hash; equal hashes are compared value by value, so nothing hangs on their quality."""
+"""Odd multipliers of a 64-bit hash. Equal hashes are compared value by value: a poor hash costs bytes, not results."""
 
 
 class DistinctInputs(NamedTuple):
@@ -148,13 +148,13 @@ class _Bags:
         self._hashes = hashes
 
     def repeating(self, wanted: Sequence[bool]) -> list[bool]:
-        """Of the wanted groups those in whose first samples some repeat others."""
+        """Returns for each wanted group whether enough of its first samples repeat others."""
         sampled = self._hashes[:, : max(self._shape[1] // _SAMPLE, 1)].sort(dim=1).values
         repeats = (sampled[:, 1:] == sampled[:, :-1]).sum(dim=1) > _WORTHWHILE * sampled.shape[1]
         return [is_wanted and repeat for is_wanted, repeat in zip(wanted, repeats.tolist(), strict=True)]
 
     def first_equal(self) -> Tensor:
-        """The first sample whose input equals that of each, [groups, B]."""
+        """Returns for each sample the first one with the same input, [groups, B]."""
         hashes, order = self._hashes.sort(dim=1, stable=True)
         places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
         begins = torch.ones_like(hashes, dtype=torch.bool)
@@ -164,7 +164,7 @@ class _Bags:
         return first if self._is_exact else torch.where(self._equals(first), first, places)
 
     def _equals(self, other: Tensor) -> Tensor:
-        """Whether each input is that of another sample, value by value, [groups, B]."""
+        """Compares each input with that of another sample, value by value, [groups, B]."""
         num_features, num_samples = self._shape
         of_feature = other[self._group_of]
         starts = torch.arange(num_features, device=other.device).unsqueeze(1) * num_samples

@@ -155,8 +155,8 @@ class ShardingConfig(Section):
     id_route: Literal["peer", "global"] = "peer"
     """Route of ids to the tables: through the own peer in each tower, or in one exchange over all ranks."""
     unique: Literal["off", "rank", "auto"] = "off"
-    """Whether samples of a rank's batch with equal inputs share what crosses between towers; ``auto``: where a look at
-    the batch promises a gain. Equal inputs: of a feature for a flat model, of all features of a tower for towers."""
+    """Samples of a rank's batch with equal inputs share what crosses between towers: never, always, or (``auto``) where
+    a look at the batch promises a gain. An input is that of one feature; with tower modules, of a tower's features."""
     forward_precision: ExchangeFormat = "fp32"
     """Number format of embeddings or tower outputs on their way between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"

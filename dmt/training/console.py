@@ -43,6 +43,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("bytes/sample across hosts: dense all-reduce", "bytes_per_sample.dense", "{:,.0f}"),
     ("bytes/sample inside hosts", "bytes_per_sample.inside", "{:,.0f}"),
 )
+UNIQUE_ROW = ("rows sent/sample (unique inputs)", "unique.mean", "{:.3f}")
 # Only of runs with replicas. Across hosts where the replicas are on different ones, else inside.
 SYNC_ROW = ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}")
 
@@ -101,8 +102,9 @@ def quiet_libraries(*, rank: int) -> None:
 
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
-    """`ROWS`, and `SYNC_ROW` where one of the runs had replicas."""
-    return (*ROWS, SYNC_ROW) if any(result.get("replicas") for result in results) else ROWS
+    """`ROWS`, and those of unique inputs and replicas where one of the runs had them."""
+    also = {"unique": UNIQUE_ROW, "replicas": SYNC_ROW}
+    return (*ROWS, *(row for key, row in also.items() if any(result.get(key) for result in results)))
 
 
 def lookup(result: Mapping[str, Any], path: str) -> Any:

@@ -80,7 +80,7 @@ class Start:
 
     @property
     def lines(self) -> list[str]:
-        """What the user should know about the checkpoint, line by line."""
+        """Returns what the user should know about the checkpoint, line by line."""
         if self.folder is None:
             return []
         at = self.position

@@ -20,6 +20,7 @@ from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.models import Complexity
 from dmt.replicas.sync import ReplicaSync
+from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic
 from dmt.training.build import (
@@ -126,6 +127,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     finally:
         saver.close()
 
+    unique = _unique_result(config, model, mesh)
+
     # Evaluate and measure. Tables change in the measured pass: it comes last.
     metrics = trainer.evaluate()
     if config.train.affinity_rows:
@@ -140,6 +143,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     result = {
         **_result(job, metrics=metrics, complexity=complexity, time=time, traffic=traffic),
         **_replica_result(config, replicas, mesh),
+        **unique,
         **sharding,
     }
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
@@ -197,6 +201,17 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
             "bytes_per_sample": sum(sizes) / rows,
         }
     }
+
+
+def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:
+    """The result's section on rows that samples share, means over ranks; collective."""
+    if config.sharding.unique == "off":
+        return {}
+    modules = [part for part in model.modules() if isinstance(part, SPTTModule)]
+    own = {name: rows for part in modules for name, rows in part.rows_sent.items()}
+    everyone = gather_objects(own, mesh.global_group)
+    rows = {name: sum(of_rank[name] for of_rank in everyone) / len(everyone) for name in own}
+    return {"unique": {"rows_per_sample": rows, "mean": sum(rows.values()) / len(rows)}}
 
 
 def _make_saver(job: Job, mesh: TowerMesh) -> Checkpointer:

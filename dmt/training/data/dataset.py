@@ -386,8 +386,8 @@ class ClickData:
 def fingerprint(file: Path) -> tuple[int, int]:
     """Returns two CRC-32 of a file: of its first and last 64 KiB, and of 64 blocks of 4 KiB spread evenly over it.
 
-    Another day's rows, rows in another order, a column computed anew are noticed. A few changed bytes between the ends
-    are noticed with a chance of 256 KiB / size: always in files up to that size.
+    It differs for another day's rows, for rows in another order and for a column with new values. A few changed bytes
+    between the ends are noticed with a chance of 256 KiB / size: always in files up to that size.
     """
     with file.open("rb") as stream:
         size = file.stat().st_size
