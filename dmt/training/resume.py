@@ -80,7 +80,7 @@ class Start:
 
     @property
     def lines(self) -> list[str]:
-        """Returns what the user should know about the checkpoint, line by line."""
+        """Lines that tell the user which checkpoint it is, where it goes on, and what has changed."""
         if self.folder is None:
             return []
         at = self.position
