@@ -183,10 +183,7 @@ class ClickData:
         return {file: max(counts.get(file, 0) for counts in self._bad_lines.values()) for file in sorted(files)}
 
     def files(self, split: Split) -> list[tuple[str, int, int, int]]:
-        """Returns name without folders, bytes and `fingerprint` of every file of a split, in the order of reading.
-
-        They are those of the first call: files may grow while they are read.
-        """
+        """Returns name without folders, bytes and `fingerprint` of a split's files in order, as of the first call."""
         if split not in self._fingerprints:
             files = [Path(file) for file in self._files[split]]
             self._fingerprints[split] = [(file.name, file.stat().st_size, *fingerprint(file)) for file in files]
@@ -386,8 +383,8 @@ class ClickData:
 def fingerprint(file: Path) -> tuple[int, int]:
     """Returns two CRC-32 of a file: of its first and last 64 KiB, and of 64 blocks of 4 KiB spread evenly over it.
 
-    Another day's rows, rows in another order, a column computed anew are noticed. A few changed bytes between the ends
-    are noticed with a chance of 256 KiB / size: always in files up to that size.
+    Another day's rows, rows in another order, a column with other values are noticed. A few changed bytes between the
+    ends are noticed with a chance of 256 KiB / size: always in files up to that size.
     """
     with file.open("rb") as stream:
         size = file.stat().st_size
