@@ -108,7 +108,7 @@ class AgreedOutputs:
 
 @dataclass
 class _ExchangeContext(EmbeddingShardingContext):
-    """What TorchRec notes of an id exchange that has been waited for."""
+    """Notes of TorchRec on an id exchange that has been waited for."""
 
     output_splits: list[int] = field(default_factory=list)
     """Number of ids from each rank."""

@@ -80,7 +80,7 @@ class Start:
 
     @property
     def lines(self) -> list[str]:
-        """What the user should know about the checkpoint, line by line."""
+        """Lines that tell the user about the checkpoint."""
         if self.folder is None:
             return []
         at = self.position

@@ -29,7 +29,6 @@ from dmt.training import partition as partition_of_run
 from dmt.training.commands import main
 from dmt.training.commands.demo import demo_settings
 from dmt.training.config import to_toml
-from dmt.training.train import _say
 from tests.programs import run_program
 from tests.training.checkpoints.made import make_checkpoint, save_alone
 from tests.training.small import plain, small
@@ -113,15 +112,11 @@ def test_names_of_features_are_no_markup(tmp_path: Path, strategy: str) -> None:
     assert FeatureAffinity.load(saved).features == tuple(names)
 
 
-def test_what_is_printed_shows_control_characters_escaped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_shows_control_characters_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "quiet_libraries", lambda rank: None)  # for the rest of the process
     for result in (dmt("plan", "no\x1b[2J.toml"), CliRunner().invoke(training.main, ["no\x1b[2J.toml"])):
         assert result.exit_code == 2
         assert r"error: Config no\x1b[2J.toml: cannot be read" in result.output
-    _say(["goes on from \x1b[2J"])
-    assert capsys.readouterr().out == "# goes on from \\x1b[2J\n"
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_word_of_the_plan(
