@@ -65,13 +65,6 @@ def atomic_write(target: Path) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be written.
         ValueError: the path is no file name, such as ``"."``.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with atomic_write(Path(folder, "new", "a.txt")) as scratch:
-        ...         _ = scratch.write_text("whole")
-        ...     Path(folder, "new", "a.txt").read_text()
-        'whole'
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
@@ -272,12 +265,7 @@ def _shown(value: object, most: int = 200) -> str:
 
 @cache
 def current_name(name: str) -> str:
-    """Returns the current name of a key or value; an old name is logged once, at INFO.
-
-    Example:
-        >>> current_name("data_wise"), current_name("row_wise")
-        ('data_parallel', 'row_wise')
-    """
+    """Returns the current name of a key or value; an old name is logged once, at INFO."""
     current = RENAMED.get(name, name)
     if current != name:
         logger.info("%s is now called %s; the old name is still accepted.", name, current)

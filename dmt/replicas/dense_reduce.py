@@ -25,8 +25,7 @@ from dmt.sptt.mesh import TowerMesh
 __all__ = ["HierarchicalDataParallel"]
 
 _BUCKET_MB = 1.0
-# Ranks come to it soon after each other, as they have a mesh, or never.
-_PATIENCE = timedelta(minutes=1)
+_PATIENCE = timedelta(minutes=1)  # ranks that have a mesh come soon after each other, or never
 
 
 class HierarchicalDataParallel(DefaultDataParallelWrapper):
@@ -72,9 +71,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         bucket_cap_mb: float = _BUCKET_MB,
         **options: Any,
     ) -> None:
-        own = {"precision": precision, "ranks_per_host": ranks_per_host, "bucket_cap_mb": bucket_cap_mb}
-        arguments = {**own, **options}
-        check_agreement("HierarchicalDataParallel", arguments, mesh.global_group, patience=_PATIENCE)
+        arguments = {"precision": precision, "ranks_per_host": ranks_per_host, "bucket_cap_mb": bucket_cap_mb}
+        check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group, patience=_PATIENCE)
         if precision not in ("fp32", "bf16"):
             raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
         if options.get("allreduce_comm_precision") is not None:

@@ -26,8 +26,7 @@ __all__ = ["SoundnessCheck", "check_same_input"]
 _PATHS = (("data", "train_path"), ("data", "eval_path"), ("towers", "plan"), ("sharding", "plan"))
 _NEVER = 2**62
 _LOSS = "the loss"
-# Numbers of the weights that a check reads: some 10 ms.
-_READ_AT_A_CHECK = 2**24
+_READ_AT_A_CHECK = 2**24  # numbers of the weights, in some 10 ms
 
 
 def check_same_input(job: Job, group: dist.ProcessGroup) -> None:

@@ -317,8 +317,7 @@ class Trainer:
             self._last_step_ended = time.perf_counter()
 
     def _check(self) -> None:
-        # Once, where it is due for several reasons.
-        if self._checked != self._step:
+        if self._checked != self._step:  # it may be due for several reasons
             self._soundness.check(self._step)
             self._checked = self._step
 

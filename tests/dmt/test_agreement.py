@@ -108,7 +108,9 @@ def batches_on_rank(rank: int) -> None:
         model(short if rank else ids)
     loss_of(model(ids)[1], labels).backward()
     model.eval()
-    assert torch.equal(model(short)[1], model(ids)[1]), "later batches are converted"
+    expected = model(ids)[1]
+    assert torch.equal(model(short)[1], expected), "later batches are converted"
+    assert torch.equal(model(short if rank else ids)[1], expected), "those of one rank too"
 
 
 def test_ids_of_another_dtype_are_named() -> None:

@@ -24,6 +24,7 @@ from dmt import TowerPlan
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
+from dmt.training import __main__ as training
 from dmt.training import partition as partition_of_run
 from dmt.training.commands import main
 from dmt.training.commands.demo import demo_settings
@@ -111,10 +112,11 @@ def test_names_of_features_are_no_markup(tmp_path: Path, strategy: str) -> None:
     assert FeatureAffinity.load(saved).features == tuple(names)
 
 
-def test_an_error_shows_control_characters_escaped() -> None:
-    result = dmt("plan", "no\x1b[2J.toml")
-    assert result.exit_code == 2
-    assert r"error: Config no\x1b[2J.toml: cannot be read" in result.output
+def test_an_error_shows_control_characters_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "quiet_libraries", lambda rank: None)  # for the rest of the process
+    for result in (dmt("plan", "no\x1b[2J.toml"), CliRunner().invoke(training.main, ["no\x1b[2J.toml"])):
+        assert result.exit_code == 2
+        assert r"error: Config no\x1b[2J.toml: cannot be read" in result.output
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_word_of_the_plan(

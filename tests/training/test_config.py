@@ -129,6 +129,7 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
         ("model.embedding_dim=2147483648", r"model\.embedding_dim: .*less than or equal to 65536"),
         ("model.over_arch=[2147483648, 1]", "layers of at most 1048576 numbers each"),
         ("model.c=1000000000", r"model\.c: .*less than or equal to 65536"),
+        ("model.p=1000000000", r"model\.p: .*less than or equal to 65536"),
         ("model.tower_dim=1000000000", r"model\.tower_dim: .*less than or equal to 65536"),
         ("topology.ranks_per_tower=1000000", r"topology\.ranks_per_tower: .*less than or equal to 8192"),
         ("topology={num_towers = 4096, num_replicas = 4096}", "= 16777216 exceeds 65536"),

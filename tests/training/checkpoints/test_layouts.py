@@ -143,12 +143,13 @@ def test_the_plain_model_takes_every_one(source: str, runs: tuple[Path, Snapshot
     assert largest_difference(dict(model.state_dict()), runs[1][source]["weights"]) == 0
 
 
+def of_two_replicas(seed: int) -> Job:
+    layout = Layout(replicas=2, towers=2, ranks=1, scheme="table_wise", placement=(0, 0, 1, 1))
+    return Job.of(layout, seed=seed, moment_scale="num_replicas")
+
+
 def replicas_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    job = Job.of(
-        Layout(replicas=2, towers=2, ranks=1, scheme="table_wise", placement=(0, 0, 1, 1)),
-        seed=1,
-        moment_scale="num_replicas",
-    )
+    job = of_two_replicas(seed=1)
     job.train(range(STEPS))
     saver = Checkpointer(Path(folder), job.mesh)
     job.pass_without_step(STEPS)
@@ -162,12 +163,21 @@ def replicas_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
 def one_replica_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
     job = Job.of(Layout(towers=2, ranks=1, scheme="table_wise", placement=(0, 0, 1, 1)), seed=2)
     restore(Path(folder), job.model, job.optimizer, mesh=job.mesh)
+    assert Checkpointer(Path(folder, "one"), job.mesh).save(job.model, job.optimizer, step=STEPS, progress={})
+    return job.moments()
+
+
+def replicas_again_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    job = of_two_replicas(seed=3)
+    restore(Path(folder, "one"), job.model, job.optimizer, mesh=job.mesh)
     return job.moments()
 
 
 def test_drifted_replicas_are_not_saved_and_moments_of_two_replicas_fit_one(tmp_path: Path) -> None:
     """Moments of two replicas are twice as large (Scaling Rule 1); nobody needs to say so."""
-    saved, restored = (run_ranks(f, n, str(tmp_path))[0] for f, n in ((replicas_on_rank, 4), (one_replica_on_rank, 2)))
-    assert saved.keys() == restored.keys()
+    calls = ((replicas_on_rank, 4), (one_replica_on_rank, 2), (replicas_again_on_rank, 4))
+    saved, restored, again = (run_ranks(function, ranks, str(tmp_path))[0] for function, ranks in calls)
+    assert saved.keys() == restored.keys() == again.keys()
     assert all(torch.equal(restored[name], value / 2) for name, value in saved.items())
+    assert all(torch.equal(again[name], value) for name, value in saved.items())
     assert any(bool(value.any()) for value in saved.values())
