@@ -122,7 +122,7 @@ def unique_jobs(*, rounds: int) -> list[Job]:
         rounds: measured ones.
     """
     setting = Setting(rounds=rounds, steps_per_turn=1)
-    contenders = (*_UNIQUE_FLATS, *_UNIQUE_PAIRS, "sptt+unique-host", "sptt+all", "dmt-cr2+all")
+    contenders = (*_UNIQUE_FLATS, *_UNIQUE_PAIRS, "sptt+all", "dmt-cr2+all")
     return [
         Job(part="unique", setting=setting, contenders=contenders),
         Job(part="unique", setting=replace(setting, ids="distinct"), contenders=_UNIQUE_PAIRS),
