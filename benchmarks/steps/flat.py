@@ -18,6 +18,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.sharding_plan import (
     calculate_shard_sizes_and_offsets,
     column_wise,
@@ -98,9 +99,12 @@ def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
 
 
 def _as_torchrec_plans(collection: nn.Module, setting: Setting, sharder: Any) -> dict[str, Generator]:
-    """What TorchRec's planner chooses for as many GPUs, with its own guesses of their speed."""
+    """The choice of TorchRec's planner for as many GPUs, with its own guesses of their speed."""
     topology = Topology(world_size=setting.world_size, local_world_size=setting.ranks_per_host, compute_device="cuda")
-    planner = EmbeddingShardingPlanner(topology=topology, batch_size=setting.batch_size)
+    nothing_else = FixedPercentageStorageReservation(percentage=0.0)
+    planner = EmbeddingShardingPlanner(
+        topology=topology, batch_size=setting.batch_size, storage_reservation=nothing_else
+    )
     (plan,) = planner.plan(collection, [sharder]).plan.values()
     made: dict[str, Callable[[list[int]], Generator]] = {
         ShardingType.DATA_PARALLEL.value: lambda ranks: data_parallel(),
@@ -123,7 +127,8 @@ class SmallTables:
     """
 
     def __init__(self, collection: Any, fused_params: dict[str, Any]) -> None:
-        self._lookups = [lookup for lookup in collection.modules() if isinstance(lookup, DistributedDataParallel)]
+        lookups = collection._lookups  # noqa: SLF001  # a list, which `modules` does not enter
+        self._lookups = [lookup for lookup in lookups if isinstance(lookup, DistributedDataParallel)]
         weights = {name: weight for one in self._lookups for name, weight in one.module.named_parameters_by_table()}
         self._optimizer = DataParallelOptimizer(weights, dict.fromkeys(weights, fused_params))
         for weight in weights.values():

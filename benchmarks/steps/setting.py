@@ -47,7 +47,7 @@ class Setting:
     rows_cap: int = 40_000
     """Tables have the rows of Criteo-Kaggle's, at most this many: eight are cut."""
     ids: Ids = "skewed"
-    """How ids are drawn (`benchmarks.steps.inputs`)."""
+    """Distribution of the ids (`benchmarks.steps.inputs`)."""
     group: int = 1
     """R, samples of a request, which share the ids of the even features."""
 

@@ -116,7 +116,7 @@ def sweep_jobs(part: str, *, flat: str, rounds: int) -> list[Job]:
 
 
 def unique_jobs(*, rounds: int) -> list[Job]:
-    """What it brings to send each input once: with Criteo's skew, with no input twice, and with requests.
+    """Contenders that send each input once, and others: with Criteo's skew, with no input twice, and with requests.
 
     Args:
         rounds: measured ones.
