@@ -43,7 +43,7 @@ SEED ?= $(shell date +%s)
 faults: install
 	$(BIN)/python -m pytest tests/training/test_faults.py tests/test_fuzz.py --durations=0 --hypothesis-seed=$(SEED)
 
-# Step times of everything on emulated hosts; as root, some 70 minutes, on a machine that does nothing else.
+# Step times of everything on emulated hosts; as root, some 90 minutes, on a machine that does nothing else.
 bench: install
 	$(BIN)/python -m benchmarks.bench $(BENCH_FLAGS)
 

@@ -2,9 +2,10 @@
 
     sudo make bench        or, as root:   OMP_NUM_THREADS=1 python -m benchmarks.bench
 
-Five parts: ``flat`` (all flat contenders at the setting of the goals), ``main`` (the two fastest of them at each
-precision, and all others) and three sweeps around it, over ``hosts``, ``batch`` and ``rate``. What is done is kept in
-``--work``, and a stopped study goes on with the next job. ``--quick`` tries all of it on small batches and says nothing
+Six parts: ``flat`` (all flat contenders at the setting of the goals), ``main`` (the two fastest of them at each
+precision, and all others), three sweeps around it, over ``hosts``, ``batch`` and ``rate``, and ``unique`` (each input
+sent once, with skewed ids, with ids that do not repeat and with requests). What is done is kept in ``--work``, and a
+stopped study goes on with the next job. ``--quick`` tries all of it on small batches and says nothing
 about speed.
 """
 
@@ -14,17 +15,18 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from benchmarks.steps.contenders import select
+from benchmarks.steps.setting import Ids
 from benchmarks.steps_report.compare import best_flat
 from benchmarks.steps_report.measures import Measured, measure_run
 from benchmarks.steps_report.page import setting_words, write_results
-from benchmarks.steps_report.parts import PARTS, Job, flat_jobs, main_jobs, quick_jobs, sweep_jobs
+from benchmarks.steps_report.parts import PARTS, Job, flat_jobs, main_jobs, quick_jobs, sweep_jobs, unique_jobs
 from benchmarks.train_step import about, run_setting
 from dmt.errors import InputError
 from dmt.files import atomic_write
@@ -45,19 +47,35 @@ class Study:
         again: whether finished jobs of these parts run once more.
         rounds: measured ones of the main part, and of the sweeps.
         quick: whether this is a smoke test.
+        ids: how they are drawn in all parts but ``unique``.
     """
 
-    def __init__(self, *, work: Path, parts: Sequence[str], again: bool, rounds: tuple[int, int], quick: bool) -> None:
+    def __init__(
+        self,
+        *,
+        work: Path,
+        parts: Sequence[str],
+        again: bool,
+        rounds: tuple[int, int],
+        quick: bool,
+        ids: Ids = "skewed",
+    ) -> None:
         self.work = work
         self.parts = [part for part in PARTS if part in parts]
         self.again = again
         self.rounds = rounds
         self.quick = quick
+        self.ids = ids
 
     def jobs(self, part: str) -> list[Job]:
         """Jobs of one part; those of a sweep take the flat contender that was fastest in the main part."""
         if self.quick:
             return quick_jobs([part])
+        if part == "unique":
+            return unique_jobs(rounds=self.rounds[0])
+        return [replace(job, setting=replace(job.setting, ids=self.ids)) for job in self._jobs(part)]
+
+    def _jobs(self, part: str) -> list[Job]:
         if part == "flat":
             return flat_jobs(rounds=self.rounds[1])
         if part == "main":
@@ -148,7 +166,8 @@ class Study:
             raise InputError(f"{self.work} holds no finished job of this study. Run one without --only-write first.")
         runs = [{"part": part, "about": r["about"], **r["run"]} for part, r in found]
         made = [record["about"] for _, record in found]
-        return write_results(runs, out, about=_summary(made), cores=made[0]["machine"]["cores"])
+        stem = "train_step" if self.ids == "skewed" else f"train_step_{self.ids}"
+        return write_results(runs, out, about=_summary(made), cores=made[0]["machine"]["cores"], stem=stem)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -184,7 +203,8 @@ def _machine_words(machine: Mapping[str, Any]) -> str:
 @click.option("--again", is_flag=True, help="Run these parts once more, even if they are done.")
 @click.option("--rounds", type=click.IntRange(1), default=5, help="Measured rounds of the main part.")
 @click.option("--sweep-rounds", type=click.IntRange(1), default=3, help="Measured rounds of the others.")
-@click.option("--quick", is_flag=True, help="A smoke test of two minutes; everything goes to WORK/quick.")
+@click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="How they are drawn but in `unique`.")
+@click.option("--quick", is_flag=True, help="A smoke test of a few minutes; everything goes to WORK/quick.")
 @click.option("--only-write", is_flag=True, help="Run nothing, write what is done.")
 @click.option("--work", type=click.Path(path_type=Path), default=Path("runs/train_step"), help="For the progress.")
 @click.option("--out", type=click.Path(path_type=Path), default=_HERE / "results", help="For the results.")
@@ -192,12 +212,12 @@ def main(
     *,
     parts: tuple[str, ...],
     again: bool,
-    rounds: int,
-    sweep_rounds: int,
+    ids: Ids,
     quick: bool,
     only_write: bool,
     work: Path,
     out: Path,
+    **rounds: int,
 ) -> None:
     """Times training steps on emulated hosts and writes tables and pictures. Needs root.
 
@@ -205,7 +225,9 @@ def main(
     """
     if quick:
         work = out = work / "quick"
-    study = Study(work=work, parts=parts, again=again, rounds=(rounds, sweep_rounds), quick=quick)
+    work = work if ids == "skewed" else work / ids
+    numbers = (rounds["rounds"], rounds["sweep_rounds"])
+    study = Study(work=work, parts=parts, again=again, rounds=numbers, quick=quick, ids=ids)
     failed: list[str] = []
     try:
         if not only_write:

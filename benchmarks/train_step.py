@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -26,7 +26,7 @@ from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.emulation.wire import WireCheck, measure_wire
 from benchmarks.provenance import commit, processor
 from benchmarks.steps.contenders import Contender, all_contenders, select
-from benchmarks.steps.setting import Setting
+from benchmarks.steps.setting import Ids, Setting
 from benchmarks.steps.table import run_table
 from dmt.errors import InputError
 from dmt.files import atomic_write
@@ -158,7 +158,9 @@ def about(command: str, notes: str = "") -> dict[str, Any]:
 @click.option("--warm-up-rounds", type=click.IntRange(0), default=1, help="Turns before them.")
 @click.option("--steps-per-turn", type=click.IntRange(1), default=2, help="Steps in a turn.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of weights, batches and order.")
-@click.option("--rows-cap", type=click.IntRange(1), default=10_000, help="Most rows of a table.")
+@click.option("--rows-cap", type=click.IntRange(1), default=40_000, help="Most rows of a table.")
+@click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="With Criteo's skew, evenly, or once.")
+@click.option("--group", type=click.IntRange(1), default=1, help="Samples of a request, which share the user's ids.")
 @click.option("--contenders", multiple=True, default=["*"], help="Name or pattern; may be given several times.")
 @click.option("--emulated/--no-hosts", default=True, help="Whether on emulated hosts (needs root).")
 @click.option("--list", "only_list", is_flag=True, help="Print the names of contenders and stop.")

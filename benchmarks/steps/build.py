@@ -13,7 +13,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
-from benchmarks.steps.flat import flat_plan, flat_sharders
+from benchmarks.steps.flat import SmallTables, flat_plan, flat_sharders
 from benchmarks.steps.inputs import Batches, benchmark_tables
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.torchrec_towers import NOTES, startable_on_cpu, tower_plan_by_hand, tower_sharders
@@ -59,11 +59,15 @@ class Built:
     """Topology of this library's contenders; None for others."""
     replicas: ReplicaSync | None
     """Averages only when asked to."""
+    small_tables: SmallTables | None
+    """The data-parallel tables of a flat contender."""
     notes: str
 
     def step(self) -> Any:
         """Trains on the next batch; what `ClickTask` returns beside the loss. Collective."""
         output = self.pipeline.progress(self.batches)
+        if self.small_tables is not None:
+            self.small_tables.step()
         if self.replicas is not None:
             self.replicas.step()
         return output
@@ -145,6 +149,8 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         )
     if contender.num_micro_batches > 1:
         run_in_micro_batches(sharded.module.model, contender.num_micro_batches)
+    is_flat = contender.family == "flat"
+    small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if is_flat else None
     optimizer = build_optimizer(OPTIMIZER, sharded)
     pipeline = TrainPipelineSparseDist if contender.prefetch else TrainPipelineBase
     # The interval is beyond any run: the benchmark averages when it wants to measure that.
@@ -158,5 +164,6 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         plan=plan,
         topology=topology,
         replicas=ReplicaSync(sharded, mesh, interval=10**9) if has_replicas and mesh is not None else None,
+        small_tables=small_tables,
         notes=NOTES if contender.family == "etc" else "",
     )

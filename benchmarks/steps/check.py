@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.steps.build import OPTIMIZER, Built, build_plain
 from benchmarks.steps.contenders import Contender
-from benchmarks.steps.inputs import benchmark_tables, random_batch
+from benchmarks.steps.inputs import random_batch
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.shares import column_cuts
 from dmt.testing import PlainTraining, load_plain_state
@@ -40,8 +40,8 @@ _TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2}
 
 def check_batches(setting: Setting, rank: int) -> list[ClickBatch]:
     """Batches of a rank in the steps of the check."""
-    rows, tables = min(_ROWS, setting.batch_size), benchmark_tables(setting)
-    return [random_batch(tables, rows, setting.seed, 1_000 + step, rank) for step in range(CHECK_STEPS)]
+    rows = min(_ROWS, setting.batch_size)
+    return [random_batch(setting, rows, 1_000 + step, rank) for step in range(CHECK_STEPS)]
 
 
 def plain_weights(contender: Contender, setting: Setting) -> dict[str, Tensor]:

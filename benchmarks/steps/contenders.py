@@ -4,6 +4,9 @@
 name                    what it is
 ======================  ==============================================================================================
 ``flat-tw``             DLRM, sharded by TorchRec table-wise; ``-cw``, ``-rw``, ``-twrw``, ``-grid`` likewise
+``flat-tw-dp``          the same with small tables data-parallel: those for which it means fewer bytes across hosts
+``flat-tw-dp1000``      the same with tables of at most 1,000 rows data-parallel
+``flat-planner``        DLRM, sharded as TorchRec's planner does on GPUs, where it takes some tables data-parallel
 ``etc-cr2``             DMT-DLRM, sharded by TorchRec's ``EmbeddingTowerCollectionSharder``, column-wise inside towers
 ``etc-cr2-twrw``        the same, row-wise inside towers
 ``sptt``                DLRM in this library's tower dataflow, nothing else changed
@@ -16,6 +19,7 @@ name                    what it is
 ``...+mb8``             8 micro-batches (`dmt.run_in_micro_batches`); ``+mb2``, ``+mb4`` likewise
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
+``...+unique``          each distinct input of a rank crosses hosts once; ``+unique-host``: of a host
 ``...+global``          ids take the global route (`dmt.sptt.input_dist`)
 ======================  ==============================================================================================
 """
@@ -42,12 +46,14 @@ FLAT_SCHEMES = {
     "rw": "row_wise",
     "twrw": "table_row_wise",
     "grid": "grid_shard",
+    "planner": "planner",
 }
-OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "global")
+OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "unique", "unique-host", "global")
 """Options that only this library's contenders have; see `benchmarks.steps.towers`."""
 _RATIOS = (2, 4, 8, 16)
 _NAME = re.compile(
-    r"(?P<family>flat|etc|sptt|dmt)(-cr(?P<ratio>\d+))?(-(?P<scheme>tw|cw|rw|twrw|grid))?(?P<replicas>-2d)?"
+    r"(?P<family>flat|etc|sptt|dmt)(-cr(?P<ratio>\d+))?(-(?P<scheme>tw|cw|rw|twrw|grid|planner))?"
+    r"(?P<small>-dp(?P<rows>\d+)?)?(?P<replicas>-2d)?"
 )
 
 
@@ -58,7 +64,9 @@ class Contender:
     name: str
     family: Family
     scheme: str
-    """Sharding of the tables: TorchRec's name for flat models and its towers; ``"planner"`` for this library's."""
+    """Sharding of the tables: TorchRec's name for flat models and its towers; ``"planner"`` for TorchRec's or ours."""
+    data_parallel_rows: int | None = 0
+    """Tables of at most this many rows are data-parallel; None for those that then send fewer bytes across hosts."""
     compression: int = 1
     """Numbers of a sample that enter the towers over those that leave them."""
     precision: Literal["fp32", "fp16"] = "fp32"
@@ -102,6 +110,11 @@ class Contender:
         return not {"hier", "bf16-dense", "all"}.isdisjoint(self.options)
 
     @property
+    def unique(self) -> Literal["rank", "host"] | None:
+        """Whose equal inputs cross hosts once; None where all cross."""
+        return "host" if "unique-host" in self.options else "rank" if "unique" in self.options else None
+
+    @property
     def dense_precision(self) -> Literal["fp32", "bf16"]:
         """Number format of dense gradients between hosts."""
         return "bf16" if "bf16-dense" in self.options else "fp32"
@@ -138,12 +151,15 @@ def parse_contender(name: str) -> Contender:
     if "bf16-dense" in extras and "fp16" not in extras:
         # It would appear among contenders whose numbers travel as they are.
         raise InputError(f"Contender {name!r}: +bf16-dense goes with +fp16 only.")
+    if found["small"] and (family != "flat" or found["scheme"] == "planner"):
+        raise InputError(f"Contender {name!r}: -dp is for flat only, and its planner chooses by itself.")
     if found["replicas"] and not is_ours:
         raise InputError(f"Contender {name!r}: -2d is for sptt and dmt only.")
     return Contender(
         name="+".join([base, *(extra for extra in known if extra in extras)]),
         family=family,
         scheme=_scheme(name, family, found["scheme"]),
+        data_parallel_rows=int(found["rows"]) if found["rows"] else None if found["small"] else 0,
         compression=int(ratio or 1),
         precision="fp16" if "fp16" in extras else "fp32",
         prefetch="prefetch" in extras or "all" in extras,
@@ -168,7 +184,9 @@ def _scheme(name: str, family: str, scheme: str | None) -> str:
 def all_contenders() -> tuple[Contender, ...]:
     """Everything that a full run compares, in the order of its tables."""
     extras = ("", "+fp16", "+prefetch", "+fp16+prefetch")
-    names = [f"flat-{scheme}{extra}" for scheme in FLAT_SCHEMES for extra in extras]
+    # Cut by rows or into a grid they are slower than the others, by far.
+    names = [f"flat-{scheme}{extra}" for scheme in ("rw", "grid") for extra in extras[:2]]
+    names += [f"flat-{way}{extra}" for way in ("tw", "cw", "twrw", "tw-dp", "cw-dp", "planner") for extra in extras]
     names += [
         f"etc-cr{ratio}{inside}{extra}" for ratio in (2, 4) for inside in ("", "-twrw") for extra in ("", "+prefetch")
     ]

@@ -1,6 +1,7 @@
 """Contenders of TorchRec's own: a flat DLRM in five schemes, with plans by hand (its planner hides some on CPU).
 
-Tables go round robin over hosts first, then over the ranks of a host, so hosts hold as many as can be.
+Tables go round robin over hosts first, then over the ranks of a host, so hosts hold as many as can be. Small ones may
+be data-parallel: DDP sums their gradients, and they are trained like the others (`SmallTables`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.sharding_plan import (
     calculate_shard_sizes_and_offsets,
     column_wise,
     construct_module_sharding_plan,
+    data_parallel,
     placement,
     row_wise,
     table_row_wise,
@@ -32,10 +37,14 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
-from benchmarks.steps.contenders import Contender
+from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
+from benchmarks.steps.needed import ID_BYTES, LENGTH_BYTES
 from benchmarks.steps.setting import Setting
+from dmt._torchrec import mark_updated_in_backward
+from dmt.number_formats import NUMBER_FORMATS
+from dmt.sharding.data_parallel import DataParallelOptimizer
 
-__all__ = ["codecs", "flat_plan", "flat_sharders", "plan_by_hand"]
+__all__ = ["SmallTables", "codecs", "flat_plan", "flat_sharders", "most_data_parallel_rows", "plan_by_hand"]
 
 Generator = Callable[..., Any]
 
@@ -55,15 +64,87 @@ def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharder:
         sharder: of the collection.
     """
     collection: Any = model.model.sparse_arch  # type: ignore[union-attr]
-    names = list(sharder.shardable_parameters(collection))
-    schemes = {name: _scheme(contender.scheme, i, setting) for i, name in enumerate(names)}
+    if contender.scheme == "planner":
+        schemes = _as_torchrec_plans(collection, setting, sharder)
+    else:
+        most = contender.data_parallel_rows
+        if most is None:
+            most = most_data_parallel_rows(setting, int(NUMBER_FORMATS[contender.precision].num_bytes))
+        weights = sharder.shardable_parameters(collection)
+        small = {name: data_parallel() for name, weight in weights.items() if len(weight) <= most}
+        large = [name for name in weights if name not in small]
+        schemes = small | {name: _scheme(contender.scheme, i, setting) for i, name in enumerate(large)}
     return ShardingPlan(plan={"model.sparse_arch": plan_by_hand(collection, schemes, setting, sharder)})
+
+
+def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
+    """Rows up to which a table sends fewer bytes across hosts if it is data-parallel; 0 where nothing crosses.
+
+    What a table costs does not depend on the others, so the best choice of tables is the best one for each. Both costs
+    are of a step and all hosts together, with W ranks on H hosts: DDP's ring sends 2 (W - 1) / W of the float32
+    gradient over each of H links, a sharded table what `needed_bytes` says.
+
+    Args:
+        setting: sizes of the job.
+        number_bytes: of a number of an output or its gradient as it is sent.
+
+    Example:
+        >>> most_data_parallel_rows(Setting(hosts=2, ranks_per_host=2, batch_size=4096))
+        5525
+    """
+    world = setting.world_size
+    samples = setting.batch_size * (world - setting.ranks_per_host)
+    sharded = samples * (LENGTH_BYTES + ID_BYTES + 2 * EMBEDDING_DIM * number_bytes)
+    return int(sharded / (setting.hosts * 2 * (world - 1) / world * EMBEDDING_DIM * 4))
+
+
+def _as_torchrec_plans(collection: nn.Module, setting: Setting, sharder: Any) -> dict[str, Generator]:
+    """The choice of TorchRec's planner for as many GPUs, with its own guesses of their speed."""
+    topology = Topology(world_size=setting.world_size, local_world_size=setting.ranks_per_host, compute_device="cuda")
+    nothing_else = FixedPercentageStorageReservation(percentage=0.0)
+    planner = EmbeddingShardingPlanner(
+        topology=topology, batch_size=setting.batch_size, storage_reservation=nothing_else
+    )
+    (plan,) = planner.plan(collection, [sharder]).plan.values()
+    made: dict[str, Callable[[list[int]], Generator]] = {
+        ShardingType.DATA_PARALLEL.value: lambda ranks: data_parallel(),
+        ShardingType.TABLE_WISE.value: lambda ranks: table_wise(rank=ranks[0]),
+        ShardingType.COLUMN_WISE.value: lambda ranks: column_wise(ranks=ranks),
+        ShardingType.ROW_WISE.value: lambda ranks: row_wise(),
+        ShardingType.TABLE_ROW_WISE.value: lambda ranks: table_row_wise(host_index=ranks[0] // setting.ranks_per_host),
+    }
+    return {name: made[chosen.sharding_type](chosen.ranks) for name, chosen in plan.items()}
+
+
+class SmallTables:
+    """The optimizer of a flat model's data-parallel tables, with the settings of all others.
+
+    TorchRec leaves them to the dense optimizer, and they would train otherwise than the plain model's.
+
+    Args:
+        collection: sharded by TorchRec.
+        fused_params: of the sharder.
+    """
+
+    def __init__(self, collection: Any, fused_params: dict[str, Any]) -> None:
+        lookups = collection._lookups  # noqa: SLF001  # a list, which `modules` does not enter
+        self._lookups = [lookup for lookup in lookups if isinstance(lookup, DistributedDataParallel)]
+        weights = {name: weight for one in self._lookups for name, weight in one.module.named_parameters_by_table()}
+        self._optimizer = DataParallelOptimizer(weights, dict.fromkeys(weights, fused_params))
+        for weight in weights.values():
+            mark_updated_in_backward(weight, self._optimizer)
+
+    def step(self) -> None:
+        """Updates the tables from the gradients that DDP has averaged, and clears these."""
+        self._optimizer.update()
+        for lookup in self._lookups:
+            lookup.zero_grad()
 
 
 def plan_by_hand(
     module: nn.Module, schemes: Mapping[str, Generator], setting: Setting, sharder: Any
 ) -> EmbeddingModuleShardingPlan:
-    """TorchRec's plan from its own generators, with the fused kernel for every table.
+    """TorchRec's plan from its own generators, with the fused kernel for every sharded table.
 
     On its own it would take the dense kernel, whose tables the dense optimizer trains.
     """
@@ -76,7 +157,8 @@ def plan_by_hand(
         device_type="cpu",
     )
     for parameter in plan.values():
-        parameter.compute_kernel = EmbeddingComputeKernel.FUSED.value
+        if parameter.sharding_type != ShardingType.DATA_PARALLEL.value:
+            parameter.compute_kernel = EmbeddingComputeKernel.FUSED.value
     return plan
 
 

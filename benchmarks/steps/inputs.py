@@ -1,38 +1,62 @@
-"""Tables and random batches of the step benchmark: the shape of Criteo-1TB, one id per feature."""
+"""Tables and random batches of the step benchmark: the shape of Criteo-Kaggle, one id per feature.
+
+==============  ======================================================================================================
+ids             of a batch
+==============  ======================================================================================================
+``skewed``      with the skew of Criteo's sample (`benchmarks.steps.criteo_ids`), each feature by itself; places beyond
+                the rows of a table that is cut are folded onto them
+``uniform``     drawn evenly
+``distinct``    no id of a feature comes twice in a step of the job; all tables have ``rows_cap`` rows
+==============  ======================================================================================================
+
+With ``group`` = R samples come in runs of R, as one request's candidates do: the even features (C1, C3, ...) are the
+user's, equal in a run, the others the items'.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain, cycle
+from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.steps.contenders import EMBEDDING_DIM
+from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, criteo_skews
 from benchmarks.steps.setting import Setting
 from dmt.models import criteo_1tb_tables
 from dmt.models.presets import CRITEO_DENSE_FEATURES
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["Batches", "benchmark_tables", "random_batch"]
+__all__ = ["Batches", "benchmark_tables", "distinct_inputs", "random_batch"]
+
+
+# A prime, larger than any table: the most frequent ids, which come first, are spread over the rows of their table.
+_SPREAD = 2_654_435_761
 
 
 def benchmark_tables(setting: Setting) -> list[TableSpec]:
-    """Criteo-1TB's 26 tables, each cut to ``rows_cap`` rows."""
-    return [
-        replace(table, num_embeddings=min(table.num_embeddings, setting.rows_cap))
-        for table in criteo_1tb_tables(EMBEDDING_DIM)
-    ]
+    """Criteo's 26 tables with the rows of Criteo-Kaggle, each cut to ``rows_cap`` rows."""
+    rows = [setting.rows_cap if setting.ids == "distinct" else min(n, setting.rows_cap) for n in CRITEO_KAGGLE_ROWS]
+    return [replace(t, num_embeddings=n) for t, n in zip(criteo_1tb_tables(EMBEDDING_DIM), rows, strict=True)]
 
 
-def random_batch(tables: Sequence[TableSpec], batch_size: int, *seed: int) -> ClickBatch:
-    """Standard normal dense features, ids and labels drawn evenly; the same for the same numbers in ``seed``."""
-    mixed = np.random.SeedSequence(seed).generate_state(1)[0]
+def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> ClickBatch:
+    """Standard normal dense features, ids as the setting says, labels drawn evenly; the same for the same arguments."""
+    tables = benchmark_tables(setting)
+    mixed = np.random.SeedSequence((setting.seed, step, rank)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(mixed))
-    values = [torch.randint(0, t.num_embeddings, (batch_size,), generator=generator) for t in tables]
+    values = []
+    for i, table in enumerate(tables):
+        run = setting.group if i % 2 == 0 else 1
+        ids = _ids(setting, i, table.num_embeddings, -(-batch_size // run), rank, generator)
+        values.append(ids.repeat_interleave(run)[:batch_size])
     ids = KeyedJaggedTensor(
         keys=feature_names(tables),
         values=torch.cat(values),
@@ -45,6 +69,38 @@ def random_batch(tables: Sequence[TableSpec], batch_size: int, *seed: int) -> Cl
         labels=torch.randint(0, 2, (batch_size,), generator=generator).float(),
         weights=torch.ones(batch_size),
     )
+
+
+def distinct_inputs(setting: Setting, features: Sequence[str], host: int, *, per: Literal["rank", "host"]) -> int:
+    """Distinct inputs in the first step that come from other hosts: ids of some features together.
+
+    Args:
+        setting: sizes of the job.
+        features: of a tower, or one.
+        host: that they are sent to.
+        per: whether equal inputs count once for each rank or once for each host.
+    """
+    batches = [_first_batch(setting, rank) for rank in range(setting.world_size)]
+    step = torch.stack([torch.stack([ids[feature].values() for feature in features]) for ids in batches])
+    of_hosts = step.unflatten(0, (setting.hosts, setting.ranks_per_host))
+    others = [of_hosts[other] for other in range(setting.hosts) if other != host]
+    senders = (
+        [torch.cat(list(ranks), dim=1) for ranks in others] if per == "host" else [r for ids in others for r in ids]
+    )
+    return sum(torch.unique(ids, dim=1).shape[1] for ids in senders)
+
+
+@cache
+def _first_batch(setting: Setting, rank: int) -> KeyedJaggedTensor:
+    return random_batch(setting, setting.batch_size, 0, rank).sparse_features
+
+
+def _ids(setting: Setting, feature: int, rows: int, size: int, rank: int, generator: torch.Generator) -> Tensor:
+    if setting.ids == "uniform":
+        return torch.randint(0, rows, (size,), generator=generator)
+    if setting.ids == "distinct":
+        return rank * size + torch.randperm(size, generator=generator)
+    return criteo_skews()[feature].draw(size, generator) * _SPREAD % rows
 
 
 class Batches(Iterator[ClickBatch]):

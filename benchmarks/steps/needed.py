@@ -1,6 +1,7 @@
 """Bytes that a step must send across hosts, by arithmetic: `needed_bytes`. Pure.
 
-Legend: H hosts, L ranks on each, W = H L ranks, B samples per rank. What one host sends away goes to B (W - L) samples.
+Legend: H hosts, L ranks on each, W = H L ranks, B samples per rank. What one host sends away goes to B (W - L) samples,
+or, where each input is sent once, to the distinct ones among them.
 
 ======== ==============================================================================================================
 kind     counted, all hosts together
@@ -16,14 +17,14 @@ dense    a reduction inside hosts first, then a ring between them: 2 (H - 1) tim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.steps.setting import Setting
 
-__all__ = ["HostShare", "needed_bytes"]
+__all__ = ["ID_BYTES", "LENGTH_BYTES", "HostShare", "needed_bytes"]
 
-_ID_BYTES, _LENGTH_BYTES = 8, 4
+ID_BYTES, LENGTH_BYTES = 8, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class HostShare:
     """Columns of which it holds some rows."""
     rows: float
     """Rows of which it holds some columns, as a share of all."""
+    inputs: int | None = None
+    """Inputs that the ranks of other hosts send to it; None for all samples."""
 
 
 def needed_bytes(
@@ -43,7 +46,7 @@ def needed_bytes(
     *,
     dense_bytes: int,
     number_bytes: int,
-    tower_columns: Mapping[int, int] | None = None,
+    compression: int = 1,
 ) -> dict[str, int]:
     """Bytes that all hosts together must send to others in one step.
 
@@ -52,7 +55,7 @@ def needed_bytes(
         shares: of every table and host that holds some of it.
         dense_bytes: gradients of the parameters that all ranks hold, as they are sent.
         number_bytes: of a number of an output or its gradient as it is sent.
-        tower_columns: output columns of its towers, by host; None where the tables' columns are sent themselves.
+        compression: columns of a table over those of a tower's output for it.
 
     Example:
         Two hosts of two ranks, each with a table of 8 columns; 10 samples a rank.
@@ -62,9 +65,10 @@ def needed_bytes(
         {'ids': 480, 'forward': 1280, 'backward': 1280, 'dense': 200}
     """
     samples = setting.batch_size * (setting.world_size - setting.ranks_per_host)
-    ids = sum(samples * (_LENGTH_BYTES + _ID_BYTES * share.rows) for share in shares)
-    columns = sum(share.columns for share in shares) if tower_columns is None else sum(tower_columns.values())
-    outputs = samples * columns * number_bytes
+    inputs = [samples if share.inputs is None else share.inputs for share in shares]
+    ids = sum(n * (LENGTH_BYTES + ID_BYTES * share.rows) for n, share in zip(inputs, shares, strict=True))
+    columns = sum(n * (share.columns // compression) for n, share in zip(inputs, shares, strict=True))
+    outputs = columns * number_bytes
     return {
         "ids": round(ids),
         "forward": outputs,

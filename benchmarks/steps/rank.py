@@ -32,7 +32,7 @@ from benchmarks.steps.check import (
     plain_weights,
 )
 from benchmarks.steps.contenders import Contender, parse_contender
-from benchmarks.steps.inputs import Batches, benchmark_tables, random_batch
+from benchmarks.steps.inputs import Batches, random_batch
 from benchmarks.steps.measure import count_traffic, run_turn, time_sync, trace_step
 from benchmarks.steps.record import Record
 from benchmarks.steps.setting import Setting
@@ -53,8 +53,9 @@ def main(spec_path: str) -> None:
     setting = Setting(**spec["setting"])
     # Hosts may be played by one machine, where torchrun counts all ranks as local.
     os.environ["LOCAL_WORLD_SIZE"] = str(setting.ranks_per_host)
-    # It says of every data-parallel table that it is not cached.
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    # It says of every data-parallel table that it is not cached, and on the root that it has no sharding spec.
+    for name in ("torchrec", None):
+        logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     if dist.get_world_size() != setting.world_size:
@@ -79,8 +80,7 @@ def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, tra
     """
     world, rank = _world(), dist.get_rank()
     record = Record(setting, contenders, out) if rank == 0 else None
-    tables = benchmark_tables(setting)
-    pool = [random_batch(tables, setting.batch_size, setting.seed, i, rank) for i in range(_POOL)]
+    pool = [random_batch(setting, setting.batch_size, i, rank) for i in range(_POOL)]
     everything = build_checked(setting, contenders, pool)
     for built in everything:
         weights = gather_objects(weight_bytes(built), world)

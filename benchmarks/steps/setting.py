@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from dmt.errors import InputError
 
-__all__ = ["Setting"]
+__all__ = ["Ids", "Setting"]
+
+Ids = Literal["skewed", "uniform", "distinct"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,15 @@ class Setting:
     """Steps of a contender before the next one's turn."""
     seed: int = 0
     """Seed of weights, batches and the order of turns."""
-    rows_cap: int = 10_000
-    """Tables have the rows of Criteo-1TB's, at most this many."""
+    rows_cap: int = 40_000
+    """Tables have the rows of Criteo-Kaggle's, at most this many: eight are cut."""
+    ids: Ids = "skewed"
+    """Distribution of the ids (`benchmarks.steps.inputs`)."""
+    group: int = 1
+    """R, samples of a request, which share the ids of the even features."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("hosts", "ranks_per_host", "batch_size", "rounds", "steps_per_turn", "rows_cap")
+        at_least_one = ("hosts", "ranks_per_host", "batch_size", "rounds", "steps_per_turn", "rows_cap", "group")
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise InputError(f"Setting: {name}={getattr(self, name)!r} must be at least 1.")
@@ -57,6 +64,14 @@ class Setting:
             raise InputError(
                 f"Setting: hosts={self.hosts}, ranks_per_host={self.ranks_per_host} is one rank, which has nobody to "
                 "talk to. Use two or more."
+            )
+
+        if self.ids not in get_args(Ids):
+            raise InputError(f"Setting: ids={self.ids!r} is not one of {list(get_args(Ids))}.")
+        if self.ids == "distinct" and (self.group > 1 or self.rows_cap < self.batch_size * self.world_size):
+            raise InputError(
+                f"Setting: ids='distinct' needs group=1 and, for all samples of a step, rows_cap of at least "
+                f"{self.batch_size * self.world_size}; it has group={self.group}, rows_cap={self.rows_cap}."
             )
 
     @property

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.steps.build import Built
-from benchmarks.steps.contenders import EMBEDDING_DIM
+from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
+from benchmarks.steps.inputs import distinct_inputs
 from benchmarks.steps.needed import HostShare, needed_bytes
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.towers import own_towers
@@ -36,9 +37,11 @@ def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
 
 
 def host_shares(plan: ShardingPlan, setting: Setting) -> list[HostShare]:
-    """Shares of every table that each host holds under a plan whose ranks are those of the job."""
+    """Shares of every sharded table that each host holds under a plan whose ranks are those of the job."""
     shares: list[HostShare] = []
     for parameter in table_parameters(plan).values():
+        if parameter.sharding_spec is None:
+            continue  # data-parallel
         shards = parameter.sharding_spec.shards
         columns: dict[int, dict[int, int]] = defaultdict(dict)
         rows: dict[int, dict[int, int]] = defaultdict(dict)
@@ -55,29 +58,35 @@ def host_shares(plan: ShardingPlan, setting: Setting) -> list[HostShare]:
 
 
 def needed_by(built: Built, setting: Setting) -> dict[str, int]:
-    """The bytes that a contender must send across hosts in one step."""
-    contender, columns = built.contender, None
+    """The bytes that a contender must send across hosts in one step, on the first batch of the pool."""
+    contender = built.contender
     if contender.family in ("flat", "etc"):
         shares = host_shares(built.plan, setting)
     else:
         # Ranks in the plan are those of a tower; a tower is on one host, and its tables are nowhere else.
         towers = own_towers(contender, setting).towers
         shares = [
-            HostShare(host=i * setting.hosts // len(towers), columns=EMBEDDING_DIM, rows=1.0)
+            HostShare(
+                host=(host := i * setting.hosts // len(towers)),
+                columns=EMBEDDING_DIM,
+                rows=1.0,
+                inputs=_inputs(contender, setting, tower.features if contender.has_towers else [feature], host),
+            )
             for i, tower in enumerate(towers)
-            for _ in tower.features
+            for feature in tower.features
         ]
-    if contender.has_towers:
-        columns = dict.fromkeys(range(setting.hosts), 0)
-        for share in shares:
-            columns[share.host] += share.columns // contender.compression
     return needed_bytes(
         setting,
         shares,
         dense_bytes=_dense_bytes(built) // (2 if contender.dense_precision == "bf16" else 1),
         number_bytes=int(NUMBER_FORMATS[contender.precision].num_bytes),
-        tower_columns=columns,
+        compression=contender.compression,
     )
+
+
+def _inputs(contender: Contender, setting: Setting, features: Sequence[str], host: int) -> int | None:
+    """Distinct ids of these features together that the ranks of other hosts have in a step; None for all samples."""
+    return distinct_inputs(setting, features, host, per=contender.unique) if contender.unique else None
 
 
 def weight_bytes(built: Built) -> int:
@@ -90,9 +99,10 @@ def weight_bytes(built: Built) -> int:
 
 
 def _dense_bytes(built: Built) -> int:
-    """Bytes of the weights that every rank of the job holds a copy of."""
+    """Bytes of the weights that every rank holds a copy of, data-parallel tables of a flat model included."""
+    is_flat = built.contender.family == "flat"
     return sum(
         value.nbytes
         for name, value in built.model.state_dict().items()
-        if isinstance(value, torch.Tensor) and "sparse_arch" not in name
+        if not isinstance(value, ShardedTensor) and (is_flat or "sparse_arch" not in name)
     )

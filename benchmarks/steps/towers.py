@@ -27,7 +27,11 @@ from dmt.sharding.costs import StepWorkload
 __all__ = ["own_planner", "own_sharders", "own_topology", "own_towers", "own_wrapper"]
 
 # What an option means to the sharders; names of all are in `contenders.OWN_OPTIONS`.
-_SHARDER_OPTIONS: Mapping[str, Mapping[str, Any]] = {"global": {"id_route": "global"}}
+_SHARDER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "global": {"id_route": "global"},
+    "unique": {"unique": "rank"},
+    "unique-host": {"unique": "host"},
+}
 
 
 def own_topology(contender: Contender, setting: Setting) -> TowerTopology:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from benchmarks.steps_report.compare import best_flat, fastest, precisions, speedup
 from benchmarks.steps_report.measures import Measured
 
-__all__ = ["Goal", "judge"]
+__all__ = ["Goal", "judge", "judge_unique"]
 
 _DMT_GOALS = {2.0: 1.85, 4.0: 3.0, 16.0: 6.0}
 _SPTT_GOAL, _ETC_GOAL = 0.97, 1.1
 _BYTES_GOAL, _BOUND_GOAL, _BALANCE_GOAL = 0.03, 1.15, 0.10
+_UNIQUE_GOAL, _UNIQUE_ALL_GOAL, _OVERHEAD_GOAL, _REQUESTS_GOAL = 2.5, 3.5, 0.98, 0.9
 OURS = ("sptt", "dmt")
 
 
@@ -67,6 +68,50 @@ def judge(contenders: Sequence[Measured], *, header_share: float = 0.0) -> list[
             _BALANCE_GOAL,
         ),
     ]
+
+
+def judge_unique(skewed: Sequence[Measured], distinct: Sequence[Measured], requests: Sequence[Measured]) -> list[Goal]:
+    """The goals of sending each input once.
+
+    Args:
+        skewed: contenders of the run with Criteo's skew.
+        distinct: of the run in which no input repeats.
+        requests: of the run with requests.
+    """
+    flat = best_flat(skewed, "fp32")
+    plain, unique = (_named(requests, name) for name in ("dmt-cr2", "dmt-cr2+unique"))
+    target = _REQUESTS_GOAL
+    if plain is not None and unique is not None:
+        target *= sum(plain.across.values()) / sum(unique.across.values())
+    return [
+        _ratio_goal(
+            f"SPTT with unique inputs, nothing else, at least {_UNIQUE_GOAL} x the best flat",
+            _named(skewed, "sptt+unique"),
+            flat,
+            _UNIQUE_GOAL,
+        ),
+        _ratio_goal(
+            f"SPTT with all options at least {_UNIQUE_ALL_GOAL} x the best flat",
+            _named(skewed, "sptt+all"),
+            flat,
+            _UNIQUE_ALL_GOAL,
+        ),
+        _ratio_goal(
+            f"DMT at CR 2 with unique inputs at least {_OVERHEAD_GOAL} x without, where no input repeats",
+            *(_named(distinct, name) for name in ("dmt-cr2+unique", "dmt-cr2")),
+            _OVERHEAD_GOAL,
+        ),
+        _ratio_goal(
+            f"the same with requests at least {_REQUESTS_GOAL} x the ratio of bytes across hosts, that is {target:.2f}",
+            unique,
+            plain,
+            target,
+        ),
+    ]
+
+
+def _named(contenders: Sequence[Measured], name: str) -> Measured | None:
+    return next((found for found in contenders if found.name == name), None)
 
 
 def _against_flat(contenders: Sequence[Measured]) -> list[Goal]:

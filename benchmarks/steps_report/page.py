@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps_report.goals import judge
+from benchmarks.steps_report.goals import judge, judge_unique
 from benchmarks.steps_report.lines import plot_sweeps
 from benchmarks.steps_report.measures import Measured, measure_run
 from benchmarks.steps_report.pictures import chosen, plot_bytes, plot_steps
@@ -66,7 +66,12 @@ def write_results(
     with atomic_write(paths[0]) as scratch:
         scratch.write_text(_json(runs, {**about, "cores": cores}))
     flat = next((measure_run(run, cores=cores) for run in runs if run["part"] == "flat"), [])
-    page = _page(main, contenders, flat, sweeps, about={**about, "cores": cores}, stem=stem)
+    unique = {
+        "requests" if run["setting"]["group"] > 1 else run["setting"]["ids"]: (run, measure_run(run, cores=cores))
+        for run in runs
+        if run["part"] == "unique"
+    }
+    page = _page(main, contenders, flat, sweeps, unique, about={**about, "cores": cores}, stem=stem)
     with atomic_write(paths[1]) as scratch:
         scratch.write_text(page)
     return paths
@@ -78,11 +83,15 @@ def setting_words(setting: Mapping[str, Any]) -> str:
     Example:
         >>> setting_words({"hosts": 2, "ranks_per_host": 2, "mbit_per_s": 200.0, "batch_size": 4096})
         '2 hosts x 2 ranks, 200 Mbit/s, local batch 4,096'
+        >>> setting_words({"hosts": 1, "ranks_per_host": 2, "mbit_per_s": None, "batch_size": 8, "ids": "skewed"})
+        '1 host x 2 ranks, unlimited link, local batch 8, skewed ids'
     """
     rate = "unlimited link" if setting["mbit_per_s"] is None else f"{setting['mbit_per_s']:g} Mbit/s"
     plural = "" if setting["hosts"] == 1 else "s"
     ranks = f"{setting['hosts']} host{plural} x {setting['ranks_per_host']} ranks"
-    return f"{ranks}, {rate}, local batch {setting['batch_size']:,}"
+    ids = f", {setting['ids']} ids" if "ids" in setting else ""
+    group = f", requests of {setting['group']} samples" if setting.get("group", 1) > 1 else ""
+    return f"{ranks}, {rate}, local batch {setting['batch_size']:,}{ids}{group}"
 
 
 def _json(runs: Sequence[Run], about: Mapping[str, Any]) -> str:
@@ -101,6 +110,7 @@ def _page(
     contenders: Sequence[Measured],
     flat: Sequence[Measured],
     sweeps: Sequence[Sweep],
+    unique: Mapping[str, tuple[Run, Sequence[Measured]]],
     *,
     about: Mapping[str, Any],
     stem: str,
@@ -117,6 +127,7 @@ def _page(
                 *(["## All flat contenders", _FLAT_WORDS, times_table(flat)] if flat else []),
                 *(_sweep_section(part, sweeps) for part in SWEEPS),
                 *([f"![step time against hosts, batch and rate]({stem}_sweeps.png)"] if sweeps else []),
+                *_unique_section(unique),
                 _HOW,
             ]
         ).rstrip()
@@ -180,6 +191,17 @@ def _sweep_section(part: str, sweeps: Sequence[Sweep]) -> str:
     text = f"{title}\n\nMedian seconds (speed over {sweep.names[0]}; median over bound).\n\n{sweep_table(sweep)}"
     compute = compute_table(sweep) if part == "rate" else ""
     return f"{text}\n\n{compute}".rstrip()
+
+
+def _unique_section(runs: Mapping[str, tuple[Run, Sequence[Measured]]]) -> list[str]:
+    if not runs:
+        return []
+    by_kind = [runs[kind][1] if kind in runs else [] for kind in ("skewed", "distinct", "requests")]
+    tables = [
+        f"{setting_words(run['setting'])}.\n\n{times_table(contenders)}\n\n{bytes_table(contenders)}"
+        for run, contenders in runs.values()
+    ]
+    return ["## Each input once", goals_table(judge_unique(*by_kind)), *tables]
 
 
 def _fact(value: Any) -> str:

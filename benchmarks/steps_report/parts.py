@@ -10,9 +10,19 @@ from benchmarks.steps.setting import Setting
 from benchmarks.steps_report.measures import bytes_per_second
 from benchmarks.steps_report.sweeps import SWEEPS
 
-__all__ = ["FLAT_CONTENDERS", "MAIN_CONTENDERS", "PARTS", "Job", "flat_jobs", "main_jobs", "quick_jobs", "sweep_jobs"]
+__all__ = [
+    "FLAT_CONTENDERS",
+    "MAIN_CONTENDERS",
+    "PARTS",
+    "Job",
+    "flat_jobs",
+    "main_jobs",
+    "quick_jobs",
+    "sweep_jobs",
+    "unique_jobs",
+]
 
-PARTS = ("flat", "main", *SWEEPS)
+PARTS = ("flat", "main", *SWEEPS, "unique")
 
 # TorchRec's row-wise towers are slower than its column-wise ones.
 MAIN_CONTENDERS = tuple(
@@ -25,6 +35,14 @@ _VALUES: dict[str, tuple[float | None, ...]] = {
     "batch": (512, 1024, 2048, 8192),
     "rate": (100.0, 500.0, 1000.0, None),
 }
+
+# The best of trials, the best choice of data-parallel tables, TorchRec's, and choices to both sides of it.
+_UNIQUE_FLATS = (
+    *("flat-cw+prefetch", "flat-tw-dp", "flat-tw-dp+prefetch", "flat-cw-dp+prefetch", "flat-planner+prefetch"),
+    *("flat-tw-dp600+prefetch", "flat-tw-dp15000+prefetch"),
+)
+_UNIQUE_PAIRS = ("sptt", "sptt+unique", "dmt-cr2", "dmt-cr2+unique")
+_REQUEST = 8
 
 # For the estimate, from runs on two cores: starting a job, building one contender, computing one sample's step.
 _START_SECONDS, _BUILD_SECONDS, _SAMPLE_SECONDS = 25.0, 2.0, 1.2e-4
@@ -44,6 +62,8 @@ class Job:
     @property
     def name(self) -> str:
         """Name of its file, without suffix."""
+        if self.part == "unique":
+            return f"unique-{'requests' if self.setting.group > 1 else self.setting.ids}"
         if self.part not in SWEEPS:
             return self.part
         value = getattr(self.setting, SWEEPS[self.part])
@@ -95,14 +115,31 @@ def sweep_jobs(part: str, *, flat: str, rounds: int) -> list[Job]:
     return [Job(part=part, setting=setting, contenders=(flat, *_SWEEP_OURS)) for setting in settings]
 
 
+def unique_jobs(*, rounds: int) -> list[Job]:
+    """Contenders that send each input once, and others: with Criteo's skew, with no input twice, and with requests.
+
+    Args:
+        rounds: measured ones.
+    """
+    setting = Setting(rounds=rounds, steps_per_turn=1)
+    contenders = (*_UNIQUE_FLATS, *_UNIQUE_PAIRS, "sptt+all", "dmt-cr2+all")
+    return [
+        Job(part="unique", setting=setting, contenders=contenders),
+        Job(part="unique", setting=replace(setting, ids="distinct"), contenders=_UNIQUE_PAIRS),
+        Job(part="unique", setting=replace(setting, group=_REQUEST), contenders=_UNIQUE_PAIRS),
+    ]
+
+
 def quick_jobs(parts: Sequence[str]) -> list[Job]:
     """A few contenders, one round, small batches: whether everything runs, not how fast."""
     small = Setting(batch_size=256, rounds=1, steps_per_turn=1)
     values: dict[str, float | None] = {"hosts": 1, "batch": 512, "rate": None}
     contenders = ("flat-tw", "flat-tw+fp16", "etc-cr2", "sptt", "dmt-cr2+all", "dmt-cr2+fp16", "dmt-cr2-2d+all")
-    jobs = [Job(part="flat", setting=small, contenders=("flat-tw", "flat-tw+fp16"))]
+    jobs = [Job(part="flat", setting=small, contenders=("flat-cw-dp", "flat-planner+fp16"))]
     jobs.append(Job(part="main", setting=small, contenders=contenders))
     for part, value in values.items():
         setting = replace(small, **{SWEEPS[part]: value})
         jobs.append(Job(part=part, setting=setting, contenders=("flat-tw", "sptt", "dmt-cr2")))
+    unique = ("flat-tw-dp", "sptt+unique", "dmt-cr2+unique")
+    jobs.append(Job(part="unique", setting=replace(small, group=_REQUEST), contenders=unique))
     return [job for job in jobs if job.part in parts]

@@ -16,7 +16,7 @@ import benchmarks.bench as bench
 from benchmarks.steps.contenders import Contender, parse_contender
 from benchmarks.steps.setting import Setting
 from benchmarks.steps_report.compare import best_flat, fastest, speedup
-from benchmarks.steps_report.goals import Goal, judge
+from benchmarks.steps_report.goals import Goal, judge, judge_unique
 from benchmarks.steps_report.measures import Measured, measure_run
 from benchmarks.steps_report.page import write_results
 from benchmarks.steps_report.parts import (
@@ -28,9 +28,10 @@ from benchmarks.steps_report.parts import (
     main_jobs,
     quick_jobs,
     sweep_jobs,
+    unique_jobs,
 )
 from benchmarks.steps_report.pictures import chosen
-from benchmarks.steps_report.sweeps import make_sweep
+from benchmarks.steps_report.sweeps import SWEEPS, make_sweep
 from benchmarks.steps_report.tables import compute_table, sweep_table
 
 FLATS = ("flat-tw", "flat-cw", "flat-rw", "flat-twrw", "flat-grid", "flat-tw+fp16")
@@ -199,6 +200,21 @@ def test_goals_by_hand() -> None:
     assert [goal.verdict for goal in goals[:4]] == ["held", "held", "not measured", "**not held**"]
 
 
+def test_goals_of_sending_each_input_once_by_hand() -> None:
+    skewed = [measured("flat-tw-dp", [4.0]), measured("flat-tw", [9.0]), measured("sptt+unique", [1.6])]
+    distinct = [measured("dmt-cr2", [0.97]), measured("dmt-cr2+unique", [1.0])]
+    requests = [measured("dmt-cr2", [1.8]), measured("dmt-cr2+unique", [1.0], across={"forward": 20e6})]
+    goals = judge_unique(skewed, distinct, requests)
+    assert [(goal.held, goal.measured) for goal in goals] == [
+        (True, "2.50 (sptt+unique over flat-tw-dp)"),
+        (None, ""),
+        (False, "0.97 (dmt-cr2+unique over dmt-cr2)"),
+        (True, "1.80 (dmt-cr2+unique over dmt-cr2)"),
+    ]
+    assert "that is 1.80" in goals[3].text, "40 MB over 20, times 0.9"
+    assert {goal.held for goal in judge_unique([], [], [])} == {None}
+
+
 def test_bytes_too_few_and_too_many_are_seen() -> None:
     few = measured("sptt", [1.0], needed={"ids": 43e6})
     many = measured("dmt-cr2", [1.0], needed={"ids": 35e6})
@@ -234,18 +250,23 @@ def test_chosen_contenders_are_one_of_each_kind() -> None:
 
 
 def test_the_jobs_of_the_study() -> None:
-    jobs = [*main_jobs(FLATS, rounds=5), *(j for p in PARTS[2:] for j in sweep_jobs(p, flat="flat-tw", rounds=2))]
+    jobs = [*main_jobs(FLATS, rounds=5), *(j for p in SWEEPS for j in sweep_jobs(p, flat="flat-tw", rounds=2))]
+    jobs += unique_jobs(rounds=5)
     assert len({job.name for job in jobs}) == len(jobs)
     assert main_jobs(FLATS, rounds=7)[0].setting == Setting(rounds=7, steps_per_turn=1), (
         "the goals are for the setting's own values"
     )
     everyone = (*FLAT_CONTENDERS, *MAIN_CONTENDERS)
-    assert len(FLAT_CONTENDERS) == 20, "five schemes, with and without FP16 and prefetch"
+    ways = [name for name in FLAT_CONTENDERS if "fp16" not in name]
+    assert len(ways) == 14, (
+        "five schemes, two with small tables data-parallel, one plan of TorchRec's, most with prefetch"
+    )
+    assert len(FLAT_CONTENDERS) == 28, "with and without FP16"
     assert len(set(everyone)) == len(everyone)
     assert all(parse_contender(name).name == name for name in everyone)
-    assert sum(job.estimate for job in [*jobs, *flat_jobs(rounds=3)]) < 75 * 60
+    assert sum(job.estimate for job in [*jobs, *flat_jobs(rounds=3)]) < 90 * 60
     assert {job.part for job in quick_jobs(PARTS)} == set(PARTS)
-    assert sum(job.estimate for job in quick_jobs(PARTS)) < 4 * 60
+    assert sum(job.estimate for job in quick_jobs(PARTS)) < 5 * 60
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +275,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = [
         *flat_jobs(rounds=2),
         *main_jobs(FLATS, rounds=3),
-        *(j for p in PARTS[2:] for j in sweep_jobs(p, flat="flat-tw", rounds=2)),
+        *(j for p in SWEEPS for j in sweep_jobs(p, flat="flat-tw", rounds=2)),
     ]
+    jobs += unique_jobs(rounds=2)
     write_results([run_of_job(job) for job in jobs], out, about={"machine": "made up"}, cores=2)
     return out
 
@@ -275,6 +297,7 @@ def test_page_json_and_pictures_are_written(written: Path) -> None:
     assert "| **flat-" in page.partition("## All flat contenders")[2]
     assert "| sptt-2d+all |" in page.partition("## Replicas")[2]
     assert "compute alone s, unlimited" in page
+    assert page.count("local batch 4,096, skewed ids, requests of 8 samples.") == 1
     assert "1.300 s (1.30 x bytes / rate) with PyTorch" in page
 
 
@@ -390,6 +413,14 @@ def test_only_write_runs_nothing(tmp_path: Path, runner: Runner) -> None:
     ran = len(runner.ran)
     assert invoke(tmp_path, "--only-write")[0] == 0
     assert len(runner.ran) == ran == 4
+
+
+def test_ids_of_another_kind_keep_to_their_own_files(tmp_path: Path, runner: Runner) -> None:
+    code, _ = invoke(tmp_path, "--part", "rate", "--ids", "uniform", "--sweep-rounds", "1")
+    assert code == 0
+    assert {setting.ids for setting, _ in runner.ran} == {"uniform"}
+    assert len(list((tmp_path / "work" / "uniform").glob("rate-*.json"))) == 4
+    assert (tmp_path / "out" / "train_step_uniform.md").exists()
 
 
 def test_quick_keeps_to_its_folder(tmp_path: Path, runner: Runner) -> None:

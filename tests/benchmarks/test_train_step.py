@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from click.testing import CliRunner
 from benchmarks.steps.build import OPTIMIZER, build_plain
 from benchmarks.steps.check import check_losses
 from benchmarks.steps.contenders import FLAT_SCHEMES, all_contenders, parse_contender, select
-from benchmarks.steps.flat import flat_plan, flat_sharders
+from benchmarks.steps.flat import flat_plan, flat_sharders, most_data_parallel_rows
 from benchmarks.steps.inputs import Batches, benchmark_tables, random_batch
 from benchmarks.steps.measure import Clocks, Turn
 from benchmarks.steps.needed import HostShare, needed_bytes
@@ -58,6 +60,11 @@ def test_every_name_is_read_as_it_is_written() -> None:
         ("global",),
     )
     assert parse_contender("etc-cr4-twrw").scheme == "table_row_wise"
+    assert parse_contender("dmt-cr2+global+unique").name == "dmt-cr2+unique+global"
+    assert [parse_contender(f"flat-{way}").data_parallel_rows for way in ("tw", "tw-dp", "cw-dp99")] == [0, None, 99]
+    assert [parse_contender(f"sptt{option}").unique for option in ("", "+unique", "+unique-host")] == [
+        *(None, "rank", "host"),
+    ]
     assert dmt.plain_model == parse_contender("etc-cr8").plain_model != parse_contender("sptt").plain_model
 
 
@@ -66,6 +73,9 @@ def test_every_name_is_read_as_it_is_written() -> None:
     [
         ("flat-zz", r"'flat-zz' is unknown"),
         ("flat", r"flat needs one of \['tw'"),
+        ("sptt-dp", r"-dp is for flat only"),
+        ("flat-planner-dp", r"-dp is for flat only, and its planner chooses by itself"),
+        ("flat-tw+unique", r"\+unique is unknown or doubled"),
         ("flat-tw-2d", r"-2d is for sptt and dmt only"),
         ("flat-tw+global", r"\+global is unknown or doubled; flat takes each of \['fp16', 'prefetch'\] once"),
         ("sptt+bf16-dense", r"\+bf16-dense goes with \+fp16 only"),
@@ -99,7 +109,9 @@ def test_replicas_must_fit_a_host() -> None:
 
 
 @pytest.mark.parametrize(("hosts", "ranks_per_host"), SIZES)
-@pytest.mark.parametrize("name", [*(f"flat-{scheme}" for scheme in FLAT_SCHEMES), "etc-cr2", "etc-cr2-twrw"])
+@pytest.mark.parametrize(
+    "name", [*(f"flat-{way}" for way in FLAT_SCHEMES if way != "planner"), "etc-cr2", "etc-cr2-twrw"]
+)
 def test_a_plan_by_hand_holds_every_number_of_every_table_once(name: str, hosts: int, ranks_per_host: int) -> None:
     setting = Setting(hosts=hosts, ranks_per_host=ranks_per_host, rows_cap=40)
     tables = {table.name: table for table in benchmark_tables(setting)}
@@ -134,6 +146,52 @@ def test_hosts_and_ranks_hold_as_many_columns_as_can_be(name: str, hosts: int, r
     assert max(by_rank.values()) - min(by_rank.values()) <= 128
 
 
+# Data-parallel tables.
+
+
+def data_parallel_tables(name: str, setting: Setting) -> set[int]:
+    """Their numbers of rows."""
+    rows = {table.name: table.num_embeddings for table in benchmark_tables(setting)}
+    plan = table_parameters(plan_of(name, setting))
+    assert set(plan) == set(rows)
+    for parameter in plan.values():
+        assert (parameter.compute_kernel == "dense") == (parameter.sharding_type == "data_parallel")
+    return {rows[name] for name, parameter in plan.items() if parameter.sharding_type == "data_parallel"}
+
+
+@pytest.mark.parametrize(("hosts", "ranks_per_host"), [(2, 2), (4, 2), (4, 1)])
+@pytest.mark.parametrize("number_bytes", [2, 4])
+def test_the_choice_of_data_parallel_tables_is_the_best_of_all(
+    hosts: int, ranks_per_host: int, number_bytes: int
+) -> None:
+    setting = Setting(hosts=hosts, ranks_per_host=ranks_per_host, batch_size=512)
+    all_rows = [3, 300, 420, 700, 1024, 1500, 40_000]
+    world = setting.world_size
+
+    def cost(chosen: tuple[bool, ...]) -> float:
+        sharded = [HostShare(host=0, columns=128, rows=1.0) for is_small in chosen if not is_small]
+        crossing = needed_bytes(setting, sharded, dense_bytes=0, number_bytes=number_bytes)
+        reduced = sum(rows * 128 * 4 for rows, is_small in zip(all_rows, chosen, strict=True) if is_small)
+        return sum(crossing.values()) + hosts * 2 * (world - 1) / world * reduced
+
+    best = min(product([False, True], repeat=len(all_rows)), key=cost)
+    most = most_data_parallel_rows(setting, number_bytes)
+    assert best == tuple(rows <= most for rows in all_rows)
+    assert any(best)
+    assert not all(best)
+
+
+def test_small_tables_are_data_parallel_where_the_name_says_so() -> None:
+    setting = Setting(hosts=2, ranks_per_host=2, batch_size=4096)
+    assert max(data_parallel_tables("flat-tw-dp", setting)) == 3194
+    assert data_parallel_tables("flat-cw-dp20", setting) == {3, 4, 10, 15, 18}
+    assert data_parallel_tables("flat-tw", setting) == set()
+    assert data_parallel_tables("flat-tw-dp", Setting(hosts=1)) == set(), "nothing crosses hosts"
+    found = data_parallel_tables("flat-planner", setting)
+    assert found > data_parallel_tables("flat-tw-dp", setting)
+    assert max(found) < 12_517
+
+
 # What must be sent.
 
 
@@ -146,8 +204,15 @@ def test_needed_bytes_by_hand_for_two_hosts_of_two() -> None:
         "backward": 2 * 20 * 128 * 4,
         "dense": 2 * 1000,
     }
-    compressed = needed_bytes(setting, whole, dense_bytes=1000, number_bytes=2, tower_columns={0: 64, 1: 32})
-    assert compressed["forward"] == compressed["backward"] == 20 * (64 + 32) * 2
+    compressed = needed_bytes(setting, whole, dense_bytes=1000, number_bytes=2, compression=4)
+    assert compressed["forward"] == compressed["backward"] == 2 * 20 * 32 * 2
+    once = [replace(whole[0], inputs=7), whole[1]]
+    assert needed_bytes(setting, once, dense_bytes=0, number_bytes=4, compression=2) == {
+        "ids": (7 + 20) * (8 + 4),
+        "forward": (7 + 20) * 64 * 4,
+        "backward": (7 + 20) * 64 * 4,
+        "dense": 0,
+    }
     halves = [HostShare(host=host, columns=128, rows=0.5) for host in (0, 1)]
     rows = needed_bytes(setting, halves, dense_bytes=0, number_bytes=4)
     assert rows["ids"] == 2 * 20 * (8 * 0.5 + 4)  # each id to one host, a length to both
@@ -210,10 +275,10 @@ def test_a_wrong_loss_is_told_with_rank_and_step() -> None:
 
 
 def test_batches_come_again_until_they_are_closed() -> None:
-    tables = benchmark_tables(Setting(rows_cap=40))
-    first, second, opening = (random_batch(tables, 4, 0, i) for i in range(3))
+    setting = Setting(rows_cap=40)
+    first, second, opening = (random_batch(setting, 4, i, rank=0) for i in range(3))
     assert not torch.equal(first.labels + first.dense_features[:, 0], second.labels + second.dense_features[:, 0])
-    assert torch.equal(first.dense_features, random_batch(tables, 4, 0, 0).dense_features)
+    assert torch.equal(first.dense_features, random_batch(setting, 4, 0, rank=0).dense_features)
     batches = Batches([opening], [first, second])
     assert [next(batches) for _ in range(4)] == [opening, first, second, first]
     batches.close()
@@ -268,12 +333,17 @@ def run_of(names: list[str], folder: Path) -> dict[str, dict]:
 
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
-    found = run_of(["flat-cw", "sptt+prefetch", "dmt-cr2+fp16+bf16-dense"], tmp_path)
+    found = run_of(["flat-cw-dp+prefetch", "flat-cw", "sptt+prefetch", "dmt-cr2+fp16+bf16-dense"], tmp_path)
     for name, contender in found.items():
         # The outputs are all that must cross, and nothing crosses twice.
         for kind in ("forward", "backward"):
             assert contender["traffic"][kind] == contender["needed"][kind], (name, kind)
     assert found["flat-cw"]["needed"]["forward"] == 26 * 128 * 16 * 2 * 4
+    small, cut = found["flat-cw-dp+prefetch"], found["flat-cw"]
+    assert small["needed"]["forward"] == 21 * 128 * 16 * 2 * 4, "5 tables have at most 21 rows"
+    assert small["needed"]["dense"] - cut["needed"]["dense"] == 2 * (3 + 4 + 10 + 15 + 18) * 128 * 4
+    # DDP's ring goes through all four ranks.
+    assert small["traffic"]["dense"] == pytest.approx(1.5 * small["needed"]["dense"], rel=1e-3)
     ours = found["dmt-cr2+fp16+bf16-dense"]
     assert ours["needed"]["forward"] == 26 * 64 * 16 * 2 * 2
     # But for the fill that makes a bucket's halves equal.
