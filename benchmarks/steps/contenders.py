@@ -19,7 +19,7 @@ name                    what it is
 ``...+mb8``             8 micro-batches (`dmt.run_in_micro_batches`); ``+mb2``, ``+mb4`` likewise
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
-``...+unique``          each distinct input of a rank crosses hosts once; ``+unique-host``: of a host
+``...+unique``          each distinct input of a rank crosses hosts once (part of ``+all``, where enough repeat)
 ``...+global``          ids take the global route (`dmt.sptt.input_dist`)
 ======================  ==============================================================================================
 """
@@ -48,7 +48,7 @@ FLAT_SCHEMES = {
     "grid": "grid_shard",
     "planner": "planner",
 }
-OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "unique", "unique-host", "global")
+OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "unique", "global")
 """Options that only this library's contenders have; see `benchmarks.steps.towers`."""
 _RATIOS = (2, 4, 8, 16)
 _NAME = re.compile(
@@ -110,9 +110,10 @@ class Contender:
         return not {"hier", "bf16-dense", "all"}.isdisjoint(self.options)
 
     @property
-    def unique(self) -> Literal["rank", "host"] | None:
-        """Whose equal inputs cross hosts once; None where all cross."""
-        return "host" if "unique-host" in self.options else "rank" if "unique" in self.options else None
+    def is_unique(self) -> bool:
+        """True if equal inputs of a rank cross hosts once."""
+        # Of whole tower inputs of 13 features hardly any repeat, so that "auto" leaves them alone.
+        return "unique" in self.options or ("all" in self.options and self.family == "sptt")
 
     @property
     def dense_precision(self) -> Literal["fp32", "bf16"]:

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain, cycle
-from typing import Literal
 
 import numpy as np
 import torch
@@ -71,23 +70,18 @@ def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> Cli
     )
 
 
-def distinct_inputs(setting: Setting, features: Sequence[str], host: int, *, per: Literal["rank", "host"]) -> int:
-    """Distinct inputs in the first step that come from other hosts: ids of some features together.
+def distinct_inputs(setting: Setting, features: Sequence[str], host: int) -> int:
+    """Distinct inputs of each rank in the first step that come from other hosts: ids of some features together.
 
     Args:
         setting: sizes of the job.
         features: of a tower, or one.
         host: that they are sent to.
-        per: whether equal inputs count once for each rank or once for each host.
     """
     batches = [_first_batch(setting, rank) for rank in range(setting.world_size)]
-    step = torch.stack([torch.stack([ids[feature].values() for feature in features]) for ids in batches])
-    of_hosts = step.unflatten(0, (setting.hosts, setting.ranks_per_host))
-    others = [of_hosts[other] for other in range(setting.hosts) if other != host]
-    senders = (
-        [torch.cat(list(ranks), dim=1) for ranks in others] if per == "host" else [r for ids in others for r in ids]
-    )
-    return sum(torch.unique(ids, dim=1).shape[1] for ids in senders)
+    step = [torch.stack([ids[feature].values() for feature in features]) for ids in batches]
+    away = [ids for rank, ids in enumerate(step) if rank // setting.ranks_per_host != host]
+    return sum(torch.unique(ids, dim=1).shape[1] for ids in away)
 
 
 @cache

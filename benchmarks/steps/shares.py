@@ -86,7 +86,7 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int]:
 
 def _inputs(contender: Contender, setting: Setting, features: Sequence[str], host: int) -> int | None:
     """Distinct ids of these features together that the ranks of other hosts have in a step; None for all samples."""
-    return distinct_inputs(setting, features, host, per=contender.unique) if contender.unique else None
+    return distinct_inputs(setting, features, host) if contender.is_unique else None
 
 
 def weight_bytes(built: Built) -> int:

@@ -103,9 +103,8 @@ def test_distinct_inputs_by_hand() -> None:
     setting = Setting(batch_size=64, group=4)
     ids = [ids_of(setting, rank=rank) for rank in range(4)]
     of_others = [len({*ids[rank][2].tolist()}) for rank in (2, 3)]
-    assert distinct_inputs(setting, ["C3"], 0, per="rank") == sum(of_others) <= 2 * 64 / 4
-    assert distinct_inputs(setting, ["C3"], 0, per="host") == len({*ids[2][2].tolist(), *ids[3][2].tolist()})
+    assert distinct_inputs(setting, ["C3"], 0) == sum(of_others) <= 2 * 64 / 4
     pairs = [{*zip(ids[rank][2].tolist(), ids[rank][3].tolist(), strict=True)} for rank in (0, 1)]
-    assert distinct_inputs(setting, ["C3", "C4"], 1, per="rank") == sum(len(of_rank) for of_rank in pairs)
+    assert distinct_inputs(setting, ["C3", "C4"], 1) == sum(len(of_rank) for of_rank in pairs)
     once = Setting(ids="distinct", batch_size=32, rows_cap=128)
-    assert distinct_inputs(once, ["C3"], 0, per="host") == 64
+    assert distinct_inputs(once, ["C3"], 0) == 64

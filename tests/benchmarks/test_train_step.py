@@ -62,8 +62,8 @@ def test_every_name_is_read_as_it_is_written() -> None:
     assert parse_contender("etc-cr4-twrw").scheme == "table_row_wise"
     assert parse_contender("dmt-cr2+global+unique").name == "dmt-cr2+unique+global"
     assert [parse_contender(f"flat-{way}").data_parallel_rows for way in ("tw", "tw-dp", "cw-dp99")] == [0, None, 99]
-    assert [parse_contender(f"sptt{option}").unique for option in ("", "+unique", "+unique-host")] == [
-        *(None, "rank", "host"),
+    assert [parse_contender(name).is_unique for name in ("sptt", "sptt+unique", "sptt+all", "dmt-cr2+all")] == [
+        *(False, True, True, False),
     ]
     assert dmt.plain_model == parse_contender("etc-cr8").plain_model != parse_contender("sptt").plain_model
 
