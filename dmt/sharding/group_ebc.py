@@ -1,7 +1,8 @@
 """`GroupShardedEBC`: TorchRec's sharded collection over any group of ranks, with all four schemes in one collection.
 
-Inside a tower it does SPTT's steps a (ids to the rank that holds the table), b (lookup), d and e (partial embeddings to
-the tower's ranks, samples of all peers side by side).
+Inside a tower it does SPTT's steps a (ids to the rank that holds the table), b (lookup) and d (partial embeddings to
+the tower's ranks, samples of all peers side by side). Step e needs no code: embeddings arrive in its view, and are read
+by key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of the tables' fused optimizers: their short names, and why a data-parallel table cannot have them.
+"""Settings of the tables' fused optimizers: short names, what data-parallel tables lack, moment scale c of replicas.
 
 Pure: FBGEMM's ``EmbOptimType`` is known by its text, so planning needs no FBGEMM.
 """

@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any layout: into a sharded model and its optimizer, or into the unsharded model."""
+"""Loads a checkpoint of any layout into a sharded model and its optimizer, or the unsharded model; ``dcp`` reshards."""
 
 from __future__ import annotations
 
