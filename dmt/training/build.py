@@ -42,7 +42,7 @@ from dmt.traffic import Traffic
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import check_memory
-from dmt.training.distinct import InputGroup
+from dmt.training.distinct import InputGroup, distinct_inputs_of
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -354,12 +354,16 @@ def sharding_result(job: Job) -> dict[str, Any]:
     if plan is None:
         return {}
     rows = job.config.train.batch_size * job.topology.world_size
+    groups = None if job.config.sharding.unique == "off" else distinct_inputs_of(job)
+    planned = asdict(expected_traffic(job, groups))
+    shares = {} if groups is None else {"distinct": [asdict(group) for group in groups]}
     return {
         "sharding": {
             "imbalance": plan.imbalance,
             "tables_by_scheme": plan.tables_by_scheme,
             "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
-            "planned_bytes_per_sample": {name: number / rows for name, number in asdict(expected_traffic(job)).items()},
+            "planned_bytes_per_sample": {name: number / rows for name, number in planned.items()},
+            **shares,
         }
     }
 

@@ -21,7 +21,7 @@ from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, TrainingConfig, load_config, to_override
 from dmt.training.data import ClickBatch, ClickData, open_source
-from dmt.training.distinct import first_bags
+from dmt.training.distinct import first_ids
 from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
 
@@ -87,8 +87,10 @@ def entities_of_run(run: Path, *, num_towers: int, data_path: str | None = None)
     _, config = _checkpoint_of(run, data_path)
     data = open_source(config.data)
     ranks = min(config.topology.build().world_size, _MEASURED_BATCHES)
-    bags = first_bags(data, world_size=ranks, batch_size=config.train.batch_size)
-    hashes = [{name: bag_hashes(*own) for name, own in batch.items()} for batch in bags]
+    hashes = [
+        {name: bag_hashes(own.lengths(), own.values()) for name, own in ids.to_dict().items()}
+        for ids in first_ids(data, world_size=ranks, batch_size=config.train.batch_size)
+    ]
     found = find_entities(hashes, num_towers=num_towers)
     if not found:
         raise InputError(

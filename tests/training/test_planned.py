@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,63 @@ def test_distinct_inputs_are_planned_once(arch: str, tmp_path: Path) -> None:
     assert once.forward == once.backward == 4 // 2 * 4 * rows
     assert once.dense == whole.dense
     assert 0 < once.inside - once.dense < (whole.inside - whole.dense)
+
+
+SCHEMES = [(arch, unique, scheme) for arch in ("dmt-dlrm", "dlrm") for unique, scheme in (
+    ("rank", "table_wise"), ("auto", "row_wise"), ("rank", "data_parallel"))]  # fmt: skip
+
+
+def requests_config(folder: str, arch: str, unique: str, scheme: str) -> TrainingConfig:
+    data = {"kind": "columns", "train_path": f"{folder}/rows.csv", "eval_path": f"{folder}/rows.csv", "dense": ["d_1"]}
+    data |= {"categorical": ["u_*", "q_*"], "multi_hot": ["u_c"], "num_embeddings": 5000, "group_by": "q_a"}
+    sharding = {"dataflow": "sptt", "scheme": scheme, "unique": unique}
+    train = {"batch_size": 128, "max_steps": 3}
+    return small(arch, "sptt", data=data, towers={"plan": f"{folder}/towers.json"}, train=train, sharding=sharding)
+
+
+def measure_requests(rank: int, folder: str) -> list[dict[str, int]]:
+    found = []
+    for case in SCHEMES:
+        config = requests_config(folder, *case)
+        job, mesh = open_job(config), TowerMesh(config.topology.build())
+        model = shard_model(job, mesh)
+        record: Any = Silent()
+        optimizer = build_optimizer(config.optimizer, model)
+        trainer = Trainer(
+            config=config.train,
+            data=job.data,
+            mesh=mesh,
+            model=model,
+            optimizer=optimizer,
+            record=record,
+            replicas=None,
+        )
+        trainer.train()
+        found.append(asdict(trainer.measure_traffic()))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_step_sends_the_distinct_inputs_that_were_planned(tmp_path: Path) -> None:
+    draw, lines = random.Random(0), ["label,d_1,u_a,u_b,q_a,q_b,u_c"]
+    for request in range(400):
+        user, place = draw.randrange(100), draw.randrange(4)
+        bag = "|".join("abc"[: user % 4])
+        for _ in range(draw.randrange(1, 9)):
+            lines.append(f"{draw.randrange(2)},{draw.random()},u{user},{user % 7},q{request},{place},{bag}")
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    TowerPlan.from_lists([["u_a", "u_b", "u_c"], ["q_a", "q_b"]]).save(tmp_path / "towers.json")
+    for case, found in zip(SCHEMES, run_ranks(measure_requests, 4, str(tmp_path))[0], strict=True):
+        job = open_job(requests_config(str(tmp_path), *case))
+        groups = distinct_inputs_of(job)
+        assert all(group.share < 0.5 for group in groups)
+        planned, every = asdict(expected_traffic(job, groups)), asdict(expected_traffic(job))
+        for kind in ("forward", "backward", "dense"):
+            assert found[kind] == planned[kind], (case, kind)
+        assert planned["forward"] < 0.5 * every["forward"]
+        # Numbers of rows come on top: a few for each feature and pair of ranks.
+        for kind in ("ids", "inside"):
+            assert found[kind] == pytest.approx(planned[kind], rel=0.03, abs=16 * 8 * 4 * 3), (case, kind)
 
 
 def test_a_warning_needs_a_tenth() -> None:
