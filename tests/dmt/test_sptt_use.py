@@ -378,7 +378,7 @@ def files_on_rank(rank: int, case: Case) -> set[str]:
     def note(frame: Any, event: str, arg: Any) -> None:
         if event == "return" and frame.f_code is last:
             sys.setprofile(None)
-        if event == "call":
+        if event == "call" and frame.f_code.co_name != "profiler_range":  # which only names the step
             called.add(frame.f_code.co_filename)
 
     sys.setprofile(note)
