@@ -297,7 +297,7 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
         (["partition", "--towers", "0", "--affinity", "a.npz"], "num_towers=0 must be a whole number"),
         (
             ["partition", "--towers", "2", "--affinity", "a.npz", "--max-tower-bytes", "-1"],
-            "max_tower_bytes=-1.0 must be",
+            "max_tower_bytes: Input should be greater than 0 (got -1.0)",
         ),
         (["nonsense"], "No such command 'nonsense'"),
     ],

@@ -256,8 +256,10 @@ def test_a_step_sends_the_distinct_inputs_that_were_planned(tmp_path: Path) -> N
         groups = distinct_inputs_of(job)
         assert all(group.share < 0.5 for group in groups)
         planned, every = asdict(expected_traffic(job, groups)), asdict(expected_traffic(job))
-        for kind in ("forward", "backward", "dense"):
-            assert found[kind] == planned[kind], (case, kind)
+        # Planned from the mean of all ranks' rows, of which each sends only those to other towers.
+        for kind in ("forward", "backward"):
+            assert found[kind] == pytest.approx(planned[kind], rel=0.03), (case, kind)
+        assert found["dense"] == planned["dense"], case
         assert planned["forward"] < 0.5 * every["forward"]
         # Numbers of rows come on top: a few for each feature and pair of ranks.
         for kind in ("ids", "inside"):
