@@ -33,13 +33,12 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
@@ -58,11 +57,12 @@ from dmt.sptt.rows import (
     PartRows,
     TakenRows,
     arrange_rows,
+    arrived_pieces,
     micro_batch_sizes,
+    numbers_of,
     parts_needed,
     rows_in_parts,
-    sent_positions,
-    taken_positions,
+    sent_numbers,
 )
 from dmt.sptt.sharder import TowerSharder, TowerState
 from dmt.sptt.unique import DistinctInputs, distinct_inputs
@@ -96,14 +96,9 @@ class AgreedOutputs:
     """The exchange made for them (step f); its dtype is the widest of all towers' outputs."""
 
     @functools.cached_property
-    def unit(self) -> int:
-        """Numbers that are always moved together: all pieces are multiples of it."""
-        return math.gcd(*(width for pieces in self.all_pieces for _, width in pieces))
-
-    @functools.cached_property
-    def units(self) -> list[list[int]]:
-        """For each tower the width of each piece in units."""
-        return [[width // self.unit for _, width in pieces] for pieces in self.all_pieces]
+    def widths(self) -> list[list[int]]:
+        """For each tower the columns of each piece."""
+        return [_widths(pieces) for pieces in self.all_pieces]
 
 
 @dataclass
@@ -131,7 +126,9 @@ class SPTTContext(Multistreamable):
     """Rows of each micro-batch, once the ids have arrived."""
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Does nothing: a context holds no tensors on a device."""
+        """Keeps the memory of the rows' numbers until the stream has done its work: pipelines make them on another."""
+        if self.distinct is not None:
+            self.distinct.inverse.record_stream(stream)
 
     @property
     def has_arrived(self) -> bool:
@@ -201,12 +198,12 @@ class SPTTModule(TowerState):
             self._route = PeerIdRoute(self.mesh, self.collections, self._features_by_tower)
 
     @abc.abstractmethod
-    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
+    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
         """Computes this tower's output for some samples.
 
         Args:
             embeddings: embeddings of each sharded collection given to `build_input_dist`, [samples, columns].
-            num_samples: number of samples.
+            rows: of the embeddings.
         """
 
     @abc.abstractmethod
@@ -220,7 +217,7 @@ class SPTTModule(TowerState):
     @property
     def rows_sent(self) -> dict[str, float]:
         """Rows that this rank has sent for each sample so far, by the features that share a row; for ``unique``."""
-        names = [shorten(group, ", ") for groups in self._groups for group in groups]
+        names = [f"tower {i}: {shorten(group, ', ')}" for i, groups in enumerate(self._groups) for group in groups]
         return {name: rows / max(1, self._samples_sent) for name, rows in zip(names, self._rows_sent, strict=True)}
 
     def create_context(self) -> SPTTContext:
@@ -257,7 +254,7 @@ class SPTTModule(TowerState):
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> TowerOutput:
         """Computes this tower's output for the samples of all peers (steps b, d, e and the tower module)."""
         embeddings = self.look_up(ctx, self.arrived_ids(ctx, dist_input))
-        return self.run_towers(embeddings, ctx.parts[0].num_rows)
+        return self.run_towers(embeddings, ctx.parts[0])
 
     def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
         """Starts the return of the outputs to the peers whose samples they belong to (step f).
@@ -344,9 +341,9 @@ class SPTTModule(TowerState):
         self.replicas_drifted = True
 
     @profiler_range("run_towers")
-    def run_towers(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
+    def run_towers(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
         """Runs the tower module: the embeddings of this tower's features [P, N] -> [P, O]."""
-        return self.tower_output(embeddings, num_samples)
+        return self.tower_output(embeddings, rows)
 
     def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Tensor]:
         """Step f: starts the exchange of rows for columns among peers, [P, O] -> what `taken` makes [B, S] of.
@@ -362,25 +359,31 @@ class SPTTModule(TowerState):
         numbers, exchange = output.columns_PO.to(agreed.exchange.dtype), agreed.exchange
         if ctx.distinct is None:
             return exchange(numbers, [size for [size] in rows.arrived])
-        if (positions := sent_positions(rows.arrived, agreed.groups[tower], agreed.units[tower])) is not None:
-            numbers = F.embedding(positions.to(numbers.device), numbers.reshape(-1, agreed.unit))
-        sizes = [_numbers(of_peer, agreed.all_pieces[tower], agreed.groups[tower]) for of_peer in rows.arrived]
+        own = agreed.groups[tower], agreed.widths[tower]
+        sizes = [numbers_of(of_peer, *own) for of_peer in rows.arrived]
         if ctx.distinct.is_identity:
-            return exchange.exchange(numbers, sizes, [(rows.sent[0][0], columns) for columns in exchange.output_sizes])
-        by_tower = zip(rows.sent, agreed.all_pieces, agreed.groups, strict=True)
-        return exchange.exchange(numbers, sizes, [(_numbers(*of_tower),) for of_tower in by_tower])
+            arriving: list[tuple[int, ...]] = [(rows.sent[0][0], columns) for columns in exchange.output_sizes]
+        else:
+            by_tower = zip(rows.sent, agreed.groups, agreed.widths, strict=True)
+            arriving = [(numbers_of(*of_tower),) for of_tower in by_tower]
+        return exchange.exchange(sent_numbers(numbers, rows.arrived, *own), sizes, arriving)
 
     def taken(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Tensor]]) -> list[Awaitable[Tensor]]:
         """Columns of each micro-batch, [B, S], from the rows that its exchange and those before it bring."""
         if ctx.distinct is None or ctx.distinct.is_identity:
             return list(exchanges)
-        assert self._outputs is not None, "something was exchanged"
-        sent = [part.sent for part in ctx.parts]
-        positions = taken_positions(ctx.distinct, sent, self._outputs.groups, self._outputs.units)
-        parts = [CachedAwaitable(exchange) for exchange in exchanges]
-        blocks = positions.split(micro_batch_sizes(len(positions), len(parts)))
-        needed = parts_needed(ctx.distinct, sent)
-        return [TakenRows(parts[:num], block, self._outputs.unit) for num, block in zip(needed, blocks, strict=True)]
+        agreed = self._outputs
+        assert agreed is not None, "something was exchanged"
+        rows, starts = ctx.distinct.inverse, [0, *itertools.accumulate(map(len, self._groups))]
+        of_pieces = [start + group for start, own in zip(starts, agreed.groups, strict=False) for group in own]
+        blocks = rows[of_pieces].split(micro_batch_sizes(rows.shape[1], len(exchanges)), dim=1)
+        cut = functools.partial(arrived_pieces, groups=agreed.groups, widths=agreed.widths)
+        parts = [
+            CachedAwaitable(exchange, functools.partial(cut, rows=part.sent))
+            for exchange, part in zip(exchanges, ctx.parts, strict=True)
+        ]
+        needed = parts_needed(ctx.distinct, [part.sent for part in ctx.parts])
+        return [TakenRows(parts[:number], block) for number, block in zip(needed, blocks, strict=True)]
 
     def finish(self, columns_BS: Tensor) -> Any:
         """Turns the columns that step f delivered into the unsharded module's result."""
@@ -452,11 +455,6 @@ def _with_dtypes(
         weights=None if weights is None else ids.weights().to(weights),
         stride=ids.stride(),
     )
-
-
-def _numbers(rows: Sequence[int], pieces: Sequence[Piece], groups: Sequence[int]) -> int:
-    """Numbers of a tower's output for some rows of each group."""
-    return sum(rows[group] * width for group, (_, width) in zip(groups, pieces, strict=True))
 
 
 def _widths(pieces: Sequence[Piece]) -> list[int]:

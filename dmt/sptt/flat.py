@@ -17,6 +17,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.results import LazyKeyedTensor, output_keys
+from dmt.sptt.rows import PartRows
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
@@ -96,7 +97,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         self.embedding = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
         self.build_input_dist([self.embedding])
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
+    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
         """Passes this tower's embeddings through, side by side as its ranks hold them: [samples, O = N]."""
         arrived = embeddings[0]
         return TowerOutput(arrived.values(), list(zip(arrived.keys(), arrived.length_per_key(), strict=True)))

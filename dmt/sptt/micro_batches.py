@@ -182,9 +182,9 @@ class _TowersInMicroBatches:
         rows = [part.num_rows for part in ctx.parts]
         by_micro_batch = zip(*(split_rows(of_collection, rows) for of_collection in embeddings), strict=True)
         started = []
-        for number, (part, num_rows) in enumerate(zip(by_micro_batch, rows, strict=True)):
+        for number, (part, of_part) in enumerate(zip(by_micro_batch, ctx.parts, strict=True)):
             # In flight while the tower computes the next.
-            started.append(module.exchange_outputs(ctx, module.run_towers(part, num_rows), number))
+            started.append(module.exchange_outputs(ctx, module.run_towers(part, of_part), number))
         return ResultInParts(module.taken(ctx, started), module.finish)
 
 

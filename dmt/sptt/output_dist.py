@@ -165,7 +165,9 @@ class _AllToAllRequest:
             # Decoding wants the context that encoding filled in.
             self._context = context = codec.create_context()
             padded = self.exchange.precision.padded_size
-            sent = [codec.encode(F.pad(block, (0, padded(len(block)) - len(block))), context) for block in blocks]
+            missing = [padded(len(block)) - len(block) for block in blocks]
+            filled = [F.pad(block, (0, m)) if m else block for block, m in zip(blocks, missing, strict=True)]
+            sent = [codec.encode(block, context) for block in filled]
             encoded = [codec.calc_quantized_size(padded(size), context) for size in sizes]
             self._arriving = [sent[0].new_empty(size) for size in encoded]
         self._expected = list(sizes)

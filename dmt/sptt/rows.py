@@ -1,8 +1,8 @@
 """Rows that a batch makes cross between peers, micro-batch by micro-batch: their order, and where they go.
 
 Without `dmt.sptt.unique` every sample is a row of every group of features. With it a group has a row for each of its
-distinct inputs, so that groups differ in their number of rows, and a row may serve samples of several micro-batches: it
-travels with the first.
+distinct inputs, so that groups differ in their number of rows, and a row may serve samples of several micro-batches: a
+micro-batch waits for the parts up to the last one that holds a row of its samples.
 
 Shape suffixes: F features, G groups of one tower, T peers, B samples of this rank.
 """
@@ -27,11 +27,12 @@ __all__ = [
     "PartRows",
     "TakenRows",
     "arrange_rows",
+    "arrived_pieces",
     "micro_batch_sizes",
+    "numbers_of",
     "parts_needed",
     "rows_in_parts",
-    "sent_positions",
-    "taken_positions",
+    "sent_numbers",
 ]
 
 
@@ -45,6 +46,11 @@ class PartRows:
     """[T][G], rows of each group of this rank's tower from each peer."""
     sent: list[list[int]]
     """[T][G], rows of each group of each tower from this rank."""
+
+    @property
+    def by_group(self) -> list[int]:
+        """[G], rows of each group of this rank's tower from all peers."""
+        return [sum(of_group) for of_group in zip(*self.arrived, strict=True)]
 
 
 def rows_in_parts(rows: Sequence[Sequence[int]], num: int) -> list[list[list[int]]]:
@@ -112,70 +118,62 @@ def arrange_rows(
     return arranged, num_rows
 
 
-def sent_positions(rows: Sequence[Sequence[int]], groups: Sequence[int], units: Sequence[int]) -> Tensor | None:
-    """Positions of the numbers that each peer is sent, peer by peer, among a tower's columns [rows, sum of units].
+def sent_numbers(
+    columns: Tensor, rows: Sequence[Sequence[int]], groups: Sequence[int], widths: Sequence[int]
+) -> Tensor:
+    """Returns the numbers that each peer is sent, peer by peer, from the columns of a tower [rows, O]; differentiable.
 
     To a peer all of whose groups have as many rows the columns are sent row by row, to others piece by piece.
 
     Args:
+        columns: those of all rows, with those that fill up groups of fewer rows.
         rows: [T][G], rows of each group for each peer.
         groups: group of each piece of the tower's output.
-        units: width of each piece, in units of some numbers.
-
-    Returns:
-        Positions in units, int64; None if that is all of them in order.
+        widths: columns of each piece.
     """
-    if all(len(set(of_peer)) == 1 for of_peer in rows):
-        return None
-    starts, width = [0, *itertools.accumulate(units)], sum(units)
-    first, blocks = [0] * len(rows[0]), []
-    for of_peer in rows:
-        pieces = [
-            ((first[g] + torch.arange(of_peer[g])) * width).unsqueeze(1) + torch.arange(start, start + number)
-            for g, number, start in zip(groups, units, starts, strict=False)
-        ]
-        is_even = len(set(of_peer)) == 1
-        blocks += [torch.cat(pieces, dim=1).flatten()] if is_even else [piece.flatten() for piece in pieces]
-        first = [begin + number for begin, number in zip(first, of_peer, strict=True)]
-    return torch.cat(blocks)
+    if all(_is_even(of_peer) for of_peer in rows):
+        return columns
+    by_group = [list(of_group) for of_group in zip(*rows, strict=True)]
+    # One split of all columns, then one of all rows: their gradients are one copy each.
+    by_piece = [
+        piece.split([*by_group[group], len(columns) - sum(by_group[group])])[:-1]
+        for group, piece in zip(groups, columns.split(list(widths), dim=1), strict=True)
+    ]
+    blocks: list[Tensor] = []
+    for of_peer, pieces in zip(rows, zip(*by_piece, strict=True), strict=True):
+        blocks += [torch.cat(pieces, dim=1)] if _is_even(of_peer) else pieces
+    return torch.cat([block.flatten() for block in blocks])
 
 
-def taken_positions(
-    distinct: DistinctInputs,
-    rows: Sequence[Sequence[Sequence[int]]],
-    groups: Sequence[Sequence[int]],
-    units: Sequence[Sequence[int]],
-) -> Tensor:
-    """Positions of each sample's columns among the numbers that arrive, part after part, tower after tower.
+def arrived_pieces(
+    numbers: Tensor, rows: Sequence[Sequence[int]], groups: Sequence[Sequence[int]], widths: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Returns the rows [rows of the group, width] of each piece, tower by tower, from the numbers that arrive.
 
     Args:
-        distinct: the rows that this rank asked for.
-        rows: [parts][T][G], rows of each group of each tower in each part.
+        numbers: those of all towers, in the order of `sent_numbers`.
+        rows: [T][G], rows of each group that each tower was asked for.
         groups: for each tower the group of each piece.
-        units: for each tower the width of each piece, in units.
-
-    Returns:
-        [B, units of all pieces] int64, in units.
+        widths: for each tower the columns of each piece.
     """
-    device, base = distinct.inverse.device, 0
-    found: list[list[list[Tensor]]] = [[[] for _ in of_tower] for of_tower in groups]
-    for part in rows:
-        for tower, of_tower in enumerate(part):
-            is_even, column = len(set(of_tower)) == 1, 0
-            width = sum(units[tower])
-            for piece, (group, number) in enumerate(zip(groups[tower], units[tower], strict=True)):
-                places = torch.arange(of_tower[group], device=device)
-                found[tower][piece].append(base + (column + places * width if is_even else places * number))
-                column += number
-                base += 0 if is_even else of_tower[group] * number
-            base += of_tower[0] * width if is_even else 0
-    columns, first = [], 0
-    for tower, pieces in enumerate(found):
-        for piece, places_by_part in enumerate(pieces):
-            taken = torch.cat(places_by_part)[distinct.inverse[first + groups[tower][piece]]]
-            columns.append(taken.unsqueeze(1) + torch.arange(units[tower][piece], device=device))
-        first += len(rows[0][tower])
-    return torch.cat(columns, dim=1)
+    pieces: list[Tensor] = []
+    sizes = [numbers_of(*of_tower) for of_tower in zip(rows, groups, widths, strict=True)]
+    for block, of_tower, own, columns in zip(numbers.split(sizes), rows, groups, widths, strict=True):
+        if _is_even(of_tower):
+            pieces += block.view(of_tower[0], sum(columns)).split(list(columns), dim=1)
+        else:
+            cut = block.split([of_tower[group] * width for group, width in zip(own, columns, strict=True)])
+            pieces += [piece.view(-1, width) for piece, width in zip(cut, columns, strict=True)]
+    return pieces
+
+
+def numbers_of(rows: Sequence[int], groups: Sequence[int], widths: Sequence[int]) -> int:
+    """Returns how many numbers a tower's output has for some rows of each group."""
+    return sum(rows[group] * width for group, width in zip(groups, widths, strict=True))
+
+
+def _is_even(rows: Sequence[int]) -> bool:
+    return len(set(rows)) == 1
 
 
 def parts_needed(distinct: DistinctInputs, rows: Sequence[Sequence[Sequence[int]]]) -> list[int]:
@@ -202,21 +200,24 @@ def parts_needed(distinct: DistinctInputs, rows: Sequence[Sequence[Sequence[int]
 
 
 class TakenRows(Awaitable[Tensor]):
-    """Copies the rows that arrive to the samples of a micro-batch that share them; differentiable.
+    """Copies the rows that arrive to the samples of a micro-batch that share them, [B, S]; differentiable.
 
     Args:
-        arriving: awaitables of the numbers that arrive, of this micro-batch and those before, in order.
-        positions: of the samples' columns among these numbers, [B, units], see `taken_positions`.
-        unit: numbers in a unit.
+        arriving: awaitables of the `arrived_pieces` of this micro-batch and those before, in order.
+        inverse: row of each sample for each piece, [pieces, B].
     """
 
-    def __init__(self, arriving: Sequence[Any], positions: Tensor, unit: int) -> None:
+    def __init__(self, arriving: Sequence[Any], inverse: Tensor) -> None:
         super().__init__()
         self._arriving = arriving
-        self._positions = positions
-        self._unit = unit
+        self._inverse = inverse
 
     def _wait_impl(self) -> Tensor:
-        numbers = torch.cat([part.wait() for part in self._arriving])
-        # Its gradient sums the samples of a row in a fixed order, on a GPU too.
-        return F.embedding(self._positions, numbers.view(-1, self._unit)).flatten(1)
+        by_piece = zip(*(part.wait() for part in self._arriving), strict=True)
+        columns = []
+        for parts, samples in zip(by_piece, self._inverse, strict=True):
+            rows = torch.cat(parts) if len(parts) > 1 else parts[0]
+            # Its gradient sums the samples of a row in a fixed order, on a GPU too; in BF16 it would stop growing.
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            columns.append(F.embedding(samples, wide).to(rows.dtype))
+        return torch.cat(columns, dim=1)

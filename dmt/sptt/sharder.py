@@ -158,6 +158,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "is_weighted": [part.is_weighted() for part in bags],
             "id_route": self.id_route,
             "unique": self.unique,
+            "assume_per_sample": getattr(self, "assume_per_sample", False),
             "peer_precision": self.peer_precision,
             "qcomm_codecs_registry": {
                 name: [_codec_record(codec) for codec in (both.forward, both.backward)] for name, both in codecs.items()

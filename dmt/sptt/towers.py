@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.types import ParameterSharding
@@ -20,7 +21,8 @@ from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.results import LazyKeyedTensor, output_keys
+from dmt.sptt.results import LazyKeyedTensor, first_rows, output_keys
+from dmt.sptt.rows import PartRows
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 from dmt.sptt.unique import why_not_per_sample
 
@@ -167,17 +169,19 @@ class ShardedTowerCollection(SPTTModule):
         Raises:
             InputError: there is one, and they are to share rows all the same.
         """
-        if self.unique == "off" or self._assume_per_sample or self._target_device.type == "meta":
+        if self.unique == "off" or self._target_device.type == "meta":
             return
 
         def reasons() -> dict[int, str]:
+            if self._assume_per_sample:
+                return {}
             found = {
                 i: why_not_per_sample(self.interactions.by_tower[str(i)], *zip(*of_tower, strict=True))
                 for i, of_tower in columns.items()
             }
             return {i: reason for i, reason in found.items() if reason is not None}
 
-        everyone = run_on_all_or_raise(reasons, self.mesh.sharding_group)
+        everyone = run_on_all_or_raise(reasons, self.mesh.global_group)
         found = {i: reason for of_rank in everyone for i, reason in of_rank.items()}
         for i, reason in found.items():
             if self.unique != "auto":
@@ -190,12 +194,15 @@ class ShardedTowerCollection(SPTTModule):
             before = placement[:i].count(placement[i])
             groups[min(before, len(groups) - 1)] = False
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], num_samples: int) -> TowerOutput:
+    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
+        by_tower = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
+        # Bags that only fill up reach no module: a batch norm would count them, and a norm of 0 has no gradient.
+        own = [first_rows(e, number) for e, number in zip(embeddings, by_tower, strict=True)]
         # In the order of the tables, so that a tower module may also read embeddings by position.
-        ordered = [LazyKeyedTensor(e, self._keys[i]) for i, e in zip(self.embeddings, embeddings, strict=True)]
+        ordered = [LazyKeyedTensor(e, self._keys[i]) for i, e in zip(self.embeddings, own, strict=True)]
         outputs: list[Tensor] = self._data_parallel(ordered)
-        for name, output in zip(self.embeddings, outputs, strict=True):
+        for name, output, num_samples in zip(self.embeddings, outputs, by_tower, strict=True):
             shape = list(output.shape) if isinstance(output, Tensor) else None
             if shape is None or len(shape) != 2 or shape[0] != num_samples:
                 found = f"a {type(output).__name__}" if shape is None else f"shape {shape}"
@@ -203,7 +210,8 @@ class ShardedTowerCollection(SPTTModule):
                     f"The tower module of tower {name} returned {found} for {num_samples} samples; it must return a "
                     "tensor [samples, output dim]."
                 )
-        columns = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
+        columns = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
         widths = [output.shape[1] for output in outputs]
         return TowerOutput(columns, list(zip(map(int, self.embeddings), widths, strict=True)))
 

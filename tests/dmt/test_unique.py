@@ -28,10 +28,11 @@ from dmt import (
     TowerTopology,
 )
 from dmt.sptt.dataflow import SPTTModule
-from dmt.sptt.rows import arrange_rows, parts_needed, rows_in_parts
+from dmt.sptt.rows import TakenRows, arrange_rows, parts_needed, rows_in_parts
 from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
+from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic, TrafficMeter
-from tests.parity import SumTowerModule, TowerModel, loss_of, make_tables
+from tests.parity import FUSED, SumTowerModule, TowerModel, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import Case, build, check_worst, parity_on_rank, shard
 
@@ -171,8 +172,8 @@ def test_rows_train_as_samples_do(name: str) -> None:
 def with_fault(fault: str) -> pytest.MonkeyPatch:
     patch = pytest.MonkeyPatch()
     if fault == "wrong inverse":
-        taken = dmt.sptt.dataflow.taken_positions
-        patch.setattr(dmt.sptt.dataflow, "taken_positions", lambda *args: taken(*args).roll(1, dims=0))
+        taken = dmt.sptt.dataflow.TakenRows
+        patch.setattr(dmt.sptt.dataflow, "TakenRows", lambda parts, inverse: taken(parts, inverse.roll(1, dims=1)))
     elif fault == "gradients not summed":
         patch.setattr(dmt.sptt.rows.F, "embedding", first_gradient)
     elif fault == "stale inverse":
@@ -269,6 +270,57 @@ def test_bytes_are_those_of_the_distinct_inputs(kind: str) -> None:
     assert traffic.ids == sum(needed["ids"] for _, needed in answers) + sizes
 
 
+class Arrived:
+    """An exchange that has ended."""
+
+    def __init__(self, *pieces: torch.Tensor) -> None:
+        self.pieces = list(pieces)
+
+    def wait(self) -> list[torch.Tensor]:
+        return self.pieces
+
+
+def test_gradients_of_many_samples_are_summed_in_fp32() -> None:
+    """In BF16 a sum of ones stops at 256."""
+    rows = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    taken = TakenRows([Arrived(rows)], torch.zeros(1, 4096, dtype=torch.int64)).wait()
+    assert taken.dtype == torch.bfloat16
+    taken.backward(torch.ones_like(taken))
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [[4096.0, 4096.0]]
+
+
+class Normed(nn.Module):
+    """A row of zeros, such as an empty bag looks up, has no gradient here but NaN."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, embeddings: Any) -> torch.Tensor:
+        x = self.linear(embeddings.values())
+        return x / x.square().sum(dim=1, keepdim=True).sqrt()
+
+
+def unequal_rows_on_rank(rank: int) -> bool:
+    """Trains two towers on one mesh tower, one with a single row; returns whether all weights stay finite."""
+    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
+    tables = make_tables([8, 4, 12])
+    towers = [EmbeddingTower(EmbeddingBagCollection(tables=[table]), Normed(table.embedding_dim)) for table in tables]
+    sharder = TowerCollectionSharder(mesh, placement=(0, 1, 1), unique="rank", fused_params=FUSED)
+    model = sharded_by(sharder, TowerModel(towers, 24), mesh)
+    values = torch.cat([torch.zeros(4), torch.zeros(4), torch.arange(4)]).long()
+    ids = KeyedJaggedTensor(["f0", "f1", "f2"], values, lengths=torch.ones(12, dtype=torch.int64))
+    model(ids)[1].sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return all(bool(w.isfinite().all()) for w in [*gather_plain_state(model).values(), *gradients])
+
+
+@pytest.mark.ranks
+def test_rows_that_fill_up_reach_no_tower_module() -> None:
+    assert all(run_ranks(unequal_rows_on_rank, 2))
+
+
 class Mixing(nn.Module):
     def forward(self, embeddings: Any) -> torch.Tensor:
         return embeddings.values() - embeddings.values().mean(dim=0)
@@ -293,7 +345,7 @@ class Wrapped(nn.Module):
     [
         (Wrapped(nn.Dropout(0.1)), "holds a Dropout"),
         (Wrapped(nn.BatchNorm1d(12)), "holds a BatchNorm1d"),
-        (Noisy(), "returns something else for the same input"),
+        (Noisy(), "draws random numbers"),
         (Mixing(), "mixes the samples of a batch"),
         (Wrapped(nn.Dropout(0.0)), None),
         (Wrapped(nn.LayerNorm(12)), None),
@@ -345,8 +397,8 @@ def sharded_by(sharder: Any, model: nn.Module, mesh: TowerMesh) -> nn.Module:
 def test_a_tower_that_mixes_samples_is_refused_or_left_out() -> None:
     for refused, left_out, meant in run_ranks(mixed_tower_on_rank, 2):
         assert "unique='rank', but the tower module of tower 1 mixes the samples of a batch" in refused
-        assert left_out == str({"f0": 1 / 16, "f1": 1.0, "f2": 1 / 16})
-        assert meant == str({"f0": 1 / 16, "f1": 1 / 16, "f2": 1 / 16})
+        assert left_out == str({"tower 0: f0": 1 / 16, "tower 1: f1": 1.0, "tower 1: f2": 1 / 16})
+        assert meant == str({"tower 0: f0": 1 / 16, "tower 1: f1": 1 / 16, "tower 1: f2": 1 / 16})
 
 
 def test_what_cannot_be_is_refused() -> None:
