@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import ReplaceableKeyedTensor
 
-__all__ = ["CachedAwaitable", "LazyKeyedTensor", "first_rows", "output_keys", "split_rows"]
+__all__ = ["CachedAwaitable", "LazyKeyedTensor", "output_keys", "split_rows"]
 
 
 class CachedAwaitable(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
@@ -100,13 +100,6 @@ class LazyKeyedTensor(ReplaceableKeyedTensor):
 def output_keys(tables: Sequence[Any]) -> list[str]:
     """Keys of the result of an unsharded collection: features, as ``feature@table`` where two tables look one up."""
     return [key for of_table in get_embedding_names_by_table(list(tables)) for key in of_table]
-
-
-def first_rows(embeddings: KeyedTensor, number: int) -> KeyedTensor:
-    """Restricts embeddings to their first samples."""
-    if number == len(embeddings.values()):
-        return embeddings
-    return KeyedTensor(embeddings.keys(), embeddings.length_per_key(), embeddings.values()[:number])
 
 
 def split_rows(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:

@@ -21,7 +21,7 @@ from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.results import LazyKeyedTensor, first_rows, output_keys
+from dmt.sptt.results import LazyKeyedTensor, output_keys, split_rows
 from dmt.sptt.rows import PartRows
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 from dmt.sptt.unique import why_not_per_sample
@@ -141,7 +141,6 @@ class ShardedTowerCollection(SPTTModule):
     ) -> None:
         placement = sharder.mesh_towers(module)
         _check_towers(module, placement)
-        self._assume_per_sample = sharder.assume_per_sample
         super().__init__(
             sharder,
             sharding,
@@ -160,11 +159,12 @@ class ShardedTowerCollection(SPTTModule):
         self.build_input_dist(self.embeddings.values())  # type: ignore[arg-type]
         self._first_features = {i: _features(module.towers[i])[0] for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
-        self._check_per_sample(placement, {i: _columns(module.towers[i]) for i in mine})
+        columns = {i: _columns(module.towers[i]) for i in mine}
+        self._check_per_sample(placement, {} if sharder.assume_per_sample else columns)
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
     def _check_per_sample(self, placement: Sequence[int], columns: Mapping[int, Sequence[tuple[str, int]]]) -> None:
-        """Finds the towers whose samples cannot share rows; collective.
+        """Finds the towers whose samples cannot share rows, among those given with their columns; collective.
 
         Raises:
             InputError: there is one, and they are to share rows all the same.
@@ -173,8 +173,6 @@ class ShardedTowerCollection(SPTTModule):
             return
 
         def reasons() -> dict[int, str]:
-            if self._assume_per_sample:
-                return {}
             found = {
                 i: why_not_per_sample(self.interactions.by_tower[str(i)], *zip(*of_tower, strict=True))
                 for i, of_tower in columns.items()
@@ -198,7 +196,10 @@ class ShardedTowerCollection(SPTTModule):
         """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
         by_tower = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
         # Bags that only fill up reach no module: a batch norm would count them, and a norm of 0 has no gradient.
-        own = [first_rows(e, number) for e, number in zip(embeddings, by_tower, strict=True)]
+        own = [
+            e if number == rows.num_rows else split_rows(e, [number, rows.num_rows - number])[0]
+            for e, number in zip(embeddings, by_tower, strict=True)
+        ]
         # In the order of the tables, so that a tower module may also read embeddings by position.
         ordered = [LazyKeyedTensor(e, self._keys[i]) for i, e in zip(self.embeddings, own, strict=True)]
         outputs: list[Tensor] = self._data_parallel(ordered)

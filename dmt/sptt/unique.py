@@ -118,26 +118,23 @@ class _Bags:
         self._num_groups = num_groups
         num_features, num_samples = len(group_of), ids.stride()
         self._shape = (num_features, num_samples)
-        self._values = ids.values().long()
-        if (weights := ids.weights_or_none()) is not None:
+        self._ids, self._weights = ids.values(), ids.weights_or_none()
+        values = self._ids.long()
+        if self._weights is not None:
             # Bags that differ in a weight differ, to the bit.
-            self._values = self._values * _MIX[0] + weights.float().view(torch.int32)
-            self._weights: Tensor | None = weights
-        else:
-            self._weights = None
-        self._ids = ids.values()
+            values = values * _MIX[0] + self._weights.float().view(torch.int32)
         lengths = ids.lengths().long()
-        self._is_single = self._values.numel() == lengths.numel() and bool((lengths == 1).all())
+        self._is_single = values.numel() == lengths.numel() and bool((lengths == 1).all())
         if self._is_single:
-            hashes = self._values.view(self._shape)
+            hashes = values.view(self._shape)
         else:
             self._lengths = lengths
             self._offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
             self._bag_of = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
-                lengths, output_size=self._values.numel()
+                lengths, output_size=values.numel()
             )
-            self._place = torch.arange(self._values.numel(), device=lengths.device) - self._offsets[self._bag_of]
-            mixed = _mix(self._values + _mix(self._place + 1))
+            self._place = torch.arange(values.numel(), device=lengths.device) - self._offsets[self._bag_of]
+            mixed = _mix(values + _mix(self._place + 1))
             sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
             hashes = (sums[self._offsets[1:]] - sums[self._offsets[:-1]] + lengths).view(self._shape)
         self._is_exact = self._is_single and num_groups == num_features and self._weights is None
