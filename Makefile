@@ -1,6 +1,10 @@
-# make install | demo | test | test-all | parity | faults | bench | lint | clean        (see README.md)
+# make install | demo | test | test-all | parity | faults | bench | gpu | lint | clean        (see README.md)
 PYTHON ?= python3.11
-VENV   := .venv
+# The pinned packages are those of torch 2.13; with STACK=2.14 those of torch 2.14, in an environment of its own.
+STACK  ?= 2.13
+OTHER  := $(if $(filter-out 2.13,$(STACK)),-$(STACK))
+LOCK   := requirements/cpu$(OTHER).lock
+VENV   := .venv$(OTHER)
 BIN    := $(VENV)/bin
 # On a machine where `pip install torch` brings the CUDA build, name PyTorch's CPU wheel index here.
 TORCH_INDEX ?=
@@ -12,14 +16,14 @@ export OMP_NUM_THREADS ?= 1
 # Tests start dozens of interpreters, which need not compile the same modules again each.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all parity faults bench lint clean
+.PHONY: install demo test test-all parity faults bench gpu lint clean
 
 install: $(STAMP)
 
-$(STAMP): requirements/cpu.lock pyproject.toml
+$(STAMP): $(LOCK) pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the pinned packages into $(VENV) (a minute or two) ..."
-	@$(BIN)/pip install $(PIP_FLAGS) --no-deps -r requirements/cpu.lock
+	@$(BIN)/pip install $(PIP_FLAGS) --no-deps -r $(LOCK)
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
 	@$(BIN)/dmt doctor
 	@touch $@
@@ -47,10 +51,16 @@ faults: install
 bench: install
 	$(BIN)/python -m benchmarks.bench $(BENCH_FLAGS)
 
+# What one rank on one GPU does: environment, parity, step time and memory; in the environment that is there, since that
+# of `make install` has no CUDA build (docs/gpus.md).
+gpu:
+	@test -x $(BIN)/python || { echo "There is no $(VENV): docs/install.md, By hand, makes one with the CUDA build."; exit 2; }
+	$(BIN)/python -m benchmarks.gpu $(GPU_FLAGS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p dmt
 
 clean:
-	rm -rf $(VENV) build runs demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* build runs demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -33,7 +33,7 @@ from benchmarks.towers.statistics import compare_arms
 from benchmarks.towers.trials import STUDY_SETS, row_order, train_and_test, trial_config
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
 from dmt.partitioner.entities import find_entities
-from dmt.plan.distinct import bag_hashes, count_distinct, joint_hashes
+from dmt.plan.distinct import bag_hashes, joint_hashes
 from dmt.plan.towers import TowerPlan
 from dmt.training.config import TrainConfig
 
@@ -99,11 +99,14 @@ def bytes_of(plan: TowerPlan, widths: Sequence[int], batches: Sequence[Mapping[s
     """Bytes that one rank and step exchange with the towers, each sample or each distinct input sent once."""
     size, every = len(next(iter(batches[0].values()))[0]), 0.0
     once, shares = 0.0, []
-    for group, width, rows in zip(plan.to_lists(), widths, count_distinct(batches, plan.to_lists()), strict=True):
-        numbers = 2 * width * _NUMBER_BYTES
-        every += size * (2 * len(group) * _ID_BYTES + numbers)
-        once += (rows.rows * len(group) + sum(rows.ids)) * _ID_BYTES + rows.rows * numbers
-        shares.append(round(rows.rows / size, 4))
+    hashes = [{feature: bag_hashes(*bags) for feature, bags in batch.items()} for batch in batches]
+    for group, width in zip(plan.to_lists(), widths, strict=True):
+        # Each sample has one id of each feature.
+        of_a_row = 2 * len(group) * _ID_BYTES + 2 * width * _NUMBER_BYTES
+        rows = float(np.mean([len(np.unique(joint_hashes(of_batch[name] for name in group))) for of_batch in hashes]))
+        every += size * of_a_row
+        once += rows * of_a_row
+        shares.append(round(rows / size, 4))
     return {"every": round(every), "once": round(once), "distinct_shares": shares}
 
 

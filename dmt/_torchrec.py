@@ -1,4 +1,4 @@
-"""Private names of TorchRec, FBGEMM and torch under public ones; no other file touches them. For TorchRec 1.8.0.
+"""Private names of TorchRec (1.8, 1.9), FBGEMM and torch under public ones; no other file touches them.
 
 ``tests/dmt/test_torchrec_seam.py`` fails with a clear message when one of the names below moves.
 """
@@ -27,6 +27,7 @@ __all__ = [
     "PipelinedModule",
     "ReplaceableKeyedTensor",
     "add_dense_hook",
+    "assert_in_graph",
     "at_end_of_backward",
     "fused_settings",
     "group_env",
@@ -41,6 +42,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.model_parallel.DistributedModelParallel": "_load_state_dict _dmp_wrapped_module",
     "torch.nn.modules.module": "_IncompatibleKeys",
     "torch.distributed": "_remote_device",
+    "torch.ops.aten": "_assert_async",
     "torchrec.sparse.jagged_tensor.KeyedTensor": "_values",
     "torch.autograd.Variable": "_execution_engine",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
@@ -233,3 +235,8 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
         for parameter, attributes in before:
             vars(parameter).clear()
             vars(parameter).update(attributes)
+
+
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """Checks a boolean tensor of one number, also in a program that ``torch.export`` makes; `RuntimeError` if false."""
+    torch.ops.aten._assert_async.msg(condition, message)

@@ -140,34 +140,60 @@ class PendingExchange:
         return not self._tensors
 
     def wait(self) -> None:
-        """Returns when all has arrived and all is sent."""
+        """Returns when all has arrived and all is sent; on a GPU, its current stream waits instead."""
         for work in self._works:
             work.wait()
+        for tensor in self._tensors:
+            if tensor.is_cuda:
+                # It may be waited for on another stream than it was begun on, where its memory would be free again.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self._works, self._tensors = (), ()
 
 
 def start_exchange(
-    sent: Sequence[Tensor], arriving: Sequence[Tensor], group: dist.ProcessGroup, *, tag: int = 0
-) -> PendingExchange:
-    """Starts to send a tensor to each rank of the group and to receive one from each, but its own and empty ones.
+    sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup, *, tag: int = 0
+) -> tuple[PendingExchange, list[Tensor]]:
+    """Starts to send a tensor to each rank of the group and to receive one from each.
 
-    All ranks of the group must start their exchanges of one tag in one order, and keep the result until they have
+    On the CPU each tensor is a message: gloo's all-to-all sends in turns. On GPUs it is one all-to-all, in which a rank
+    that has nothing to send takes part too, as NCCL wants of the first exchange of a group.
+
+    All ranks of the group must start their exchanges of one tag in one order, and keep the handle until they have
     waited for it.
 
     Args:
-        sent: tensors by group rank; contiguous, unchanged until the end.
-        arriving: tensors by group rank; contiguous, of the size and dtype that the other rank sends.
+        sent: [n] tensors by group rank; contiguous, unchanged until the end.
+        sizes: numbers that arrive from each rank, in the dtype that is sent.
         group: the ranks.
-        tag: tag of the messages; NCCL has none.
+        tag: tag of the messages; an all-to-all has none.
+
+    Returns:
+        The handle, and what arrives by group rank, once it has been waited for; this rank's own is the tensor it sent.
     """
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    rank = group.rank()
+    if is_in_one(sent[rank]):
+        counts = [len(part) if other != rank else 0 for other, part in enumerate(sent)]
+        expected = [size if other != rank else 0 for other, size in enumerate(sizes)]
+        inputs = torch.cat([part for other, part in enumerate(sent) if other != rank])
+        outputs = inputs.new_empty(sum(expected))
+        work = dist.all_to_all_single(outputs, inputs, expected, counts, group=group, async_op=True)
+        arriving = list(outputs.split(expected))
+        arriving[rank] = sent[rank]
+        return PendingExchange([work], [inputs, outputs]), arriving
+    arriving = [sent[rank] if other == rank else sent[rank].new_empty(size) for other, size in enumerate(sizes)]
+    others = [other for other in range(group.size()) if other != rank]
     # Receives first: a gloo rank that is asked late sends late.
-    wanted: list[tuple[Any, Tensor, int]] = [(dist.irecv, arriving[rank], rank) for rank in others]
-    wanted += [(dist.isend, sent[rank], rank) for rank in others]
+    wanted: list[tuple[Any, Tensor, int]] = [(dist.irecv, arriving[other], other) for other in others]
+    wanted += [(dist.isend, sent[other], other) for other in others]
     calls = [
-        dist.P2POp(call, part, group=group, group_peer=rank, tag=tag) for call, part, rank in wanted if part.numel()
+        dist.P2POp(call, part, group=group, group_peer=other, tag=tag) for call, part, other in wanted if part.numel()
     ]
-    return PendingExchange(dist.batch_isend_irecv(calls) if calls else [], [*sent, *arriving])
+    return PendingExchange(dist.batch_isend_irecv(calls) if calls else [], [*sent, *arriving]), arriving
+
+
+def is_in_one(tensor: Tensor) -> bool:
+    """Returns whether exchanges of such tensors are one all-to-all instead of a message to each rank."""
+    return tensor.device.type != "cpu"
 
 
 def scatter_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:

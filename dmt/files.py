@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = [
     "RENAMED",
     "atomic_write",
+    "check_names",
+    "check_output",
     "check_writable",
     "current_name",
     "explain",
@@ -97,6 +99,22 @@ def check_writable(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
+
+
+def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
+    """Raises `InputError` for an output of a command that cannot be written, before the work that leads to it.
+
+    Args:
+        option: the option that names it.
+        path: a file, whose missing folders are made, or a folder.
+        is_folder: true for a folder.
+    """
+    try:
+        check_writable(path if is_folder else path.parent)
+    except OSError as error:
+        raise InputError(f"{option} {str(path)!r} cannot be written: {error.strerror}.") from error
+    if not is_folder and path.is_dir():
+        raise InputError(f"{option} {str(path)!r} cannot be written: it is a folder. Name a file in it.")
 
 
 def open_file(path: str | os.PathLike[str]) -> BufferedReader:
@@ -203,6 +221,13 @@ def is_unicode(text: str) -> bool:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
         return False
+
+
+def check_names(kind: str, names: Iterable[str]) -> None:
+    """Raises `InputError` for a name that no file can hold, since it is no Unicode text; ``kind`` says of what."""
+    for name in names:
+        if not is_unicode(name):
+            raise InputError(f"{kind} {name!r} is no Unicode text; rename it.")
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:

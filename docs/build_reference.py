@@ -29,7 +29,7 @@ END = "<!-- end: written by docs/build_reference.py -->"
 """The line below it."""
 
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "text"}
-_PLURALS = {int: "integers", str: "texts", float: "numbers"}
+_PLURALS = {int: "integers", str: "texts", float: "numbers", Any: "values"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 

@@ -7,6 +7,8 @@ Four ranks play two hosts of two. Each host becomes one tower; the model's code 
 Rank 0 prints whether the sharded model equals the plain one bit for bit, and the bytes that cross between the hosts.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,21 +41,25 @@ class ClickModel(nn.Module):
         return self.over_arch(torch.cat([embeddings[f] for f in FEATURES], dim=1))
 
 
-dist.init_process_group("gloo")
+gpus = torch.cuda.device_count() >= 4  # one for each rank
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+if gpus:
+    torch.cuda.set_device(device)
+dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
 topology = TowerTopology(num_towers=2, ranks_per_tower=2)
 mesh = TowerMesh(topology)
 torch.manual_seed(0)
-plain = ClickModel()
+plain = ClickModel().to(device)
 sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["ad", "shop"], ["user", "city"]]))]
-plan = TowerShardingPlanner(topology).plan(plain, sharders)
-model = DistributedModelParallel(ClickModel(), device=torch.device("cpu"), plan=plan, sharders=sharders)
+plan = TowerShardingPlanner(topology, device_type=device.type).plan(plain, sharders)
+model = DistributedModelParallel(ClickModel(), device=device, plan=plan, sharders=sharders)
 
 # After DistributedModelParallel is built: building it draws the tables again.
 load_plain_state(model, plain.state_dict())
 
 draw = torch.Generator().manual_seed(mesh.rank)
 values = torch.randint(0, ROWS, (len(FEATURES) * BATCH,), generator=draw)
-batch = KeyedJaggedTensor(keys=FEATURES, values=values, lengths=torch.ones_like(values))
+batch = KeyedJaggedTensor(keys=FEATURES, values=values, lengths=torch.ones_like(values)).to(device)
 equal = gather_objects(torch.equal(model(batch), plain(batch)), mesh.global_group)
 with TrafficMeter(host_of=lambda rank: rank // 2) as meter:
     loss = model(batch).mean()

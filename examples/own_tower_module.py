@@ -5,6 +5,7 @@ Each tower outputs 8 numbers per sample instead of 48. Rank 0 prints that ratio 
     torchrun --standalone --nproc-per-node 4 examples/own_tower_module.py
 """
 
+import os
 from itertools import islice
 
 import torch
@@ -58,7 +59,11 @@ class Model(nn.Module):
         return loss, loss.detach()
 
 
-dist.init_process_group("gloo")
+gpus = torch.cuda.device_count() >= 4  # one for each rank
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
+if gpus:
+    torch.cuda.set_device(device)
+dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
 torch.manual_seed(dist.get_rank())
 mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
 data = open_source(DataConfig(synthetic=SyntheticConfig(num_features=6, num_groups=2, rows_per_table=ROWS)))
@@ -66,11 +71,11 @@ model = Model(TowerPlan.strided(data.feature_names, num_towers=2))
 compression = compression_ratio(model)
 fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 sharders = [TowerCollectionSharder(mesh, fused_params=fused)]
-plan = TowerShardingPlanner(mesh.topology).plan(model, sharders)
-sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+plan = TowerShardingPlanner(mesh.topology, device_type=device.type).plan(model, sharders)
+sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sharders)
 dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
 adam = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=2e-3))
-pipeline = TrainPipelineSparseDist(sharded, CombinedOptimizer([sharded.fused_optimizer, adam]), torch.device("cpu"))
+pipeline = TrainPipelineSparseDist(sharded, CombinedOptimizer([sharded.fused_optimizer, adam]), device)
 batches = islice(data.batches("train", rank=mesh.rank, world_size=4, batch_size=BATCH), STEPS)  # none left in flight
 losses = [float(pipeline.progress(batches)) for _ in range(STEPS)]
 if mesh.rank == 0:

@@ -109,6 +109,7 @@ def tower_modules(model: nn.Module) -> list[Any]:
         tower.interaction
         for collection in model.modules()
         if isinstance(towers := getattr(collection, "towers", None), nn.ModuleList)
+        and all(hasattr(tower, "interaction") for tower in towers)
         for tower in towers
     ]
 

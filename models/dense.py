@@ -46,10 +46,20 @@ def _aligned_linear(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     has, take 20 to 30 percent longer than 368 or 480.
     """
     missing = -weight.shape[1] % _ALIGNMENT
+    if missing and torch.compiler.is_exporting():
+        # The exported program serves any number of samples, each with the kernel that this function takes for it.
+        return torch.cond(
+            features.shape[0] >= _ALIGNED_SAMPLES, _padded_linear, functional.linear, (features, weight, bias)
+        )
     # Padding the weights costs time too, and FLOPs are counted on meta or on a few samples.
     if missing and features.shape[0] >= _ALIGNED_SAMPLES and not features.is_meta:
-        features, weight = functional.pad(features, (0, missing)), functional.pad(weight, (0, missing))
+        return _padded_linear(features, weight, bias)
     return functional.linear(features, weight, bias)
+
+
+def _padded_linear(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    padding = (0, -weight.shape[1] % _ALIGNMENT)
+    return functional.linear(functional.pad(features, padding), functional.pad(weight, padding), bias)
 
 
 # A branch on the input, which the train pipeline's tracer cannot follow.

@@ -7,6 +7,10 @@ A tower module of your own is an ``nn.Module`` with three attributes and a forwa
 - ``out_features: int`` (O_t), numbers per sample that leave it and cross the slow network;
 - ``forward(embeddings) -> [B, O_t]``, where ``embeddings[name]`` is the pooled embedding [B, N] of a feature.
 
+It may declare ``keeps_interactions: bool`` as a class attribute: True where products of its own features reach the
+output, so that features that interact should share a tower; False where each output is linear in them, so that they
+should not. ``dmt partition --strategy interactions`` goes by it.
+
 It must read the embeddings **by name**: in a job they come as a TorchRec ``KeyedTensor`` whose order of columns depends
 on how the tables are sharded, so ``embeddings.values()`` would silently be another order. It sees one sample per row
 and must not mix rows (no batch norm): in a job its batch is that of all its peers. docs/your_model.md puts one into a
@@ -68,6 +72,8 @@ class DLRMTowerModule(nn.Module):
         InputError: c and p are both 0.
     """
 
+    keeps_interactions = False
+
     def __init__(
         self,
         features: Sequence[str],
@@ -117,6 +123,8 @@ class DCNTowerModule(nn.Module):
 
     Arguments are those of `DLRMTowerModule`, but for ``rank`` of the cross layer; D is the outputs of the tower.
     """
+
+    keeps_interactions = True
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ Example:
 from __future__ import annotations
 
 from dmt.partitioner.affinity import FeatureAffinity
+from dmt.partitioner.interactions import FeatureInteractions
 from dmt.partitioner.partition import Partition, tower_affinity
 from dmt.partitioner.partitioner import TowerPartitioner
 from dmt.partitioner.report import plot_affinity, plot_coordinates
@@ -20,6 +21,7 @@ from dmt.partitioner.rules import PartitionRules
 
 __all__ = [
     "FeatureAffinity",
+    "FeatureInteractions",
     "Partition",
     "PartitionRules",
     "TowerPartitioner",

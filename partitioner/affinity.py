@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write, is_unicode, open_file
+from dmt.files import atomic_write, check_names, open_file
 from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
@@ -27,7 +27,19 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-__all__ = ["FORMAT_VERSION", "FeatureAffinity", "check_tables"]
+__all__ = [
+    "FORMAT_VERSION",
+    "FORMS",
+    "FeatureAffinity",
+    "Forms",
+    "check_features",
+    "check_pooling_factors",
+    "check_tables",
+    "read_arrays",
+    "tables_from_arrays",
+    "tables_to_arrays",
+    "write_arrays",
+]
 
 
 FORMAT_VERSION = 1
@@ -35,7 +47,8 @@ FORMAT_VERSION = 1
 
 # The file: named arrays in numpy's .npz format, nothing pickled. For every array its number of dimensions, the kinds of
 # its dtype, and both in words (F features, K tables; -1 samples: not known). `_clean_matrix` checks the matrix, [F, F].
-_FORMS = {
+Forms = Mapping[str, tuple[int, str, str]]
+FORMS: Forms = {
     "format": (0, "iu", "one whole number"),
     "features": (1, "U", "text of shape [F]"),
     "num_samples": (0, "iu", "one whole number"),
@@ -94,12 +107,12 @@ class FeatureAffinity:
         if isinstance(self.features, str):
             raise InputError(f"FeatureAffinity: features={self.features!r} is one string; give a list of names.")
         features = tuple(str(name) if isinstance(name, str) else name for name in self.features)
-        _check_names(features)
+        check_features(features)
         # A frozen dataclass sets its own cleaned fields this way.
         object.__setattr__(self, "matrix", _clean_matrix(self.matrix, features))
         object.__setattr__(self, "features", features)
         object.__setattr__(self, "tables", check_tables(self.tables, features))
-        object.__setattr__(self, "pooling_factors", _check_pooling_factors(self.pooling_factors, features))
+        object.__setattr__(self, "pooling_factors", check_pooling_factors(self.pooling_factors, features))
 
     @property
     def num_features(self) -> int:
@@ -145,7 +158,7 @@ class FeatureAffinity:
         Raises:
             InputError: ``order`` is not a permutation of the features.
         """
-        _check_names(order)
+        check_features(order)
         position = {name: i for i, name in enumerate(self.features)}
         ordered = set(order)
         missing = [name for name in self.features if name not in ordered]
@@ -189,19 +202,9 @@ class FeatureAffinity:
             "matrix": self.matrix,
             "features": np.array(self.features, dtype=np.str_),
             "num_samples": np.array(-1 if self.num_samples is None else self.num_samples, dtype=np.int64),
-            **_tables_to(self.tables),
+            **tables_to_arrays(self.tables, self.pooling_factors),
         }
-        if self.pooling_factors is not None:
-            arrays["pooling_factors"] = np.array(self.pooling_factors, dtype=np.float64)
-        try:
-            # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a
-            # mean are noise, and packing 128 MB of them takes seconds and saves next to nothing.
-            with atomic_write(Path(path)) as scratch, scratch.open("wb") as file:
-                np.savez(file, **arrays)
-        except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
-            raise InputError(
-                f"Affinity file {path}: cannot be written ({error}). Give another path or free space."
-            ) from error
+        write_arrays(path, arrays, what="affinity")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureAffinity:
@@ -213,33 +216,32 @@ class FeatureAffinity:
             InputError: the file is absent, damaged, not such a file, of another format version, or its contents are
                 refused.
         """
-        arrays = _read_arrays(path)
+        arrays = read_arrays(path, what="affinity", forms=FORMS, main="matrix")
         samples = int(arrays.get("num_samples", -1))
         try:
             return cls(
                 matrix=arrays["matrix"],
                 features=tuple(arrays["features"].tolist()),
                 num_samples=None if samples < 0 else samples,
-                tables=_tables_from(arrays),
+                tables=tables_from_arrays(arrays),
                 pooling_factors=tuple(arrays["pooling_factors"].tolist()) if "pooling_factors" in arrays else None,
             )
         except InputError as error:
             raise InputError(f"Affinity file {path}: {error}") from error
 
 
-def _check_names(features: Sequence[str]) -> None:
+def check_features(features: Sequence[str], owner: str = "FeatureAffinity") -> None:
+    """Raises `InputError` unless there are names, each a text and given once; ``owner`` begins the message."""
     if not features:
-        raise InputError("FeatureAffinity: features is empty; give at least one feature.")
+        raise InputError(f"{owner}: features is empty; give at least one feature.")
     nameless = [name for name in features if not isinstance(name, str) or not name]
     if nameless:
-        raise InputError(f"FeatureAffinity: feature {nameless[0]!r} is no name; give texts that are not empty.")
-    unwritable = [name for name in features if not is_unicode(name)]
-    if unwritable:
-        raise InputError(f"FeatureAffinity: feature {unwritable[0]!r} is no Unicode text; rename it.")
+        raise InputError(f"{owner}: feature {nameless[0]!r} is no name; give texts that are not empty.")
+    check_names(f"{owner}: feature", features)
     doubled = [(name, count) for name, count in Counter(features).items() if count > 1]
     if doubled:
         name, count = doubled[0]
-        raise InputError(f"FeatureAffinity: feature {name!r} is given {count} times; names must be unique.")
+        raise InputError(f"{owner}: feature {name!r} is given {count} times; names must be unique.")
 
 
 def _clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.float64]:
@@ -309,30 +311,38 @@ def check_tables(
     return specs
 
 
-def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[str]) -> tuple[float, ...] | None:
+def check_pooling_factors(
+    factors: Sequence[float] | None, features: Sequence[str], owner: str = "FeatureAffinity"
+) -> tuple[float, ...] | None:
+    """Returns mean numbers of ids, one of each feature, as floats; raises `InputError` where they are none."""
     if factors is None:
         return None
     try:
         numbers = tuple(float(factor) for factor in factors)
     except (TypeError, ValueError) as error:
-        raise InputError(f"FeatureAffinity: pooling_factors is not a list of numbers ({error}).") from error
+        raise InputError(f"{owner}: pooling_factors is not a list of numbers ({error}).") from error
     if len(numbers) != len(features):
         raise InputError(
-            f"FeatureAffinity: there are {len(numbers)} pooling_factors for {len(features)} features; give one for "
-            "each."
+            f"{owner}: there are {len(numbers)} pooling_factors for {len(features)} features; give one for each."
         )
     for name, number in zip(features, numbers, strict=True):
         if not 0 <= number < float("inf"):
             raise InputError(
-                f"FeatureAffinity: the pooling factor of feature {name!r} is {number:g}; it is the mean number of ids "
+                f"{owner}: the pooling factor of feature {name!r} is {number:g}; it is the mean number of ids "
                 "per sample, finite and not negative."
             )
     return numbers
 
 
-def _read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
-    """Reads the arrays of a file that has ``matrix`` and ``features`` at least, in the forms of `_FORMS`."""
-    where = f"Affinity file {path}"
+def read_arrays(path: str | os.PathLike[str], *, what: str, forms: Forms, main: str) -> dict[str, NDArray[Any]]:
+    """Reads the arrays of a file that has ``features`` and the matrix ``main`` at least, in the given forms.
+
+    ``what`` is measured: "affinity" or "interactions".
+
+    Raises:
+        InputError: the file is absent, damaged, of another format version or not of this form.
+    """
+    where = f"{what.capitalize()} file {path}"
     try:
         # Opened here, because numpy leaves a broken archive open.
         with open_file(path) as file:
@@ -346,28 +356,44 @@ def _read_arrays(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
         # Numpy's advice on what is no archive at all is to allow pickles: untrue and unsafe here.
         reason = "it holds no plain arrays" if "pickle" in str(error) else error
-        raise InputError(f"{where}: cannot be read ({reason}). Expected what FeatureAffinity.save wrote.") from error
-    for name, (num_dims, kinds, words) in _FORMS.items():
+        raise InputError(
+            f"{where}: cannot be read ({reason}). Expected what Feature{what.capitalize()}.save wrote."
+        ) from error
+    for name, (num_dims, kinds, words) in forms.items():
         if name in arrays and (arrays[name].ndim != num_dims or arrays[name].dtype.kind not in kinds):
             found = f"{arrays[name].dtype} of shape {list(arrays[name].shape)}"
             raise InputError(
-                f"{where}: array {name!r} is {found}; it must be {words}. Write it so, or collect the affinity again."
+                f"{where}: array {name!r} is {found}; it must be {words}. Write it so, or collect the {what} again."
             )
     version = int(arrays.get("format", np.int64(FORMAT_VERSION)))
     if version != FORMAT_VERSION:
         raise InputError(
-            f"{where} has format {version}; this version reads format {FORMAT_VERSION}. Collect the affinity again."
+            f"{where} has format {version}; this version reads format {FORMAT_VERSION}. Collect the {what} again."
         )
-    absent = [name for name in ("matrix", "features") if name not in arrays]
+    absent = [name for name in (main, "features") if name not in arrays]
     if absent:
-        raise InputError(f"{where} has no array {absent[0]!r}; it needs 'matrix' [F, F] and 'features' [F].")
+        raise InputError(f"{where} has no array {absent[0]!r}; it needs {main!r} [F, F] and 'features' [F].")
     return arrays
 
 
-def _tables_to(tables: Sequence[TableSpec]) -> dict[str, NDArray[Any]]:
-    """Converts tables to arrays; none without tables."""
+def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any], *, what: str) -> None:
+    """Writes arrays as an ``.npz`` file in one step; raises `InputError` where it cannot be written."""
+    try:
+        # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a
+        # mean are noise, and packing 128 MB of them takes seconds and saves next to nothing.
+        with atomic_write(Path(path)) as scratch, scratch.open("wb") as file:
+            np.savez(file, **arrays)
+    except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+        raise InputError(
+            f"{what.capitalize()} file {path}: cannot be written ({error}). Give another path or free space."
+        ) from error
+
+
+def tables_to_arrays(tables: Sequence[TableSpec], pooling_factors: Sequence[float] | None) -> dict[str, NDArray[Any]]:
+    """Converts tables and mean numbers of ids to arrays, as far as they are there."""
+    factors = {} if pooling_factors is None else {"pooling_factors": np.array(pooling_factors, dtype=np.float64)}
     if not tables:
-        return {}
+        return factors
     columns: tuple[list[Any], ...] = (
         [table.name for table in tables],
         [table.num_embeddings for table in tables],
@@ -375,11 +401,11 @@ def _tables_to(tables: Sequence[TableSpec]) -> dict[str, NDArray[Any]]:
         [len(table.feature_names) for table in tables],
         feature_names(tables),
     )
-    return {name: np.array(column) for name, column in zip(_TABLE_ARRAYS, columns, strict=True)}
+    return factors | {name: np.array(column) for name, column in zip(_TABLE_ARRAYS, columns, strict=True)}
 
 
-def _tables_from(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
-    """Reads the tables that `_tables_to` wrote, if any."""
+def tables_from_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
+    """Reads the tables that `tables_to_arrays` wrote, if any."""
     absent = [name for name in _TABLE_ARRAYS if name not in arrays]
     if len(absent) == len(_TABLE_ARRAYS):
         return ()

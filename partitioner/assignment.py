@@ -26,9 +26,11 @@ __all__ = [
     "greedy_start",
     "largest_clique",
     "local_search",
+    "local_sum_search",
     "objective_of",
     "perturbed_search",
     "solve_exactly",
+    "sum_inside",
 ]
 
 Floats = NDArray[np.float64]
@@ -111,6 +113,12 @@ def objective_of(squared: Floats, weights: Floats, labels: Labels) -> float:
     return total
 
 
+def sum_inside(costs: Floats, weights: Floats, labels: Labels) -> float:
+    """Sum over the pairs of blocks that share a tower of w_i w_j c_ij; arguments like those of `objective_of`."""
+    weighted = costs * weights[:, None] * weights
+    return float(weighted[labels[:, None] == labels].sum() - np.trace(weighted)) / 2
+
+
 def local_search(squared: Floats, labels: Labels, num_towers: int, bounds: Bounds) -> Labels:
     """Moves and swaps blocks while limits or the objective improve; no tower is emptied.
 
@@ -120,7 +128,15 @@ def local_search(squared: Floats, labels: Labels, num_towers: int, bounds: Bound
     ``squared`` are [P, P] squared distances, ``labels`` [P] the towers to start from. `Bounds.violation` of the [P]
     labels returned says whether all limits are held.
     """
-    search = _MoveSearch(squared, labels, num_towers, bounds)
+    return _swept(_MoveSearch(squared, labels, num_towers, bounds))
+
+
+def local_sum_search(costs: Floats, labels: Labels, num_towers: int, bounds: Bounds) -> Labels:
+    """Like `local_search` for the objective `sum_inside` of [P, P] costs of any sign, with a diagonal of 0."""
+    return _swept(_MoveSearch(costs, labels, num_towers, bounds, per_feature=False))
+
+
+def _swept(search: _MoveSearch) -> Labels:
     for _ in range(MAX_SWEEPS):
         if not search.sweep():
             break
@@ -128,23 +144,32 @@ def local_search(squared: Floats, labels: Labels, num_towers: int, bounds: Bound
 
 
 def perturbed_search(
-    squared: Floats, labels: Labels, *, num_towers: int, bounds: Bounds, seed: int, max_perturbations: int = 30
+    squared: Floats,
+    labels: Labels,
+    *,
+    num_towers: int,
+    bounds: Bounds,
+    seed: int,
+    max_perturbations: int = 30,
+    per_feature: bool = True,
 ) -> Labels:
     """Repeats `local_search` from perturbed answers; a better answer that holds the limits replaces the best.
 
-    A perturbation deals part of the blocks out again at random. Larger problems get fewer.
+    A perturbation deals part of the blocks out again at random. Larger problems get fewer. Without ``per_feature``, it
+    is `local_sum_search` that is repeated.
     """
     rng = np.random.default_rng(seed)
-    best = local_search(squared, labels, num_towers, bounds)
-    least = objective_of(squared, bounds.weights, best)
+    search, value_of = (local_search, objective_of) if per_feature else (local_sum_search, sum_inside)
+    best = search(squared, labels, num_towers, bounds)
+    least = value_of(squared, bounds.weights, best)
     num_blocks = len(labels)
     for _ in range(min(max_perturbations, PERTURBATION_BUDGET // (num_blocks * (num_blocks + num_towers)))):
         picked = rng.permutation(num_blocks)[: max(2, round(PERTURBED_SHARE * num_blocks))]
         perturbed = best.copy()
         perturbed[picked] = rng.permutation(perturbed[picked])
-        perturbed = local_search(squared, perturbed, num_towers, bounds)
-        value = objective_of(squared, bounds.weights, perturbed)
-        if value < least * (1.0 - 1e-9) and bounds.violation(perturbed, num_towers) == 0:
+        perturbed = search(squared, perturbed, num_towers, bounds)
+        value = value_of(squared, bounds.weights, perturbed)
+        if value < least - 1e-9 * abs(least) and bounds.violation(perturbed, num_towers) == 0:
             best, least = perturbed, value
     return best
 
@@ -177,12 +202,15 @@ def greedy_start(bounds: Bounds, num_towers: int) -> Labels:
 class _MoveSearch:
     """Running sums that price any move or swap in O(1)."""
 
-    def __init__(self, squared: Floats, labels: Labels, num_towers: int, bounds: Bounds) -> None:
+    def __init__(
+        self, squared: Floats, labels: Labels, num_towers: int, bounds: Bounds, *, per_feature: bool = True
+    ) -> None:
         # What has no limit is never exceeded, and needs no price.
         limited = np.isfinite(bounds.upper) | (bounds.lower > 0)
         limited[0] = True  # holds the weights
         bounds = replace(bounds, loads=bounds.loads[limited], lower=bounds.lower[limited], upper=bounds.upper[limited])
         self.squared, self.bounds, self.weights = squared, bounds, bounds.weights
+        self.per_feature = per_feature
         self.labels = labels.astype(np.int64, copy=True)
         member = np.zeros((num_towers, len(labels)))
         member[self.labels, np.arange(len(labels))] = self.weights
@@ -196,8 +224,14 @@ class _MoveSearch:
             self.conflicts = (member > 0).astype(np.float64) @ bounds.apart  # [T, P]
         # A gain below rounding is none; without this the search could cycle.
         self.threshold = 1e-10 * max(
-            float((self.pairs / np.maximum(self.mass, 1.0)).sum()), float(squared.max()), 1e-300
+            float(np.abs(self._mean(self.pairs, np.maximum(self.mass, 1.0))).sum()),
+            float(np.abs(squared).max()),
+            1e-300,
         )
+
+    def _mean(self, pairs: Floats, mass: Floats) -> Floats:
+        """Sums inside towers over the features of each, or as they are."""
+        return pairs / mass if self.per_feature else pairs
 
     def sweep(self) -> bool:
         """Makes the best move or swap of each block in turn; False if none gains."""
@@ -235,9 +269,10 @@ class _MoveSearch:
         towers, weight, load = self.labels[blocks], self.weights[blocks], self.bounds.loads[:, blocks]
         alone = self.num_blocks[towers] == 1  # a tower is not emptied
         rest = np.where(alone, 1.0, self.mass[towers] - weight)
-        left = (self.pairs[towers] - weight * self.to_tower[towers, blocks]) / rest - (self.pairs / self.mass)[towers]
-        joined = (self.pairs + weight[:, None] * self.to_tower[:, blocks].T) / (self.mass + weight[:, None])
-        gain = joined - self.pairs / self.mass + left[:, None]
+        before = self._mean(self.pairs, self.mass)
+        left = self._mean(self.pairs[towers] - weight * self.to_tower[towers, blocks], rest) - before[towers]
+        joined = self._mean(self.pairs + weight[:, None] * self.to_tower[:, blocks].T, self.mass + weight[:, None])
+        gain = joined - before + left[:, None]
         limits = self.bounds.excess(self.loads[:, None, :] + load[:, :, None]) - self.excess
         limits += (self.bounds.excess(self.loads[:, towers] - load) - self.excess[towers])[:, None]
         if self.bounds.apart is not None:
@@ -255,8 +290,8 @@ class _MoveSearch:
         here = left[:, None] + weights * self.to_tower[towers] - between
         there = self.pairs[labels] - weights * own + weight * self.to_tower[:, blocks].T[:, labels] - between
         masses = (self.mass[towers] - weights[blocks])[:, None] + weights, self.mass[labels] + weight - weights
-        before = self.pairs / self.mass
-        gain = here / masses[0] + there / masses[1] - before[towers][:, None] - before[labels]
+        before = self._mean(self.pairs, self.mass)
+        gain = self._mean(here, masses[0]) + self._mean(there, masses[1]) - before[towers][:, None] - before[labels]
         difference = self.bounds.loads[:, None, :] - self.bounds.loads[:, blocks, None]  # [R, B, P]
         limits = self.bounds.excess(self.loads[:, towers, None] + difference) - self.excess[towers][:, None]
         limits += self.bounds.excess(self.loads[:, None, labels] - difference) - self.excess[labels]

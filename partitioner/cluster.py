@@ -25,9 +25,11 @@ from dmt.partitioner.assignment import (
     amount,
     greedy_start,
     local_search,
+    local_sum_search,
     objective_of,
     perturbed_search,
     solve_exactly,
+    sum_inside,
 )
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "evenly_picked",
     "fitting_sizes",
     "group_blocks",
+    "group_by_sums",
     "search_clusters",
     "size_bounds",
     "squared_distances",
@@ -48,6 +51,8 @@ EXTENT = 1000.0
 # Starts become fewer as points times groups grow: at 4,000 x 256 one takes several seconds.
 START_BUDGET, FEWEST_STARTS = 500_000, 3
 NUM_STARTS, NUM_PERTURBATIONS, FEW_PERTURBATIONS = 60, 40, 10
+# Starts of a search without points become fewer as its prices, blocks times (blocks + towers), grow.
+SUM_STARTS, PRICE_BUDGET = 40, 20_000_000
 # Sets of limits for which an exact search, of up to 20 seconds, is made.
 MOST_EXACT = 6
 
@@ -103,6 +108,62 @@ def group_blocks(
     if not held:
         held = [_rescued(squared, found[0][0], num_towers, options)]
     return _refined(held, wanted, num_towers, refine=refine, seed=seed)
+
+
+def group_by_sums(costs: Floats, *, num_towers: int, options: Sequence[Bounds], seed: int) -> Grouping:
+    """Groups blocks into towers within limits so that the costs inside towers add up to least (`sum_inside`).
+
+    Moves and swaps from 40 random starts, fewer for thousands of blocks, from the order of a hierarchical clustering,
+    and from perturbations of the best answer.
+
+    Args:
+        costs: [P, P] of any sign, for each pair of features of two blocks.
+        num_towers: T, at most P.
+        options: sets of limits of which any one must be held; at most four, evenly spaced, are searched.
+        seed: of the starts.
+
+    Raises:
+        InputError: no grouping holds the limits, or none was found; says which limit the closest one breaks.
+    """
+    costs = costs.copy()
+    np.fill_diagonal(costs, 0.0)
+    rng = np.random.default_rng(seed)
+    searched = evenly_picked(options)
+    count = max(2, min(SUM_STARTS, PRICE_BUDGET // (len(costs) * (len(costs) + num_towers))) // len(searched))
+    found: list[tuple[float, float, Labels, Bounds]] = []
+    neighbours = _neighbours(costs) * num_towers // len(costs)
+    for bounds in searched:
+        even = greedy_start(bounds, num_towers)
+        for start in [*(rng.permutation(even) for _ in range(count)), neighbours]:
+            labels = local_sum_search(costs, start, num_towers, bounds)
+            found.append(
+                (bounds.violation(labels, num_towers), sum_inside(costs, bounds.weights, labels), labels, bounds)
+            )
+    violation, _, best, bounds = min(found, key=lambda one: one[:2])
+    if violation:
+        best, bounds = _rescued(costs - costs.min(), best, num_towers, options)
+    best = perturbed_search(
+        costs,
+        best,
+        num_towers=num_towers,
+        bounds=bounds,
+        seed=seed,
+        max_perturbations=NUM_PERTURBATIONS,
+        per_feature=False,
+    )
+    return Grouping(labels=best, num_refined=0)
+
+
+def _neighbours(costs: Floats) -> Labels:
+    """[P] places of the blocks in an order in which those of low cost are near each other."""
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    if len(costs) < 2:
+        return np.zeros(len(costs), dtype=np.int64)
+    distance = costs - costs.min()
+    np.fill_diagonal(distance, 0.0)
+    return np.argsort(leaves_list(linkage(squareform(distance, checks=False), method="average"))).astype(np.int64)
 
 
 def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequence[Bounds]) -> tuple[Labels, Bounds]:

@@ -11,10 +11,19 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
+from dmt.partitioner.interactions import FeatureInteractions
 from dmt.plan.column_shards import shard_names
 from dmt.plan.towers import TowerPlan
 
-__all__ = ["AffinityComparison", "Partition", "TowerContents", "TowerLimits", "compare_towers", "tower_affinity"]
+__all__ = [
+    "AffinityComparison",
+    "Partition",
+    "TowerContents",
+    "TowerLimits",
+    "compare_towers",
+    "share_within",
+    "tower_affinity",
+]
 
 RANDOM_ASSIGNMENTS = 200
 
@@ -94,6 +103,9 @@ class Partition:
     """Warnings for the user in whole sentences, such as about an affinity that is equal for all pairs."""
     alternatives: tuple[Partition, ...] = field(default=())
     """The other strategy with ``strategy="both"``: the one that differs less from random assignments."""
+    interactions: FeatureInteractions | None = None
+    """The interactions that the towers were made from, if any: ``affinity`` then is the gain of each pair over the
+    largest, and there are no points."""
 
     @property
     def every(self) -> Sequence[Partition]:
@@ -117,6 +129,21 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
     """
     position = {name: i for i, name in enumerate(plan.features)}
     return _Pairs(affinity, plan.features).within_and_between(_groups(plan, position))
+
+
+def share_within(affinity: FeatureAffinity, plan: TowerPlan) -> float | None:
+    """Part of the affinity of all pairs of features that is inside towers, 0 to 1; None where all pairs have 0.
+
+    Example:
+        >>> affinity = FeatureAffinity(matrix=[[1, 0.5, 0], [0.5, 1, 0.25], [0, 0.25, 1]], features=["a", "b", "c"])
+        >>> round(share_within(affinity, TowerPlan.from_lists([["a", "b"], ["c"]])), 4)
+        0.6667
+    """
+    ordered = affinity.permuted(plan.features).matrix
+    tower = np.repeat(np.arange(plan.num_towers), [len(own.features) for own in plan.towers])
+    above = np.triu(ordered, k=1)
+    total = float(above.sum())
+    return float(above[tower[:, None] == tower].sum()) / total if total > 0 else None
 
 
 def compare_towers(

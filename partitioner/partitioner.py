@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError, did_you_mean
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.cluster import Grouping, group_blocks
+from dmt.partitioner.cluster import Grouping, group_blocks, group_by_sums
 from dmt.partitioner.embed import Coordinates, distances, embed_distances
-from dmt.partitioner.partition import Partition, TowerContents, compare_towers
+from dmt.partitioner.interactions import FeatureInteractions
+from dmt.partitioner.partition import Partition, TowerContents, compare_towers, share_within
 from dmt.partitioner.problem import Part, SplitColumns, Task, prepare
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.verdict import deviations_from_random
@@ -24,7 +25,8 @@ __all__ = ["Strategy", "TowerPartitioner"]
 
 logger = logging.getLogger(__name__)
 
-Strategy = Literal["coherent", "diverse", "both"]
+Strategy = Literal["coherent", "diverse", "both", "together", "apart"]
+_OF_INTERACTIONS = ("together", "apart")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,9 @@ class TowerPartitioner:
     """T."""
     strategy: Strategy = "coherent"
     """``"coherent"`` puts features together that resemble each other, ``"diverse"`` those that do not. ``"both"`` tries
-    both and prefers the one that differs more from random towers; only training can tell which is better."""
+    both and prefers the one that differs more from random towers; only training can tell which is better.
+    ``"together"`` and ``"apart"`` go by `FeatureInteractions`: most interaction inside towers, for tower modules that
+    keep it (cross layers), or least, for linear ones."""
     balance_ratio: float | None = 1.0
     """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
     always ceil(F / T). None: towers may have any number of features, for instance to balance their work instead."""
@@ -100,18 +104,18 @@ class TowerPartitioner:
                 f"{sum(counts.values())} ({dict(counts)}). Make them equal."
             )
 
-    def fit(self, affinity: FeatureAffinity, *, tables: Sequence[Any] = ()) -> TowerPlan:
+    def fit(self, affinity: FeatureAffinity | FeatureInteractions, *, tables: Sequence[Any] = ()) -> TowerPlan:
         """Computes the towers: ``partition(...).plan``, whose notes are logged as warnings."""
         found = self.partition(affinity, tables=tables)
         for note in found.notes:
             logger.warning(note)
         return found.plan
 
-    def partition(self, affinity: FeatureAffinity, *, tables: Sequence[Any] = ()) -> Partition:
+    def partition(self, affinity: FeatureAffinity | FeatureInteractions, *, tables: Sequence[Any] = ()) -> Partition:
         """Computes the towers, and the numbers to judge them by.
 
         Args:
-            affinity: of the F features to place.
+            affinity: of the F features to place; their interactions for the strategies ``together`` and ``apart``.
             tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec` of the model, by default those the affinity was
                 collected with; recorded in the plan. Limits on work and memory need them. The features of a shared
                 table are kept together: they are one point, placed by their mean affinities.
@@ -124,8 +128,17 @@ class TowerPartitioner:
             InputError: more towers than features (or tables), tables whose features are not the affinity's, or rules
                 and limits that contradict each other or that no assignment holds; the reason is given.
         """
+        interactions = affinity if isinstance(affinity, FeatureInteractions) else None
+        if (interactions is not None) != (self.strategy in _OF_INTERACTIONS):
+            given, fitting = (
+                ("affinity", ("coherent", "diverse")) if interactions is None else ("interactions", _OF_INTERACTIONS)
+            )
+            raise InputError(
+                f"TowerPartitioner: strategy={self.strategy!r} does not go by Feature{given.capitalize()}; use one of "
+                f"{', '.join(map(repr, fitting))}."
+            )
         task = prepare(
-            affinity,
+            affinity.to_affinity() if isinstance(affinity, FeatureInteractions) else affinity,
             tables,
             num_towers=self.num_towers,
             balance_ratio=self.balance_ratio,
@@ -133,6 +146,8 @@ class TowerPartitioner:
             split_columns=self.split_columns,
         )
         strategies = ["coherent", "diverse"] if self.strategy == "both" else [self.strategy]
+        if interactions is not None:
+            return _with_interactions(self._solve_sums(task), interactions)
         found = [self._solve(task, strategy) for strategy in strategies]
         # The first of equals, so coherent where neither says anything.
         best = max(found, key=_distinctness)
@@ -159,6 +174,44 @@ class TowerPartitioner:
             answers.append(_Answer(part=part, found=found, grouping=grouped, wanted=wanted))
         settings = {"balance_ratio": self.balance_ratio, "dims": self.dims, "refine": self.refine}
         return _assemble(task, answers, strategy=strategy, seed=self.seed, settings=settings)
+
+    def _solve_sums(self, task: Task) -> Partition:
+        """Most or least interaction inside towers; no coordinates."""
+        answers = []
+        for part in task.parts:
+            matrix = part.blocks.matrix(task.affinity)
+            try:
+                grouped = group_by_sums(
+                    -matrix if self.strategy == "together" else matrix,
+                    num_towers=part.num_towers,
+                    options=part.options,
+                    seed=self.seed,
+                )
+            except InputError as error:
+                raise InputError(f"TowerPartitioner: {part.where}{error}") from error
+            nowhere = Coordinates(points=np.zeros((len(matrix), 0)), stress=0.0, normalized_stress=0.0)
+            answers.append(_Answer(part=part, found=nowhere, grouping=grouped, wanted=0.0))
+        return _assemble(
+            task, answers, strategy=self.strategy, seed=self.seed, settings={"balance_ratio": self.balance_ratio}
+        )
+
+
+def _with_interactions(partition: Partition, interactions: FeatureInteractions) -> Partition:
+    """Adds what was measured to the partition, and the share of it inside towers to the plan."""
+    notes = (*interactions.notes, *partition.notes)
+    summary = dict(partition.plan.affinity) | {
+        "measure": "interactions",
+        "largest_gain": float(interactions.gains.max()),
+        "loss": interactions.loss,
+        "share_within": share_within(partition.affinity, partition.plan),
+        "share_within_strided": share_within(
+            partition.affinity, TowerPlan.strided(partition.affinity.features, partition.plan.num_towers)
+        ),
+        "notes": list(notes),
+    }
+    for unused in ("stress", "normalized_stress", "num_refined"):
+        del summary[unused]
+    return replace(partition, interactions=interactions, notes=notes, plan=replace(partition.plan, affinity=summary))
 
 
 def _distinctness(partition: Partition) -> float:
@@ -217,7 +270,8 @@ def _assemble(
     wanted = sum(answer.wanted for answer in answers)
     normalized = float(np.sqrt(stress / wanted)) if wanted > 0 else 0.0
     num_refined = sum(answer.grouping.num_refined for answer in answers)
-    notes = (*task.notes, *_notes(task.affinity), *(note for answer in answers for note in answer.notes))
+    measured = _silent(task.affinity) if strategy in _OF_INTERACTIONS else _notes(task.affinity)
+    notes = (*task.notes, *measured, *(note for answer in answers for note in answer.notes))
     summary = {
         **task.source.to_summary(),
         **settings,
@@ -267,12 +321,22 @@ def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np
     edge = 0.0
     for number, answer in enumerate(answers):
         own = answer.found.points.copy()
-        if number:
+        if number and own.size:
             own[:, 0] += edge - own[:, 0].min()
-        edge = float(own[:, 0].max()) + 0.2 * float(np.ptp(own[:, 0]) or 1.0)
+        edge = float(own[:, 0].max()) + 0.2 * float(np.ptp(own[:, 0]) or 1.0) if own.size else 0.0
         for names, point in zip(answer.part.blocks.names, own, strict=True):
             points[[position[name] for name in names]] = point
     return points
+
+
+def _silent(interactions: FeatureAffinity) -> list[str]:
+    """A note where no pair of features has an interaction."""
+    if interactions.matrix.any():
+        return []
+    return [
+        "No pair of features tells more about the label than each alone: the towers are balanced and otherwise "
+        "arbitrary. More rows may show weak interactions."
+    ]
 
 
 def _notes(affinity: FeatureAffinity) -> list[str]:

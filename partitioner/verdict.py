@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dmt.partitioner.partition import AffinityComparison, Partition, TowerContents
+from dmt.partitioner.partition import AffinityComparison, Partition, TowerContents, share_within
+from dmt.plan.towers import TowerPlan
 
 __all__ = [
     "Quantity",
@@ -17,7 +18,9 @@ __all__ = [
     "judge_meaning",
     "judge_stress",
     "luck_bound",
+    "pairs_in_words",
     "quantities",
+    "shares_inside",
 ]
 
 # Below this number of standard deviations, a plan is called no different from random towers.
@@ -93,6 +96,8 @@ def _log_ways(sizes: Sequence[int]) -> float:
 
 def judge_meaning(partition: Partition) -> Verdict:
     """Judges the towers' affinity against random towers and against the best of many (`luck_bound`)."""
+    if partition.interactions is not None:
+        return _judge_interactions(partition)
     comparison, loads = partition.comparison, partition.loads
     deviations = deviations_from_random(comparison)
     aim, sign = _AIMS.get(partition.plan.strategy, ("", 0.0))
@@ -118,6 +123,55 @@ def judge_meaning(partition: Partition) -> Verdict:
         what="affinity within towers, against random towers",
         sentence=opening + numbers + _what_it_says(reached, bound),
     )
+
+
+def shares_inside(partition: Partition) -> tuple[float, float, float] | None:
+    """Part of all measured interaction that is inside these towers, strided and random ones; None if there is none."""
+    own = share_within(partition.affinity, partition.plan)
+    if own is None:
+        return None
+    naive = TowerPlan.strided(partition.affinity.features, partition.plan.num_towers)
+    pairs = sum(load.num_features * (load.num_features - 1) // 2 for load in partition.loads)
+    matrix = partition.affinity.matrix
+    total = float(matrix.sum() - matrix.trace()) / 2
+    random = (partition.comparison.within_random or 0.0) * pairs / total
+    return own, share_within(partition.affinity, naive) or 0.0, random
+
+
+def _judge_interactions(partition: Partition) -> Verdict:
+    shares = shares_inside(partition)
+    what = "of the measured interaction is inside towers"
+    if shares is None:
+        return Verdict(big="none", what=what, sentence="No pair of features was found to interact.")
+    own, strided, random = shares
+    aim = "together" if partition.plan.strategy == "together" else "apart"
+    return Verdict(
+        big=f"{own:.0%}",
+        what=what,
+        sentence=f"The towers keep features {aim} that predict the label together: {own:.0%} of all measured "
+        f"interaction is inside towers, {strided:.0%} in strided ones and {random:.0%} in random ones. Only training "
+        "tells what that is worth; use several seeds.",
+    )
+
+
+def pairs_in_words(partition: Partition, count: int) -> list[str]:
+    """A sentence for each of the pairs of features that interact most; none where no interactions were measured."""
+    found = partition.interactions
+    if found is None:
+        return []
+    tower_of = {name: tower.name for tower in partition.plan.towers for name in tower.features}
+    lines = []
+    for pair in found.top_pairs(count):
+        first, second = pair.features
+        share = f", {pair.gain / found.loss:.1%} of it" if found.loss else ""
+        # Column shards of a feature may be in several towers.
+        same = tower_of.get(first) is not None and tower_of.get(first) == tower_of.get(second)
+        place = f"both in {tower_of[first]}" if same else "in different towers"
+        lines.append(
+            f"{first} with {second}: known together, they lower the log loss by {pair.gain:.5f} \u00b1 "
+            f"{pair.error:.5f} nats a row{share}; {place}."
+        )
+    return lines
 
 
 def _what_it_says(reached: float, bound: float) -> str:

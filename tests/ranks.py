@@ -14,7 +14,7 @@ _SHARED = RankPool(_ENVIRONMENT)
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, fresh: bool = False
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 280, fresh: bool = False
 ) -> list[Any]:
     """Calls ``function(rank, *args)`` on ``world_size`` gloo ranks and returns what each rank returned.
 

@@ -7,6 +7,13 @@ from typing import Any
 import pytest
 
 
+def collected(request: pytest.FixtureRequest, *names: str) -> set[Any]:
+    """The values of these arguments in the tests of a fixture of a module that will run; tuples of several."""
+    users = [i for i in request.session.items if i.path == request.path and request.fixturename in i.fixturenames]
+    found = [user.callspec.params for user in users if hasattr(user, "callspec")]
+    return {tuple(p[name] for name in names) if len(names) > 1 else p[names[0]] for p in found if set(names) <= set(p)}
+
+
 def seeds(daily: int, number: int) -> list[Any]:
     """The seeds below ``number``; those from ``daily`` on are marked slow."""
     return [*range(daily), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(daily, number))]

@@ -224,16 +224,19 @@ def test_a_wrong_command_is_noticed() -> None:
         check_make(["demo", "DAATA=x"])
 
 
-def test_pinned_versions_are_those_of_the_doctor_and_the_lock() -> None:
+def test_pinned_versions_are_those_of_the_doctor_and_the_locks() -> None:
     from dmt.training.commands.doctor import TESTED
 
     page = (ROOT / "docs" / "install.md").read_text()
-    lock = (ROOT / "requirements" / "cpu.lock").read_text().lower().replace("_", "-")
     named = set(re.findall(r"(torch|torchrec|fbgemm-gpu|fbgemm-gpu-cpu)==([\d.]+)", page))
     assert {name for name, _ in named} == {"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}
-    for name, version in named:
-        assert version == TESTED["fbgemm" if name.startswith("fbgemm") else name]
-        assert name == "fbgemm-gpu" or f"\n{name}=={version}\n" in lock
+    known = {(name, version) for tested in TESTED.values() for name, version in tested.items()}
+    assert {("fbgemm" if name.startswith("fbgemm") else name, version) for name, version in named} == known
+    for stack, lock in (("2.13", "cpu.lock"), ("2.14", "cpu-2.14.lock")):
+        pinned = (ROOT / "requirements" / lock).read_text().lower().replace("_", "-")
+        for name, version in TESTED[stack].items():
+            package = "fbgemm-gpu-cpu" if name == "fbgemm" else name
+            assert f"\n{package}=={version}\n" in pinned
 
 
 def test_the_table_of_keys_is_current() -> None:

@@ -53,10 +53,11 @@ ROOMS = {
     "sharding": {"plan"},
     "sptt": {"plan", "sharding"},
     "replicas": {"plan", "sharding", "sptt"},
+    "hot_rows": {"plan"},
     "testing": {"plan", "sharding", "sptt", "replicas"},
     "partitioner": {"plan", "sharding", "sptt"},
     "models": {"plan"},
-    "training": {"plan", "sharding", "sptt", "replicas", "testing", "partitioner", "models"},
+    "training": {"plan", "sharding", "sptt", "replicas", "testing", "partitioner", "models", "hot_rows"},
 }
 
 
@@ -124,17 +125,7 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
             dmt.models.DLRM(tables=dmt.models.criteo_1tb_tables(), dense_in_features=13)
         except ImportError as error:
             print(error)
-        """
-    )
-    assert result.returncode == 0, result.stderr
-    counted, refused = result.stdout.splitlines()
-    assert counted.split() == ["2", "8.95"]
-    assert "torchrec" in refused, "the blocker does not block"
 
-
-def test_commands_without_torchrec() -> None:
-    result = run_without_torchrec(
-        """
         from click.testing import CliRunner
         from dmt.training.commands import main
 
@@ -145,11 +136,14 @@ def test_commands_without_torchrec() -> None:
         assert '"tables"' in run.output
         run = CliRunner().invoke(main, ["demo"])
         assert run.exit_code == 2, run.output
-        print(run.output)
+        print(" ".join(run.output.split()))
         """
     )
     assert result.returncode == 0, result.stderr
-    assert "is not installed. `dmt doctor` tells how to fix it." in result.stdout
+    counted, refused, no_demo = result.stdout.splitlines()
+    assert "is not installed. `dmt doctor` tells how to fix it." in no_demo
+    assert counted.split() == ["2", "8.95"]
+    assert "torchrec" in refused, "the blocker does not block"
 
 
 def test_importing_dmt_is_light() -> None:
@@ -178,15 +172,15 @@ def test_all_lists_exist(path: Path) -> None:
 def test_file_sizes() -> None:
     sizes = sorted(len(path.read_text().splitlines()) for path in SOURCES)
     # It was 200 until small files were merged: a library of 23,000 lines in 115 files has a mean of 200.
-    assert statistics.median(sizes) <= 210
+    assert statistics.median(sizes) <= 220
     assert sizes[int(0.95 * len(sizes))] <= 500
     assert sizes[-1] <= 800
 
 
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
-    assert len(SOURCES) <= 119
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 24_400
+    assert len(SOURCES) <= 138
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 28_400
 
 
 def test_function_sizes_and_arguments() -> None:

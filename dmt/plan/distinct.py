@@ -6,13 +6,13 @@ module reads them together, or of each feature alone where nothing is computed f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DistinctRows", "bag_hashes", "count_distinct", "distinct_share", "joint_hashes", "mix_bits"]
+__all__ = ["DistinctRows", "bag_hashes", "joint_hashes", "mix_bits"]
 
 Hashes = NDArray[np.uint64]
 
@@ -62,37 +62,3 @@ def joint_hashes(hashes: Iterable[Hashes]) -> Hashes:
     for other in others:
         first = mix_bits(first + _STEP) ^ other
     return first
-
-
-def distinct_share(hashes: Hashes) -> float:
-    """Returns the share of a batch's inputs that are distinct: 1 / B to 1, the part of the bytes that is left.
-
-    Example:
-        >>> distinct_share(bag_hashes([1, 1, 0, 1], [4, 4, 5]))
-        0.75
-    """
-    return len(np.unique(hashes)) / len(hashes)
-
-
-def count_distinct(
-    batches: Iterable[Mapping[str, tuple[Any, Any]]], groups: Sequence[Sequence[str]]
-) -> list[DistinctRows]:
-    """Counts the distinct inputs of each group of features, in the mean over batches.
-
-    Args:
-        batches: one at least; (lengths, values) of every feature, as in `bag_hashes`.
-        groups: features whose inputs are told apart together.
-
-    Example:
-        >>> batch = {"user": ([1, 1, 1], [4, 4, 5]), "item": ([1, 2, 2], [6, 8, 9, 8, 9])}
-        >>> count_distinct([batch], [["user"], ["item"], ["user", "item"]])
-        [DistinctRows(rows=2.0, ids=(2.0,)), DistinctRows(rows=2.0, ids=(3.0,)), DistinctRows(rows=3.0, ids=(3.0, 5.0))]
-    """
-    counted: list[list[list[int]]] = [[] for _ in groups]
-    for batch in batches:
-        hashes = {name: bag_hashes(*bags) for name, bags in batch.items()}
-        for group, found in zip(groups, counted, strict=True):
-            _, first = np.unique(joint_hashes(hashes[name] for name in group), return_index=True)
-            found.append([len(first), *(int(np.asarray(batch[name][0])[first].sum()) for name in group)])
-    means = (np.mean(found, axis=0).tolist() for found in counted)
-    return [DistinctRows(rows, tuple(ids)) for rows, *ids in means]

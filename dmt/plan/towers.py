@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write, from_record, read_record
+from dmt.files import atomic_write, check_names, from_record, read_record
 from dmt.formatting import shorten
 from dmt.plan.column_shards import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
@@ -40,7 +40,8 @@ class TowerPlan:
     columns that a multi-tower model hands to its interaction, whatever ranks the towers are placed on.
 
     Raises:
-        InputError: no tower, an empty tower, two towers of one name, or a feature in two places.
+        InputError: no tower, an empty tower, two towers of one name, a feature in two places, or a name that no file
+            can hold.
 
     Example:
         >>> plan = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
@@ -74,6 +75,7 @@ class TowerPlan:
             if not tower.features:
                 raise InputError(f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it.")
         for kind, names in (("Tower", [t.name for t in self.towers]), ("Feature", self.features)):
+            check_names(kind, names)
             doubled = [name for name, count in Counter(names).items() if count > 1]
             if doubled:
                 places = [t.name for t in self.towers if doubled[0] in (t.name, *t.features)]

@@ -88,7 +88,9 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         # gradients of tower outputs, which more depends on, come first.
         across = [list(ranks) for ranks in zip(*hosts, strict=True)]
         same = sorted(across) == sorted(sorted(group) for group in topology.peer_groups())
-        self._across = mesh.peer_group if same else mesh.new_group(across)
+        # With NCCL they are kept apart: all ranks must start what one of its groups carries in one order.
+        has_nccl = "nccl" in dist.get_backend_config(mesh.peer_group)
+        self._across = mesh.peer_group if same and not has_nccl else mesh.new_group(across)
         self._in_bf16 = precision == "bf16"
 
     def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
@@ -117,7 +119,7 @@ class _HierarchicalReduce:
             self._pending.append((gradients, part, start_sum(part, self._across)))
         at_end_of_backward(self._finish)
         # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(gradients))
         done.set_result(gradients)
         return done
 
@@ -127,6 +129,11 @@ class _HierarchicalReduce:
             work.wait()
             mean = gather_parts(part.to(gradients.dtype), self._inside)
             gradients.copy_(mean[: gradients.numel()])
+
+
+def _devices(tensor: Tensor) -> Any:
+    """Devices that a future must be told of if it holds the tensor: all but the CPU."""
+    return [] if tensor.device.type == "cpu" else [tensor.device]
 
 
 def _blocks(world_size: int, ranks_per_host: int) -> list[list[int]]:

@@ -95,13 +95,14 @@ class DataParallelOptimizer(FusedOptimizer):
             return grad / (first.sqrt() + eps)
         second, steps = (self.state[weight][f"{name}.{part}"] for part in ("momentum2", "iter"))
         steps += 1
-        rows = grad.ne(0).any(dim=1)
+        rows = grad.ne(0).any(dim=1, keepdim=True)
         beta1, beta2 = setting["beta1"], setting["beta2"]
-        first[rows] = beta1 * first[rows] + (1 - beta1) * grad[rows]
-        second[rows] = beta2 * second[rows] + (1 - beta2) * grad[rows].square()
+        # No index of the rows: a GPU would be waited for.
+        first.copy_(torch.where(rows, beta1 * first + (1 - beta1) * grad, first))
+        second.copy_(torch.where(rows, beta2 * second + (1 - beta2) * grad.square(), second))
         mean = first / (1 - beta1 ** int(steps))
         root = (second / (1 - beta2 ** int(steps))).sqrt()
-        return torch.where(rows.unsqueeze(1), mean / (root + eps), 0.0)
+        return torch.where(rows, mean / (root + eps), 0.0)
 
 
 def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,7 +192,7 @@ class DataParallelTables(nn.Module):
     ========= ==========================================================================================
 
     Args:
-        lookup: TorchRec's lookup; named ``module`` for TorchRec, which unwraps it.
+        lookup: TorchRec's lookup; named ``module`` for TorchRec 1.8, which unwraps whatever it finds here.
         weights: [rows, columns] of each table, views of the lookup's own parameters.
         settings: of the fused optimizer of each table.
         group: the ranks that hold the tables.
@@ -222,6 +222,10 @@ class DataParallelTables(nn.Module):
         # What a backward pass left that did not come to its end, because something raised.
         self._drop_pending()
         return self.module(features)
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
+        """Yields the lookup's tables: TorchRec 1.9 unwraps only DDP itself, and asks this module."""
+        yield from self.module.named_parameters_by_table()  # type: ignore[operator]
 
     def flush(self) -> None:
         """Called by TorchRec before it reads weights; they are always up to date."""

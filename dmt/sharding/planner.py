@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -16,6 +18,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardingType,
 )
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
@@ -27,6 +30,8 @@ from dmt.sharding.rules import Rule, ShardingRules
 from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, table_shards
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding"]
+
+_OTHER_SCHEMES = [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value]
 
 
 class TowerShardingPlanner:
@@ -68,17 +73,21 @@ class TowerShardingPlanner:
         self.device_type = device_type
 
     def plan(self, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
-        """Plans every module of ``model`` that one of the tower sharders handles.
+        """Plans every module of ``model`` that one of the sharders handles.
+
+        Modules of TorchRec's own sharders, such as ``EmbeddingCollectionSharder`` for sequences of ids, are planned
+        over all ranks by TorchRec's ``EmbeddingShardingPlanner``; rules, workload and hardware are not for them.
 
         Args:
             model: the unsharded model.
-            sharders: `TowerCollectionSharder` or `SPTTEmbeddingBagCollectionSharder`.
+            sharders: `TowerCollectionSharder` or `SPTTEmbeddingBagCollectionSharder`, and TorchRec's for other modules.
 
         Returns:
             TorchRec's plan, for ``DistributedModelParallel(model, plan=plan, sharders=sharders)``.
 
         Raises:
-            InputError: no module fits a sharder, a rule names no table, or tables do not fit (see `plan_tables`).
+            InputError: no module fits a tower sharder, a collection of tables fits none, a rule names no table, tables
+                do not fit (see `plan_tables`), or TorchRec cannot place its own.
         """
         modules = self._modules(model, sharders)
         placements = self._explain(modules, sharders).placements
@@ -87,7 +96,37 @@ class TowerShardingPlanner:
             for table in (table for tables in tables_by_tower for table in tables):
                 placement = placements[table.name]
                 plan[path][table.name] = parameter_sharding(table, placement, device_type=self.device_type)
-        return ShardingPlan(plan=plan)
+        return ShardingPlan(plan={**plan, **self._plan_others(_others(model, sharders, modules), sharders)})
+
+    def _plan_others(self, others: Mapping[str, nn.Module], sharders: Sequence[Any]) -> dict[str, Any]:
+        """Plans modules of TorchRec's sharders over all ranks, by path."""
+        if not others:
+            return {}
+        if self.topology.num_replicas > 1:
+            raise InputError(
+                f"{next(iter(others))!r} is for a sharder of TorchRec's, which knows no replicas, but the topology has "
+                f"{self.topology.num_replicas}. Use one replica, or bags of ids in towers."
+            )
+        # Alone: of the whole model it would plan the tables inside our modules, too.
+        alone = nn.ModuleDict({str(number): module for number, module in enumerate(others.values())})
+        tables = {name.split(".")[-2] for name, _ in alone.named_parameters() if name.endswith(".weight")}
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(
+                world_size=self.topology.world_size,
+                local_world_size=self.topology.ranks_per_tower,
+                compute_device=self.device_type,
+            ),
+            # Not data-parallel: TorchRec drops the fused optimizer of such tables without a word.
+            constraints={name: ParameterConstraints(sharding_types=_OTHER_SCHEMES) for name in tables},
+        )
+        try:
+            found = planner.plan(alone, [s for s in sharders if not hasattr(s, "tables_by_tower")]).plan
+        except (PlannerError, RuntimeError) as error:
+            raise InputError(
+                f"TorchRec's planner cannot place the tables of {list(others)}: {str(error).partition(chr(10))[0]} "
+                "Plan them yourself: plan.plan[path] = ..."
+            ) from error
+        return {path: found[str(number)] for number, path in enumerate(others)}
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
         """The plan behind `plan`, with costs, loads and reasons."""
@@ -113,20 +152,44 @@ class TowerShardingPlanner:
         """The tables by mesh tower of every module that a sharder handles, by path; nothing inside of those."""
         modules: dict[str, list[list[Any]]] = {}
         for path, module in model.named_modules():
-            sharder = next((s for s in sharders if type(module) is s.module_type), None)
-            inside_planned = any(outer == "" or path == outer or path.startswith(f"{outer}.") for outer in modules)
-            if sharder is not None and not inside_planned:
-                if not hasattr(sharder, "tables_by_tower"):
-                    raise InputError(
-                        f"{path or type(module).__name__} is for {type(sharder).__name__}, which knows no towers. Give "
-                        "TowerShardingPlanner dmt's sharders only, and add the plan of other modules to its result: "
-                        "plan.plan[path] = ..."
-                    )
+            sharder = _sharder_of(module, sharders)
+            if hasattr(sharder, "tables_by_tower") and not _is_inside(path, modules):
                 modules[path] = [list(tables) for tables in sharder.tables_by_tower(module)]
         if not modules:
-            kinds = sorted({s.module_type.__name__ for s in sharders})
+            kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
+            if not kinds:
+                raise InputError("TowerShardingPlanner: none of the sharders is dmt's. Use TorchRec's own planner.")
             raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
         return modules
+
+
+def _sharder_of(module: nn.Module, sharders: Sequence[Any]) -> Any:
+    return next((sharder for sharder in sharders if type(module) is sharder.module_type), None)
+
+
+def _is_inside(path: str, modules: Iterable[str]) -> bool:
+    return any(outer == "" or path == outer or path.startswith(f"{outer}.") for outer in modules)
+
+
+def _others(model: nn.Module, sharders: Sequence[Any], modules: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The modules beside those that are planned already which one of the sharders handles, by path.
+
+    Raises:
+        InputError: a collection of tables is for none.
+    """
+    others: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if _is_inside(path, (*modules, *others)):
+            continue
+        if _sharder_of(module, sharders) is not None:
+            others[path] = module
+        elif isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+            kind = type(module).__name__
+            raise InputError(
+                f"TowerShardingPlanner: no sharder is for {path!r} ({kind}), so every rank would hold and train all "
+                f"of its tables. Add TorchRec's {kind}Sharder() to the sharders, here and of DistributedModelParallel."
+            )
+    return others
 
 
 def _same_optimizer(workload: StepWorkload | None, settings: Mapping[str, Any]) -> StepWorkload | None:

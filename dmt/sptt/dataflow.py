@@ -7,7 +7,7 @@ DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, 
 step    what                                                         group  method              file
 ======  ===========================================================  =====  ==================  =======================
 a, c    ids to the peer whose tower owns the feature, in peer order  peer   `_exchange_ids`     ``input_dist.py``
-a       from there to the rank that holds the table or shard         tower  `look_up`           ``group_ebc.py``
+a       from there to the rank that holds the table or shard         tower  `_exchange_ids`     ``group_ebc.py``
 b       lookup                                                       -      `look_up`           FBGEMM's kernels
 d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``group_ebc.py``
 -       tower module: [P, N] -> [P, O]                               -      `run_towers`        ``towers.py``
@@ -34,7 +34,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.sharding.group_ebc import GroupShardedEBC
-from dmt.sptt.input_dist import GlobalIdRoute, PeerIdRoute
+from dmt.sptt.input_dist import BothHops, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.results import CachedAwaitable
 from dmt.sptt.rows import (
@@ -124,16 +124,14 @@ class SPTTContext(Multistreamable):
     """Rows that this rank asks the towers for; None where every sample is one."""
     parts: list[PartRows] = field(default_factory=list)
     """Rows of each micro-batch, once the ids have arrived."""
+    in_tower: list[tuple[Any, Any]] = field(default_factory=list)
+    """The second hop: for each sharded collection of the tower its own context, and its ids."""
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory of the rows' numbers until the stream has done its work: pipelines make them on another."""
-        if self.distinct is not None:
-            self.distinct.inverse.record_stream(stream)
-
-    @property
-    def has_arrived(self) -> bool:
-        """True once the id exchange of this context has been waited for."""
-        return bool(self.sharding_contexts[0].output_splits)
+        """Keeps the memory of what pipelines make on another stream until this one has done its work."""
+        made = [part for of_collection in self.in_tower for part in of_collection]
+        for part in [*made, *([] if self.distinct is None else [self.distinct.inverse])]:
+            part.record_stream(stream)
 
 
 class SPTTModule(TowerState):
@@ -167,6 +165,8 @@ class SPTTModule(TowerState):
         super().__init__(sharder, sharding)
         self.id_route, self.peer_precision = sharder.id_route, sharder.peer_precision
         self.unique = sharder.unique
+        self.num_micro_batches = 1
+        """Parts in which `compute_and_output_dist` runs a batch, for which ids are arranged as they arrive."""
         self._is_weighted = is_weighted
         self._target_device = device or torch.device("cpu")
         # A feature that several tables of a tower look up is sent there once.
@@ -264,29 +264,49 @@ class SPTTModule(TowerState):
         """
         return CachedAwaitable(self.taken(ctx, [self.exchange_outputs(ctx, output)])[0], self.finish)
 
-    def arrived_ids(self, ctx: SPTTContext, dist_input: KJTList, num_micro_batches: int = 1) -> KeyedJaggedTensor:
-        """The ids that the exchange of a batch brought, by micro-batch; from here on its context has their rows."""
-        if not ctx.has_arrived and ctx.request is not None:
+    def arrived_ids(self, ctx: SPTTContext, dist_input: KJTList, num_micro_batches: int = 1) -> Any:
+        """Ids that the exchange of a batch brought `look_up`, by micro-batch; its context has their rows then."""
+        has_arrived = bool(ctx.in_tower if self._route.num_hops == 2 else ctx.sharding_contexts[0].output_splits)
+        if not has_arrived and ctx.request is not None:
             # A train pipeline that is attached again starts the exchange of its next batch again, in a new context, and
             # goes on with the ids that it has: nobody has waited for this exchange.
             dist_input = ctx.request.wait().wait()
         ctx.request = None
-        ids, towers, num = dist_input[0], range(self.mesh.topology.num_towers), num_micro_batches
+        if isinstance(self._route, GlobalIdRoute):
+            return self._arranged(ctx, dist_input[0], num_micro_batches)
+        if len(ctx.parts) != num_micro_batches:
+            # They were arranged for another number, before micro-batches began or ended.
+            self._start_in_tower(ctx, num_micro_batches, dist_input[0])()
+        return ctx.in_tower
+
+    @torch.no_grad()
+    def _start_in_tower(self, ctx: SPTTContext, num: int, ids: KeyedJaggedTensor) -> Callable[[], None]:
+        """Starts the hop to the rank that holds the table or shard (step a), and returns what ends it."""
+        assert isinstance(self._route, PeerIdRoute), "the global route has one hop"
+        started = self._route.start(self._arranged(ctx, ids, num))
+
+        def end() -> None:
+            ctx.in_tower = [(context, request.wait()) for context, request in started]
+
+        return end
+
+    def _arranged(self, ctx: SPTTContext, ids: KeyedJaggedTensor, num: int) -> KeyedJaggedTensor:
+        """Puts ids in the order of the micro-batches, and their numbers of rows in the context."""
+        towers = range(self.mesh.topology.num_towers)
         if ctx.distinct is None:
             sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
             arrived, sent = [[size] for size in sizes], [[sizes[self.mesh.tower]] for _ in towers]
             if num == 1:
-                ctx.parts = [PartRows(sum(sizes), arrived, sent)]
+                ctx.parts = [PartRows(arrived, sent)]
                 return ids
         else:
             by_feature = dict(zip(ids.keys(), ids.stride_per_key_per_rank(), strict=True))
             arrived = [[by_feature[group[0]][tower] for group in self._groups[self.mesh.tower]] for tower in towers]
             rows = iter(ctx.distinct.rows)
             sent = [[next(rows) for _ in groups] for groups in self._groups]
-        ids, num_rows = arrange_rows(ids, arrived, [len(group) for group in self._groups[self.mesh.tower]], num)
-        parts = zip(num_rows, rows_in_parts(arrived, num), rows_in_parts(sent, num), strict=True)
+        parts = zip(rows_in_parts(arrived, num), rows_in_parts(sent, num), strict=True)
         ctx.parts = [PartRows(*part) for part in parts]
-        return ids
+        return arrange_rows(ids, ctx.parts, [len(group) for group in self._groups[self.mesh.tower]])
 
     @profiler_range("exchange_ids")
     @torch.no_grad()
@@ -315,11 +335,14 @@ class SPTTModule(TowerState):
             self._samples_sent += ctx.distinct.inverse.shape[1]
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
         ctx.request = KJTListSplitsAwaitable([started], ctx)
+        if self._route.num_hops == 2:
+            start = functools.partial(self._start_in_tower, ctx, self.num_micro_batches)
+            ctx.request = KJTListSplitsAwaitable([BothHops(ctx.request.wait(), start)], ctx)
         return ctx.request
 
     @profiler_range("look_up")
-    def look_up(self, ctx: SPTTContext, ids: KeyedJaggedTensor) -> list[KeyedTensor]:
-        """Steps b, d and e: looks up, and brings embeddings to the tower's ranks: [P, columns] of each collection."""
+    def look_up(self, ctx: SPTTContext, ids: Any) -> list[KeyedTensor]:
+        """Steps b, d and e: looks up `arrived_ids`, brings embeddings to the ranks of the tower: [P, columns] each."""
         if self.replicas_ready is not None:
             self.replicas_ready(self.training and torch.is_grad_enabled())
         elif self.mesh.topology.num_replicas > 1:

@@ -5,13 +5,14 @@ ids of a batch to the ranks that hold the tables. From the lookup (step b) on no
 have the same bits.
 
 The peer route, the default, sends ids to the own peer in each tower (`PeerInputDist`); TorchRec's sharded collection
-carries them on to the rank that holds the table or column shard, inside the tower. The global route needs one hop
+carries them on to the rank that holds the table or column shard, inside the tower; both hops belong to the id exchange
+that a train pipeline starts one batch ahead (`BothHops`). The global route needs one hop
 (`GlobalInputDist`), and pays with a copy for every column shard and a length for every row shard across the slow links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from dmt.sharding.group_ebc import GroupShardedEBC, row_starts
 from dmt.sharding.schemes import why_not
 from dmt.sptt.mesh import TowerMesh
 
-__all__ = ["GlobalIdRoute", "GlobalInputDist", "PeerIdRoute", "PeerInputDist", "WantedIds"]
+__all__ = ["BothHops", "GlobalIdRoute", "GlobalInputDist", "PeerIdRoute", "PeerInputDist", "WantedIds"]
 
 
 class PeerInputDist(nn.Module):
@@ -63,8 +64,8 @@ class PeerInputDist(nn.Module):
         self.register_buffer(
             "_order_tensor", torch.tensor(self._order, dtype=torch.int32, device=device), persistent=False
         )
-        # TorchRec's train pipeline looks for an attribute of this name and type to fuse the split exchanges.
-        self._dist = KJTAllToAll(group, [len(features) for features in features_by_tower])
+        # Not called _dist: under that name TorchRec's train pipeline would put off the exchange of the sizes.
+        self._exchange = KJTAllToAll(group, [len(features) for features in features_by_tower])
 
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the exchange; the first ``wait`` has the sizes, the second the ids."""
@@ -76,7 +77,7 @@ class PeerInputDist(nn.Module):
 
     def send(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the exchange of ids in the order of `by_tower`; each feature may have a batch size of its own."""
-        return self._dist(ids)
+        return self._exchange(ids)
 
 
 class PeerIdRoute:
@@ -90,6 +91,8 @@ class PeerIdRoute:
 
     peers = slice(None)
     """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
+    num_hops = 2
+    """Id exchanges one after the other: that of `exchange`, and that of `start`."""
 
     def __init__(
         self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC], features_by_tower: Sequence[Sequence[str]]
@@ -102,12 +105,59 @@ class PeerIdRoute:
         """Makes the id exchange for batches with these keys, see `PeerInputDist`."""
         return PeerInputDist(self._mesh.peer_group, self._features_by_tower, input_features, device)
 
-    def look_up(self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> list[Any]:
-        """Starts id exchange, lookup and exchange of partial embeddings inside the tower (SPTT steps a, b, d, e).
+    def start(self, ids: KeyedJaggedTensor) -> list[tuple[Any, Awaitable[KJTList]]]:
+        """Starts the id exchange inside the tower (SPTT step a).
 
-        Arguments and result are those of `GlobalIdRoute.look_up`, but samples may come in any order.
+        Args:
+            ids: ids of the tower's features, samples in any order.
+
+        Returns:
+            For each collection its context, and its ids; sizes are known already.
         """
-        return [collection(ids) for collection in self._collections]
+        contexts = [collection.create_context() for collection in self._collections]
+        started = [own.input_dist(context, ids) for own, context in zip(self._collections, contexts, strict=True)]
+        return [(context, request.wait()) for context, request in zip(contexts, started, strict=True)]
+
+    def look_up(self, ids: Sequence[tuple[Any, KJTList]], batch_sizes: Sequence[int]) -> list[Any]:
+        """Starts lookup and exchange of partial embeddings inside the tower (SPTT steps b, d, e).
+
+        Result and ``batch_sizes`` are those of `GlobalIdRoute.look_up`; ``ids`` are what `start` started, arrived.
+        """
+        collections = zip(self._collections, ids, strict=True)
+        return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
+
+
+class BothHops(Awaitable[Awaitable[KeyedJaggedTensor]]):
+    """An id exchange of two hops in the place of one of TorchRec's, which is waited for twice: for sizes, then for ids.
+
+    TorchRec's train pipelines do the first between the forward and the backward pass of the batch before. The ids of
+    the first hop, on their way since before that forward pass, have arrived by then, and those of the second are on
+    their way in the backward pass.
+
+    Args:
+        first: ids of the first hop; sizes are known already.
+        start: starts the second hop with these ids, and returns what ends it.
+    """
+
+    def __init__(self, first: Awaitable[KJTList], start: Callable[[KeyedJaggedTensor], Callable[[], None]]) -> None:
+        super().__init__()
+        self._first = first
+        self._start = start
+
+    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
+        ids = self._first.wait()[0]
+        return _SecondHop(ids, self._start(ids))
+
+
+class _SecondHop(Awaitable[KeyedJaggedTensor]):
+    def __init__(self, ids: KeyedJaggedTensor, end: Callable[[], None]) -> None:
+        super().__init__()
+        self._ids = ids
+        self._end = end
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        self._end()
+        return self._ids
 
 
 class WantedIds(NamedTuple):
@@ -209,6 +259,9 @@ class GlobalIdRoute:
     Raises:
         InputError: a table is data-parallel, or row-wise with mean pooling; names it and its tower, on all ranks.
     """
+
+    num_hops = 1
+    """Id exchanges one after the other."""
 
     def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC]) -> None:
         self._mesh = mesh

@@ -85,6 +85,7 @@ class MicroBatches:
         if num_micro_batches > 1:
             towers = [_TowersInMicroBatches(part, num_micro_batches) for part in self._sparse]
             self._replaced += [_Replaced(t.module, "compute_and_output_dist", t) for t in towers]
+        self._set_number(num_micro_batches)
 
     def detach(self) -> None:
         """Makes the module run on whole batches again, with the forward that it had.
@@ -99,6 +100,11 @@ class MicroBatches:
             )
         for replaced in self._replaced:
             replaced.restore()
+        self._set_number(1)
+
+    def _set_number(self, num: int) -> None:
+        for part in self._sparse:
+            part.num_micro_batches = num
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward micro-batch by micro-batch.

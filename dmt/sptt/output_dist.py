@@ -159,8 +159,7 @@ class _AllToAllRequest:
     def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
         """Sends a block to each peer; blocks of these sizes will arrive."""
         if codec is None:
-            sent = list(blocks)
-            self._arriving = [blocks[0].new_empty(size) for size in sizes]
+            sent, arriving = list(blocks), list(sizes)
         else:
             # Decoding wants the context that encoding filled in.
             self._context = context = codec.create_context()
@@ -168,12 +167,10 @@ class _AllToAllRequest:
             missing = [padded(len(block)) - len(block) for block in blocks]
             filled = [F.pad(block, (0, m)) if m else block for block, m in zip(blocks, missing, strict=True)]
             sent = [codec.encode(block, context) for block in filled]
-            encoded = [codec.calc_quantized_size(padded(size), context) for size in sizes]
-            self._arriving = [sent[0].new_empty(size) for size in encoded]
+            arriving = [codec.calc_quantized_size(padded(size), context) for size in sizes]
         self._expected = list(sizes)
-        rank = self.exchange.group.rank()
-        self._arriving[rank] = sent[rank]
-        self._pending = start_exchange(sent, self._arriving, self.exchange.group, tag=self.exchange.tag)
+        group, tag = self.exchange.group, self.exchange.tag
+        self._pending, self._arriving = start_exchange(sent, arriving, group, tag=tag)
         self.exchange.keep(self, self._pending)
 
     def _end(self, codec: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ Shape suffixes: F features, G groups of one tower, T peers, B samples of this ra
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,17 +41,20 @@ __all__ = [
 class PartRows:
     """Rows of one micro-batch, or of a whole batch."""
 
-    num_rows: int
-    """Rows of the embeddings of this rank's tower: those of the largest group."""
     arrived: list[list[int]]
     """[T][G], rows of each group of this rank's tower from each peer."""
     sent: list[list[int]]
     """[T][G], rows of each group of each tower from this rank."""
 
-    @property
+    @functools.cached_property
     def by_group(self) -> list[int]:
         """[G], rows of each group of this rank's tower from all peers."""
         return [sum(of_group) for of_group in zip(*self.arrived, strict=True)]
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Rows of the embeddings of this rank's tower: those of the largest group."""
+        return max(self.by_group)
 
 
 def rows_in_parts(rows: Sequence[Sequence[int]], num: int) -> list[list[list[int]]]:
@@ -70,9 +74,7 @@ def micro_batch_sizes(batch_size: int, num: int) -> list[int]:
     return [small + 1] * rest + [small] * (num - rest)
 
 
-def arrange_rows(
-    ids: KeyedJaggedTensor, rows: Sequence[Sequence[int]], sizes: Sequence[int], num: int = 1
-) -> tuple[KeyedJaggedTensor, list[int]]:
+def arrange_rows(ids: KeyedJaggedTensor, parts: Sequence[PartRows], sizes: Sequence[int]) -> KeyedJaggedTensor:
     """Arranges the rows that peers sent as bags [F, rows], micro-batch by micro-batch, in each peer by peer.
 
     As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3). Where
@@ -80,26 +82,25 @@ def arrange_rows(
 
     Args:
         ids: ids as they arrived, of each feature peer by peer.
-        rows: [T][G], rows of each group from each peer.
+        parts: rows of each micro-batch.
         sizes: number of features of each group.
-        num: micro-batches.
 
     Returns:
-        The ids, all features with one batch size, and the number of rows of each micro-batch.
+        The ids, all features with one batch size.
 
     Example:
         >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
-        >>> arrange_rows(ids, [[2], [3]], [1], 2)[0].values().tolist()  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
+        >>> parts = [PartRows(arrived, sent=[]) for arrived in rows_in_parts([[2], [3]], 2)]
+        >>> arrange_rows(ids, parts, [1]).values().tolist()  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
         [0, 2, 3, 1, 4]
     """
-    device, parts = ids.device(), rows_in_parts(rows, num)
-    filled = [[sum(of_group) for of_group in zip(*of_part, strict=True)] for of_part in parts]
-    num_rows = [max(of_part, default=0) for of_part in filled]
+    device, num = ids.device(), len(parts)
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
     if num > 1:
+        by_peer = list(zip(*(part.arrived for part in parts), strict=True))
         bags, start = [], 0
         for group, size in enumerate(sizes):
-            cuts = [of_part[peer][group] for peer in range(len(rows)) for of_part in parts]
+            cuts = [of_peer[group] for of_parts in by_peer for of_peer in of_parts]
             blocks = torch.arange(sum(cuts)).split(cuts)
             order = torch.cat([block for k in range(num) for block in blocks[k::num]])
             for _ in range(size):
@@ -109,13 +110,16 @@ def arrange_rows(
         lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
             permuted, lengths, values, weights, values.numel()
         )
-    if any(number < num_rows[k] for k in range(num) for number in filled[k]):
-        by_part = zip(num_rows, filled, strict=True)
-        is_row = torch.cat([torch.arange(size) < torch.tensor(full).unsqueeze(1) for size, full in by_part], dim=1)
+    if any(number < part.num_rows for part in parts for number in part.by_group):
+        blocks_of_rows = [torch.arange(part.num_rows) < torch.tensor(part.by_group).unsqueeze(1) for part in parts]
+        is_row = torch.cat(blocks_of_rows, dim=1)
         is_row = is_row.repeat_interleave(torch.tensor(sizes), dim=0)
         lengths = lengths.new_zeros(is_row.shape).masked_scatter_(is_row.to(device), lengths).flatten()
-    arranged = KeyedJaggedTensor(keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=sum(num_rows))
-    return arranged, num_rows
+    # No bag goes to another feature: ids per feature are as before. Counted again, a GPU would be waited for.
+    stride, per_key = sum(part.num_rows for part in parts), ids.length_per_key_or_none()
+    return KeyedJaggedTensor(
+        keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=stride, length_per_key=per_key
+    )
 
 
 def sent_numbers(

@@ -88,7 +88,9 @@ def distinct_inputs(
         ([7, 8, 9], [2], [[0, 1, 0]])
     """
     device, num_samples = ids.device(), ids.stride()
-    group_of = torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
+    group_of = torch.arange(len(sizes), device=device).repeat_interleave(
+        torch.tensor(sizes, device=device), output_size=sum(sizes)
+    )
     bags = _Bags(ids, group_of, len(sizes))
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)

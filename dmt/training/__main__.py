@@ -1,8 +1,13 @@
 """``torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml [section.key=value ...]``: trains one model."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import os
+
+# Before what takes seconds to load: whoever asks after its parent has died is told of the one that adopts orphans.
+_PARENT = os.getppid()
+
 import sys
 import time
 
@@ -14,6 +19,7 @@ from dmt.formatting import printable
 from dmt.testing.ranks import end_with
 from dmt.training.config import load_config
 from dmt.training.console import quiet_libraries
+from dmt.training.stop import EXIT_CODE
 
 EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
 # Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
@@ -31,7 +37,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A torchrun that is killed would leave its ranks training.
-        end_with(os.getppid())
+        end_with(_PARENT)
     quiet_libraries(rank=rank)
     try:
         settings = load_config(config, overrides)
@@ -41,14 +47,18 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     except (InputError, ReplicaMismatchError) as error:
         if rank != 0:
             time.sleep(_LET_RANK_0_SPEAK_S)
-        print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {printable(str(error))}", file=sys.stderr, flush=True)
+        # In the exception itself: torchrun prints it too.
+        error.args = (printable(str(error)),)
+        print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
         # torchrun ends with a long report of its own; this puts the reason at its end too.
         get_error_handler().record_exception(error)
         sys.exit(2)
+    if "stopped_at" in result:
+        sys.exit(EXIT_CODE)
     if rank == 0:
         from dmt.training.console import print_summary
 
-        print_summary({settings.model.arch: result})
+        print_summary({settings.model.name: result})
 
 
 if __name__ == "__main__":

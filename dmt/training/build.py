@@ -39,10 +39,13 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
 from dmt.sptt.towers import TowerCollectionSharder
 from dmt.traffic import Traffic
-from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig, TrainingConfig
+from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import check_memory
+from dmt.training.device import DeviceType, current_device
 from dmt.training.distinct import InputGroup, distinct_inputs_of
+from dmt.training.factory import make_model
+from dmt.training.factory import without_tables as replace_tables
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -102,6 +105,9 @@ def build_model(job: Job, *, device: str | None = None, without_tables: bool = F
         InputError: sizes or the tower plan do not fit.
     """
     model, plan = job.config.model, job.towers
+    if model.factory is not None:
+        own = make_model(job, device)
+        return replace_tables(own) if without_tables else own
     options = ModelOptions(
         dense_arch_layer_sizes=model.dense_arch, over_arch_layer_sizes=model.over_arch, device=device
     )
@@ -129,8 +135,8 @@ def is_tower_module(name: str) -> bool:
 
 
 def check_model(job: Job) -> None:
-    """Raises `InputError` if the model of a job cannot be built, or its exchange has no kernels for the CPU."""
-    job.config.sharding.precision.check_device(torch.device("cpu"))
+    """Raises `InputError` if the model of a job cannot be built, or its exchange has no kernels for its device."""
+    job.config.sharding.precision.check_device(torch.device(job.device_type))
     build_model(job, device="meta")
 
 
@@ -176,15 +182,15 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
     return CombinedOptimizer([(part, WarmupOptimizer(optimizer, stages, lr=rate)) for part, optimizer, rate in parts])
 
 
-def fused_params(config: OptimizerConfig) -> dict[str, Any]:
+def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[str, Any]:
     """Returns FBGEMM's settings of the tables' fused optimizer.
 
     Data-parallel tables take the same settings (`dmt.sharding.data_parallel`).
 
     Raises:
-        InputError: FBGEMM has no kernel of this optimizer for the CPU, where the tables live.
+        InputError: FBGEMM has no kernel of this optimizer for the device where the tables live.
     """
-    check_table_optimizer(config)
+    check_table_optimizer(config, device)
     optimizer = EmbOptimType(FBGEMM_NAMES[config.sparse])
     return {"optimizer": optimizer, "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
 
@@ -195,6 +201,7 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
     Everything is built on the meta device, so a rank never holds tables that are not its own. Dense parts start equal
     on all ranks (data parallel broadcasts them). Tables are drawn by the rank that holds them, each rank from a seed of
     its own: with a shared one, tables of equal size would start equal, and features look alike that are not.
+    A job for GPUs is built on the rank's current one (`dmt.training.device.take_device`).
     """
     config = job.config
     model = ClickTask(build_model(job, device="meta"))
@@ -206,7 +213,7 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
         assert job.towers is not None, "resolved by make_job"
         assert job.sharding is not None, "resolved by make_job"
         options: dict[str, Any] = {
-            "fused_params": fused_params(config.optimizer),
+            "fused_params": fused_params(config.optimizer, job.device_type),
             "id_route": config.sharding.id_route,
             "unique": config.sharding.unique,
             "peer_precision": config.sharding.precision,
@@ -222,6 +229,7 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
             pinned=job.sharding.placements,
             workload=replace(job.sharding.workload, optimizer=config.optimizer.sparse),
             hardware=job.sharding.hardware,
+            device_type=job.device_type,
         )
         plan = planner.plan(model, sharders)
     # None: TorchRec's own, DDP's ring.
@@ -230,7 +238,7 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
         reduce = HierarchicalDataParallel(mesh, precision=config.train.dense_reduce_precision)
     return DistributedModelParallel(
         model,
-        device=torch.device("cpu"),
+        device=current_device(job.device_type),
         plan=plan,
         sharders=sharders,
         data_parallel_wrapper=reduce,
@@ -268,7 +276,8 @@ def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], Shard
     config = job.config
     sharders: list[Any] = [
         EmbeddingBagCollectionSharder(
-            fused_params=fused_params(config.optimizer), qcomm_codecs_registry=_codecs_of_all_ranks(config)
+            fused_params=fused_params(config.optimizer, job.device_type),
+            qcomm_codecs_registry=_codecs_of_all_ranks(job),
         )
     ]
     schemes = _FLAT_SCHEMES if config.sharding.scheme == "auto" else [config.sharding.scheme]
@@ -276,7 +285,7 @@ def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], Shard
         topology=Topology(
             world_size=dist.get_world_size(),
             local_world_size=config.topology.ranks_per_tower,
-            compute_device="cpu",
+            compute_device=job.device_type,
         ),
         # Without constraints it makes small tables data parallel: TorchRec then drops their fused optimizer without
         # a warning, and the dense one trains them at the dense learning rate.
@@ -292,8 +301,8 @@ def _flat_replicas(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[An
     sharder = SPTTEmbeddingBagCollectionSharder(
         TowerMesh(topology),
         TowerPlan.from_lists([feature_names(job.tables)]),
-        fused_params=fused_params(config.optimizer),
-        qcomm_codecs_registry=_codecs_of_all_ranks(config),
+        fused_params=fused_params(config.optimizer, job.device_type),
+        qcomm_codecs_registry=_codecs_of_all_ranks(job),
         moment_scale=config.replicas.moment_scale,
     )
     planner = TowerShardingPlanner(
@@ -301,12 +310,13 @@ def _flat_replicas(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[An
         # With "auto" it would choose data-parallel tables too, which the flat dataflow does not have.
         scheme=_FLAT_SCHEMES[0] if config.sharding.scheme == "auto" else config.sharding.scheme,
         workload=StepWorkload(batch_size=config.train.batch_size, optimizer=config.optimizer.sparse),
+        device_type=job.device_type,
     )
     return [sharder], planner.plan(model, [sharder])
 
 
-def _codecs_of_all_ranks(config: TrainingConfig) -> dict[str, Any] | None:
-    codecs = config.sharding.precision.codecs(torch.device("cpu"))
+def _codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
+    codecs = job.config.sharding.precision.codecs(torch.device(job.device_type))
     return None if codecs is None else {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
 
 
@@ -403,7 +413,14 @@ def _dense_weights(model: nn.Module) -> tuple[int, int]:
     """Bytes of all tower modules, and of the dense parts that every rank holds."""
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     towers = sum(size for name, size in sizes.items() if is_tower_module(name))
-    return towers, sum(size for name, size in sizes.items() if not name.startswith("sparse_arch."))
+    # A model of one's own has its tables, or their stand-ins, anywhere.
+    tables = {
+        f"{path}.{name}"
+        for path, part in model.named_modules()
+        if isinstance(part, MetaTables)
+        for name, _ in part.named_parameters()
+    }
+    return towers, sum(size for name, size in sizes.items() if name not in tables and not is_tower_module(name))
 
 
 def _id_bytes(job: Job, costs: CostModel, loads: Sequence[tuple[Any, Any]]) -> tuple[float, float]:

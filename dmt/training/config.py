@@ -61,8 +61,18 @@ class ModelConfig(Section):
 
     arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"] = "dmt-dlrm"
     """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``)."""
+    factory: str | None = None
+    """``package.module:function`` that makes a model of your own instead
+    ([Your model](your_model.md#in-the-trainer)); only ``in_towers``, ``options``, ``embedding_dim`` and
+    ``embedding_dims`` of this section are then used."""
+    in_towers: bool = False
+    """The factory makes a model in towers (with an ``EmbeddingTowerCollection``), not a flat one."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the factory's own."""
     embedding_dim: int = Field(default=128, ge=4, le=65_536, multiple_of=4)
     """N, columns of every table; a multiple of 4 (FBGEMM's kernels)."""
+    embedding_dims: dict[str, int] = Field(default_factory=dict)
+    """Columns of single tables, by feature, where they differ from ``embedding_dim``."""
     dense_arch: tuple[int, ...] = (512, 256)
     """Hidden layers of the bottom MLP; the last layer follows from N or tower_dim."""
     over_arch: tuple[int, ...] | None = None
@@ -81,7 +91,17 @@ class ModelConfig(Section):
     @property
     def has_towers(self) -> bool:
         """True for a multi-tower model."""
-        return self.arch.startswith("dmt-")
+        return self.in_towers if self.factory is not None else self.arch.startswith("dmt-")
+
+    @property
+    def name(self) -> str:
+        """The arch, or the factory of a model of one's own."""
+        return self.factory or self.arch
+
+    @property
+    def chosen(self) -> str:
+        """The setting that names the model, for messages."""
+        return f"model.arch={self.arch!r}" if self.factory is None else f"model.factory={self.factory!r}"
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -90,6 +110,11 @@ class ModelConfig(Section):
             raise InputError("dense_arch and over_arch: give at most 1000 layers of at most 1048576 numbers each.")
         if self.over_arch is not None and self.over_arch[-1:] != (1,):
             raise InputError(f"over_arch={list(self.over_arch)} must end in 1, the logit.")
+        for feature, dim in self.embedding_dims.items():
+            if not 4 <= dim <= 65_536 or dim % 4:
+                raise InputError(f"embedding_dims: {feature!r} has {dim} columns; give a multiple of 4 up to 65536.")
+        if self.factory is None and (self.in_towers or self.options):
+            raise InputError("in_towers and options are for a model of your own. Set factory, or leave them out.")
         return self
 
 
@@ -240,6 +265,9 @@ class TrainConfig(Section):
     """Number of steps from one evaluation to the next; the last one is at the end."""
     log_every: int = Field(default=50, ge=1)
     """Number of steps from one record of the training loss to the next."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks: ``cuda``, a GPU each (docs/gpus.md), ``cpu``, or ``auto``: GPUs wherever torch sees one and
+    FBGEMM's CUDA build is installed."""
     prefetch_ids: bool = True
     """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``); false: one
     batch after another. The results have the same bits."""
@@ -308,7 +336,7 @@ class TrainingConfig(Section):
     def _check(self) -> TrainingConfig:
         if self.model.has_towers and self.sharding.dataflow == "flat":
             raise InputError(
-                f"sharding.dataflow='flat' cannot carry towers, but model.arch={self.model.arch!r}. "
+                f"sharding.dataflow='flat' cannot carry towers, but {self.model.chosen}. "
                 "Use 'sptt' or 'auto', or a flat arch."
             )
         if self.dataflow == "flat":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,12 +25,15 @@ __all__ = [
     "lookup",
     "make_table",
     "print_summary",
+    "progress_bar",
     "quiet_libraries",
     "rows_of",
     "table_console",
 ]
 
 _PIPE_WIDTH = 140
+# Between two lines of progress where no terminal shows a bar.
+_LINE_EVERY_S = 30.0
 # name, path in the result, format, which direction is better (for the reader)
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("AUC", "eval_auc", "{:.4f}"),
@@ -60,6 +65,32 @@ class NameConsole(Console):
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+class _Lines(io.TextIOBase):
+    """Turns what a bar draws over itself into lines, for files and pipes."""
+
+    def write(self, text: str) -> int:
+        if line := text.strip():
+            print(line, file=sys.stderr, flush=True)
+        return len(text)
+
+
+def progress_bar(*, initial: int, total: int | None, enabled: bool) -> Any:
+    """Returns the bar of a training run, tqdm's: with an estimate of the time left where the ``total`` is known.
+
+    Without a terminal it is a line every 30 seconds.
+    """
+    from tqdm import tqdm
+
+    options: dict[str, Any] = {"desc": "train", "unit": "step", "initial": initial, "total": total}
+    if sys.stderr.isatty():
+        options |= {"mininterval": 1.0}
+    else:
+        # A pipe has no width, and its log no use for the picture of a bar.
+        form = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        options |= {"mininterval": _LINE_EVERY_S, "maxinterval": _LINE_EVERY_S, "file": _Lines(), "bar_format": form}
+    return tqdm(**options, disable=not enabled)
 
 
 def table_console(*, markup: bool) -> Console:

@@ -40,6 +40,7 @@ def check_same_input(job: Job, group: dist.ProcessGroup) -> None:
     told: dict[str, Any] = job.config.model_dump(mode="json")
     for section, key in _PATHS:
         del told[section][key]
+    told["device"] = job.device_type
     told["rows and columns"] = {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables}
     told["tower"] = dict(enumerate(job.towers.to_lists())) if job.towers is not None else None
     told["placement"] = job.sharding.placements if job.sharding is not None else None

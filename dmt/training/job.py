@@ -21,6 +21,7 @@ from dmt.sharding.schemes import SCHEMES, TablePlacement
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.data.config import read_tables
+from dmt.training.device import DeviceType, device_type
 
 __all__ = [
     "Job",
@@ -68,6 +69,15 @@ class Job:
         return self.source
 
     @property
+    def device_type(self) -> DeviceType:
+        """Kind of the ranks' devices, ``train.device`` resolved on this host.
+
+        Raises:
+            InputError: GPUs are wanted and cannot be used.
+        """
+        return device_type(self.config.train.device)
+
+    @property
     def topology(self) -> TowerTopology:
         """The mesh sizes."""
         return self.config.topology.build()
@@ -99,8 +109,8 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
     config.topology.build().check_world_size(world_size)
     if config.train.affinity_rows and config.model.has_towers:
         raise InputError(
-            f"train.affinity_rows={config.train.affinity_rows} needs a flat model, but model.arch is "
-            f"{config.model.arch!r}: the embeddings of a tower's features stay on its ranks, so no rank ever sees "
+            f"train.affinity_rows={config.train.affinity_rows} needs a flat model, but the run has "
+            f"{config.model.chosen}: the embeddings of a tower's features stay on its ranks, so no rank ever sees "
             "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
             "dmt partition --checkpoint."
         )
@@ -108,7 +118,7 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
         raise InputError(
             f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."
         )
-    check_table_optimizer(config.optimizer)
+    check_table_optimizer(config.optimizer, device_type(config.train.device))
     job = open_job(config)
     if config.train.affinity_rows and job.towers is not None and job.towers.column_splits:
         raise InputError(
@@ -116,8 +126,11 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
             f"{config.towers.plan} cuts that of feature {next(iter(job.towers.column_splits))!r} into column shards. "
             "Leave it 0 and run dmt partition --checkpoint, which joins them."
         )
-    if not job.num_dense:
-        raise InputError("The data has no dense column, but the models need at least one. Name some in data.dense.")
+    if not job.num_dense and config.model.factory is None:
+        raise InputError(
+            "The data has no dense column, but the models need at least one. Name some in data.dense, or give a "
+            "model of your own (model.factory)."
+        )
     check_rows(config, world_size, job.data.num_rows("train"))
     # Imported here: planning works without TorchRec.
     from dmt.training.build import check_model
@@ -189,6 +202,7 @@ def open_data(config: TrainingConfig) -> tuple[ClickData, TowerPlan | None]:
     data = open_source(
         config.data,
         embedding_dim=config.model.embedding_dim,
+        embedding_dims=config.model.embedding_dims,
         data_type="FP16" if config.sharding.table_precision == "fp16" else "FP32",
         column_splits={} if plan is None else plan.column_splits,
     )
@@ -237,12 +251,12 @@ def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Splits:
     return plan.column_splits if any(feature in features for feature in plan.column_splits) else {}
 
 
-def check_table_optimizer(config: OptimizerConfig) -> None:
-    """Raises `InputError` if FBGEMM has no kernel of the tables' optimizer for the CPU, where the tables live."""
-    if config.sparse not in _CPU_OPTIMIZERS:
+def check_table_optimizer(config: OptimizerConfig, device: DeviceType = "cpu") -> None:
+    """Raises `InputError` if FBGEMM has no kernel of the tables' optimizer for the device where the tables live."""
+    if device == "cpu" and config.sparse not in _CPU_OPTIMIZERS:
         raise InputError(
             f"optimizer.sparse={config.sparse!r}: FBGEMM has no CPU kernel for it, and tables live on the CPU here. "
-            f"Use one of {list(_CPU_OPTIMIZERS)}."
+            f"Use one of {list(_CPU_OPTIMIZERS)}, or GPUs (train.device='cuda')."
         )
 
 

@@ -6,6 +6,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import chain, islice
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from tqdm import tqdm
 
 from dmt.collectives import gather_objects, sum_over_ranks, wait_for_all
 from dmt.errors import InputError
@@ -26,18 +26,24 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.config import TrainConfig
+from dmt.training.console import progress_bar
 from dmt.training.data import ClickData
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.dataset import Split
+from dmt.training.device import current_device, device_type
 from dmt.training.health import SoundnessCheck
 from dmt.training.records import RunRecord
+from dmt.training.stop import StopRequest
 
-__all__ = ["ClickMetrics", "MetricValues", "Position", "Trainer", "TrainingTime"]
+__all__ = ["ClickMetrics", "MetricValues", "Position", "Trainer", "TrainingTime", "metric_values"]
 
 # Ranks end an epoch within seconds of each other, or never.
 _END_OF_EPOCH = timedelta(minutes=5)
 # Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
 _WARM_UP_STEPS = 5
+# Evaluated batches whose predictions stay on the device.
+_BATCHES_ON_DEVICE = 64
+_ETA = 1e-12  # keeps logarithms finite; TorchRec's own default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,47 +95,64 @@ class ClickMetrics:
         group: the ranks that evaluate together.
     """
 
-    _ETA = 1e-12  # keeps logarithms finite; TorchRec's own default
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
+        self._pending: list[Tensor] = []
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
         """Adds a batch: logits, labels and weights of [B]; rows of weight 0 are padding and are left out."""
-        real = weights > 0
-        self._logits.append(logits[real].float().cpu())
-        self._labels.append(labels[real].float().cpu())
+        # On the device, whose mask would be a wait; many batches go to the host's memory at once.
+        self._pending.append(torch.stack([logits.float(), labels.float(), weights.float()]))
+        if len(self._pending) == _BATCHES_ON_DEVICE:
+            self._to_host()
+
+    def _to_host(self) -> None:
+        if self._pending:
+            logits, labels, weights = torch.cat(self._pending, dim=1).cpu()
+            self._pending = []
+            self._logits.append(logits[weights > 0])
+            self._labels.append(labels[weights > 0])
 
     def compute(self) -> MetricValues:
         """Joins all ranks of the group; collective, and right for ranks that saw no row."""
+        self._to_host()
         mine = (torch.cat(self._logits or [torch.empty(0)]), torch.cat(self._labels or [torch.empty(0)]))
         parts = gather_objects(mine, self._group)
         logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
-        # torchmetrics takes longer to load than all the rest: a rank that only trains does without.
-        from torchmetrics.functional.classification import binary_auroc
-        from torchrec.metrics.ne import compute_cross_entropy, compute_ne
+        return metric_values(logits, labels)
 
-        if not len(labels):
-            raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
-        if not bool(logits.isfinite().all()):
-            raise InputError(
-                "The model predicts NaN: training has diverged. Lower optimizer.sparse_lr or optimizer.dense_lr, "
-                "lengthen optimizer.warmup_steps, or look for huge values in the dense columns."
-            )
-        predictions, ones = torch.sigmoid(logits), torch.ones_like(labels)
-        bits = compute_cross_entropy(labels, predictions.clone(), ones, self._ETA).sum()
-        positive = labels.sum()
-        both_labels = 0 < int(positive) < len(labels)
-        ne = compute_ne(bits, ones.sum(), positive, len(labels) - positive, self._ETA)
-        return MetricValues(
-            auc=float(binary_auroc(predictions, labels.long())) if both_labels else math.nan,
-            ne=float(ne) if both_labels else math.nan,
-            loss=float(binary_cross_entropy_with_logits(logits, labels)),
-            num_rows=len(labels),
-            label_rate=float(positive) / len(labels),
+
+def metric_values(logits: Tensor, labels: Tensor) -> MetricValues:
+    """Computes the metrics of predictions: logits and labels, float64 [n] each.
+
+    Raises:
+        InputError: there is no row, or a logit is not finite.
+    """
+    # torchmetrics takes longer to load than all the rest: a rank that only trains does without.
+    from torchmetrics.functional.classification import binary_auroc
+    from torchrec.metrics.ne import compute_cross_entropy, compute_ne
+
+    if not len(labels):
+        raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
+    if not bool(logits.isfinite().all()):
+        raise InputError(
+            "The model predicts NaN: training has diverged. Lower optimizer.sparse_lr or optimizer.dense_lr, "
+            "lengthen optimizer.warmup_steps, or look for huge values in the dense columns."
         )
+    predictions, ones = torch.sigmoid(logits), torch.ones_like(labels)
+    bits = compute_cross_entropy(labels, predictions.clone(), ones, _ETA).sum()
+    positive = labels.sum()
+    both_labels = 0 < int(positive) < len(labels)
+    ne = compute_ne(bits, ones.sum(), positive, len(labels) - positive, _ETA)
+    return MetricValues(
+        auc=float(binary_auroc(predictions, labels.long())) if both_labels else math.nan,
+        ne=float(ne) if both_labels else math.nan,
+        loss=float(binary_cross_entropy_with_logits(logits, labels)),
+        num_rows=len(labels),
+        label_rate=float(positive) / len(labels),
+    )
 
 
 class Trainer:
@@ -165,13 +188,17 @@ class Trainer:
         self._optimizer = optimizer
         self._record = record
         self._replicas = replicas
-        self._pipeline = _pipeline(config, model, optimizer)
+        self._device = current_device(device_type(config.device))
+        self._pipeline = _pipeline(config, model, optimizer, self._device)
         self._soundness = SoundnessCheck(model, mesh.global_group)
         self._checked: int | None = None
         start = position or Position()
         self._step, self._epoch, self._row = start.step, start.epoch, start.row
         self._warm_up = start.step + _WARM_UP_STEPS
-        interval = 1 if replicas is None else replicas.interval
+        self._interval = interval = 1 if replicas is None else replicas.interval
+        self._stop = StopRequest(mesh.global_group)
+        self.was_stopped = False
+        """True once training ended before its time, after the step that a `StopRequest` named."""
         # With replicas, a checkpoint is saved when weights are averaged anyway: saving then changes no weight.
         self._save_every = -(-config.save_every // interval) * interval
         self._timed_steps = 0
@@ -185,6 +212,8 @@ class Trainer:
     def train(self, save: Callable[[], object] | None = None) -> TrainingTime:
         """Trains for the epochs or steps of the config, evaluating and saving at the intervals it gives.
 
+        On SIGTERM all ranks end it after the same step; the caller is to save, and `was_stopped` is true.
+
         Args:
             save: called on every rank where ``save_every`` says so, between steps; not at the end.
 
@@ -193,8 +222,8 @@ class Trainer:
             ReplicaMismatchError: copies of a parameter differ between ranks.
         """
         config, began, resumed = self._config, time.perf_counter(), self._step
-        bar = tqdm(desc="train", unit="step", initial=resumed, disable=self._mesh.rank != 0, mininterval=1.0)
-        with bar:
+        bar = progress_bar(initial=resumed, total=self._total_steps(), enabled=self._mesh.rank == 0)
+        with bar, self._stop, suppress(_StoppedError):
             while self._epoch < config.epochs and self._budget() > 0:
                 batches = self._training_batches()
                 while (budget := self._budget()) > 0:
@@ -202,11 +231,13 @@ class Trainer:
                     first = next(batches, None)
                     if first is None:
                         self._epoch, self._row = self._epoch + 1, 0
+                        # Of files, the rows are known after the first pass.
+                        bar.total = self._total_steps()
                         break
                     # Only once it is known that training goes on: the caller evaluates and saves at the end.
                     if self._step > resumed:
                         if config.eval_every and self._step % config.eval_every == 0:
-                            self._record.scalars(self._step, _named("eval", self.evaluate()))
+                            self._report(self.evaluate(), bar)
                         if save is not None and self._step % self._save_every == 0:
                             self._check()
                             save()
@@ -246,7 +277,7 @@ class Trainer:
 
         The tables update in their backward pass, and the pipeline is detached: call it when all is trained and saved.
         """
-        batch = next(self._batches("train", self._config.batch_size))
+        batch = next(self._batches("train", self._config.batch_size)).to(self._device)
         self.detach()
         meter = TrafficMeter(host_of=self._mesh.topology.host)
         self._optimizer.zero_grad()
@@ -257,15 +288,16 @@ class Trainer:
         return meter.total(self._mesh.global_group)
 
     def _batches(self, split: Split, batch_size: int, epoch: int = 0, start_row: int = 0) -> Iterator[ClickBatch]:
-        world_size = self._mesh.topology.world_size
-        return self._data.batches(
+        batches = self._data.batches(
             split,
             rank=self._mesh.rank,
-            world_size=world_size,
+            world_size=self._mesh.topology.world_size,
             batch_size=batch_size,
             epoch=epoch,
             start_row=start_row,
         )
+        # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
+        return (batch.pin_memory() for batch in batches) if self._device.type == "cuda" else batches
 
     def _training_batches(self) -> Iterator[ClickBatch]:
         """Yields the rest of the epoch; at its end, waits for the other ranks to come to theirs at the same batch.
@@ -287,6 +319,20 @@ class Trainer:
                 f"{number} batches after row {row}, but other ranks have rows left. Give every host the same "
                 f"files, which must not change in training: {shorten(files, ', ')}."
             ) from error
+
+    def _total_steps(self) -> int | None:
+        """Steps of the whole training, as far as the number of rows is known."""
+        config, rows = self._config, self._data.num_rows("train")
+        limits = [] if config.max_steps is None else [config.max_steps]
+        if rows is not None:
+            limits.append(config.epochs * (rows // (config.batch_size * self._mesh.topology.world_size)))
+        return min(limits, default=None)
+
+    def _report(self, values: MetricValues, bar: Any) -> None:
+        """Records and prints an evaluation between steps."""
+        self._record.scalars(self._step, _named("eval", values))
+        bar.clear()
+        self._record.say([f"step {self._step:,}: AUC {values.auc:.4f}, NE {values.ne:.4f}, loss {values.loss:.4f}"])
 
     def _budget(self) -> int:
         """Steps until the next evaluation, checkpoint or the end."""
@@ -312,9 +358,12 @@ class Trainer:
             self._check()
             loss = binary_cross_entropy_with_logits(logits, labels)
             mean = float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
-            bar.set_postfix(loss=f"{mean:.4f}")
+            bar.set_postfix(loss=f"{mean:.4f}", refresh=False)
             self._record.scalars(self._step, {"train/loss": mean})
             self._last_step_ended = time.perf_counter()
+        if self._stop.is_due(self._step, self._interval):
+            self.was_stopped = True
+            raise _StoppedError
 
     def _check(self) -> None:
         if self._checked != self._step:  # it may be due for several reasons
@@ -332,10 +381,13 @@ class Trainer:
                 return
 
 
+class _StoppedError(Exception):
+    """Ends the loop from inside of it."""
+
+
 def _pipeline(
-    config: TrainConfig, model: DistributedModelParallel, optimizer: Any
+    config: TrainConfig, model: DistributedModelParallel, optimizer: Any, device: torch.device
 ) -> TrainPipelineSparseDist[Any, Any] | TrainPipelineBase[Any, Any]:
-    device = torch.device("cpu")
     if config.prefetch_ids:
         return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
     return TrainPipelineBase(model, optimizer, device)

@@ -12,24 +12,34 @@ from torch import nn
 
 from dmt.errors import InputError
 from dmt.models.sparse import whole_tables
-from dmt.partitioner import FeatureAffinity
+from dmt.partitioner import FeatureAffinity, FeatureInteractions
 from dmt.partitioner.entities import find_entities
 from dmt.plan.distinct import bag_hashes
 from dmt.plan.tables import TableSpec
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints import load_plain, newest
-from dmt.training.config import TrainConfig, TrainingConfig, load_config, to_override
+from dmt.training.checkpoints import load_plain
+from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.data import ClickBatch, ClickData, open_source
+from dmt.training.device import current_device, device_type
 from dmt.training.distinct import first_ids
 from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
+from dmt.training.trained import checkpoint_of
 
-__all__ = ["affinity_of_run", "entities_of_run", "spread_batches", "trained_rows", "write_affinity"]
+__all__ = [
+    "affinity_of_run",
+    "entities_of_run",
+    "interactions_of",
+    "spread_batches",
+    "trained_rows",
+    "write_affinity",
+]
 
 logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 256
+_INTERACTION_ROWS = 4096
 _MEASURED_BATCHES = 8
 
 
@@ -55,8 +65,10 @@ def affinity_of_run(
     Raises:
         InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
     """
-    checkpoint, config = _checkpoint_of(run, data_path)
-    data = open_source(config.data, embedding_dim=config.model.embedding_dim)
+    checkpoint, config = checkpoint_of(run, data_path)
+    data = open_source(
+        config.data, embedding_dim=config.model.embedding_dim, embedding_dims=config.model.embedding_dims
+    )
     if check is not None:
         check(data.tables)
     plan = tower_plan(config, data.tables)
@@ -84,7 +96,7 @@ def entities_of_run(run: Path, *, num_towers: int, data_path: str | None = None)
     Raises:
         InputError: the folder holds no run or no whole checkpoint, the data do not fit it, or nothing repeats.
     """
-    _, config = _checkpoint_of(run, data_path)
+    _, config = checkpoint_of(run, data_path)
     data = open_source(config.data)
     ranks = min(config.topology.build().world_size, _MEASURED_BATCHES)
     hashes = [
@@ -100,18 +112,36 @@ def entities_of_run(run: Path, *, num_towers: int, data_path: str | None = None)
     return found
 
 
-def _checkpoint_of(run: Path, data_path: str | None) -> tuple[Path, TrainingConfig]:
-    checkpoint = newest(run / "checkpoint") or newest(run)
-    if checkpoint is None:
-        raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
-    overrides = []
-    if (checkpoint / "towers.json").exists():
-        overrides.append(to_override("towers.plan", checkpoint / "towers.json"))
-    if data_path is not None:
-        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
-            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        overrides.append(to_override("data.train_path", data_path))
-    return checkpoint, load_config(checkpoint / "config.toml", overrides)
+def interactions_of(
+    config: TrainingConfig,
+    *,
+    with_tables: bool,
+    seed: int = 0,
+    max_rows: int = 2**20,
+    check: Callable[[Sequence[str]], object] | None = None,
+) -> FeatureInteractions:
+    """Measures which features interact, on training rows of a config's data; no model is read or made.
+
+    Args:
+        config: of which the data and the embedding dimension count.
+        with_tables: keep the tables of the data for the partitioner's limits and for the plan.
+        seed: of the splits.
+        max_rows: rows to measure on, at most, at even distances among all.
+        check: called with the names of the features before rows are read, to raise where they will not do.
+
+    Raises:
+        InputError: the data cannot be read, or are refused by `FeatureInteractions.collect`; or what ``check`` raises.
+    """
+    data = open_source(
+        config.data, embedding_dim=config.model.embedding_dim, embedding_dims=config.model.embedding_dims
+    )
+    if check is not None:
+        check(data.feature_names)
+    rows = _count_rows(data, _BATCH_ROWS)
+    size = max(1, min(_INTERACTION_ROWS, rows // 16))
+    batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
+    tables = data.tables if with_tables else ()
+    return FeatureInteractions.collect(batches, tables=tables, seed=seed, max_rows=max_rows)
 
 
 def write_affinity(
@@ -137,9 +167,10 @@ def write_affinity(
         rank=mesh.rank,
         world_size=world_size,
     )
+    device = current_device(device_type(config.device))
     try:
         affinity = FeatureAffinity.collect(
-            model, batches, forward=lambda task, batch: task(batch), process_group=mesh.global_group
+            model, batches, forward=lambda task, batch: task(batch.to(device)), process_group=mesh.global_group
         )
         if mesh.rank == 0:
             affinity.save(path)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, read_json
+from dmt.files import atomic_write, read_json, read_toml
 from dmt.formatting import printable, shorten
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import TrainingConfig, to_toml
@@ -24,6 +24,7 @@ from dmt.training.config import TrainingConfig, to_toml
 __all__ = [
     "RunRecord",
     "auc_warning",
+    "check_records",
     "print_settings",
     "read_curves",
     "read_result",
@@ -59,6 +60,39 @@ def _version(name: str) -> str:
 def print_settings(config: TrainingConfig) -> None:
     """Prints the resolved config and the versions, as TOML."""
     print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
+
+
+# A run writes all of them, and somebody who writes a config those that matter.
+_SECTIONS = {"model", "data", "topology", "towers", "sharding", "replicas", "optimizer", "train"}
+
+
+def check_records(config: TrainingConfig) -> None:
+    """Checks that what a run would delete or replace in its output directory is what an earlier run has left there.
+
+    Raises:
+        InputError: it is a link, or there is no ``config.toml`` of a run beside it.
+    """
+    folder, remedy = Path(config.train.output_dir), "Move it away, or give another train.output_dir."
+    names = ["config.toml", "metrics.jsonl", "result.json", "tensorboard"]
+    # Named by the config, it is replaced by itself.
+    plan = config.sharding.plan and Path(config.sharding.plan).resolve()
+    names += ["sharding.json"] if plan != (folder / "sharding.json").resolve() else []
+    names += ["affinity.npz"] if config.train.affinity_rows else []
+    found = [path for path in (folder / name for name in names) if path.is_symlink() or path.exists()]
+    for path in found:
+        if path.is_symlink():
+            raise InputError(f"{path} is a link: a run deletes and replaces nothing through a link. {remedy}")
+    try:
+        values = read_toml(folder / "config.toml", place="", remedy="")
+    except InputError:
+        values = {}
+    if found and found[0].name == "config.toml" and not values.keys() >= _SECTIONS:
+        raise InputError(f"{found[0]} is no config that a run has left there, and a new run would replace it. {remedy}")
+    if found and not values:
+        raise InputError(
+            f"{found[0]} is not what a run has left there: {folder} has no config.toml of a run. A new run would "
+            f"delete or replace it. {remedy}"
+        )
 
 
 class RunRecord:
@@ -144,6 +178,14 @@ class RunRecord:
             self._waiting += json.dumps({"step": step, **values}) + "\n"
             self._write_waiting()
 
+    def end(self) -> None:
+        """Prints what found no room in ``metrics.jsonl``, and closes TensorBoard's file."""
+        if self._enabled and self._waiting:
+            self._write_waiting()
+            print(self._waiting, end="", flush=True)
+        if self._enabled and self._board is not None:
+            self._board.close()
+
     def close(self, result: dict[str, Any]) -> None:
         """Writes the result and the versions, and closes TensorBoard's file.
 
@@ -152,9 +194,7 @@ class RunRecord:
         """
         if not self._enabled:
             return
-        if self._waiting:
-            self._write_waiting()
-            print(self._waiting, end="", flush=True)
+        self.end()
         path, text = self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n"
         try:
             _write(path, text)
@@ -164,8 +204,6 @@ class RunRecord:
                 f"{path} cannot be written: {error.strerror}. The run is finished and its result printed; make room "
                 "and put it there, or run again, which evaluates the last checkpoint."
             ) from error
-        if self._board is not None:
-            self._board.close()
 
     def _write_waiting(self) -> None:
         """Writes the waiting lines, or warns at the first failure of several."""
@@ -211,10 +249,16 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def auc_warning(auc: float) -> str:
-    """Returns a warning with likely causes for an AUC no better than chance; else ""."""
+    """Returns a warning with likely causes for an AUC no better than chance, or below it; else ""."""
     if math.isnan(auc):
         return "AUC is undefined: the evaluation rows have one label only. Check data.label and the split."
-    if abs(auc - 0.5) > _CHANCE:
+    if auc < 0.5 - _CHANCE:
+        return (
+            f"AUC {auc:.4f} is below chance (0.5): rows with label 0 score higher than those with label 1. Likely "
+            "causes: data.label means the opposite of what it did in training; evaluation rows from another source or "
+            "time; a model that has learned its training rows by heart (fewer epochs, smaller tables)."
+        )
+    if auc > 0.5 + _CHANCE:
         return ""
     return (
         f"AUC {auc:.4f} is close to chance (0.5). Likely causes: too few training steps or too small a learning rate "

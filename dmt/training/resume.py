@@ -29,7 +29,7 @@ from dmt.training.config import TrainingConfig, accept_old_names
 from dmt.training.data.dataset import file_text
 from dmt.training.job import Job
 from dmt.training.loop import Position
-from dmt.training.records import unwritable
+from dmt.training.records import check_records, unwritable
 
 __all__ = [
     "Start",
@@ -139,6 +139,8 @@ def attempt_names() -> tuple[set[str], set[str]]:
 def begin_anew(config: TrainingConfig, names: Iterable[str], earlier: Container[str]) -> None:
     """Removes the run's checkpoints if ``train.resume`` is ``"never"`` and no earlier attempt at this job has done so.
 
+    Files that `RunRecord` will delete or replace are checked before, whatever ``train.resume`` says.
+
     Args:
         config: the run.
         names: of this attempt, see `attempt_names`; left in ``output_dir/.begun`` for later attempts.
@@ -147,6 +149,7 @@ def begin_anew(config: TrainingConfig, names: Iterable[str], earlier: Container[
     Raises:
         InputError: something there is not ours to delete.
     """
+    check_records(config)
     if config.train.resume != "never":
         return
     mark, folder = Path(config.train.output_dir, ".begun"), checkpoint_folder(config)

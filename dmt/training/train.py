@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -34,7 +35,7 @@ from dmt.training.build import (
 )
 from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.data.batch import ClickBatch
+from dmt.training.device import backend, current_device, device_type, take_device
 from dmt.training.health import check_same_input
 from dmt.training.job import Job, resolve, validate_rows
 from dmt.training.loop import MetricValues, Trainer, TrainingTime
@@ -53,13 +54,16 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     """Trains, evaluates, saves and measures; to be called on every rank that torchrun started.
 
     Returns:
-        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample.
+        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. Of a run that was
+        stopped by SIGTERM, which is saved, just ``stopped_at``: its step.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
     # Resolve. Rank 0 alone reads ahead; the others wait at the rendezvous, and torchrun stops them if it fails.
     rank, world_size = _place()
+    kind = device_type(config.train.device)
+    take_device(kind, _number("LOCAL_RANK", "0"))
     job = None
     if rank == 0:
         job = resolve(config, world_size)
@@ -69,7 +73,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
     # Process group. A second job in the folder would delete what this one is writing.
     held = folder_lock(Path(config.train.output_dir)) if rank == 0 else nullcontext()
-    with held, _process_group() as group:
+    with held, _process_group(backend(kind)) as group:
         job = job or resolve(config, world_size)
         check_same_input(job, group)
         return train_job(job, TowerMesh(job.topology))
@@ -94,8 +98,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 
     # Restore.
     if start.folder is not None:
-        own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": config.train.batch_size}
-        _settle_gradient_buckets(model, optimizer, job.data.batches("train", **own))
+        _settle_gradient_buckets(job, mesh, model, optimizer)
         restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
         if replicas is not None:
             replicas.restart(steps=start.position.step)
@@ -126,6 +129,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         is_saved = save() and saver.wait()
     finally:
         saver.close()
+    if trainer.was_stopped:
+        return _stopped(record, trainer.position.step, is_saved=is_saved)
 
     unique = _unique_result(config, model, mesh)
 
@@ -158,7 +163,15 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     return result
 
 
-def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, batches: Iterator[ClickBatch]) -> None:
+def _stopped(record: RunRecord, step: int, *, is_saved: bool) -> dict[str, Any]:
+    saved = "was saved" if is_saved else "could not be saved (see the warning above)"
+    there = "there" if is_saved else "the checkpoint before"
+    record.say([f"stopped by SIGTERM after step {step}, which {saved}; the same command goes on from {there}"])
+    record.end()
+    return {"stopped_at": step}
+
+
+def _settle_gradient_buckets(job: Job, mesh: TowerMesh, model: DistributedModelParallel, optimizer: Any) -> None:
     """Runs three passes on a model that is about to be restored.
 
     After its second backward pass, DDP has laid out the gradients it reduces in the order in which they come, and with
@@ -166,10 +179,11 @@ def _settle_gradient_buckets(model: DistributedModelParallel, optimizer: Any, ba
     In the third forward pass it tells the layout to the other ranks, which `Trainer.measure_traffic` would count where
     nothing is left to train.
     """
-    batch = next(batches, None)
-    for _ in range(3 if batch is not None else 0):
-        model(batch)[0].backward()
-        optimizer.zero_grad()
+    own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": job.config.train.batch_size}
+    for batch in itertools.islice(job.data.batches("train", **own), 1):
+        for _ in range(3):
+            model(batch.to(current_device(job.device_type)))[0].backward()
+            optimizer.zero_grad()
 
 
 def _result(
@@ -177,9 +191,10 @@ def _result(
 ) -> dict[str, Any]:
     rows = job.config.train.batch_size * job.topology.world_size
     return {
-        "arch": job.config.model.arch,
+        "arch": job.config.model.name,
         "dataflow": job.config.dataflow,
         "world_size": job.topology.world_size,
+        "device": job.device_type,
         **{f"eval_{name}": value for name, value in asdict(metrics).items()},
         **asdict(complexity),
         **asdict(time),
@@ -251,11 +266,11 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 @contextmanager
-def _process_group() -> Iterator[dist.ProcessGroup]:
+def _process_group(backends: str) -> Iterator[dist.ProcessGroup]:
     torch.set_num_threads(min(max(1, _number("OMP_NUM_THREADS", "1")), os.cpu_count() or 1))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
     store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     assert dist.group.WORLD is not None, "it was just made"
     try:
         yield dist.group.WORLD

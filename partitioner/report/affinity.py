@@ -24,6 +24,7 @@ __all__ = ["plot_affinity"]
 HEAT_COLORS = ("#FFFFFF", "#E6E8EE", "#B9BFCE", "#848DA6", "#4F5A78", "#1E2746")
 DIAGONAL_COLOR = "#F1EFE8"
 MOST_LABELLED = 64
+_SCALES = dict.fromkeys(("together", "apart"), "interaction, of the largest")
 
 
 def plot_affinity(
@@ -59,7 +60,7 @@ def plot_affinity(
     # Where there are more cells than pixels, a pixel is a mean of cells, not one picked from them.
     image = axes.imshow(matrix, cmap=heat, vmin=0.0, vmax=top or 1.0, interpolation="antialiased")
     bar = figure.colorbar(image, ax=axes, fraction=0.035, pad=0.02, aspect=32)
-    bar.set_label("affinity  |mean cosine|", fontsize=9)
+    bar.set_label(_SCALES.get(plan.strategy, "affinity  |mean cosine|"), fontsize=9)
     bar.ax.tick_params(labelsize=8, length=2)
     bar.outline.set_visible(False)
     # About 55 of an inch's 72 points are left for the matrix.
@@ -123,4 +124,5 @@ def _default_title(affinity: FeatureAffinity, plan: TowerPlan) -> str:
         f"{word} towers {mean:.3f}" for word, mean in (("within", within), ("between", between)) if mean is not None
     ]
     counts = f"{counted(affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
-    return counts + (f"\nmean affinity {', '.join(means)}" if means else "")
+    measure = "interaction" if plan.strategy in _SCALES else "affinity"
+    return counts + (f"\nmean {measure} {', '.join(means)}" if means else "")

@@ -28,13 +28,16 @@ from dmt.partitioner.verdict import (
     judge_meaning,
     judge_stress,
     luck_bound,
+    pairs_in_words,
     quantities,
+    shares_inside,
 )
 
 __all__ = ["write_partition_report"]
 
 # Above this number of features, their lists start closed.
 MOST_SHOWN = 64
+_SHOWN_PAIRS = 20
 _PACKAGES = ("torch", "numpy", "k-means-constrained", "matplotlib")
 
 
@@ -48,6 +51,8 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
     Raises:
         InputError: a file cannot be written.
     """
+    if partition.interactions is not None:
+        return _write_interactions(partition, Path(folder))
     target = Path(folder)
     plan, features = partition.plan, partition.affinity.num_features
     counts = f"{counted(features, 'feature')} in {plan.num_towers:,} {plan.strategy}"
@@ -74,6 +79,31 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
         "made": _made(partition),
     }
     return render_page(Path(__file__).with_name("report.html"), target / "report.html", context)
+
+
+def _write_interactions(partition: Partition, folder: Path) -> Path:
+    """Writes the page of towers from interactions: shares inside, the towers, the matrix, the top pairs in words."""
+    plan, found, shares = partition.plan, partition.interactions, shares_inside(partition)
+    columns, cells, below = _tower_table(partition)
+    balance, meaning = judge_balance(partition), judge_meaning(partition)
+    context = {
+        "heading": f"{counted(partition.affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}",
+        "about": "Which features predict the label together, measured on training rows without a model"
+        + (f" ({found.num_rows:,} rows)." if found is not None and found.num_rows else "."),
+        "notes": list(partition.notes),
+        "meaning": meaning.sentence,
+        "cards": [{"big": v.big, "what": v.what, "small": v.sentence} for v in (meaning, balance)],
+        "shares": [] if shares is None else [f"{share:.1%}" for share in shares],
+        "pairs": pairs_in_words(partition, _SHOWN_PAIRS),
+        "columns": [*columns[:-1], "mean interaction within"],
+        "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)],
+        "below": below,
+        "few_features": partition.affinity.num_features <= MOST_SHOWN,
+        "picture": _picture(plot_affinity(partition.affinity, plan, folder / "interactions.png")),
+        "strategy": plan.strategy,
+        "made": [row for row in _made(partition) if row[0] not in ("Method", "Strategy")],
+    }
+    return render_page(Path(__file__).with_name("interactions.html"), folder / "report.html", context)
 
 
 def _picture(path: Path) -> str:

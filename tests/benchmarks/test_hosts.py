@@ -230,8 +230,11 @@ def test_an_exception_leaves_nothing_behind() -> None:
 
 
 MAKER = """
+import signal
 import subprocess
 from benchmarks.emulation.hosts import EmulatedHosts
+# A shell's background jobs, and all they start, ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with EmulatedHosts(1, mbit_per_s=100) as hosts:
     sleep = ["ip", "netns", "exec", hosts.namespace(0), "sleep", "60"]
     child = subprocess.Popen(sleep, stdout=subprocess.DEVNULL)

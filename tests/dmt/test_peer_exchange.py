@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.types import NoWait
 
+import dmt.collectives
 import dmt.sptt.output_dist
 from dmt import InputError
 from dmt.collectives import PendingExchange
@@ -104,6 +105,22 @@ def test_rows_go_to_their_samples_and_gradients_come_back() -> None:
     run_ranks(gathers_on_rank, T)
 
 
+def in_one_on_rank(rank: int) -> int:
+    calls: list[Tensor] = []
+    before = dmt.collectives.is_in_one
+    dmt.collectives.is_in_one = lambda tensor: calls.append(tensor) is None
+    try:
+        gathers_on_rank(rank)
+    finally:
+        dmt.collectives.is_in_one = before
+    return len(calls)
+
+
+@pytest.mark.ranks
+def test_one_all_to_all_as_on_gpus_brings_the_same() -> None:
+    assert min(run_ranks(in_one_on_rank, T)) >= 4 * len(BATCHES)
+
+
 def alone_on_rank(rank: int) -> None:
     outputs = torch.randn(4, 2)
     result = PeerExchange(dist.group.WORLD, [2])(outputs, [4])
@@ -121,13 +138,13 @@ class Watched:
 
     def __init__(self) -> None:
         self.begun: list[weakref.ref[PendingExchange]] = []
-        self.start: Callable[..., PendingExchange] = dmt.sptt.output_dist.start_exchange
+        self.start: Callable[..., tuple[PendingExchange, list[torch.Tensor]]] = dmt.sptt.output_dist.start_exchange
         dmt.sptt.output_dist.start_exchange = self  # type: ignore[assignment]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> PendingExchange:
-        pending = self.start(*args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[PendingExchange, list[torch.Tensor]]:
+        pending, arriving = self.start(*args, **kwargs)
         self.begun.append(weakref.ref(pending))
-        return pending
+        return pending, arriving
 
     @property
     def last(self) -> PendingExchange | None:

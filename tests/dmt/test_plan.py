@@ -53,6 +53,14 @@ def test_a_feature_lives_in_one_tower() -> None:
         TowerPlan.from_lists([])
 
 
+def test_names_that_no_file_can_hold_are_refused() -> None:
+    with pytest.raises(InputError, match=r"Feature 'b\\ud800' is no Unicode text; rename it"):
+        TowerPlan.from_lists([["a"], ["b\ud800"]])
+    for names, found in ((("t\ud800", "a"), "Table 't"), (("t", "a\ud800"), "Feature 'a")):
+        with pytest.raises(InputError, match=rf"{found}\\ud800' is no Unicode text"):
+            table(*names)
+
+
 def test_plan_against_the_model() -> None:
     plan = TowerPlan.from_lists([["item_id", "brand"], ["user_id"]])
     with pytest.raises(InputError, match=r"Features 'shop', 'city' are in no tower \(5 features, 3 placed\)"):

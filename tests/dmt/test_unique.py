@@ -28,7 +28,7 @@ from dmt import (
     TowerTopology,
 )
 from dmt.sptt.dataflow import SPTTModule
-from dmt.sptt.rows import TakenRows, arrange_rows, parts_needed, rows_in_parts
+from dmt.sptt.rows import PartRows, TakenRows, arrange_rows, parts_needed, rows_in_parts
 from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic, TrafficMeter
@@ -111,8 +111,9 @@ def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
     ids = KeyedJaggedTensor(
         ["a", "b"], torch.arange(8), lengths=torch.ones(8, dtype=torch.int64), stride_per_key_per_rank=[[1, 2], [3, 2]]
     )
-    arranged, num_rows = arrange_rows(ids, [[1, 3], [2, 2]], [1, 1], 2)
-    assert num_rows == [3, 2]
+    parts = [PartRows(arrived, sent=[]) for arrived in rows_in_parts([[1, 3], [2, 2]], 2)]
+    arranged = arrange_rows(ids, parts, [1, 1])
+    assert [part.num_rows for part in parts] == [3, 2]
     assert bags_of(arranged) == [
         [((0, 0.0),), ((1, 0.0),), (), ((2, 0.0),), ()],
         [((3, 0.0),), ((4, 0.0),), ((6, 0.0),), ((5, 0.0),), ((7, 0.0),)],

@@ -438,9 +438,9 @@ def others_on_rank(rank: int) -> dict[str, Any]:
 
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
     both = TwoParts()
-    sharder = TowerCollectionSharder(mesh)
-    plan = TowerShardingPlanner(mesh.topology).plan(both, [sharder])
-    both_parallel = DistributedModelParallel(both, device=torch.device("cpu"), plan=plan, sharders=[sharder])
+    sharders: list[Any] = [TowerCollectionSharder(mesh), EmbeddingBagCollectionSharder(fused_params=FUSED)]
+    plan = TowerShardingPlanner(mesh.topology).plan(both, sharders)
+    both_parallel = DistributedModelParallel(both, device=torch.device("cpu"), plan=plan, sharders=sharders)
     found["towers"] = message_of(
         lambda: FeatureAffinity.collect(both_parallel, batches_of(rank), process_group=world())
     )

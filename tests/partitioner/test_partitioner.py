@@ -44,7 +44,7 @@ def test_permuting_the_features_permutes_the_answer_only(strategy):
     affinity, _ = planted_affinity(26, 8, seed=2, within=0.3, between=0.3, noise=0.3)
     partitioner = TowerPartitioner(num_towers=8, strategy=strategy)
     plan = partitioner.fit(affinity)
-    for seed in range(2):
+    for seed in range(1):
         order = np.random.default_rng(seed).permutation(affinity.features).tolist()
         turned = partitioner.fit(affinity.permuted(order))
         assert sets(turned) == sets(plan)
@@ -56,7 +56,7 @@ def test_permuting_the_features_permutes_the_answer_only(strategy):
 
 def test_another_seed_may_answer_otherwise():
     affinity, _ = planted_affinity(48, 8, seed=2, within=0.3, between=0.3, noise=0.3)
-    plans = [TowerPartitioner(num_towers=8, seed=s, refine=False).fit(affinity) for s in range(3)]
+    plans = [TowerPartitioner(num_towers=8, seed=s, refine=False).fit(affinity) for s in range(2)]
     assert len({frozenset(sets(plan)) for plan in plans}) > 1
 
 

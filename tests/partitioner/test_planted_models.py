@@ -72,6 +72,7 @@ def test_eight_groups_of_three_or_four_are_recovered(seed, noise):
     assert recovered("8 groups of 3-4", seed, noise) == 1.0
 
 
+@pytest.mark.slow
 def test_sixteen_groups_of_two_to_eight_are_recovered():
     assert recovered("16 groups of 2-8", seed=3, noise=2.0) == 1.0
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,8 +24,10 @@ from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
 from dmt.errors import InputError
+from dmt.formatting import printable
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
+from dmt.testing.ranks import RanksFailedError
 from dmt.training import __main__ as training
 from dmt.training import partition as partition_of_run
 from dmt.training.commands import main
@@ -41,8 +45,8 @@ def dmt(*arguments: str) -> Result:
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> str:
     """What was typed, by the process's arguments; the program's name comes from its script."""
-    monkeypatch.setattr(sys, "argv", ["/venv/bin/dmt", "partition", "--towers", "of two"])
-    return "dmt partition --towers 'of two'"
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/dmt", "partition", "--towers", "of \x1b\udcff two"])
+    return r"dmt partition --towers 'of \x1b\udcff two'"
 
 
 @pytest.fixture
@@ -99,7 +103,7 @@ def test_names_of_features_are_no_markup(tmp_path: Path, strategy: str) -> None:
     names = ["a[/b]", "h[red]", ":smile:", "\x1b[2Jx"]
     # All alike, which is worth a note.
     FeatureAffinity(matrix=np.ones((4, 4)), features=names).save(tmp_path / "affinity.npz")
-    out, saved = tmp_path / "[red]towers.json", tmp_path / "kept.npz"
+    out, saved = tmp_path / "[red]towers.json", tmp_path / "kept\x1b[2J.npz"
     files = ["--affinity", str(tmp_path / "affinity.npz"), "--save-affinity", str(saved), "--out", str(out)]
     result = dmt("partition", *files, "--towers", "2", "--strategy", strategy)
     assert result.exit_code == 0, result.output
@@ -108,15 +112,32 @@ def test_names_of_features_are_no_markup(tmp_path: Path, strategy: str) -> None:
     assert "\x1b" not in result.stdout + result.stderr
     assert "Note: " in result.stdout
     assert f"Written to {out}." in result.stdout
-    assert f"Affinity written to {saved}." in result.stderr
+    assert f"Affinity written to {printable(str(saved))}." in result.stderr
     assert FeatureAffinity.load(saved).features == tuple(names)
 
 
-def test_an_error_shows_control_characters_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_shows_control_characters_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "quiet_libraries", lambda rank: None)  # for the rest of the process
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     for result in (dmt("plan", "no\x1b[2J.toml"), CliRunner().invoke(training.main, ["no\x1b[2J.toml"])):
         assert result.exit_code == 2
         assert r"error: Config no\x1b[2J.toml: cannot be read" in result.output
+    # torchrun prints these.
+    recorded = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert r"InputError: Config no\x1b[2J.toml: cannot be read" in recorded["message"]
+    assert "\x1b" not in recorded["message"] + recorded["extraInfo"]["py_callstack"]
+
+
+def test_the_log_and_failed_ranks_show_control_characters_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        logging.getLogger("dmt.test").warning("column %s", "\x1b[2J")
+        raise RanksFailedError("rank 0: \x1b[2J")
+
+    check = importlib.import_module("dmt.training.commands.check")  # the package has a command of that name
+    monkeypatch.setattr(check, "run_check", fail)
+    result = dmt("check", "demo")
+    assert result.exit_code == 1
+    assert result.stderr == "column \\x1b[2J\nFAILED: rank 0: \\x1b[2J\n"
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_word_of_the_plan(
@@ -281,6 +302,7 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
         (["partition", "--towers", "2", "--affinity", "/nowhere.npz"], "/nowhere.npz"),
         (["demo", "--data", "/nowhere.parquet"], "error: --data='/nowhere.parquet' matches no file"),
         (["demo", "model.archs=dlrm"], "error: Config key 'model.archs' is unknown. Did you mean 'arch'?"),
+        (["demo", "model.factory=a:b"], "the demo compares models of dmt's own"),
         (["demo", "model.arch=dlrm"], "the demo compares a multi-tower model with its flat form"),
         (["demo", "towers.plan=plan.json"], "The demo sets towers.plan itself"),
         (["demo", "train.batch_size=1000000"], "1000000 training rows, fewer than one step takes: 4 ranks x"),
@@ -399,12 +421,46 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return False
 
 
+def test_a_rank_ends_with_the_process_that_started_it_though_it_died_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends_with: list[int] = []
+    monkeypatch.setattr(training, "end_with", ends_with.append)
+    monkeypatch.setattr(training, "quiet_libraries", lambda rank: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    parent = os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert CliRunner().invoke(training.main, ["no.toml"]).exit_code == 2
+    assert ends_with == [parent]
+
+
+@pytest.mark.slow
+def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> None:
+    dies = textwrap.dedent("""
+        import os, subprocess, sys
+        from pathlib import Path
+        from dmt.training.commands.demo import _torchrun
+
+        class Left(subprocess.Popen):
+            def __init__(self, *arguments, **options):
+                super().__init__(*arguments, **options)
+                print(self.pid, flush=True)
+                os._exit(0)
+
+        subprocess.Popen = Left
+        _torchrun(Path("no.toml"), 2, Path(sys.argv[1]))
+        """)
+    with (tmp_path / "said").open("w") as said:
+        command = [sys.executable, "-c", dies, str(tmp_path / "log")]
+        left = int(subprocess.run(command, stdout=subprocess.PIPE, stderr=said, text=True, check=True).stdout)
+    assert wait_until(lambda: not Path(f"/proc/{left}").exists(), 60)
+    assert not (tmp_path / "said").read_text(), "it started ranks"
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("command", "number"),
     [
         ("demo", signal.SIGKILL),
-        ("check", signal.SIGTERM),
+        pytest.param("check", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("demo", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("check", signal.SIGKILL, marks=pytest.mark.slow),
     ],
@@ -415,7 +471,9 @@ def test_a_stopped_command_leaves_no_process_behind(command: str, number: signal
         "demo": (["topology.ranks_per_tower=1", "train.log_every=1", "--out", str(tmp_path)], "dlrm/metrics.jsonl", 4),
         "check": (["demo", "--steps", "1000000"], "dmt-ranks-*/store", 6),
     }[command]
-    program = [sys.executable, "-c", "from dmt.training.commands import main; main()", command, *arguments]
+    # A pytest that is killed takes it along.
+    guard = f"from dmt.testing.ranks import end_with; end_with({os.getpid()}); "
+    program = [sys.executable, "-c", guard + "from dmt.training.commands import main; main()", command, *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     left = partial(processes_with, f"TMPDIR={tmp_path}")
     with subprocess.Popen(program, env={**os.environ, "TMPDIR": str(tmp_path)}, **quiet) as stopped:

@@ -257,7 +257,10 @@ def run_on_rank(rank: int, folder: str, archs: list[str]) -> list[dict[str, Any]
             train={"epochs": 2, "eval_every": 15, "output_dir": f"{folder}/{arch}"},
         )
         made = contextlib.nullcontext(dist.group.WORLD)  # by the test
-        with patch.object(TowerPlan, "load", count), patch.object(run, "_process_group", lambda group=made: group):
+        with (
+            patch.object(TowerPlan, "load", count),
+            patch.object(run, "_process_group", lambda backends, group=made: group),
+        ):
             results.append(run.train(config))
         # Once in a run, on every rank: the file may change while the run trains with what it held.
         assert reads == [config.towers.plan]

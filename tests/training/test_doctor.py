@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dmt.training.commands.doctor import TESTED, diagnose
+from dmt.training.commands.doctor import diagnose
 
 GOOD = {
     "torch": "2.13.0",
@@ -18,13 +18,18 @@ GOOD = {
 }
 
 
-def fixes(changes: dict[str, str | None], *, gpu: bool = False, error: str = "") -> dict[str, str]:
+def fixes(changes: dict[str, str | None], *, gpu: bool = False, error: str = "", gpus: int = 2) -> dict[str, str]:
     versions = {**GOOD, **changes}
-    return {f.what: f.fix for f in diagnose(versions.get, lambda module: error, has_gpu=gpu) if f.fix}
+    findings = diagnose(versions.get, lambda module: error, has_gpu=gpu, gpus=lambda: ["H100"] * gpus)
+    return {f.what: f.fix for f in findings if f.fix}
+
+
+NEWER = {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}
 
 
 def test_a_good_installation_needs_nothing() -> None:
     assert fixes({}) == {}
+    assert fixes(NEWER) == {}
     assert fixes({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, gpu=True) == {}
 
 
@@ -34,6 +39,9 @@ def test_a_good_installation_needs_nothing() -> None:
         ({"torch": "2.12.0"}, False, "torch", "pip install torch==2.13.0"),
         ({"torch": None}, False, "torch", "pip install torch==2.13.0"),
         ({"torchrec": "1.9.0"}, False, "torchrec", "pip install --no-deps torchrec==1.8.0 && pip install torchmetrics"),
+        ({**NEWER, "torch": "2.14.0"}, False, "torch", "pip install torch==2.14.1"),
+        ({**NEWER, "torchrec": "1.8.0"}, False, "torchrec", "pip install --no-deps torchrec==1.9.2"),
+        ({**NEWER, "fbgemm-gpu-cpu": "1.8.0"}, False, "fbgemm", "pip install fbgemm-gpu-cpu==1.9.0"),
         ({"fbgemm-gpu-cpu": None}, False, "fbgemm", "pip install fbgemm-gpu-cpu==1.8.0"),
         ({"fbgemm-gpu-cpu": None}, True, "fbgemm", "pip install fbgemm-gpu==1.8.0"),
         ({"fbgemm-gpu-cpu": "1.7.0"}, False, "fbgemm", "pip install fbgemm-gpu-cpu==1.8.0"),
@@ -54,11 +62,21 @@ def test_what_is_wrong_is_mended(changes: dict[str, str | None], gpu: bool, what
     assert found[what].startswith(command)
 
 
+def test_the_devices_are_named() -> None:
+    cuda = {**GOOD, "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}
+    on_gpus = diagnose(cuda.get, lambda module: "", has_gpu=True, gpus=lambda: ["H100"] * 2)[-1]
+    assert (on_gpus.what, on_gpus.found, on_gpus.ok) == ("devices", "2 x H100", True)
+    assert diagnose(GOOD.get, lambda module: "", has_gpu=False)[-1].found == "CPU (no NVIDIA driver)"
+    assert fixes({}, gpu=True)["devices"].endswith("pip install fbgemm-gpu==1.8.0")
+    unseen = fixes({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, gpu=True, gpus=0)["devices"]
+    assert unseen.startswith("pip install --force-reinstall torch==2.13.0")
+
+
 def test_a_library_that_does_not_load_is_reported_with_its_error() -> None:
     findings = diagnose(GOOD.get, lambda module: "" if module == "torch" else "undefined symbol: _ZN", has_gpu=False)
     assert findings[-1].found == "undefined symbol: _ZN"
     assert findings[-1].what == "import fbgemm_gpu"
-    assert f"torch=={TESTED['torch']}" in findings[-1].fix
+    assert f"torch=={GOOD['torch']}" in findings[-1].fix
 
 
 def test_this_installation_is_good() -> None:

@@ -262,7 +262,7 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
 
 
 def trains_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
-    training._process_group = lambda: nullcontext(dist.group.WORLD)
+    training._process_group = lambda backends: nullcontext(dist.group.WORLD)
     training.train(TrainingConfig.model_validate(configs[rank]))
 
 
@@ -287,7 +287,7 @@ def ends_early_on_rank(rank: int, files: list[str]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shorter", [0, 1])
+@pytest.mark.parametrize("shorter", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_whose_rows_end_before_those_of_others_says_so(shorter: int, tmp_path: Path) -> None:
     """Files that changed since the start: nobody waits half an hour."""
     lengths = [24 if rank == shorter else 40 for rank in (0, 1)]

@@ -126,3 +126,4 @@ def test_nothing_to_evaluate_is_told_on_every_rank(of_ranks: list[list[MetricVal
 @pytest.mark.parametrize(("auc", "warned"), [(0.5, True), (0.515, True), (0.485, True), (0.53, False), (0.4, False)])
 def test_an_auc_of_chance_is_warned_of(auc: float, warned: bool) -> None:
     assert ("close to chance" in auc_warning(auc)) == warned
+    assert ("is below chance (0.5): rows with label 0 score higher" in auc_warning(auc)) == (auc == 0.4)

@@ -124,6 +124,7 @@ def test_flat_models_and_replicas_have_them_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(tmp_path: Path) -> None:
     train = {"micro_batches": 2, "dense_reduce": "hierarchical", "save_every": SAVE_EVERY}
     table_wise = {"scheme": "table_wise"}

@@ -106,7 +106,9 @@ def test_rows_of_a_run_are_those_of_its_steps_in_one_epoch() -> None:
 
 
 def test_the_affinity_of_towers_at_the_end_of_training_is_refused() -> None:
-    with pytest.raises(InputError, match=r"train\.affinity_rows=100 needs a flat model, but model\.arch is 'dmt-dlrm'"):
+    with pytest.raises(
+        InputError, match=r"train\.affinity_rows=100 needs a flat model, but the run has model\.arch='dmt-dlrm'"
+    ):
         resolve(small(train={"affinity_rows": 100}), 4)
     assert resolve(small("dlrm", train={"affinity_rows": 100}), 4)
 

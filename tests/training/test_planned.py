@@ -20,6 +20,7 @@ from dmt.training.job import open_job
 from dmt.training.loop import Trainer
 from dmt.training.records import traffic_warning
 from tests.ranks import run_ranks
+from tests.seeds import collected
 from tests.training.small import small, source
 
 # C1 whole, C6 in both towers.
@@ -65,6 +66,10 @@ for _placement, _name, _arch, _sizes, _tables in (
     CASES[f"{_name}, {_placement}"] = (_arch, {"sharding": {"tables": _tables}, "topology": _topology})
 
 
+# Those whose parts all are in other cases.
+SLOW = ("column_wise", "16 bits", "global route, row_wise", "2 x 2 x 2, inter_host", "2 x 2 x 1, inter_host")
+
+
 def config_of(name: str, folder: str) -> TrainingConfig:
     arch, sections = CASES[name]
     sections = {key: dict(section) for key, section in sections.items()}
@@ -108,18 +113,21 @@ def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, dict[str, int]]]:
+def measured(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[str, dict[str, dict[str, int]]]:
+    cases = [name for name in CASES if name in collected(request, "name")]
     folder = tmp_path_factory.mktemp("planned")
     CUT.save(folder / "towers.json")
     found: dict[str, dict[str, int]] = {}
     for ranks in (4, 8):
-        names = [name for name in CASES if config_of(name, str(folder)).topology.build().world_size == ranks]
-        found |= run_ranks(measure_on_rank, ranks, str(folder), names)[0]
+        names = [name for name in cases if config_of(name, str(folder)).topology.build().world_size == ranks]
+        found |= run_ranks(measure_on_rank, ranks, str(folder), names)[0] if names else {}
     return str(folder), found
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
 def test_a_step_sends_what_was_planned(name: str, measured: tuple[str, dict[str, dict[str, int]]]) -> None:
     folder, traffic = measured
     config = config_of(name, folder)

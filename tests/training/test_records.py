@@ -19,7 +19,8 @@ from tensorboard.summary.writer import event_file_writer
 
 from dmt.errors import InputError
 from dmt.training.config import TrainingConfig
-from dmt.training.records import RunRecord, read_curves, read_result
+from dmt.training.records import RunRecord, check_records, read_curves, read_result
+from dmt.training.resume import begin_anew
 from tests.training.small import small
 
 
@@ -111,6 +112,45 @@ def test_an_earlier_result_goes_and_a_new_one_is_written(tmp_path: Path, resumed
     record.close({"steps": 20})
     assert read_result(tmp_path)["steps"] == 20
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "result.json", "tensorboard"}
+
+
+FOREIGN = ["metrics.jsonl", "result.json", "affinity.npz", "sharding.json", "tensorboard/events.out.tfevents.1"]
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, "config.toml"])
+def test_what_no_run_has_left_is_refused_before_anything_is_deleted(tmp_path: Path, name: str) -> None:
+    config = small("dlrm", train={"output_dir": str(tmp_path), "affinity_rows": 9, "resume": "never"})
+    for path in (tmp_path / "checkpoint" / "not ours", tmp_path / name):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("[train]\nepochs = 2\n")
+    before = {path for path in tmp_path.rglob("*")}
+    why = "is not what a run has left there: .* no config\\.toml of"
+    if name == "config.toml":
+        why = "is no config that a run has left there, and a new run would replace it"
+    with pytest.raises(InputError, match=rf"{name.split('/')[0]} {why}"):
+        begin_anew(config, [], [])
+    assert {path for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "tensorboard", "config.toml"])
+def test_nothing_is_deleted_or_replaced_through_a_link(killed: Path, name: str) -> None:
+    check_records(config_of(killed))
+    (killed / name).unlink(missing_ok=True) if name != "tensorboard" else (killed / name).rename(killed / "moved")
+    (killed / name).symlink_to("moved")  # for the others a link to nothing
+    with pytest.raises(InputError, match=rf"{name} is a link: a run deletes and replaces nothing through a link"):
+        check_records(config_of(killed))
+
+
+def test_files_that_a_run_leaves_alone_may_be_anybodys(tmp_path: Path) -> None:
+    for name in ("affinity.npz", "sharding.json", "notes.txt"):
+        (tmp_path / name).touch()
+    plan = str(tmp_path / "sharding.json")
+    check_records(small(train={"output_dir": str(tmp_path)}, sharding={"plan": plan}))
+
+
+def test_what_is_said_shows_control_characters_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record_of(tmp_path).say(["goes on from a\x1b[2J"])
+    assert capsys.readouterr().out == "# goes on from a\\x1b[2J\n"
 
 
 def test_a_run_that_left_nothing_goes_on_too(tmp_path: Path) -> None:

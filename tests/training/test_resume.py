@@ -87,7 +87,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("towers", "flat", "replicas") else [])
+        pytest.param(
+            name,
+            marks=[pytest.mark.slow] if name in ("towers", "flat", "replicas", "flat replicas", "row-wise") else [],
+        )
         for name in LAYOUTS
     ],
 )

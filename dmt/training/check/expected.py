@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import LazyAwaitable
+from torchrec.distributed.types import LazyAwaitable, ShardedModule
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt.errors import InputError
@@ -151,8 +153,9 @@ class Watch:
 def sparse_part(model: nn.Module) -> Any:
     """Returns TorchRec's collection in a `ClickTask`, or its sharded form."""
     task: Any = model.module if isinstance(model, DistributedModelParallel) else model
-    arch = task.model.sparse_arch
-    return getattr(arch, "shards", arch)
+    kinds = (EmbeddingBagCollection, EmbeddingTowerCollection, ShardedModule)
+    # The outermost comes first.
+    return next(part for part in task.model.modules() if isinstance(part, kinds))
 
 
 def _tower_modules(sparse: Any) -> list[nn.Module]:

@@ -137,6 +137,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
 def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingConfig, list[str]]:
     """Returns the config of a shorter run on fewer ranks, and a line for everything that is smaller than asked for."""
     own, instead = config.replicas, "{key} is {after} instead of {before}"
+    config = with_values(config, "train", device="cpu")
     changes: list[tuple[str, str, Any, str]] = [
         ("topology", "ranks_per_tower", topology.ranks_per_tower, "checked with {after} of {before} ranks per tower"),
         ("topology", "num_towers", topology.num_towers, "the {before} towers share the ranks of {after}"),

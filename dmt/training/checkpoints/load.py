@@ -24,6 +24,7 @@ from dmt.training.checkpoints.dcp import SafeReader, read_pieces
 from dmt.training.checkpoints.files import Manifest, checkpoints, damaged_files, is_outdated, newest, read_manifest
 from dmt.training.checkpoints.saver import RNG
 from dmt.training.checkpoints.state import Piece, State, collect_state
+from dmt.training.device import set_random_state
 
 __all__ = ["Restored", "load_plain", "restore", "whole_checkpoint"]
 
@@ -298,7 +299,7 @@ def _set_random_state(reader: SafeReader, mesh: TowerMesh) -> None:
     states = torch.empty(1, saved.size[1], dtype=torch.uint8)
     piece = Piece(name=RNG, tensor=states, size=tuple(saved.size), offsets=(mesh.rank, 0))
     read_pieces(reader, [piece], column_shards={}, factors={})
-    torch.set_rng_state(states[0])
+    set_random_state(states[0])
 
 
 def _no_checkpoint(folder: Path) -> InputError:

@@ -35,6 +35,7 @@ from dmt.training.checkpoints.files import (
     write_manifest,
 )
 from dmt.training.checkpoints.state import Piece, collect_state, non_finite
+from dmt.training.device import random_state
 from dmt.training.records import versions
 
 __all__ = ["RNG", "Checkpointer"]
@@ -155,7 +156,7 @@ class Checkpointer:
             if self._writes:
                 pieces.extend(state.pieces if self._thread is None else [piece.copied() for piece in state.pieces])
                 column_shards.update(state.column_shards)
-            return step, torch.get_rng_state().numpy().tobytes()
+            return step, random_state().numpy().tobytes()
 
         answers = run_on_all_or_raise(stage, self._mesh.global_group)
         steps = [other for other, _ in answers]

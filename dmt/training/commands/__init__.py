@@ -92,13 +92,15 @@ def doctor(as_json: bool) -> None:
 
 @main.command(
     epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --out towers.json --report report; "
-    "or without torchrec: dmt partition --affinity affinity.npz --towers 8"
+    "or without torchrec: dmt partition --affinity affinity.npz --towers 8; or without a model: "
+    "dmt partition --data rows.parquet --strategy interactions --tower-module dcn --towers 8"
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a training run.")
 @click.option("--affinity", type=click.Path(path_type=Path), help="A saved affinity matrix (.npz) instead.")
 @click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
 @click.option("--towers", type=int, required=True, help="Number of towers.")
-@click.option("--strategy", default="coherent", show_default=True, help="coherent, diverse or both.")
+@click.option("--strategy", default="coherent", show_default=True, help="coherent, diverse, both or interactions.")
+@click.option("--tower-module", help="dcn or dlrm, for interactions; by default that of --checkpoint.")
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
 @click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, entities, together, limits.")
 @click.option(
@@ -164,6 +166,31 @@ def plan(
         print_sharding(found, everything=everything, out=out)
 
 
+@main.command(epilog="Example: dmt profile demo topology.num_towers=4 --rows 100000 --out access.parquet")
+@click.argument("config")
+@click.argument("overrides", nargs=-1)
+@click.option("--rows", type=int, help="Training rows to count; all without it.")
+@click.option("--load", type=click.Path(path_type=Path), help="Counts that --out wrote, instead of reading rows.")
+@click.option("--out", type=click.Path(path_type=Path), help="Also keep the counts (.parquet).")
+@click.option("--picture", type=click.Path(path_type=Path), help="Also draw the skew of each table here.")
+@click.option("--all", "everything", is_flag=True, help="Print all tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def profile(config: str, overrides: tuple[str, ...], *, everything: bool, as_json: bool, **options: Any) -> None:
+    """Counts how often rows are read, and what that means for the bytes between towers.
+
+    CONFIG names data, batch size and topology. For each table: the skew of its accesses, and the bytes of a step where
+    every output is sent, each distinct id once, and frequent or all rows are replicated. OVERRIDES are
+    section.key=value.
+    """
+    from dmt.training.commands.profile import print_profile, run_profile
+
+    found = run_profile(config, overrides, **options)
+    if as_json:
+        click.echo(json.dumps(found.to_record(), indent=1))
+    else:
+        print_profile(found, everything=everything, out=options["out"])
+
+
 @main.command(epilog="Example: dmt check cluster.toml sharding.id_route=global --rows 500")
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
@@ -193,6 +220,42 @@ def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: A
     print_report(report, as_json=as_json)
     if not report.agrees:
         sys.exit(1)
+
+
+@main.command(epilog="Example: dmt export runs/towers -o model.pt2 --tables int8")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The .pt2 file.")
+@click.option(
+    "--tables", default="fp32", show_default=True, type=click.Choice(["fp32", "int8", "int4"]), help="Their format."
+)
+@click.option("--data", metavar="PATH", help="A file with the run's columns, where its own data are gone.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def export(*, checkpoint: Path, out: Path, tables: Any, data: str | None, as_json: bool) -> None:
+    """Writes a trained model as a program that plain PyTorch loads and runs.
+
+    CHECKPOINT is the output_dir of a run, or a checkpoint, of any layout. The file holds a manifest, too.
+    """
+    from dmt.training.commands.serving import print_exported
+    from dmt.training.serving.export import export_run
+
+    print_exported(export_run(checkpoint, out, tables=tables, data_path=data), out, as_json=as_json)
+
+
+@main.command(epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The Parquet file.")
+@click.option("--batch-size", default=4096, show_default=True, help="Rows in one go.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def score(*, model: Path, data: str | None, out: Path, batch_size: int, as_json: bool) -> None:
+    """Writes the predictions of a trained or exported model for rows of files.
+
+    MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent.
+    """
+    from dmt.training.commands.serving import print_scored
+    from dmt.training.serving.score import score as score_rows
+
+    print_scored(score_rows(model, out, data_path=data, batch_size=batch_size), out, as_json=as_json)
 
 
 @main.command(epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")

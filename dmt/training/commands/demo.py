@@ -28,9 +28,10 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
 _STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
-# A demo that is killed takes torchrun along, which takes its ranks along.
+# A demo that is killed takes torchrun along, which takes its ranks along. It says who it is: asked for its parent,
+# a process that is still starting when the demo ends would name the one that adopts orphans.
 _TORCHRUN = (
-    "import os; from dmt.testing.ranks import end_with; end_with(os.getppid()); "
+    "import sys; from dmt.testing.ranks import end_with; end_with(int(sys.argv.pop(1))); "
     "from torch.distributed.run import main; main()"
 )
 # Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
@@ -56,6 +57,10 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     console.print("[bold]1/4[/] checking data and sizes")
     config = load_config("demo", [*settings, *overrides, to_override("train.output_dir", out)])
     arch, ranks = config.model.arch, config.topology.build().world_size
+    if config.model.factory is not None:
+        raise InputError(
+            f"{config.model.chosen}: the demo compares models of dmt's own. Leave it out, or use model.arch."
+        )
     if not config.model.has_towers:
         raise InputError(
             f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
@@ -188,8 +193,8 @@ def _train(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _torchrun(config: Path, ranks: int, log: Path) -> int:
-    launcher = [sys.executable, "-c", _TORCHRUN, "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launcher, "-m", "dmt.training", str(config)]
+    launcher = [sys.executable, "-c", _TORCHRUN, str(os.getpid())]
+    command = [*launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", "dmt.training", str(config)]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with log.open("w") as stdout, subprocess.Popen(command, stdout=stdout, env=environment) as run:
         try:

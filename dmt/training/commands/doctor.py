@@ -1,7 +1,8 @@
 """``dmt doctor``: what is installed, what is missing or does not fit, and the exact command that fixes it.
 
-The versions of torch, torchrec and fbgemm move together, and torchrec requires the CUDA build of fbgemm under another
-package name than the CPU build; no resolver sees that. This module needs none of them to run.
+The versions of torch, torchrec and fbgemm move together (fbgemm 1.X is built for torch 2.(X+5)), and torchrec requires
+the CUDA build of fbgemm under another package name than the CPU build; no resolver sees that. This module needs none of
+them to run.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["TESTED", "Finding", "diagnose"]
 
-TESTED: Mapping[str, str] = {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm": "1.8.0"}
-"""The one triangle this release was tested with."""
+TESTED: Mapping[str, Mapping[str, str]] = {
+    "2.13": {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm": "1.8.0"},
+    "2.14": {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm": "1.9.0"},
+}
+"""The triangles this release was tested with, by the minor version of torch; the first is that of the pinned lock."""
 
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 _TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
@@ -56,6 +60,7 @@ def diagnose(
     version: Callable[[str], str | None] = installed_version,
     load_error: Callable[[str], str] | None = None,
     has_gpu: bool | None = None,
+    gpus: Callable[[], list[str]] | None = None,
 ) -> list[Finding]:
     """Diagnoses the installation.
 
@@ -63,21 +68,25 @@ def diagnose(
         version: version of a package, None when absent.
         load_error: last line of the error of importing a module in a fresh process, empty when it loads.
         has_gpu: true with an NVIDIA driver; by default looked up.
+        gpus: names of the GPUs that torch sees, in a fresh process.
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     build, python = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu", platform.python_version()
     builds = {package: number for package in _FBGEMM if (number := version(package)) is not None}
-    pin, shown = TESTED["fbgemm"], ", ".join(f"{package} {number}" for package, number in builds.items()) or "absent"
+    torch = version("torch")
+    # The pair that fits the torch that is there.
+    tested = TESTED.get(".".join((torch or "").split(".")[:2]), next(iter(TESTED.values())))
+    pin, shown = tested["fbgemm"], ", ".join(f"{package} {number}" for package, number in builds.items()) or "absent"
     install = f"pip install {build}=={pin}"
     if len(builds) > 1:
         # Both unpack into the same folder; whichever came last has overwritten half of the other.
         install = f"pip uninstall -y {' '.join(_FBGEMM)} && {install}"
-    torchrec = f"pip install --no-deps torchrec=={TESTED['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
+    torchrec = f"pip install --no-deps torchrec=={tested['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
     findings = [
         Finding(what="python", found=python, expected="3.11", fix="" if python.startswith("3.11.") else _PYTHON),
-        _pinned("torch", version("torch"), f"pip install torch=={TESTED['torch']}"),
+        _pinned("torch", torch, tested["torch"], f"pip install torch=={tested['torch']}"),
         Finding(what="fbgemm", found=shown, expected=pin, fix="" if [*builds.values()] == [pin] else install),
-        _pinned("torchrec", version("torchrec"), torchrec),
+        _pinned("torchrec", version("torchrec"), tested["torchrec"], torchrec),
     ]
     for need in (*_TORCHREC_NEEDS, *_TRAINER_NEEDS):
         package = need.partition("==")[0]
@@ -89,21 +98,41 @@ def diagnose(
     load_error = load_error or _load_error
     for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
         if error := load_error(module):
-            fix = f"pip install --force-reinstall --no-deps torch=={TESTED['torch']} {build}=={pin}"
+            fix = f"pip install --force-reinstall --no-deps torch=={tested['torch']} {build}=={pin}"
             if not gpu and "fbgemm-gpu" in builds:
                 # The CUDA build needs the driver's libraries even to be imported.
                 fix = f"pip uninstall -y fbgemm-gpu && {fix}"
             return [*findings, Finding(what=f"import {module}", found=error, expected="loads", fix=fix)]
-    return [*findings, Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads")]
+    findings.append(Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads"))
+    return [*findings, _devices(gpu, builds, tested, (gpus or _gpus)() if gpu else [])]
 
 
-def _pinned(what: str, found: str | None, fix: str) -> Finding:
-    expected = TESTED[what]
+def _pinned(what: str, found: str | None, expected: str, fix: str) -> Finding:
     return Finding(what=what, found=found or "absent", expected=expected, fix="" if found == expected else fix)
 
 
+def _devices(driver: bool, builds: Mapping[str, str], tested: Mapping[str, str], gpus: Sequence[str]) -> Finding:
+    """Says where ranks will train: on the GPUs that torch sees, or on the CPU."""
+    if not driver:
+        return Finding(what="devices", found="CPU (no NVIDIA driver)", expected="any")
+    if not gpus:
+        fix = f"pip install --force-reinstall torch=={tested['torch']}  # the CUDA build; or see CUDA_VISIBLE_DEVICES"
+        return Finding(what="devices", found="CPU (torch sees no GPU)", expected="GPUs", fix=fix)
+    if "fbgemm-gpu" not in builds:
+        fix = f"pip uninstall -y fbgemm-gpu-cpu && pip install fbgemm-gpu=={tested['fbgemm']}"
+        return Finding(what="devices", found="CPU (FBGEMM's CPU build)", expected="GPUs", fix=fix)
+    return Finding(what="devices", found=f"{len(gpus)} x {gpus[0]}", expected="any")
+
+
+def _gpus() -> list[str]:
+    names = "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]"
+    return [name for name in _probe(f"import torch; print(*{names}, sep='\\n')").stdout.splitlines() if name]
+
+
 def _load_error(module: str) -> str:
-    probe = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"import {module}"], capture_output=True, text=True, check=False
-    )
+    probe = _probe(f"import {module}")
     return "" if probe.returncode == 0 else (probe.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def _probe(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)

@@ -6,16 +6,17 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
 
-from dmt.errors import InputError
-from dmt.files import check_writable
+from dmt.errors import InputError, did_you_mean
+from dmt.files import check_output
 from dmt.formatting import human_bytes, printable
 from dmt.partitioner import (
     FeatureAffinity,
+    FeatureInteractions,
     Partition,
     PartitionRules,
     TowerPartitioner,
@@ -23,13 +24,17 @@ from dmt.partitioner import (
     write_partition_report,
 )
 from dmt.partitioner.report.style import new_figure
-from dmt.partitioner.verdict import judge_balance, judge_meaning
+from dmt.partitioner.verdict import judge_balance, judge_meaning, pairs_in_words
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.training.console import NameConsole, make_table
 
-__all__ = ["print_partition", "run_partition"]
+__all__ = ["INTERACTIONS", "TOWER_MODULES", "print_partition", "run_partition"]
 
 _SHOWN_FEATURES = 8
+_SHOWN_PAIRS = 5
+INTERACTIONS = "interactions"
+"""Strategy for towers from the interactions of features in rows."""
+TOWER_MODULES = {"dcn": "DCNTowerModule", "dlrm": "DLRMTowerModule"}
 _LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
 
 
@@ -43,19 +48,18 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
     Raises:
         InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
     """
-    if (options["checkpoint"] is None) == (options["affinity"] is None):
-        raise InputError("Give either --checkpoint RUN_DIR or --affinity FILE.npz.")
-    if options["affinity"] is not None and options["data"] is not None:
-        raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
+    _check_options(options)
+    by_interactions = options["strategy"] == INTERACTIONS
     _check_outputs(options)
     rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
     rules = PartitionRules(**dict(rules) | {name: options[name] for name in _LIMITS if options[name] is not None})
     if options["entity"]:
         rules = PartitionRules(**dict(rules) | {"entities": _entities(options)})
+    strategy: Any = _sense(options) if by_interactions else options["strategy"]
     # Made first: what is wrong with it shows before a model is loaded and run.
     partitioner = TowerPartitioner(
         num_towers=options["towers"],
-        strategy=options["strategy"],
+        strategy=strategy,
         balance_ratio=_balance_ratio(options["balance_ratio"]),
         dims=options["dims"],
         seed=options["seed"],
@@ -63,10 +67,10 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         split_columns=options["split_columns"],
         refine=options["refine"],
     )
-    affinity = _affinity(options, rules)
+    affinity = _interactions(options, rules) if by_interactions else _affinity(options, rules)
     if options["save_affinity"]:
         affinity.save(options["save_affinity"])
-        _say(f"Affinity written to {options['save_affinity']}.")
+        _say(f"{'Interactions' if by_interactions else 'Affinity'} written to {options['save_affinity']}.")
     with Console(stderr=True).status("Partitioning ..."):
         found = partitioner.partition(affinity)
     out: Path = options["out"]
@@ -110,6 +114,8 @@ def print_partition(found: Partition, out: Path, report: Path | None) -> None:
     for partition in found.every:
         label = f"{partition.plan.strategy}: " if found.alternatives else ""
         console.print(f"{label}{judge_meaning(partition).sentence}")
+        for line in pairs_in_words(partition, _SHOWN_PAIRS):
+            console.print(f"- {line}")
     console.print(judge_balance(found).sentence)
     for line in _places(found, out, report):
         console.print(line, soft_wrap=True)
@@ -123,6 +129,27 @@ def _places(found: Partition, out: Path, report: Path | None) -> Iterator[str]:
         yield f"Also tried: {other.plan.strategy}, in {beside}. Only training tells which is better."
     if report is not None:
         yield f"Report: {report / 'report.html'}"
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises `InputError` for options that are unknown or contradict each other."""
+    strategies = ("coherent", "diverse", "both", INTERACTIONS)
+    if options["strategy"] not in strategies:
+        raise InputError(
+            f"--strategy {options['strategy']!r} is unknown.{did_you_mean(options['strategy'], strategies)} Use one of "
+            f"{', '.join(strategies)}."
+        )
+    by_interactions = options["strategy"] == INTERACTIONS
+    if options["tower_module"] is not None and not by_interactions:
+        raise InputError("--tower-module goes with --strategy interactions: no other strategy asks for it.")
+    alone = by_interactions and options["data"] is not None and options["affinity"] is None
+    if (options["checkpoint"] is None) == (options["affinity"] is None) and not (alone and not options["checkpoint"]):
+        raise InputError(
+            "Give either --checkpoint RUN_DIR or --affinity FILE.npz. Rows alone, --data FILE, serve --strategy "
+            "interactions."
+        )
+    if options["affinity"] is not None and options["data"] is not None:
+        raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
 
 
 def _check_outputs(options: Mapping[str, Any]) -> None:
@@ -141,12 +168,7 @@ def _check_outputs(options: Mapping[str, Any]) -> None:
             raise InputError(f"{first} and {option} are the same file, {str(path)!r}. Name another for one of them.")
         if name in ("affinity", "rules"):
             continue
-        try:
-            check_writable(path if name == "report" else path.parent)
-        except OSError as error:
-            raise InputError(f"{option} {str(path)!r} cannot be written: {error.strerror}.") from error
-        if name != "report" and path.is_dir():
-            raise InputError(f"{option} {str(path)!r} cannot be written: it is a folder. Name a file in it.")
+        check_output(option, path, is_folder=name == "report")
 
 
 def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffinity:
@@ -160,6 +182,52 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
 
     affinity, _ = affinity_of_run(options["checkpoint"], data_path=options["data"], check=check)
     return affinity
+
+
+def _sense(options: Mapping[str, Any]) -> Literal["together", "apart"]:
+    """``together`` or ``apart``, as the tower module declares."""
+    import dmt.models.tower_modules
+
+    name = options["tower_module"]
+    if name is None and options["checkpoint"] is not None:
+        from dmt.training.trained import checkpoint_of
+
+        model = checkpoint_of(options["checkpoint"])[1].model
+        if model.factory is None:
+            name = model.arch.removeprefix("dmt-")
+    if name is None:
+        raise InputError(
+            f"--strategy interactions needs --tower-module {' or '.join(TOWER_MODULES)} here: nothing else says which "
+            "tower modules the towers will have. For modules of your own, name the one that is alike."
+        )
+    if name not in TOWER_MODULES:
+        raise InputError(
+            f"--tower-module {name!r} must be one of {', '.join(TOWER_MODULES)}: features that interact share a tower "
+            "whose module keeps their interactions, and part for one that does not."
+        )
+    return "together" if getattr(dmt.models.tower_modules, TOWER_MODULES[name]).keeps_interactions else "apart"
+
+
+def _interactions(options: Mapping[str, Any], rules: PartitionRules) -> FeatureInteractions:
+    if options["affinity"] is not None:
+        return FeatureInteractions.load(options["affinity"])
+    from dmt.training.commands.demo import demo_settings
+    from dmt.training.config import load_config
+    from dmt.training.partition import interactions_of
+    from dmt.training.trained import checkpoint_of
+
+    run: Path | None = options["checkpoint"]
+    if run is not None:
+        config = checkpoint_of(run, options["data"])[1]
+    else:
+        config = load_config("demo", demo_settings(Path(options["data"])))
+
+    def check(features: Sequence[str]) -> None:
+        rules.for_features(features)
+        _say(f"Measuring interactions in the training rows of {options['data'] or run}")
+
+    # The tables of a file alone are not known: how many columns they will have is up to the model.
+    return interactions_of(config, with_tables=run is not None, seed=options["seed"], check=check)
 
 
 def _entities(options: Mapping[str, Any]) -> dict[str, list[str]]:

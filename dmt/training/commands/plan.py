@@ -17,6 +17,7 @@ from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import load_config
 from dmt.training.console import make_table, table_console
+from dmt.training.device import device_type
 from dmt.training.job import Job, check_table_optimizer, open_job
 
 if TYPE_CHECKING:
@@ -78,11 +79,11 @@ def run_plan(
     run = load_config(config, overrides)
     if run.dataflow == "flat":
         raise InputError(
-            f"Config {config} has the flat dataflow (model.arch={run.model.arch!r}), which TorchRec's own planner "
+            f"Config {config} has the flat dataflow ({run.model.chosen}), which TorchRec's own planner "
             "places. Append sharding.dataflow=sptt to plan its towers."
         )
     if run.data.tables is None:
-        check_table_optimizer(run.optimizer)
+        check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
     job = open_job(run)
     assert job.sharding is not None, "the tower dataflow has a plan"
     replicas = None

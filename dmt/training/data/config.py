@@ -133,8 +133,8 @@ class DataConfig(Section):
     """The value of ``split_column`` in training rows."""
     eval_split: str = "test"
     """The value of ``split_column`` in evaluation rows."""
-    label: str = "label"
-    """The column of 0/1 labels (``columns`` only)."""
+    label: str | None = "label"
+    """The column of 0/1 labels (``columns`` only). Only ``dmt score`` has rows without one."""
     dense: tuple[str, ...] = ()
     """Dense columns, by name or by glob such as ``"d_*"``, in this order. ``criteo_tsv``: empty is all 13."""
     categorical: tuple[str, ...] = ()
@@ -154,6 +154,8 @@ class DataConfig(Section):
     """Rows of every table (synthetic data: ``synthetic.rows_per_table`` instead)."""
     num_embeddings_per_feature: dict[str, int] = Field(default_factory=dict)
     """Rows of single tables, by feature, where they differ from ``num_embeddings``."""
+    shared_tables: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Features that share a table, by its name: ``{ads = ["ad", "last_ad"]}``. A value has one row for all of them."""
     max_train_rows: int | None = Field(default=None, ge=1)
     """Training rows used at most, from the front."""
     max_eval_rows: int | None = Field(default=None, ge=1)

@@ -57,11 +57,18 @@ def open_source(
     config: DataConfig,
     *,
     embedding_dim: int | None = None,
+    embedding_dims: Mapping[str, int] | None = None,
     data_type: Literal["FP32", "FP16"] = "FP32",
     column_splits: Mapping[str, Sequence[int]] | None = None,
 ) -> ClickData:
     """Opens the data of a run; for arguments, errors and an example see `ClickData`."""
-    return ClickData(config, embedding_dim=embedding_dim, data_type=data_type, column_splits=column_splits)
+    return ClickData(
+        config,
+        embedding_dim=embedding_dim,
+        embedding_dims=embedding_dims,
+        data_type=data_type,
+        column_splits=column_splits,
+    )
 
 
 class ClickData:
@@ -70,6 +77,7 @@ class ClickData:
     Args:
         config: the data section of the run's configuration.
         embedding_dim: columns of every table; only `ClickData.tables` needs it.
+        embedding_dims: columns of single tables, by feature.
         data_type: number format of the tables' weights.
         column_splits: features whose tables the model cuts into column shards (`TowerPlan.column_splits`): batches
             have their ids once for each shard. `ClickData.tables` and ``feature_names`` stay those of the data.
@@ -95,11 +103,12 @@ class ClickData:
         config: DataConfig,
         *,
         embedding_dim: int | None = None,
+        embedding_dims: Mapping[str, int] | None = None,
         data_type: Literal["FP32", "FP16"] = "FP32",
         column_splits: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.config = config
-        self._embedding_dim = embedding_dim
+        self._embedding_dim, self._embedding_dims = embedding_dim, embedding_dims or {}
         self._data_type = data_type
         self._splits = column_splits or {}
         self._bad_lines: dict[str, dict[str, int]] = {}  # of the latest pass over each split, by file
@@ -124,6 +133,8 @@ class ClickData:
             found = resolve_columns(config, self._files["train"][0])
             self.dense_names, multi_hot = found.dense, found.multi_hot
             self.num_embeddings = _table_rows(config, found.categorical)
+        _check_features("model.embedding_dims", self._embedding_dims, self.num_embeddings)
+        self._table_of = _shared_tables(config, self.num_embeddings)
         for feature in self._splits:
             if feature not in self.num_embeddings:
                 raise InputError(
@@ -139,6 +150,7 @@ class ClickData:
             id_mode=config.id_mode,
             signed_log1p=config.dense_transform == "signed_log1p",
             group_by=config.group_by,
+            salts={name: table for name, table in self._table_of.items() if table in config.shared_tables},
         )
 
     @property
@@ -148,23 +160,44 @@ class ClickData:
 
     @property
     def tables(self) -> list[TableSpec]:
-        """One table ``t_<feature>`` for each categorical feature.
+        """One table ``t_<feature>`` for each categorical feature, ``t_<name>`` for those of ``data.shared_tables``.
 
         Raises:
-            InputError: ``embedding_dim`` was not given.
+            InputError: ``embedding_dim`` was not given, or features that share a table have other numbers of columns.
         """
         if self._embedding_dim is None:
             raise InputError("ClickData.tables needs embedding_dim; give it to open_source.")
-        return [
-            TableSpec(
-                name=table_name(name),
-                num_embeddings=rows,
-                embedding_dim=self._embedding_dim,
-                feature_names=(name,),
-                data_type=self._data_type,
+        features: dict[str, list[str]] = {}
+        for name in self.num_embeddings:
+            features.setdefault(self._table_of[name], []).append(name)
+        tables = []
+        for table, names in features.items():
+            dims = {self._embedding_dims.get(name, self._embedding_dim) for name in names}
+            if len(dims) > 1:
+                raise InputError(
+                    f"model.embedding_dims: the features {names} share a table, but have {sorted(dims)} columns. Give "
+                    "all of them the same number."
+                )
+            tables.append(
+                TableSpec(
+                    name=table_name(table),
+                    num_embeddings=self.num_embeddings[names[0]],
+                    embedding_dim=dims.pop(),
+                    feature_names=tuple(names),
+                    data_type=self._data_type,
+                )
             )
-            for name, rows in self.num_embeddings.items()
-        ]
+        return tables
+
+    @property
+    def multi_hot(self) -> frozenset[str]:
+        """Categorical features with bags of ids; the others have one id in each row."""
+        return self._encoder.multi_hot
+
+    @property
+    def salts(self) -> Mapping[str, str]:
+        """Texts that salt the hashes of features which share a table; others are salted by their own names."""
+        return self._encoder.salts
 
     @property
     def planted_groups(self) -> list[list[str]] | None:
@@ -417,10 +450,36 @@ def table_name(feature: str) -> str:
 
 def _table_rows(config: DataConfig, categorical: Iterable[str]) -> dict[str, int]:
     names = list(categorical)
-    for name in config.num_embeddings_per_feature:
-        if name not in names:
-            raise InputError(
-                f"num_embeddings_per_feature: {name!r} is not a categorical feature.{did_you_mean(name, names)} "
-                f"Features: {shorten(names, ', ', most=12)}."
-            )
+    _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, names)
     return {name: config.num_embeddings_per_feature.get(name, config.num_embeddings) for name in names}
+
+
+def _check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> None:
+    """Raises `InputError` for a name that is no categorical feature."""
+    known = list(names)
+    for name in given:
+        if name not in known:
+            raise InputError(
+                f"{setting}: {name!r} is not a categorical feature.{did_you_mean(name, known)} "
+                f"Features: {shorten(known, ', ', most=12)}."
+            )
+
+
+def _shared_tables(config: DataConfig, num_embeddings: Mapping[str, int]) -> dict[str, str]:
+    """Returns the name of each feature's table, without the ``t_``: its own, or that in ``shared_tables``."""
+    found = {name: name for name in num_embeddings}
+    for table, features in config.shared_tables.items():
+        _check_features(f"shared_tables.{table}", features, num_embeddings)
+        if table in num_embeddings and table not in features:
+            raise InputError(f"shared_tables: {table!r} is the name of another feature. Name the table otherwise.")
+        rows = {num_embeddings[name] for name in features}
+        if len(rows) > 1:
+            raise InputError(
+                f"shared_tables.{table}: its features have {sorted(rows)} rows. Give all of them the same number "
+                "(num_embeddings_per_feature)."
+            )
+        for name in features:
+            if found[name] != name or (name != table and name in config.shared_tables):
+                raise InputError(f"shared_tables: feature {name!r} is in more than one table. Name it once.")
+            found[name] = table
+    return found

@@ -10,7 +10,7 @@ Legend: n rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -24,9 +24,10 @@ from dmt.errors import InputError
 from dmt.plan.distinct import mix_bits
 from dmt.training.data.rows import Bags, Rows
 
-__all__ = ["Encoder", "FileBlock", "FractionError", "Place", "hash_rows", "is_list", "out_of_range"]
+__all__ = ["HASH_KEY", "Encoder", "FileBlock", "FractionError", "Place", "hash_rows", "is_list", "out_of_range"]
 
-_KEY = "dmt-category-v01"  # SipHash needs 16 bytes; another key is another data set to a trained model.
+HASH_KEY = "dmt-category-v01"
+"""Key of the hash of categories; another one is another data set to a trained model. SipHash needs 16 bytes."""
 _REQUESTS = 2**62  # two requests of a run hardly ever hash alike
 
 
@@ -90,6 +91,8 @@ class Encoder:
     """True: dense values x become sign(x) * log(1 + abs(x))."""
     group_by: str | None = None
     """Column that tells the rows of one request."""
+    salts: Mapping[str, str] = field(default_factory=dict)
+    """Texts that salt the hashes of features whose own name does not: features with one salt hash alike."""
 
     def encode(self, table: pa.Table, labels: NDArray[np.float32], place: Place) -> Rows:
         """Decodes all rows of a table of dense (numbers) and categorical columns; labels are float32 [n].
@@ -147,7 +150,7 @@ class Encoder:
 
         if self.id_mode == "hash":
             try:
-                return hash_rows(values, feature=name, num_embeddings=num_embeddings)
+                return hash_rows(values, feature=self.salts.get(name, name), num_embeddings=num_embeddings)
             except FractionError as error:
                 wrong = pc.fill_null(pc.equal(values, error.value), False).to_numpy(zero_copy_only=False)
                 raise InputError(f"{where(wrong)}: {error}") from error
@@ -268,8 +271,8 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     # Here, since most runs hash nothing and pandas takes long to load.
     from pandas.util import hash_array
 
-    hashed = hash_array(words, hash_key=_KEY, categorize=False)
-    salt = hash_array(np.array([feature], dtype=object), hash_key=_KEY, categorize=False)[0]
+    hashed = hash_array(words, hash_key=HASH_KEY, categorize=False)
+    salt = hash_array(np.array([feature], dtype=object), hash_key=HASH_KEY, categorize=False)[0]
     rows = 1 + (mix_bits(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
     # Code -1 (missing) reads the appended last entry.
     return np.append(np.where(missing, 0, rows), 0)[codes]

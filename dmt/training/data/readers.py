@@ -123,7 +123,8 @@ class FileReader(ABC):
         """Checks rows, and adds the first fault of each to ``piece.faults``.
 
         Returns:
-            The table with dense columns as numbers, the labels, float64 [n], and True for each row to keep, bool [n].
+            The table with dense columns as numbers, the labels, float64 [n] (NaN where the data have none), and True
+            for each row to keep, bool [n].
         """
 
 
@@ -142,8 +143,8 @@ class ColumnReader(FileReader):
         return ("row", self._parquet(path)) if is_parquet(path) else ("line", self._text(path))
 
     def _used(self) -> list[str]:
-        other = [name for name in (self.config.split_column, self.encoder.group_by) if name]
-        return list(dict.fromkeys([self.config.label, *other, *self.encoder.dense, *self.encoder.num_embeddings]))
+        other = [name for name in (self.config.label, self.config.split_column, self.encoder.group_by) if name]
+        return list(dict.fromkeys([*other, *self.encoder.dense, *self.encoder.num_embeddings]))
 
     def _parquet(self, path: str) -> Iterator[_Piece]:
         schema = parquet_file(path).schema_arrow
@@ -185,14 +186,16 @@ class ColumnReader(FileReader):
 
     def _check(self, piece: _Piece) -> _Checked:
         table, numbers, faults = piece
+        labels, good = np.full(table.num_rows, np.nan), np.ones(table.num_rows, dtype=bool)
         # The label first: it tells an empty line from one that merely lacks a dense value.
-        column = table.column(self.config.label).combine_chunks()
-        labels, wrong = _to_numbers(column)
-        wrong |= (labels != 0) & (labels != 1)
-        for row in np.flatnonzero(wrong):
-            found = _found(column, int(row))
-            faults[int(numbers[row])] = f"label column {self.config.label!r}: expected 0 or 1, found {found}"
-        good = ~wrong
+        if self.config.label is not None:
+            column = table.column(self.config.label).combine_chunks()
+            labels, wrong = _to_numbers(column)
+            wrong |= (labels != 0) & (labels != 1)
+            for row in np.flatnonzero(wrong):
+                found = _found(column, int(row))
+                faults[int(numbers[row])] = f"label column {self.config.label!r}: expected 0 or 1, found {found}"
+            good = ~wrong
         for name in self.encoder.dense:
             column = table.column(name).combine_chunks()
             values, wrong = _to_numbers(column)

@@ -15,6 +15,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.checkpoints import load_plain, newest, verify
 from dmt.training.config import TrainingConfig, load_config
+from dmt.training.serving.score import score
 from tests.training.small import plain, source
 from tests.training.test_resume import attempt, losses
 
@@ -85,6 +86,11 @@ def test_training_goes_on_from_it(tmp_path: Path, placed_by: str) -> None:
         values["towers"]["plan"] = str(CHECKPOINT / "towers.json")
     run = TrainingConfig.model_validate(values)
     assert {table.name for table in source(run).tables} == SCHEMES.keys()
-    assert attempt(run) is not None
+    result = attempt(run)
+    assert result is not None
+    # One process, of the same rows: what a server would come to, see tests/training/serving.
+    served = score(tmp_path, tmp_path / "predictions.parquet").metrics
+    assert served is not None
+    assert (served.loss, served.auc) == pytest.approx((result["eval_loss"], result["eval_auc"]), abs=1e-6)
     found = {step: line["train/loss"] for step, line in losses(run) if "train/loss" in line}
     assert found == pytest.approx({step: EXPECTED["losses"][str(step)] for step in (7, 8, 9)}, rel=1e-5)

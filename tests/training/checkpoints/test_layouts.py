@@ -1,7 +1,7 @@
 """A checkpoint of any layout loads into any other: weights, moments, dense state, schedules, and the next step.
 
-Weights, moments of tables that are not cut anew, and dense state must be there bit by bit. Logits too: one id per bag,
-and the dense part sees the same rows. The next step is bitwise in the same layout; elsewhere gradients of a row are
+Weights, moments of tables that are not cut anew, and dense state must be there bit by bit; logits too where there are
+as many towers. The next step is bitwise in the same layout; elsewhere gradients of a row are
 summed in another order, which AdaGrad's small first moments make a little larger: 1e-5 for weights of about 0.3.
 """
 
@@ -17,6 +17,7 @@ from dmt.errors import InputError
 from dmt.replicas.sync import ReplicaSync
 from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from tests.ranks import run_ranks
+from tests.seeds import collected
 from tests.sptt_case import build
 from tests.training.checkpoints.layouts import STEPS, Job, Layout, largest_difference, moments_in
 
@@ -36,6 +37,8 @@ LAYOUTS = {
     "1 rank": Layout(towers=1, ranks=1, scheme="table_wise", placement=(0, 0, 0, 0)),
 }
 SAVED = ("row-wise", "2 replicas", "table-wise", "data-parallel", "4 columns")
+# Those of 8 ranks, and others whose way is that of another pair.
+SLOW = [("row-wise", "2 replicas"), ("2 replicas", "4 ranks"), ("4 columns", "1 rank"), ("4 columns", "table-wise")]
 PAIRS = [
     ("table-wise", "table-wise"),
     ("table-wise", "row-wise"),
@@ -52,6 +55,7 @@ PAIRS = [
     ("row-wise", "1 rank"),
     ("4 columns", "1 rank"),
 ]
+MARKED = [pytest.param(*pair, marks=pytest.mark.slow) if pair in SLOW else pair for pair in PAIRS]
 Snapshots = dict[str, dict[str, Any]]
 
 
@@ -83,21 +87,24 @@ def load_on_rank(rank: int, folder: str, pairs: list[tuple[str, str]]) -> Snapsh
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Snapshots, Snapshots]:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Snapshots, Snapshots]:
+    pairs = [pair for pair in PAIRS if pair in collected(request, "source", "name")]
     folder = tmp_path_factory.mktemp("checkpoints")
     saved, loaded = {}, {}
     for world in (8, 4):
         saved |= run_ranks(save_on_rank, world, str(folder), [n for n in SAVED if LAYOUTS[n].world == world])[0]
     for world in (8, 4, 1):
-        loaded |= run_ranks(load_on_rank, world, str(folder), [p for p in PAIRS if LAYOUTS[p[1]].world == world])[0]
+        loaded |= run_ranks(load_on_rank, world, str(folder), [p for p in pairs if LAYOUTS[p[1]].world == world])[0]
     return folder, saved, loaded
 
 
-@pytest.mark.parametrize(("source", "name"), PAIRS)
+@pytest.mark.parametrize(("source", "name"), MARKED)
 def test_nothing_is_lost(source: str, name: str, runs: tuple[Path, Snapshots, Snapshots]) -> None:
     before, after = runs[1][source], runs[2][f"{source} -> {name}"]
     assert largest_difference(after["weights"], before["weights"]) == 0
-    assert torch.equal(after["logits"], before["logits"])
+    # Tower modules see the samples of all towers; their matrix products round by number of rows, as the CPU has it.
+    same_rows = LAYOUTS[source].towers == LAYOUTS[name].towers
+    torch.testing.assert_close(after["logits"], before["logits"], rtol=0, atol=0 if same_rows else 1e-6)
     assert after["dense"].keys() >= {"dense.over_arch.weight.exp_avg_sq", "towers.__warmup.warmup"}
     assert largest_difference(after["dense"], before["dense"]) == 0
     assert after["rates"] == before["rates"]
@@ -108,7 +115,7 @@ def test_nothing_is_lost(source: str, name: str, runs: tuple[Path, Snapshots, Sn
     assert largest_difference(after["moments"], wanted) <= (1e-9 if is_cut_anew else 0)
 
 
-@pytest.mark.parametrize(("source", "name"), PAIRS)
+@pytest.mark.parametrize(("source", "name"), MARKED)
 def test_the_next_step_is_that_of_an_undisturbed_run(
     source: str, name: str, runs: tuple[Path, Snapshots, Snapshots]
 ) -> None:

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    MetadataIndex,
+)
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import load_plain, read_manifest
@@ -56,6 +60,34 @@ def test_what_is_not_altered_loads(folder: Path) -> None:
     load_plain(model, folder)
     assert torch.equal(model.weight, torch.ones(2, 3))
     assert SafeReader(folder, read_manifest(folder).files).tensors["model.weight"].size == (2, 3)
+
+
+class ByName:
+    """Is pickled as an attribute of something, as Python 3.11.2 pickles members of enums."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._taken = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self._taken
+
+
+def test_an_index_that_python_3_11_2_wrote_is_read(folder: Path) -> None:
+    index = index_of(folder)
+    index.planner_data = ByName(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    sign(folder)
+    load(folder)
+
+
+@pytest.mark.parametrize("taken", [(_MEM_FORMAT_ENCODING, "__init_subclass__"), (torch.Size, "__new__"), ("", "join")])
+def test_no_other_attribute_is_taken(taken: tuple[Any, str], folder: Path) -> None:
+    index = index_of(folder)
+    index.planner_data = ByName(*taken)
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    sign(folder)
+    with pytest.raises(InputError, match=r"\.metadata (holds code: it names builtins\.getattr|cannot be read)"):
+        load(folder)
 
 
 @pytest.mark.parametrize("wrap", ["alone", "inside"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import math
 import os
@@ -256,7 +257,7 @@ def test_what_lies_beside_the_tensors_is_in_the_manifest(tmp_path: Path) -> None
         assert checkpointer.save(linear(1.0), None, step=3, progress={"epoch": 2}, moment_scales={"t": 2.0})
     manifest = verify(tmp_path / "step-00000003")
     assert sorted(manifest.files) == [".metadata", "__0_0.distcp", "a"]
-    assert manifest.versions["torch"] == torch.__version__
+    assert manifest.versions["torch"] == importlib.metadata.version("torch")
     assert (manifest.step, manifest.progress, manifest.moment_scales) == (3, {"epoch": 2}, {"t": 2.0})
 
 

@@ -300,6 +300,9 @@ def test_paths(tmp_path):
     assert names(expand_path("train_path", str(tmp_path / "day_*"), columns=True)) == ["day_1.parquet", "day_2.csv"]
     with pytest.raises(InputError, match=r"train_path='.*nothing_\*' matches no file"):
         expand_path("train_path", str(tmp_path / "nothing_*"), columns=True)
+    (tmp_path / "day_\udcff.csv").touch()
+    with pytest.raises(InputError, match=r"train_path: the name of '.*day_\\udcff\.csv' is not UTF-8\. Rename"):
+        expand_path("train_path", str(tmp_path), columns=True)
     with pytest.raises(InputError, match=r"eval_path: .*notes\.txt has an unknown ending; expected one of \.parquet"):
         expand_path("eval_path", str(tmp_path / "notes.txt"), columns=True)
 

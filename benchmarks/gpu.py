@@ -1,0 +1,162 @@
+"""One rank on one GPU, in a few minutes: environment, parity with the plain module, step time and memory.
+
+    .venv/bin/python -m benchmarks.gpu --out benchmarks/results/gpu.json
+
+Three models of the same tables are compared: flat TorchRec, SPTT, and DMT-DLRM. One rank sends nothing to others, so
+step times show what the dataflows cost beside their exchanges, not what they save. ``--device cpu`` runs the same on a
+CPU, with ``--quick`` in seconds; docs/gpus.md describes the record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from dmt.errors import InputError
+from dmt.sptt.mesh import TowerMesh
+from dmt.testing import load_plain_state
+from dmt.training.build import ClickTask, build_model, build_optimizer, shard_model
+from dmt.training.config import TrainingConfig
+from dmt.training.data.batch import ClickBatch
+from dmt.training.device import backend, current_device, device_type, take_device
+from dmt.training.job import Job, open_job
+from dmt.training.records import to_json, versions
+
+__all__ = ["CONTENDERS", "FORMAT", "main", "measure"]
+
+FORMAT = 1
+"""Version of the record's format."""
+CONTENDERS = {"flat": ("dlrm", "flat"), "sptt": ("dlrm", "sptt"), "dmt": ("dmt-dlrm", "sptt")}
+"""Arch and dataflow by name."""
+# Logits and gradients of numbers near 1 that are summed in another order.
+_TOLERANCE = 1e-4
+_WARM_UP_STEPS = 3
+
+
+def make_config(name: str, device: str, *, quick: bool) -> TrainingConfig:
+    """The run of a contender: DLRM of the paper's sizes on 26 features, or a tiny one."""
+    arch, dataflow = CONTENDERS[name]
+    features, rows, batch = (6, 50, 32) if quick else (26, 100_000, 4096)
+    layers = {"dense_arch": [8], "over_arch": [8, 1], "embedding_dim": 8, "tower_dim": 4} if quick else {}
+    return TrainingConfig.model_validate(
+        {
+            "model": {"arch": arch, **layers},
+            "topology": {"num_towers": 1, "ranks_per_tower": 1},
+            "sharding": {"dataflow": dataflow, "scheme": "table_wise"},
+            "data": {"synthetic": {"num_features": features, "rows_per_table": rows, "num_groups": 2}},
+            "train": {"device": device, "batch_size": batch},
+        }
+    )
+
+
+def measure(name: str, device: str, *, quick: bool) -> dict[str, Any]:
+    """Returns differences from the plain module, seconds per step, and bytes of memory of one contender."""
+    config = make_config(name, device, quick=quick)
+    job, mesh = open_job(config), TowerMesh(config.topology.build())
+    place, on_gpu = current_device(job.device_type), job.device_type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    model = shard_model(job, mesh)
+    optimizer = build_optimizer(config.optimizer, model)
+    batches = job.data.batches("train", rank=0, world_size=1, batch_size=config.train.batch_size)
+    parity = _parity(job, model, next(batches).to(place))
+    optimizer.zero_grad()
+    pipeline = TrainPipelineSparseDist(model, optimizer, place, execute_all_batches=True)
+    steps = 3 if quick else 30
+    ahead = list(itertools.islice(batches, _WARM_UP_STEPS + steps))
+    given, seconds = iter([batch.pin_memory() if on_gpu else batch for batch in ahead]), []
+    for _ in ahead:
+        began = time.perf_counter()
+        pipeline.progress(given)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    timed = sorted(seconds[_WARM_UP_STEPS:])
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "parity": parity,
+        "step_seconds": {"median": statistics.median(timed), "least": timed[0], "most": timed[-1], "steps": steps},
+        "peak_bytes": peak,
+    }
+
+
+def _parity(job: Job, model: DistributedModelParallel, batch: ClickBatch) -> dict[str, float]:
+    """Largest differences of logits and dense gradients from those of the plain module with the same weights."""
+    plain = ClickTask(build_model(job, device=str(batch.labels.device)))
+    load_plain_state(model, plain.state_dict())
+    results: list[tuple[Tensor, dict[str, Tensor]]] = []
+    for task in (plain, model):
+        loss, (logits, *_) = task(batch)
+        loss.backward()
+        gradients = {
+            name.removeprefix("module."): p.grad.detach().clone()
+            for name, p in task.named_parameters()
+            if p.grad is not None and ".embedding_bags." not in name
+        }
+        results.append((logits, gradients))
+    (expected, wanted), (found, got) = results
+    return {
+        "logits": float((found - expected).abs().max()),
+        "dense_gradients": max(float((got[name] - wanted[name]).abs().max()) for name in got),
+        "tensors": len(got),
+    }
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions, machine and GPU."""
+    found: dict[str, Any] = {"device": device, "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+    found |= {"versions": versions(), "cuda": torch.version.cuda}
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        found |= {"gpu": gpu.name, "gpu_bytes": gpu.total_memory, "nccl": list(torch.cuda.nccl.version())}
+    return found
+
+
+@click.command()
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
+@click.option("--quick", is_flag=True, help="Tiny models and few steps: whether it runs, not how fast.")
+@click.option("--out", type=click.Path(path_type=Path), help="File of the record (JSON); by default it is printed.")
+def main(device: str, quick: bool, out: Path | None) -> None:
+    """Measures flat TorchRec, SPTT and DMT-DLRM on one rank, and says whether they agree with the plain module."""
+    try:
+        kind = device_type("cuda" if device == "cuda" else "cpu")
+    except InputError as error:
+        click.echo(f"error: {error}".replace("train.device=", "--device="), err=True)
+        sys.exit(2)
+    take_device(kind, 0)
+    dist.init_process_group(backend(kind), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        contenders = {name: measure(name, kind, quick=quick) for name in CONTENDERS}
+    finally:
+        dist.destroy_process_group()
+    worst = max(run["parity"][part] for run in contenders.values() for part in ("logits", "dense_gradients"))
+    record = {"format": FORMAT, "environment": environment(kind), "quick": quick, "agrees": worst <= _TOLERANCE}
+    text = to_json({**record, "contenders": contenders})
+    if out is None:
+        click.echo(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
+    for name, run in contenders.items():
+        time_, memory = run["step_seconds"]["median"], run["peak_bytes"] / 2**20
+        click.echo(f"{name:5} {time_ * 1e3:9.2f} ms per step, {memory:9.1f} MiB, {json.dumps(run['parity'])}", err=True)
+    if not record["agrees"]:
+        click.echo(f"error: a difference of {worst:.2g} from the plain module is above {_TOLERANCE:g}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Bytes across towers of a flat model, by how its tables are served: what a profile says that each way would send.
+
+Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, p share of accesses that a row has.
+
+A rank of another tower is sent an output [N] of each of its bags and sends back its gradient; ids are 8 bytes each. A
+replicated row is sent to nobody; its gradient is summed inside each host and then once between hosts, 2 (T - 1) / T of
+it from each host. Hence a row pays if more than one of its uses would leave a host in a step: if p B L > 1 where every
+use is sent, p B W > T; if L (1 - (1 - p)^B) > 1 where each rank sends its distinct ids. OPER's own rule, f * B > 1
+for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dmt.errors import InputError
+from dmt.hot_rows.profile import AccessProfile
+from dmt.plan.tables import TableSpec
+from dmt.plan.topology import TowerTopology
+
+__all__ = ["TableBytes", "table_bytes"]
+
+_ID_BYTES = 8
+# A bag that nearly always has one id is told from one that never has another.
+_SINGLE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableBytes:
+    """Bytes that all ranks of a replica send to other towers in a step for one table: ids, outputs and gradients."""
+
+    name: str
+    """Table."""
+    plain: float
+    """Every output is sent: SPTT, and flat table-wise sharding."""
+    unique: float | None
+    """Each rank is sent each distinct input once (``sharding.unique``); None of bags of several ids."""
+    data_parallel: float
+    """Every row is on every rank."""
+    hot: float | None
+    """The rows that pay are on every rank, all else as in ``plain``; None of bags of several ids."""
+    hot_rows: int
+    """Number of rows that pay."""
+    unique_hot: float | None
+    """The rows that pay then are on every rank, all else as in ``unique``; None of bags of several ids."""
+    unique_hot_rows: int
+    """Number of rows that pay on top of ``unique``."""
+
+    @property
+    def best(self) -> str:
+        """Name of the way that sends least; of equal ones the simplest."""
+        ways = ("plain", "data_parallel", "unique", "hot", "unique_hot")
+        known = [way for way in ways if getattr(self, way) is not None]
+        return min(known, key=lambda way: getattr(self, way))
+
+
+def table_bytes(profile: AccessProfile, topology: TowerTopology, *, batch_size: int) -> list[TableBytes]:
+    """Estimates the bytes across towers of each table of a profile.
+
+    Hot rows pay for single ids only: of a bag of several, the sum over its cold rows is as long as that over all.
+
+    Args:
+        profile: accesses; rows that it does not count are taken for cold.
+        topology: towers and ranks of a replica.
+        batch_size: samples of a rank, B.
+
+    Raises:
+        InputError: ``batch_size`` is not positive, or the profile has no sample.
+
+    Example:
+        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
+        >>> profile = AccessProfile([table])
+        >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
+        >>> found = table_bytes(profile, TowerTopology(num_towers=2, ranks_per_tower=2), batch_size=4)[0]
+        >>> found.plain, found.hot_rows, found.hot, found.data_parallel
+        (576.0, 2, 128.0, 640.0)
+    """
+    if batch_size < 1:
+        raise InputError(f"table_bytes: batch_size={batch_size} must be at least 1.")
+    if not profile.num_samples:
+        raise InputError("table_bytes: the profile has counted no sample yet. Add batches first.")
+    return [_bytes_of(profile, table, topology, batch_size) for table in profile.tables]
+
+
+def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology, batch_size: int) -> TableBytes:
+    counts, bag = profile[table.name], profile.ids_per_sample(table)
+    hosts, ranks = topology.num_towers, topology.ranks_per_tower
+    # Outputs and gradients are FP32, whatever the table is kept in.
+    row = 4 * table.embedding_dim
+    # Features times ranks whose bags leave their tower.
+    away = (hosts - 1) * ranks * len(table.feature_names)
+    sent, copied = 2 * row + _ID_BYTES, 2 * (hosts - 1) * row
+    plain = away * batch_size * (2 * row + bag * _ID_BYTES)
+    whole = float(copied * table.num_embeddings)
+    if abs(bag - 1) > _SINGLE:
+        return TableBytes(
+            name=table.name,
+            plain=plain,
+            unique=None,
+            data_parallel=whole,
+            hot=None,
+            hot_rows=0,
+            unique_hot=None,
+            unique_hot_rows=0,
+        )
+    shares = counts.counts / max(counts.total, 1)
+    pays = away * sent * batch_size * shares > copied
+    pays_distinct = away * sent * counts.chances(batch_size) > copied
+    return TableBytes(
+        name=table.name,
+        plain=plain,
+        unique=away * sent * counts.expected_distinct(batch_size),
+        data_parallel=whole,
+        hot=copied * int(pays.sum()) + away * sent * batch_size * (1 - float(shares[pays].sum())),
+        hot_rows=int(pays.sum()),
+        unique_hot=copied * int(pays_distinct.sum())
+        + away * sent * counts.expected_distinct(batch_size, cold=~pays_distinct),
+        unique_hot_rows=int(pays_distinct.sum()),
+    )

@@ -1,0 +1,199 @@
+"""`AccessProfile`: how often each row of each table was read (the A_k of OPER, section 3.2), in bounded memory.
+
+A table of at most ``most_rows`` rows is counted exactly. Of a larger one the most frequent rows are kept by Misra and
+Gries' summary in the form that merges (Agarwal et al., Mergeable Summaries, PODS 2012, section 3): no count is too
+high, and none is too low by more than `RowCounts.missed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+from dmt.plan.tables import TableSpec, table_specs
+
+__all__ = ["AccessProfile", "RowCounts"]
+
+Numbers = NDArray[np.int64]
+_MOST_ROWS = 2**20
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Accesses of the rows of one table.
+
+    Example:
+        >>> counts = RowCounts(np.array([2, 7]), np.array([1, 3]), total=4)
+        >>> counts.merged(RowCounts(np.array([7, 9]), np.array([2, 1]), total=3), most_rows=2)
+        RowCounts(rows=array([7]), counts=array([4]), total=7, missed=1)
+    """
+
+    rows: Numbers
+    """Rows that are counted, int64 [n], ascending."""
+    counts: Numbers
+    """Accesses of each of them, int64 [n]; too low by ``missed`` at most."""
+    total: int
+    """Accesses of all rows, also of those that are not counted."""
+    missed: int = 0
+    """Most accesses that any row may have had beyond its count; 0 where the counts are exact."""
+
+    @staticmethod
+    def of(ids: Any) -> RowCounts:
+        """Counts the rows in an array of ids."""
+        rows, counts = np.unique(np.asarray(ids, dtype=np.int64), return_counts=True)
+        return RowCounts(rows, counts, int(counts.sum()))
+
+    @property
+    def descending(self) -> Numbers:
+        """The counts, the largest first, int64 [n]."""
+        return np.sort(self.counts)[::-1]
+
+    def top_share(self, rows: int) -> float:
+        """Returns the share of all accesses that go to the ``rows`` most frequent rows.
+
+        Example:
+            >>> RowCounts.of([5, 5, 5, 8]).top_share(1)
+            0.75
+        """
+        return float(self.descending[:rows].sum() / max(self.total, 1))
+
+    def chances(self, batch_size: int) -> NDArray[np.float64]:
+        """Returns the chance of each counted row to be read by ``batch_size`` independent accesses, float64 [n]."""
+        shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
+        return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))
+
+    def expected_distinct(self, batch_size: int, *, cold: NDArray[np.bool_] | None = None) -> float:
+        """Returns the distinct rows expected among ``batch_size`` accesses that are drawn independently.
+
+        Accesses of rows that are not counted are taken for distinct ones, as they nearly are. Ids that come in groups,
+        such as those of one request, repeat more than this says; ``dmt plan --distinct`` counts them in a batch.
+
+        Args:
+            batch_size: accesses.
+            cold: counted rows to look at, such as those that are not hot, bool [n]; None: all.
+
+        Example:
+            >>> RowCounts.of([0, 1]).expected_distinct(2)
+            1.5
+        """
+        chances, other = self.chances(batch_size), self.total - int(self.counts.sum())
+        read = chances if cold is None else chances[cold]
+        return float(read.sum() + batch_size * other / max(self.total, 1))
+
+    def merged(self, other: RowCounts, *, most_rows: int) -> RowCounts:
+        """Returns the accesses of both, with at most ``most_rows`` rows counted."""
+        rows, places = np.unique(np.concatenate([self.rows, other.rows]), return_inverse=True)
+        counts = np.zeros(len(rows), np.int64)
+        np.add.at(counts, places, np.concatenate([self.counts, other.counts]))
+        missed = self.missed + other.missed
+        if len(rows) > most_rows:
+            # All counts fall by that of the first row that finds no place, as if it had met most_rows others each time.
+            least = int(np.partition(counts, -most_rows - 1)[-most_rows - 1])
+            kept = counts > least
+            rows, counts, missed = rows[kept], counts[kept] - least, missed + least
+        return RowCounts(rows, counts, self.total + other.total, missed)
+
+
+class AccessProfile:
+    """Accesses of the rows of all tables, counted batch by batch.
+
+    Profiles of the same tables add up, so each rank can count its own batches.
+
+    Args:
+        tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`.
+        most_rows: rows counted of a table at most, 16 bytes each; twice as many wait to be counted.
+
+    Raises:
+        InputError: ``most_rows`` is not positive, or the tables are refused by `table_specs`.
+
+    Example:
+        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
+        >>> profile = AccessProfile([table])
+        >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
+        >>> profile["t"].counts.tolist(), profile.ids_per_sample(table)
+        ([1, 3], 1.0)
+    """
+
+    def __init__(self, tables: Sequence[Any], *, most_rows: int = _MOST_ROWS) -> None:
+        if most_rows < 1:
+            raise InputError(f"AccessProfile: most_rows={most_rows} must be at least 1.")
+        self.tables: tuple[TableSpec, ...] = table_specs(tables)
+        self.most_rows = most_rows
+        self.num_samples = 0
+        nothing = np.zeros(0, np.int64)
+        self._counts = {table.name: RowCounts(nothing, nothing, 0) for table in self.tables}
+        self._waiting: dict[str, list[Numbers]] = {table.name: [] for table in self.tables}
+        self._table_of = {feature: table for table in self.tables for feature in table.feature_names}
+
+    def add(self, ids: Mapping[str, Any], *, num_samples: int) -> None:
+        """Counts the ids of a batch.
+
+        Args:
+            ids: rows read by each feature, whole numbers, any shape; a feature that is left out read none.
+            num_samples: samples of the batch.
+
+        Raises:
+            InputError: a feature is in no table, or an id is outside its table.
+        """
+        found = {name: np.asarray(values, dtype=np.int64).ravel() for name, values in ids.items()}
+        for name, values in found.items():
+            table = self._table_of.get(name)
+            if table is None:
+                raise InputError(
+                    f"AccessProfile: feature {name!r} looks up in none of the {len(self.tables)} tables. Profile the "
+                    "tables of the model whose batches are counted."
+                )
+            if len(values) and not (values.min() >= 0 and values.max() < table.num_embeddings):
+                worst = values.min() if values.min() < 0 else values.max()
+                raise InputError(
+                    f"AccessProfile: feature {name!r} has the id {worst}, but table {table.name!r} has "
+                    f"{table.num_embeddings} rows. Hash the ids, or give the table more rows."
+                )
+        for name, values in found.items():
+            table = self._table_of[name]
+            waiting = self._waiting[table.name]
+            waiting.append(values)
+            # Counting costs about as much as there are counters: it waits until as many ids have come.
+            if sum(map(len, waiting)) > 2 * min(self.most_rows, table.num_embeddings):
+                self._count(table.name)
+        self.num_samples += num_samples
+
+    def __getitem__(self, table: str) -> RowCounts:
+        """Returns the accesses of a table's rows so far."""
+        self._count(table)
+        return self._counts[table]
+
+    def ids_per_sample(self, table: TableSpec) -> float:
+        """Returns the mean number of ids that a feature of the table has in a sample."""
+        return self[table.name].total / max(self.num_samples * len(table.feature_names), 1)
+
+    def put(self, table: str, counts: RowCounts) -> None:
+        """Adds accesses that were counted elsewhere, by another rank or an earlier run."""
+        self._counts[table] = self[table].merged(counts, most_rows=self.most_rows)
+
+    def merge(self, other: AccessProfile) -> None:
+        """Adds the accesses of another profile of the same tables.
+
+        Raises:
+            InputError: it is of other tables.
+        """
+        if other.tables != self.tables:
+            raise InputError(
+                f"AccessProfile: profiles of {len(self.tables)} and {len(other.tables)} tables do not add up, or their "
+                "tables differ in name, rows, dim or features. Merge profiles of one model."
+            )
+        for table in self.tables:
+            self.put(table.name, other[table.name])
+        self.num_samples += other.num_samples
+
+    def _count(self, table: str) -> None:
+        waiting = self._waiting[table]
+        if waiting:
+            ids = np.concatenate(waiting)
+            waiting.clear()
+            self._counts[table] = self._counts[table].merged(RowCounts.of(ids), most_rows=self.most_rows)

@@ -1,0 +1,150 @@
+"""Access profiles of a run's data: counted from its rows, summed over ranks, kept as Parquet files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dmt.errors import InputError
+from dmt.files import atomic_write, from_record, open_file, parse_json
+from dmt.hot_rows.profile import AccessProfile, RowCounts
+from dmt.plan.tables import TableSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from dmt.training.data import ClickData
+    from dmt.training.data.batch import ClickBatch
+
+__all__ = ["add_batch", "collect_profile", "load_profile", "save_profile", "sum_profiles"]
+
+_FORMAT = 1
+_BATCH_ROWS = 256  # training batches are whole: fewer rows than this are left out at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """The numbers of a file besides the counts."""
+
+    format: int
+    num_samples: int
+    most_rows: int
+    tables: tuple[TableSpec, ...]
+    totals: tuple[int, ...]
+    missed: tuple[int, ...]
+
+
+_SCHEMA = pa.schema([("table", pa.int32()), ("row", pa.int64()), ("accesses", pa.int64())])
+
+
+def collect_profile(data: ClickData, *, num_samples: int | None = None, most_rows: int = 2**20) -> AccessProfile:
+    """Counts the accesses of the first training rows of an epoch.
+
+    Args:
+        data: opened data with an ``embedding_dim``.
+        num_samples: rows to read, rounded up to a multiple of 256 if they are more; None: all of them. Of data that end
+            before, the last 255 at most are left out.
+        most_rows: as in `AccessProfile`.
+
+    Raises:
+        InputError: a row is malformed, or there is none.
+    """
+    profile = AccessProfile(data.tables, most_rows=most_rows)
+    size = _BATCH_ROWS if num_samples is None else min(num_samples, _BATCH_ROWS)
+    batches = data.batches("train", rank=0, world_size=1, batch_size=size)
+    try:
+        for batch in islice(batches, None if num_samples is None else -(-num_samples // size)):
+            add_batch(profile, batch)
+    except InputError:
+        rows = data.num_rows("train")
+        if not rows or rows >= size:
+            raise
+        return collect_profile(data, num_samples=rows, most_rows=most_rows)  # fewer than a batch
+    return profile
+
+
+def add_batch(profile: AccessProfile, batch: ClickBatch) -> None:
+    """Counts the ids of a batch, such as one of a running job."""
+    ids = {name: bags.values().cpu() for name, bags in batch.sparse_features.to_dict().items()}
+    profile.add(ids, num_samples=len(batch.labels))
+
+
+def sum_profiles(profile: AccessProfile, group: ProcessGroup) -> AccessProfile:
+    """Returns the sum of the profiles of all ranks of a group; a collective call."""
+    from dmt.collectives import gather_objects
+
+    first, *others = gather_objects(profile, group)
+    for other in others:
+        first.merge(other)
+    return first
+
+
+def save_profile(profile: AccessProfile, path: Path) -> None:
+    """Writes a profile as Parquet: a row for each counted row of a table.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    counts = [profile[table.name] for table in profile.tables]
+    header = _Header(
+        format=_FORMAT,
+        num_samples=profile.num_samples,
+        most_rows=profile.most_rows,
+        tables=profile.tables,
+        totals=tuple(c.total for c in counts),
+        missed=tuple(c.missed for c in counts),
+    )
+    columns = [
+        np.repeat(np.arange(len(counts), dtype=np.int32), [len(c.rows) for c in counts]),
+        np.concatenate([np.zeros(0, np.int64), *(c.rows for c in counts)]),
+        np.concatenate([np.zeros(0, np.int64), *(c.counts for c in counts)]),
+    ]
+    table = pa.Table.from_arrays([pa.array(column) for column in columns], schema=_SCHEMA)
+    try:
+        with atomic_write(path) as scratch:
+            pq.write_table(table.replace_schema_metadata({"dmt": json.dumps(asdict(header))}), scratch)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"Access profile {path}: cannot be written ({error}). Give another path or free space."
+        ) from error
+
+
+def load_profile(path: Path) -> AccessProfile:
+    """Reads what `save_profile` wrote.
+
+    Raises:
+        InputError: the file is absent, damaged, or no access profile.
+    """
+    place, remedy = f"Access profile {path}", "Collect it again with `dmt profile --out`."
+    try:
+        with open_file(path) as file:
+            table = pq.read_table(file)
+        text = (table.schema.metadata or {}).get(b"dmt", b"{}").decode()
+        number, rows, counts = (column.to_numpy() for column in table.cast(_SCHEMA).columns)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise InputError(f"{place}: cannot be read ({error}). {remedy}") from error
+    header = from_record(_Header, parse_json(text, place=place, remedy=remedy), place=place, remedy=remedy)
+    if header.format != _FORMAT:
+        raise InputError(f"{place} has format {header.format}; this version reads format {_FORMAT}. {remedy}")
+    ends = np.searchsorted(number, np.arange(len(header.tables) + 1))
+    lengths = {len(header.tables), len(header.totals), len(header.missed)}
+    if len(lengths) > 1 or header.most_rows < 1 or ends[0] != 0 or ends[-1] != len(number):
+        raise InputError(f"{place}: its header and its rows do not fit together. {remedy}")
+    profile = AccessProfile(header.tables, most_rows=header.most_rows)
+    profile.num_samples = header.num_samples
+    of_tables = zip(profile.tables, ends, ends[1:], header.totals, header.missed, strict=False)
+    for spec, first, last, total, missed in of_tables:
+        found = RowCounts(rows[first:last], counts[first:last], total, missed)
+        is_sorted = (number[first:last] == number[first : first + 1]).all() and (np.diff(found.rows) > 0).all()
+        inside = not len(found.rows) or (found.rows[0] >= 0 and found.rows[-1] < spec.num_embeddings)
+        if not (is_sorted and inside and (found.counts >= 0).all() and found.counts.sum() <= total):
+            raise InputError(f"{place}: its counts of table {spec.name!r} do not fit together. {remedy}")
+        profile.put(spec.name, found)
+    return profile

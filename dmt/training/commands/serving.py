@@ -1,0 +1,52 @@
+"""The output of ``dmt export`` and ``dmt score``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from dmt.formatting import human_bytes, printable
+from dmt.training.records import auc_warning, to_json
+
+if TYPE_CHECKING:
+    from dmt.training.serving.export import Exported
+    from dmt.training.serving.score import Scored
+
+__all__ = ["print_exported", "print_scored"]
+
+
+def print_exported(found: Exported, out: Path, *, as_json: bool) -> None:
+    """Prints the exported model and the call that loads it."""
+    if as_json:
+        click.echo(to_json({**asdict(found), "checkpoint": str(found.checkpoint)}))
+        return
+    manifest = found.manifest
+    share = found.file_bytes / found.table_bytes
+    kind = f"{manifest.model}, {len(manifest.towers)} towers" if manifest.towers else f"{manifest.model}, no towers"
+    lines = [
+        f"{found.checkpoint}: {kind}, step {manifest.step}, {len(manifest.features)} features, {len(manifest.dense)} "
+        f"dense columns, tables in {manifest.tables}.",
+        f"Logits on random samples: within {found.difference:.1e} of the trained model's."
+        if found.difference
+        else "Logits on random samples: the bits of the trained model's.",
+        f"Written to {out}: {human_bytes(found.file_bytes)}, {share:.3f} of its tables in FP32.",
+        f"Plain PyTorch loads it: torch.export.load({str(out)!r}).module(). `dmt score` takes it, too.",
+    ]
+    click.echo(printable("\n".join(lines)))
+
+
+def print_scored(found: Scored, out: Path, *, as_json: bool) -> None:
+    """Prints the number of rows, and the metrics where rows have labels."""
+    if as_json:
+        click.echo(to_json({"rows": found.num_rows, **(asdict(found.metrics) if found.metrics else {})}))
+        return
+    click.echo(printable(f"{found.num_rows:,} rows. Written to {out}."))
+    if found.metrics is None:
+        click.echo("The rows have no label: there are no metrics.")
+        return
+    click.echo(f"AUC {found.metrics.auc:.4f}, NE {found.metrics.ne:.4f}, loss {found.metrics.loss:.4f}.")
+    if warning := auc_warning(found.metrics.auc):
+        click.echo(warning)

@@ -1,0 +1,198 @@
+"""Models of one's own in the trainer: ``model.factory = "package.module:function"``.
+
+The function is called with those of these arguments that it names, and returns the unsharded model, called as
+``model(dense_features, sparse_features) -> logits [B, 1]``:
+
+- ``tables``: TorchRec's ``EmbeddingBagConfig`` of every table, whose ``pooling`` it may change;
+- ``num_dense``: number of dense columns;
+- ``options``: the section ``[model.options]`` of the config, as a dict;
+- ``towers``: the `TowerPlan`, for a model in towers; None for a flat one;
+- ``device``: where parameters are made, such as the meta device; to be passed on to TorchRec's collections.
+
+The model is built many times, in every process: the function must make the same one each time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmt.errors import InputError, did_you_mean
+from dmt.models.complexity import MetaTables
+from dmt.models.sparse import embedding_bag_configs
+from dmt.plan.tables import TableSpec, table_specs
+from dmt.training.job import Job
+
+__all__ = ["load_factory", "make_model", "sparse_parts", "without_tables"]
+
+_ARGUMENTS = ("tables", "num_dense", "options", "towers", "device")
+
+
+def load_factory(name: str) -> Callable[..., Any]:
+    """Imports the function of ``package.module:function``; modules in the current folder are found, too.
+
+    Raises:
+        InputError: the name has another form, or there is no such module or function.
+    """
+    module, colon, function = name.partition(":")
+    place = f"model.factory={name!r}"
+    if not colon or not module or not function.isidentifier():
+        raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        # A program that was installed, such as dmt, does not look there by itself.
+        sys.path.append(here)
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(
+            f"{place}: {module!r} cannot be imported ({error}). Run from the folder that has it, or set PYTHONPATH."
+        ) from error
+    make = getattr(found, function, None)
+    if not callable(make):
+        names = [own for own, value in vars(found).items() if callable(value) and not own.startswith("_")]
+        raise InputError(f"{place}: {module!r} has no function {function!r}.{did_you_mean(function, names)}")
+    checked: Callable[..., Any] = make
+    return checked
+
+
+def make_model(job: Job, device: str | None = None) -> nn.Module:
+    """Builds the model of a job by its factory, and checks that it has the job's tables and towers.
+
+    Raises:
+        InputError: the factory cannot be loaded or called, or its model does not fit the job.
+    """
+    config, towers = job.config.model, job.towers if job.config.model.has_towers else None
+    assert config.factory is not None, "the job has a factory"
+    place = f"model.factory={config.factory!r}"
+    if towers is None and job.towers is not None and job.towers.column_splits:
+        raise InputError(
+            f"{place} makes a flat model, but the tower plan {job.config.towers.plan} cuts the table of feature "
+            f"{next(iter(job.towers.column_splits))!r} into column shards. Give a plan without shards."
+        )
+    make = load_factory(config.factory)
+    given = {
+        "tables": embedding_bag_configs(job.split_tables),
+        "num_dense": job.num_dense,
+        "options": dict(config.options),
+        "towers": towers,
+        "device": None if device is None else torch.device(device),
+    }
+    parameters = inspect.signature(make).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    unknown = [p.name for p in parameters if p.name not in given and p.default is p.empty and p.name in names]
+    if unknown:
+        raise InputError(
+            f"{place} takes {unknown[0]!r}, which is none of {', '.join(_ARGUMENTS)}. Put settings of your own into "
+            "[model.options]."
+        )
+    with torch.device(device) if device is not None else torch.device("cpu"):
+        model = make(**{name: value for name, value in given.items() if takes_all or name in names})
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{place} returned a {type(model).__name__}, no torch.nn.Module. Return the model.")
+    _check_tables(place, model, job)
+    if device == "meta":
+        _check_start(place, model)
+    return model
+
+
+def _check_start(place: str, model: nn.Module) -> None:
+    """Raises `InputError` for parameters that would start from whatever is in memory, and buffers that would be zeros.
+
+    TorchRec gives the parameters of a sharded model their first numbers by ``reset_parameters`` of the modules that
+    have them.
+    """
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    tables = [path for path, part in model.named_modules() if isinstance(part, EmbeddingBagCollection)]
+    for path, part in model.named_modules():
+        if any(path == own or path.startswith(f"{own}.") for own in tables):
+            continue
+        parameters = [name for name, _ in part.named_parameters(recurse=False)]
+        given = [*parameters, *(name for name, _ in part.named_buffers(recurse=False))]
+        if given and not (parameters and callable(getattr(part, "reset_parameters", None))):
+            raise InputError(
+                f"{place}: {type(part).__name__} {path or 'of the model'!r} has {given[0]!r}, but a sharded model is "
+                "made without numbers, and nothing gives it any: write its start as a method reset_parameters() of "
+                "the module that has the parameter (a buffer alone must be a parameter, or made in forward)."
+            )
+
+
+def _check_tables(place: str, model: nn.Module, job: Job) -> None:
+    """Raises `InputError` unless the model has one sparse part, of the job's kind, with the job's tables and towers."""
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    from torchrec.modules.embedding_tower import EmbeddingTowerCollection
+
+    has_towers = job.config.model.has_towers
+    wanted = EmbeddingTowerCollection if has_towers else EmbeddingBagCollection
+    found = sparse_parts(model)
+    if len(found) != 1 or type(found[0]) is not wanted:
+        kinds = ", ".join(type(part).__name__ for part in found) or "none"
+        raise InputError(
+            f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted.__name__} and no "
+            f"other module with tables, but has {kinds}. Compose it so (docs/your_model.md), or change model.in_towers."
+        )
+    collections = [part for part in model.modules() if isinstance(part, EmbeddingBagCollection)]
+    own = [table_specs(part.embedding_bag_configs()) for part in collections]
+    _compare(place, [table for tables in own for table in tables], job.split_tables)
+    if has_towers:
+        collection: Any = found[0]
+        for number, tower in enumerate(collection.towers):
+            sizes = [getattr(tower.interaction, name, None) for name in ("in_features", "out_features")]
+            if not all(isinstance(size, int) for size in sizes):
+                raise InputError(
+                    f"{place}: {type(tower.interaction).__name__}, the tower module of tower {number}, has in_features "
+                    f"and out_features {sizes}. Give it both, the numbers per sample that enter and leave it."
+                )
+        assert job.towers is not None, "a model in towers has the tower dataflow"
+        planned = [{t.name for t in tables} for tables in job.towers.tables_by_tower(job.split_tables)]
+        if [{table.name for table in tables} for tables in own] != planned:
+            raise InputError(
+                f"{place}: the towers of the model do not have the tables that the tower plan gives them. Build tower "
+                "i from the tables of towers.tables_by_tower(tables)[i]."
+            )
+
+
+def _compare(place: str, own: Sequence[TableSpec], wanted: Sequence[TableSpec]) -> None:
+    by_name = {table.name: table for table in own}
+    for table in wanted:
+        if table.name not in by_name:
+            raise InputError(f"{place}: the model has no table {table.name!r}. Give it every table of `tables`.")
+        if by_name[table.name] != table:
+            raise InputError(
+                f"{place}: the model's {by_name[table.name]} is not the {table} that it was given. Rows and features "
+                "come from [data], columns from model.embedding_dim and model.embedding_dims."
+            )
+    extra = by_name.keys() - {table.name for table in wanted}
+    if extra:
+        raise InputError(f"{place}: the model has a table {min(extra)!r} that no data is for. Leave it out.")
+
+
+def sparse_parts(model: nn.Module) -> list[nn.Module]:
+    """Returns the outermost modules of TorchRec's with tables, in the order of the model."""
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.modules.embedding_tower import EmbeddingTowerCollection
+
+    kinds = (EmbeddingBagCollection, EmbeddingCollection, EmbeddingTowerCollection)
+    if isinstance(model, kinds):
+        return [model]
+    return [part for child in model.children() for part in sparse_parts(child)]
+
+
+def without_tables(model: nn.Module) -> nn.Module:
+    """Puts the complexity counter's stand-ins in the place of a model's tables, in place; returns the model."""
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, EmbeddingBagCollection):
+                setattr(parent, name, MetaTables(child.embedding_bag_configs(), "meta"))
+    return model

@@ -1,0 +1,245 @@
+"""``dmt export``: from a checkpoint of any layout to one file with the program and a manifest."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from dmt.errors import InputError
+from dmt.files import atomic_write, from_record, parse_json
+from dmt.training import checkpoints
+from dmt.training.data import DataConfig
+from dmt.training.data.encode import HASH_KEY, hash_rows
+from dmt.training.job import Job
+from dmt.training.records import versions
+from dmt.training.serving.program import ServedModel, StoredTables, make_program
+from dmt.training.trained import trained_model
+
+__all__ = [
+    "Exported",
+    "ServedFeature",
+    "ServedManifest",
+    "explicit_data",
+    "export_run",
+    "load_program",
+    "read_manifest",
+]
+
+_FORMAT = 1
+_MANIFEST = "manifest.json"
+_REMEDY = "Export the checkpoint again."
+_HASH = (
+    "a missing value is row 0, any other is 1 + mix(text ^ salt) mod (rows - 1), with text and salt the "
+    "pandas.util.hash_array of the two texts under this key, and mix the finaliser of SplitMix64"
+)
+_HASHED_EXAMPLES = ("1", "abc")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedFeature:
+    """A feature as the program takes it."""
+
+    name: str
+    """Key of its ids and lengths."""
+    table: str
+    """Table that its ids are rows of."""
+    rows: int
+    """Rows of the table: ids lie in 0 to rows - 1."""
+    columns: int
+    """Columns of the table."""
+    multi_hot: bool
+    """True where a sample has any number of ids; false where it has one."""
+    salt: str
+    """Text that salts its hash: the name, or that of a table it shares."""
+    examples: dict[str, int] = field(default_factory=dict)
+    """Rows of some texts, by which a server checks its own hashing; none where ids are row numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedManifest:
+    """The manifest of an exported program; plain data."""
+
+    model: str
+    """The config's ``model.arch``, or the factory that made the model."""
+    step: int
+    """Training steps before the checkpoint."""
+    dense: tuple[str, ...]
+    """Dense columns, in the order of the program's."""
+    features: tuple[ServedFeature, ...]
+    """Categorical features."""
+    towers: tuple[tuple[str, ...], ...]
+    """Features by tower; none for a flat model."""
+    tables: str
+    """Format of the tables: fp32, fp16, int8 or int4."""
+    hashing: str
+    """Recipe from a text to a row; empty where ids are row numbers."""
+    hash_key: str
+    """Key of the hash."""
+    data: dict[str, Any]
+    """Section ``data`` of the run's config, with every column by name."""
+    versions: dict[str, str]
+    """Versions of the packages that exported the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """Result of ``dmt export``."""
+
+    checkpoint: Path
+    """The checkpoint."""
+    manifest: ServedManifest
+    """The manifest inside the file."""
+    file_bytes: int
+    """Size of the file."""
+    table_bytes: int
+    """Size of the tables in FP32."""
+    difference: float
+    """Largest difference between a logit of the program and of the trained model, on random samples."""
+
+
+def export_run(run: Path, out: Path, *, tables: StoredTables = "fp32", data_path: str | None = None) -> Exported:
+    """Writes the model of a run's newest whole checkpoint as a program for servers, and compares the two.
+
+    Args:
+        run: the ``output_dir`` of a run, or a checkpoint.
+        out: the ``.pt2`` file.
+        tables: format of the tables in it.
+        data_path: a file with the columns of the run's data, where those are gone.
+
+    Raises:
+        InputError: there is no whole checkpoint, the data do not fit it, PyTorch cannot export the model, the program
+            gives other logits, or the file cannot be written.
+    """
+    if out.suffix != ".pt2":
+        raise InputError(f"--out {str(out)!r} must end in .pt2, by which PyTorch knows exported programs.")
+    checkpoint, job, model = trained_model(run, data_path)
+    splits = {} if job.towers is None else job.towers.column_splits
+    features = job.data.feature_names
+    served = ServedModel(model, features, stored=tables, splits=splits)
+    program = make_program(served, num_dense=job.num_dense, features=features)
+    manifest = _manifest(job, checkpoint, tables)
+    inputs = _random_inputs(job)
+    with torch.no_grad():
+        expected = ServedModel(model, features, splits=splits)(*inputs)
+        difference = float((program.module()(*inputs) - expected).abs().max())
+    # The same operators in the same order, but a CPU's kernels may round by where a tensor lies in memory.
+    rounding = 1e-5 * max(1.0, float(expected.abs().max()))
+    if not difference <= (rounding if tables == "fp32" else torch.inf):
+        raise InputError(
+            f"The exported program of {checkpoint} gives other logits than the model (by {difference:.1e}). Its "
+            "forward must not depend on anything but its input and its weights."
+        )
+    try:
+        with atomic_write(out) as scratch, scratch.open("wb") as stream:
+            # By a stream: PyTorch does not like the scratch file's ending.
+            torch.export.save(program, stream, extra_files={_MANIFEST: json.dumps(_record(manifest), indent=1)})
+    except OSError as error:
+        raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
+    return Exported(
+        checkpoint=checkpoint,
+        manifest=manifest,
+        file_bytes=out.stat().st_size,
+        table_bytes=sum(4 * table.num_embeddings * table.embedding_dim for table in job.tables),
+        difference=difference,
+    )
+
+
+def _record(manifest: ServedManifest) -> dict[str, Any]:
+    return {"format": _FORMAT, **asdict(manifest)}
+
+
+def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifest:
+    config, data = job.config, job.data
+    hashed = config.data.id_mode == "hash" and config.data.kind != "synthetic"
+    features = []
+    for table in job.tables:
+        for name in table.feature_names:
+            salt = data.salts.get(name, name)
+            rows = hash_rows(pa.array(_HASHED_EXAMPLES), feature=salt, num_embeddings=table.num_embeddings)
+            features.append(
+                ServedFeature(
+                    name=name,
+                    table=table.name,
+                    rows=table.num_embeddings,
+                    columns=table.embedding_dim,
+                    multi_hot=name in data.multi_hot,
+                    salt=salt,
+                    examples=dict(zip(_HASHED_EXAMPLES, rows.tolist(), strict=True)) if hashed else {},
+                )
+            )
+    towers = job.towers if config.model.has_towers else None
+    return ServedManifest(
+        model=config.model.name,
+        step=checkpoints.read_manifest(checkpoint).step,
+        dense=tuple(data.dense_names),
+        features=tuple(features),
+        towers=() if towers is None else tuple(tower.features for tower in towers.towers),
+        tables=config.sharding.table_precision if tables == "fp32" else tables,
+        hashing=_HASH if hashed else "",
+        hash_key=HASH_KEY if hashed else "",
+        data=explicit_data(job).model_dump(mode="json"),
+        versions=versions(),
+    )
+
+
+def explicit_data(job: Job) -> DataConfig:
+    """Returns the data section of a job with columns and tables by name: globs could find others in other files."""
+    data, config = job.data, job.config.data
+    if config.kind == "synthetic":
+        return config
+    changes: dict[str, Any] = {"dense": data.dense_names, "categorical": data.feature_names}
+    changes["num_embeddings_per_feature"] = dict(data.num_embeddings)
+    if config.kind == "columns":
+        changes["multi_hot"] = tuple(name for name in data.feature_names if name in data.multi_hot)
+    return config.model_copy(update=changes)
+
+
+def _random_inputs(job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Draws samples with 0 to 2 ids of each feature."""
+    generator, samples = torch.Generator().manual_seed(0), 64
+    ids, lengths = {}, {}
+    for table in job.tables:
+        for name in table.feature_names:
+            lengths[name] = torch.randint(0, 3, (samples,), generator=generator)
+            ids[name] = torch.randint(0, table.num_embeddings, (int(lengths[name].sum()),), generator=generator)
+    return torch.randn(samples, job.num_dense, generator=generator), ids, lengths
+
+
+def read_manifest(path: Path) -> ServedManifest:
+    """Reads the manifest of an exported program; no tensor is read.
+
+    Raises:
+        InputError: the file cannot be read, or ``dmt export`` has not written it.
+    """
+    place = f"Exported model {path}"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [name for name in archive.namelist() if name.endswith(f"extra/{_MANIFEST}")]
+            text = archive.read(found[0]).decode() if found else None
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise InputError(f"{place}: cannot be read ({error}). {_REMEDY}") from error
+    if text is None:
+        raise InputError(f"{place}: has no manifest, so `dmt export` did not write it. {_REMEDY}")
+    record = parse_json(text, place=place, remedy=_REMEDY)
+    if not isinstance(record, dict) or record.pop("format", None) != _FORMAT:
+        raise InputError(f"{place}: its manifest is not of format {_FORMAT}. {_REMEDY}")
+    return from_record(ServedManifest, record, place=place, remedy=_REMEDY)
+
+
+def load_program(path: Path) -> torch.nn.Module:
+    """Loads an exported program to be called as `ServedModel.forward` says.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        return torch.export.load(path).module()
+    except Exception as error:  # a reader raises whatever the bytes make it
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"Exported model {path}: cannot be read ({reason}). {_REMEDY}") from error

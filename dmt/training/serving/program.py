@@ -1,0 +1,238 @@
+"""A trained model as a plain PyTorch program: `make_program` by ``torch.export``, with `ServedTables` for its tables.
+
+The program takes tensors, and its operators are PyTorch's own: it loads and runs without TorchRec, FBGEMM and this
+library. Dense parts and tower modules are traced as they are; only TorchRec's collections of tables are replaced.
+
+Legend: B samples, D dense columns, n ids of a feature in all samples, R rows and N columns of a table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from dmt._torchrec import assert_in_graph
+from dmt.errors import InputError
+from dmt.formatting import shorten
+from dmt.plan.column_shards import shard_names
+
+__all__ = ["TABLE_BITS", "ServedModel", "ServedTables", "StoredTables", "make_program", "quantize_rows", "restore_rows"]
+
+StoredTables = Literal["fp32", "int8", "int4"]
+TABLE_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
+"""Bits of a number of a quantised table."""
+_ROWS = 2**16  # quantised in one go: tables are too large for a copy in FP32
+
+
+def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Rounds each row of a table to whole numbers of few bits, between the least and the greatest number of the row.
+
+    Args:
+        weight: [R, N], any float.
+        bits: 8, or 4, which packs two numbers into a byte: N is even then.
+
+    Returns:
+        The numbers, uint8 [R, N * bits / 8]; and the size of a step and the least number of each row, float32 [R, 2].
+        Of a row, half a step is the greatest error.
+
+    Example:
+        >>> codes, scales = quantize_rows(torch.tensor([[0.0, 0.5, 1.0, 3.0]]), bits=4)
+        >>> codes.shape, restore_rows(codes, scales).tolist()
+        (torch.Size([1, 2]), [[0.0, 0.4000000059604645, 1.0, 3.0]])
+    """
+    codes, scales = [], []
+    for rows in weight.detach().split(_ROWS):
+        rows = rows.float()
+        least = rows.amin(dim=1, keepdim=True)
+        step = (rows.amax(dim=1, keepdim=True) - least) / (2**bits - 1)
+        numbers = ((rows - least) / step.where(step > 0, 1)).round().to(torch.uint8)
+        codes.append(numbers if bits == 8 else numbers[:, 0::2] | numbers[:, 1::2] << 4)
+        scales.append(torch.cat([step, least], dim=1))
+    return torch.cat(codes), torch.cat(scales)
+
+
+def restore_rows(codes: Tensor, scales: Tensor, *, bits: int = 4) -> Tensor:
+    """Returns the rows, float32 [n, N], of numbers and scales that `quantize_rows` made, [n, ...] each."""
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
+    return codes.float() * scales[:, :1] + scales[:, 1:]
+
+
+class ServedTables(nn.Module):
+    """The tables of a TorchRec ``EmbeddingBagCollection``, looked up by PyTorch's own operators.
+
+    With ``stored="fp32"`` they stay as they are (FP16 tables in FP16), and results have the bits of the collection.
+
+    Args:
+        tables: the collection.
+        stored: ``"int8"`` or ``"int4"`` quantises each row; sums are of FP32 numbers.
+
+    Raises:
+        InputError: bags are weighted, or a table has an odd number of columns for INT4.
+    """
+
+    def __init__(self, tables: EmbeddingBagCollection, *, stored: StoredTables = "fp32") -> None:
+        super().__init__()
+        configs = tables.embedding_bag_configs()
+        if tables.is_weighted():
+            raise InputError(f"Table {configs[0].name!r} has weighted bags, which no exported program takes.")
+        self._bits = TABLE_BITS.get(stored)
+        names = get_embedding_names_by_table(configs)
+        self._outputs = [name for of_table in names for name in of_table]
+        self._lookups = [(config.feature_names, _mode(config.pooling)) for config in configs]
+        self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
+        for number, config in enumerate(configs):
+            weight = tables.embedding_bags[config.name].weight.detach()
+            if self._bits is None:
+                self.register_buffer(f"weight_{number}", weight)
+                continue
+            if weight.shape[1] % 2:
+                raise InputError(f"Table {config.name!r} has {weight.shape[1]} columns, an odd number. Use int8.")
+            codes, scales = quantize_rows(weight, self._bits)
+            self.register_buffer(f"weight_{number}", codes)
+            self.register_buffer(f"scales_{number}", scales)
+
+    def forward(self, features: Mapping[str, JaggedTensor]) -> KeyedTensor:
+        """Ids by feature -> pooled embeddings as the collection gives them, float32 [B, sum N]."""
+        pooled = [
+            self._look_up(number, features[name].values(), features[name].offsets(), mode)
+            for number, (names, mode) in enumerate(self._lookups)
+            for name in names
+        ]
+        return KeyedTensor(keys=self._outputs, length_per_key=self._widths, values=torch.cat(pooled, dim=1))
+
+    def _look_up(self, number: int, ids: Tensor, offsets: Tensor, mode: str) -> Tensor:
+        weight = self.get_buffer(f"weight_{number}")
+        if self._bits is not None:
+            scales = self.get_buffer(f"scales_{number}")
+            weight = restore_rows(weight.index_select(0, ids), scales.index_select(0, ids), bits=self._bits)
+            ids = torch.arange(ids.shape[0], device=ids.device)
+        return functional.embedding_bag(ids, weight, offsets, mode=mode, include_last_offset=True).float()
+
+
+def _mode(pooling: PoolingType) -> str:
+    return "mean" if pooling is PoolingType.MEAN else "sum"
+
+
+class _Ids(dict[str, JaggedTensor]):
+    """Ids by feature, in the place of a ``KeyedJaggedTensor``."""
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        return dict(self)
+
+
+class ServedModel(nn.Module):
+    """A click model ``model(dense_features, sparse_features) -> [B, 1]`` that takes plain tensors.
+
+    Args:
+        model: the unsharded model with its weights; it is copied, but for what is not replaced of the tables.
+        features: names of the features that the program takes.
+        stored: format of the tables.
+        splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
+
+    Raises:
+        InputError: the model has tables that cannot be exported.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        features: Sequence[str],
+        *,
+        stored: StoredTables = "fp32",
+        splits: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__()
+        self._features = tuple(features)
+        self._shards = {name: shard_names(name, widths) for name, widths in (splits or {}).items()}
+        served = {
+            id(part): ServedTables(part, stored=stored)
+            for part in model.modules()
+            if type(part) is EmbeddingBagCollection
+        }
+        # What the memo has is put in the copy's place, and tables are never copied.
+        memo: dict[int, Any] = dict(served)
+        left = [name for name, part in model.named_modules() if _is_unserved(part)]
+        if left:
+            raise InputError(
+                f"The module {left[0]!r} has tables that cannot be exported: only EmbeddingBagCollection can, and no "
+                "subclass of it."
+            )
+        self.model = copy.deepcopy(model, memo).eval()
+
+    def forward(self, dense: Tensor, ids: dict[str, Tensor], lengths: dict[str, Tensor]) -> Tensor:
+        """Scores samples.
+
+        Args:
+            dense: [B, D] float32, transformed as in training.
+            ids: by feature, the ids of all samples one after another, int64 [n].
+            lengths: by feature, the number of ids of each sample, int64 [B].
+
+        Returns:
+            Logits, float32 [B].
+        """
+        found = _Ids()
+        # All features at once: for a few samples, the number of operators is what takes the time.
+        stacked = torch.stack([lengths[name] for name in self._features])
+        all_offsets = functional.pad(stacked.cumsum(1), (1, 0))
+        # With other offsets embedding_bag would read memory that is not the batch's.
+        assert_in_graph((stacked >= 0).all(), "lengths: a number of ids is negative")
+        for name, length, offsets in zip(self._features, stacked.unbind(), all_offsets.unbind(), strict=True):
+            assert_in_graph(offsets[-1] == ids[name].shape[0], f"lengths[{name!r}] do not add up to the ids[{name!r}]")
+            for key in self._shards.get(name, [name]):
+                found[key] = JaggedTensor(values=ids[name], lengths=length, offsets=offsets)
+        logits: Tensor = self.model(dense, found)
+        return logits.reshape(-1)
+
+
+def _is_unserved(part: nn.Module) -> bool:
+    return isinstance(part, EmbeddingBagCollection | EmbeddingCollection) and type(part) is not EmbeddingBagCollection
+
+
+def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str]) -> torch.export.ExportedProgram:
+    """Traces a model for any number of samples from 1 on, and any number of ids of each feature from 0 on.
+
+    The program checks its input: names, shapes, that lengths add up, that ids have rows.
+
+    Args:
+        model: on the CPU.
+        num_dense: D.
+        features: names of the features.
+
+    Raises:
+        InputError: PyTorch cannot export the model; the message has its reason.
+    """
+    samples = 3
+    # Another number of ids for each feature, so that nothing is taken for equal.
+    counts = {name: samples + 2 + number for number, name in enumerate(features)}
+    ids = {name: torch.zeros(count, dtype=torch.int64) for name, count in counts.items()}
+    lengths = {name: torch.tensor([1, 1, count - 2]) for name, count in counts.items()}
+    batch = torch.export.Dim("batch", min=1)
+    dims: tuple[Any, ...] = (
+        {0: batch},
+        {name: {0: torch.export.Dim(f"ids_{number}", min=0)} for number, name in enumerate(features)},
+        {name: {0: batch} for name in features},
+    )
+    try:
+        with torch.no_grad():
+            return torch.export.export(
+                model, (torch.zeros(samples, num_dense), ids, lengths), dynamic_shapes=dims, strict=False
+            )
+    except Exception as error:  # whatever the user's own module makes the tracer raise
+        reason = shorten([line.strip() for line in str(error).splitlines() if line.strip()][:3], " ")
+        raise InputError(
+            f"PyTorch cannot export {type(model.model).__name__} ({type(error).__name__}: {reason}). Write its forward "
+            "without branches on the data or on the number of samples."
+        ) from error

@@ -1,0 +1,147 @@
+"""``dmt score``: the predictions of a trained or exported model for the rows of files, by the trainer's own reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from dmt.errors import InputError
+from dmt.files import atomic_write, explain
+from dmt.training.data import ClickBatch, ClickData, DataConfig, open_source
+from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
+from dmt.training.loop import MetricValues, metric_values
+from dmt.training.serving.export import ServedManifest, explicit_data, load_program, read_manifest
+from dmt.training.trained import trained_model
+
+__all__ = ["Scored", "score", "tensors_of"]
+
+Scorer = Callable[[ClickBatch], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Result of ``dmt score``."""
+
+    num_rows: int
+    """Rows scored."""
+    metrics: MetricValues | None
+    """Metrics of the predictions; None where the rows have no label."""
+
+
+def score(model: Path, out: Path, *, data_path: str | None = None, batch_size: int = 4096) -> Scored:
+    """Scores rows in the order of their files, and writes ``row``, ``logit``, ``probability`` and, if there, ``label``.
+
+    Args:
+        model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
+        out: the Parquet file.
+        data_path: a file, a directory or a glob with the columns of the run, of which the label may be absent. Without
+            it, the run's own evaluation rows are scored.
+        batch_size: rows in one go.
+
+    Raises:
+        InputError: the model or the data cannot be read or do not fit each other, or the file cannot be written.
+    """
+    if batch_size < 1:
+        raise InputError(f"--batch-size {batch_size} must be at least 1.")
+    scorer, data = _open(model, data_path)
+    if out.is_dir():
+        raise InputError(f"--out {str(out)!r} cannot be written: it is a folder. Name a file in it.")
+    parts: list[tuple[Tensor, Tensor]] = []
+    try:
+        with atomic_write(out) as scratch:
+            _write(scratch, _predictions(scorer, data, batch_size, parts), has_labels=data.config.label is not None)
+    except OSError as error:
+        raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
+    logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
+    return Scored(num_rows=len(logits), metrics=None if data.config.label is None else metric_values(logits, labels))
+
+
+def _predictions(
+    scorer: Scorer, data: ClickData, batch_size: int, parts: list[tuple[Tensor, Tensor]]
+) -> Iterator[dict[str, Any]]:
+    """Yields the columns of a batch; keeps logits and labels."""
+    row = 0
+    with torch.inference_mode():
+        for batch in data.batches("eval", rank=0, world_size=1, batch_size=batch_size):
+            real = batch.weights > 0
+            logits, labels = scorer(batch)[real], batch.labels[real]
+            parts.append((logits, labels))
+            yield {
+                "row": torch.arange(row, row + len(logits)).numpy(),
+                "logit": logits.numpy(),
+                "probability": torch.sigmoid(logits).numpy(),
+                "label": labels.numpy(),
+            }
+            row += len(logits)
+
+
+def _write(path: Path, parts: Iterator[dict[str, Any]], *, has_labels: bool) -> None:
+    kinds = {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}
+    schema = pa.schema({name: kind for name, kind in kinds.items() if has_labels or name != "label"})
+    with pq.ParquetWriter(path, schema) as writer:
+        for columns in parts:
+            writer.write_table(pa.table({name: columns[name] for name in schema.names}, schema=schema))
+
+
+def _open(model: Path, data_path: str | None) -> tuple[Scorer, ClickData]:
+    if model.suffix == ".pt2" or model.is_file():
+        manifest = read_manifest(model)
+        program = load_program(model)
+        data = open_source(_rows_of(_data_of(model, manifest), data_path))
+        return (lambda batch: program(*tensors_of(batch))), data
+    try:
+        _, job, plain = trained_model(model)
+    except InputError:
+        # The rows to score have the columns, too, should the run's own files be gone.
+        _, job, plain = trained_model(model, data_path)
+    splits = {} if job.towers is None else job.towers.column_splits
+    data = open_source(_rows_of(explicit_data(job), data_path), column_splits=splits)
+    return (lambda batch: plain(batch.dense_features, batch.sparse_features).reshape(-1)), data
+
+
+def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the input of an exported program: dense features, and ids and lengths by feature."""
+    bags = batch.sparse_features.to_dict()
+    return (
+        batch.dense_features,
+        {name: own.values() for name, own in bags.items()},
+        {name: own.lengths() for name, own in bags.items()},
+    )
+
+
+def _data_of(model: Path, manifest: ServedManifest) -> DataConfig:
+    from pydantic import ValidationError
+
+    try:
+        return DataConfig.model_validate(manifest.data)
+    except ValidationError as error:
+        raise InputError(f"Exported model {model}: data: {explain(error)} Export the checkpoint again.") from error
+
+
+def _rows_of(config: DataConfig, data_path: str | None) -> DataConfig:
+    """The data section for scoring: all rows of the files, or the evaluation rows of the run."""
+    if data_path is None:
+        return config
+    if config.kind == "synthetic":
+        raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
+    changes: dict[str, Any] = {"train_path": data_path, "eval_path": data_path, "split_column": None}
+    # Every row has a prediction, or the first that cannot be read is named.
+    changes |= {"max_eval_rows": None, "group_by": None, "skip_bad_lines": False}
+    if config.kind == "columns" and config.label not in _columns_of(data_path, config):
+        changes["label"] = None
+    return config.model_copy(update=changes)
+
+
+def _columns_of(data_path: str, config: DataConfig) -> list[str]:
+    first = expand_path("--data", data_path, columns=True)[0]
+    if is_parquet(first):
+        names: list[str] = parquet_file(first).schema_arrow.names
+        return names
+    return csv_header(first, separator_of(first, config))

@@ -1,0 +1,55 @@
+"""The config, the job and the plain model of a run's newest whole checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from dmt.errors import InputError
+from dmt.training.build import ClickTask, build_model
+from dmt.training.checkpoints import load_plain, newest
+from dmt.training.config import TrainingConfig, load_config, to_override
+from dmt.training.job import Job, open_data
+
+__all__ = ["checkpoint_of", "trained_model"]
+
+
+def checkpoint_of(run: Path, data_path: str | None = None) -> tuple[Path, TrainingConfig]:
+    """Finds the newest whole checkpoint of a run and its config, which names the tower plan inside the checkpoint.
+
+    Args:
+        run: the ``output_dir`` of a run, a checkpoint or a folder of them.
+        data_path: rows from here instead of the run's own ``data.train_path``.
+
+    Raises:
+        InputError: there is no checkpoint, its config cannot be read, or the data are not the run's.
+    """
+    checkpoint = newest(run / "checkpoint") or newest(run)
+    if checkpoint is None:
+        raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
+    overrides = []
+    if (checkpoint / "towers.json").exists():
+        overrides.append(to_override("towers.plan", checkpoint / "towers.json"))
+    if data_path is not None:
+        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
+            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
+        overrides.append(to_override("data.train_path", data_path))
+    return checkpoint, load_config(checkpoint / "config.toml", overrides)
+
+
+def trained_model(run: Path, data_path: str | None = None) -> tuple[Path, Job, nn.Module]:
+    """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors as `checkpoint_of`.
+
+    The data are opened for their columns; no row is read.
+
+    Returns:
+        The checkpoint, the job, which has no sharding plan, and the model in evaluation mode.
+    """
+    checkpoint, config = checkpoint_of(run, data_path)
+    data, towers = open_data(config)
+    tables = tuple(data.tables)
+    job = Job(config=config, tables=tables, num_dense=len(data.dense_names), towers=towers, source=data)
+    task = ClickTask(build_model(job))
+    load_plain(task, checkpoint)
+    return checkpoint, job, task.model.eval()

@@ -1,0 +1,34 @@
+"""`make gpu` refuses politely without a GPU, and its CPU form agrees with the plain module and writes its record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.gpu import CONTENDERS, FORMAT, main
+from tests.programs import run_program
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    result = CliRunner().invoke(main, [])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --device='cuda', but torch 2")
+    assert "Or set --device='cpu'" in result.stderr
+
+
+@pytest.mark.ranks
+def test_the_record_of_a_cpu_has_every_contender(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    finished = run_program(["-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(out)], 1)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    record = json.loads(out.read_text())
+    assert (record["format"], record["quick"], record["agrees"]) == (FORMAT, True, True)
+    assert record["environment"]["versions"]["torch"].startswith("2.")
+    assert list(record["contenders"]) == list(CONTENDERS)
+    for run in record["contenders"].values():
+        assert run["parity"]["tensors"] >= 8
+        assert run["step_seconds"]["least"] <= run["step_seconds"]["median"] <= run["step_seconds"]["most"]
+        assert run["peak_bytes"] > 0

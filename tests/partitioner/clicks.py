@@ -1,0 +1,41 @@
+"""Clicks with pairs of features whose interaction is known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+
+def planted_clicks(num_features, pairs, *, rows, strength=1.0, singles=0.5, values=8, seed=0):
+    """Ids [R, F] and labels [R]: log odds of one random weight per value of every feature and per cell of each pair.
+
+    ``strength`` and ``singles`` are the standard deviations of a cell's and of a value's weight.
+    """
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, values, (rows, num_features))
+    odds = sum((rng.normal(0, singles, values)[column] for column in ids.T), start=np.full(rows, -1.0))
+    for i, j in pairs:
+        cells = rng.normal(0, strength, (values, values))
+        # What is left of cells after their rows' and columns' means is the interaction alone.
+        cells -= cells.mean(axis=0) + cells.mean(axis=1, keepdims=True) - cells.mean()
+        odds += cells[ids[:, i], ids[:, j]]
+    labels = (rng.random(rows) < 1 / (1 + np.exp(-odds))).astype(np.float32)
+    return ids, labels
+
+
+def drawn_pairs(num_features, count, *, seed):
+    """So many pairs of features that have none in common, as sorted names."""
+    drawn = np.random.default_rng(seed).permutation(num_features)[: 2 * count].reshape(count, 2)
+    return [tuple(sorted(map(int, pair))) for pair in drawn]
+
+
+def batches_of(ids, labels, *, dense=None, size=1000, rank=0, world_size=1):
+    """Batches of a rank, features named f0, f1, ..."""
+    for start in range(rank * size, len(labels), world_size * size):
+        own = slice(start, start + size)
+        yield SimpleNamespace(
+            sparse_features={f"f{i}": ids[own, i] for i in range(ids.shape[1])},
+            labels=labels[own],
+            **({} if dense is None else {"dense_features": dense[own]}),
+        )

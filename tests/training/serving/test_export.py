@@ -1,0 +1,197 @@
+"""An exported checkpoint has the bits of the plain model, refuses wrong input, and needs nothing but PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+
+from dmt.errors import InputError
+from dmt.formatting import printable
+from dmt.training.commands import main
+from dmt.training.serving import export
+from dmt.training.serving.export import Exported, export_run, load_program, read_manifest
+from dmt.training.serving.program import make_program
+from dmt.training.serving.score import tensors_of
+from dmt.training.trained import trained_model
+from tests.training.checkpoints.made import save_alone
+from tests.training.checkpoints.test_compatibility import CHECKPOINT
+from tests.training.small import plain, small
+
+Inputs = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+# Saved by 2 x 2 ranks: table-wise, row-wise, column-wise and data-parallel tables, two of them with bags.
+FEATURES = [f"C{i}" for i in range(1, 9)]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Exported]:
+    out = tmp_path_factory.mktemp("exported") / "model.pt2"
+    return out, export_run(CHECKPOINT, out)
+
+
+@pytest.fixture(scope="module")
+def program(exported: tuple[Path, Exported]) -> torch.nn.Module:
+    return load_program(exported[0])
+
+
+def test_logits_have_the_bits_of_the_plain_model_at_any_batch_size(program: torch.nn.Module) -> None:
+    _, job, model = trained_model(CHECKPOINT)
+    seen = set()
+    for size in (1, 2, 127, 128, 700, 4096):  # from 128 on, a layer pads its input
+        batch = next(job.data.batches("eval", rank=0, world_size=1, batch_size=size))
+        with torch.no_grad():
+            wanted = model(batch.dense_features, batch.sparse_features).squeeze(1)
+            found = program(*tensors_of(batch))
+        assert torch.equal(found, wanted), size
+        seen.add(tuple(batch.sparse_features["C8"].lengths()[:100].unique().tolist()))
+    assert max(seen, key=len) == (0, 1, 2, 3), "no bags of several ids and none"
+
+
+def test_it_runs_in_a_process_that_has_torch_only(exported: tuple[Path, Exported], tmp_path: Path) -> None:
+    code = """
+        import sys
+
+        class Absent:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in ("dmt", "torchrec", "fbgemm_gpu"):
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        sys.meta_path.insert(0, Absent())
+        import torch
+
+        model = torch.export.load(sys.argv[1]).module()
+        names = [f"C{i}" for i in range(1, 9)]
+        ids = {name: torch.tensor([3, 1, 4]) for name in names}
+        print(model(torch.ones(2, 3), ids, {name: torch.tensor([2, 1]) for name in names}).tolist())
+    """
+    code = "\n".join(line.removeprefix("        ") for line in code.splitlines())
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(exported[0])],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={},
+    )
+    assert run.returncode == 0, run.stderr
+    found = load_program(exported[0])(*inputs())
+    assert json.loads(run.stdout) == found.tolist()
+
+
+def inputs() -> Inputs:
+    ids = {name: torch.tensor([3, 1, 4]) for name in FEATURES}
+    return torch.ones(2, 3), ids, {name: torch.tensor([2, 1]) for name in FEATURES}
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("dense", torch.ones(2, 4), r"dense\.size\(\)\[1\] == 3"),
+        ("dense", torch.ones(3, 3), r"lengths\['C1'\]\.size\(\)\[0\] == dense\.size\(\)\[0\]"),
+        ("dense", torch.ones(0, 3), "batch|dense"),
+        ("dense", torch.ones(2, 3).double(), "dtype"),
+        ("ids", torch.tensor([3, 1, 40]), r"Index 2 of input takes value 40 which is not in the valid range \[0, 40\)"),
+        ("ids", torch.tensor([3, -1, 4]), "takes value -1 which is not in the valid range"),
+        ("ids", torch.tensor([3, 1]), r"lengths\['C3'\] do not add up to the ids\['C3'\]"),
+        ("ids", torch.tensor([[3, 1, 4]]), r"ids\['C3'\]|Expected"),
+        ("lengths", torch.tensor([2, 2]), r"lengths\['C3'\] do not add up"),
+        ("lengths", torch.tensor([-1, 4]), "a number of ids is negative"),
+        ("lengths", torch.tensor([2, 1, 0]), r"lengths\['C3'\]\.size\(\)\[0\] == dense"),
+        ("ids", None, "input"),
+    ],
+)
+def test_the_program_refuses_wrong_input(part: str, value: Tensor | None, message: str, program: Any) -> None:
+    dense, ids, lengths = inputs()
+    if part == "dense":
+        assert value is not None
+        dense = value
+    elif value is None:
+        del ids["C3"]
+    else:
+        (ids if part == "ids" else lengths)["C3"] = value
+    with pytest.raises((RuntimeError, AssertionError, ValueError, IndexError), match=message):
+        program(dense, ids, lengths)
+
+
+def test_the_manifest_says_what_a_server_needs(exported: tuple[Path, Exported]) -> None:
+    out, found = exported
+    manifest = read_manifest(out)
+    assert manifest == found.manifest
+    assert (manifest.model, manifest.step, manifest.tables) == ("dmt-dlrm", 6, "fp32")
+    assert manifest.dense == ("I1", "I2", "I3")
+    assert manifest.towers == (("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8"))
+    assert [(f.name, f.table, f.rows, f.columns, f.multi_hot) for f in manifest.features] == [
+        (f"C{i}", f"t_C{i}", 40, 8, i >= 7) for i in range(1, 9)
+    ]
+    assert manifest.versions["torch"]
+    assert found.difference == 0.0
+
+
+def test_a_damaged_or_other_file_is_refused(exported: tuple[Path, Exported], tmp_path: Path) -> None:
+    whole = exported[0].read_bytes()
+    cases = {"cut": whole[:5000], "text": b"hello", "other": b""}
+    for name, content in cases.items():
+        (tmp_path / f"{name}.pt2").write_bytes(content)
+        with pytest.raises(InputError, match=rf"{name}\.pt2: cannot be read .*Export the checkpoint again"):
+            read_manifest(tmp_path / f"{name}.pt2")
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+        archive.writestr("other/data", "1")
+    with pytest.raises(InputError, match="has no manifest, so `dmt export` did not write it"):
+        read_manifest(tmp_path / "other.pt2")
+    with pytest.raises(InputError, match=r"other\.pt2: cannot be read"):
+        load_program(tmp_path / "other.pt2")
+    with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive:
+        archive.writestr("old/extra/manifest.json", '{"format": 99}')
+    with pytest.raises(InputError, match="its manifest is not of format 1"):
+        read_manifest(tmp_path / "old.pt2")
+
+
+def test_commands_tell_what_is_wrong(tmp_path: Path) -> None:
+    def told(*arguments: object) -> str:
+        run = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        assert run.exit_code == 2, run.output
+        return printable(run.output)
+
+    out = tmp_path / "model.pt2"
+    assert "nowhere is not the output_dir of a training run" in told("export", tmp_path / "nowhere", "-o", out)
+    assert "must end in .pt2" in told("export", CHECKPOINT, "-o", tmp_path / "model.onnx")
+    assert "rows of a file do not fit it" in told("export", CHECKPOINT, "-o", out, "--data", "rows.csv")
+    assert "is not the output_dir" in told("score", tmp_path / "no", "-o", tmp_path / "p.parquet")
+    assert "--batch-size 0" in told("score", CHECKPOINT, "-o", tmp_path / "p.parquet", "--batch-size", 0)
+    assert "it is a folder" in told("score", CHECKPOINT, "-o", tmp_path)
+    # A checkpoint whose config is of another model.
+    task = plain(small("dlrm"))
+    other = save_alone(task, tmp_path / "run" / "checkpoint", files={"config.toml": to_text(small("dcn"))})
+    assert "is a checkpoint of another model" in told("export", tmp_path / "run", "-o", out)
+    part = max(other.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    part.write_bytes(part.read_bytes()[:-5])
+    assert "holds no whole checkpoint" in told("export", tmp_path / "run", "-o", out)
+    assert not out.exists()
+
+
+def to_text(config: Any) -> str:
+    from dmt.training.config import to_toml
+
+    return to_toml(config)
+
+
+def test_a_program_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoilt(*arguments: Any, **options: Any) -> torch.export.ExportedProgram:
+        program = make_program(*arguments, **options)
+        biases = [value for name, value in program.state_dict.items() if "over_arch" in name and name.endswith("bias")]
+        with torch.no_grad():
+            biases[-1].add_(0.001)
+        return program
+
+    monkeypatch.setattr(export, "make_program", spoilt)
+    with pytest.raises(InputError, match=r"gives other logits than the model \(by 1\.0e-03\)"):
+        export_run(CHECKPOINT, tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())

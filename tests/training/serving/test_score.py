@@ -1,0 +1,123 @@
+"""`dmt score` gives every row of a file its prediction, from a checkpoint or an exported program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dmt.errors import InputError
+from dmt.training.checkpoints import load_plain
+from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.data import ClickBatch, open_source
+from dmt.training.serving.export import export_run, read_manifest
+from dmt.training.serving.score import score
+from tests.training.checkpoints.made import save_alone
+from tests.training.small import plain
+
+ROWS = 50
+
+
+def rows(**changes: Any) -> pa.Table:
+    columns = {
+        "label": [i % 3 == 0 for i in range(ROWS)],
+        "c_ad": [f"ad{i % 7}" if i % 5 else None for i in range(ROWS)],
+        "c_words": [[f"w{j}" for j in range(i % 4)] for i in range(ROWS)],
+        "d_age": [float(i) for i in range(ROWS)],
+        "split": ["train" if i % 2 else "test" for i in range(ROWS)],
+    } | changes
+    return pa.table({name: values for name, values in columns.items() if values is not None})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained run, as far as files can tell, of a data set with columns and a split."""
+    folder = tmp_path_factory.mktemp("run")
+    pq.write_table(rows(), folder / "clicks.parquet")
+    data = {
+        "kind": "columns",
+        "train_path": str(folder / "clicks.parquet"),
+        "categorical": ["c_*"],
+        "dense": ["d_*"],
+        "split_column": "split",
+        "num_embeddings": 30,
+    }
+    model = {"arch": "dlrm", "embedding_dim": 8, "dense_arch": [6], "over_arch": [4, 1]}
+    config = TrainingConfig.model_validate({"data": data, "model": model})
+    torch.manual_seed(0)
+    save_alone(plain(config), folder / "checkpoint", files={"config.toml": to_toml(config)})
+    export_run(folder, folder / "model.pt2")
+    return folder
+
+
+def read(path: Path) -> dict[str, list[Any]]:
+    return dict(pq.read_table(path).to_pydict())
+
+
+def batch_of(run: Path) -> ClickBatch:
+    """All rows, as the trainer reads them."""
+    config = load_config(run / "checkpoint" / "step-00000001" / "config.toml")
+    data = config.data.model_copy(update={"split_column": None, "eval_path": str(run / "clicks.parquet")})
+    return next(open_source(data).batches("eval", rank=0, world_size=1, batch_size=ROWS))
+
+
+def test_every_row_is_scored_in_the_order_of_the_file(run: Path, tmp_path: Path) -> None:
+    found = score(run, tmp_path / "p.parquet", data_path=str(run / "clicks.parquet"), batch_size=16)
+    table = read(tmp_path / "p.parquet")
+    assert found.num_rows == ROWS
+    assert table["row"] == list(range(ROWS))
+    assert table["label"] == [float(i % 3 == 0) for i in range(ROWS)]
+    task = plain(load_config(run / "checkpoint" / "step-00000001" / "config.toml"))
+    load_plain(task, run / "checkpoint")
+    with torch.no_grad():
+        loss, (logits, _, _) = task(batch_of(run))
+    assert torch.tensor(table["logit"]).allclose(logits, rtol=0, atol=1e-6)
+    assert torch.tensor(table["probability"]).allclose(torch.sigmoid(logits), rtol=0, atol=1e-6)
+    assert found.metrics is not None
+    assert found.metrics.loss == pytest.approx(float(loss), abs=1e-6)
+
+
+def test_a_program_scores_as_the_checkpoint_it_is_of(run: Path, tmp_path: Path) -> None:
+    for data in (None, str(run / "clicks.parquet")):
+        for model, out in ((run, "checkpoint"), (run / "model.pt2", "program")):
+            score(model, tmp_path / f"{out}.parquet", data_path=data, batch_size=ROWS)
+        first, second = (pq.read_table(tmp_path / f"{out}.parquet") for out in ("checkpoint", "program"))
+        assert first.equals(second)
+        assert first.num_rows == (ROWS // 2 if data is None else ROWS), "by default, the evaluation rows"
+
+
+@pytest.mark.parametrize("model", ["", "model.pt2"])
+def test_rows_need_no_label(model: str, run: Path, tmp_path: Path) -> None:
+    # Other columns that the training's globs would match, and no split.
+    pq.write_table(rows(label=None, split=None, c_more=["x"] * ROWS), tmp_path / "new.parquet")
+    found = score(run / model, tmp_path / "p.parquet", data_path=str(tmp_path / "new.parquet"))
+    score(run / model, tmp_path / "labelled.parquet", data_path=str(run / "clicks.parquet"))
+    assert found.metrics is None
+    table = read(tmp_path / "p.parquet")
+    assert list(table) == ["row", "logit", "probability"]
+    assert table["logit"] == read(tmp_path / "labelled.parquet")["logit"]
+
+
+def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
+    pq.write_table(rows(c_ad=None), tmp_path / "new.parquet")
+    for model in (run / "model.pt2", run):
+        with pytest.raises(InputError, match=r"c_ad"):
+            score(model, tmp_path / "p.parquet", data_path=str(tmp_path / "new.parquet"))
+    assert not (tmp_path / "p.parquet").exists()
+
+
+def test_the_manifest_has_examples_of_the_hash(run: Path) -> None:
+    manifest = read_manifest(run / "model.pt2")
+    ad, words = manifest.features
+    assert not ad.multi_hot
+    assert words.multi_hot
+    assert ad.examples.keys() == {"1", "abc"}
+    assert ad.examples != words.examples, "the feature is no part of the hash"
+    assert manifest.hash_key
+    assert all(0 < row < 30 for row in ad.examples.values())
+    assert batch_of(run).sparse_features.keys() == [ad.name, words.name]
+    assert manifest.data["categorical"] == ["c_ad", "c_words"]

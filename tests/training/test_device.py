@@ -1,0 +1,222 @@
+"""Devices, as far as a machine without a GPU can test them: the choice, what is refused, groups of two backends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
+
+from dmt import InputError, TowerMesh
+from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise, wait_for_all
+from dmt.sptt.sharder import model_parallel_tables
+from dmt.training import build, device, loop
+from dmt.training import train as run
+from dmt.training.build import build_optimizer, shard_model
+from dmt.training.check.shrink import CheckLimits, shrink
+from dmt.training.checkpoints import Checkpointer, restore
+from dmt.training.config import OptimizerConfig
+from dmt.training.data import ClickBatch
+from dmt.training.device import backend, device_type, random_state, set_random_state, take_device
+from dmt.training.job import check_table_optimizer, open_job
+from tests.ranks import run_ranks
+from tests.training.small import small
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes torch say that it sees two GPUs; the result has those that were made current."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    return current
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Makes Python say that just this package is installed."""
+
+    def version(name: str) -> str:
+        if name != package:
+            raise importlib.metadata.PackageNotFoundError
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
+    assert [device_type("auto"), device_type("cpu")] == ["cpu", "cpu"]
+    assert (take_device("cpu", 7), backend("cpu")) == (torch.device("cpu"), "gloo")
+    with pytest.raises(InputError, match=r"train\.device='cuda', but torch 2.* on this host; .*Or set train\.device="):
+        device_type("cuda")
+
+
+def test_with_gpus_a_rank_takes_the_one_of_its_number(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "fbgemm-gpu")
+    assert [device_type(wanted) for wanted in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert take_device("cuda", 1) == device.current_device("cuda") == torch.device("cuda", 1)
+    assert gpus == [1]
+    with pytest.raises(InputError, match=r"LOCAL_RANK=2, but torch sees 2 GPUs.*at most 2 ranks per host"):
+        take_device("cuda", 2)
+
+
+def test_the_cpu_build_of_fbgemm_keeps_off_gpus(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "fbgemm-gpu-cpu")
+    assert device_type("auto") == "cpu"
+    with pytest.raises(InputError, match="the package fbgemm-gpu, is not installed"):
+        device_type("cuda")
+
+
+def test_a_rank_without_a_gpu_of_its_own_stops_before_it_waits_for_others(
+    gpus: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed(monkeypatch, "fbgemm-gpu")
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="LOCAL_RANK=3, but torch sees 2 GPUs"):
+        run.train(small(train={"device": "cuda", "output_dir": str(tmp_path)}))
+
+
+def test_gpus_have_kernels_of_more_optimizers() -> None:
+    check_table_optimizer(OptimizerConfig(sparse="adam"), "cuda")
+    with pytest.raises(InputError, match=r"no CPU kernel for it.* or GPUs \(train\.device='cuda'\)"):
+        check_table_optimizer(OptimizerConfig(sparse="adam"))
+
+
+def test_the_state_of_a_gpus_generator_is_saved_with_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, of_gpu = random_state(), torch.arange(16, dtype=torch.uint8)
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: of_gpu)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    saved = random_state()
+    assert torch.equal(saved, torch.cat([alone, of_gpu]))
+    drawn = torch.rand(3)
+    set_random_state(saved)
+    assert torch.equal(torch.rand(3), drawn)
+    assert [part.tolist() for part in given] == [list(range(16))]
+    set_random_state(alone)  # a checkpoint of a run on CPUs
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    set_random_state(saved)  # on CPUs, a checkpoint of a run on GPUs
+    assert len(given) == 1
+
+
+def test_a_config_for_gpus_is_checked_on_the_cpu(tmp_path: Path) -> None:
+    job = open_job(small(train={"device": "cuda"}))
+    assert shrink(job, limits=CheckLimits(), folder=tmp_path).job.device_type == "cpu"
+
+
+class Sharded(Exception):
+    """Carries what DMP was given."""
+
+
+def built_for_gpus(rank: int) -> None:
+    def dmp(module: Any, **given: Any) -> Any:
+        raise Sharded(given)
+
+    before = build.DistributedModelParallel, build.current_device
+    build.DistributedModelParallel = dmp  # type: ignore[misc,assignment]
+    build.current_device = lambda kind: torch.device(kind, 3)
+    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    version, importlib.metadata.version = importlib.metadata.version, lambda name: "1"
+    try:
+        config = small(sharding={"scheme": "table_wise"}, train={"device": "cuda"}, optimizer={"sparse": "adam"})
+        job = open_job(config)
+        with pytest.raises(Sharded) as caught:
+            shard_model(job, TowerMesh(config.topology.build()))
+    finally:
+        build.DistributedModelParallel, build.current_device = before  # type: ignore[misc]
+        torch.cuda.is_available, importlib.metadata.version = available, version
+    [given] = caught.value.args
+    assert given["device"] == torch.device("cuda", 3)
+    (tables,) = given["plan"].plan.values()
+    assert len(model_parallel_tables(tables)) == 6
+    places = {str(shard.placement) for table in tables.values() for shard in table.sharding_spec.shards}
+    assert places <= {"rank:0/cuda:0", "rank:1/cuda:1"}
+
+
+@pytest.mark.ranks
+def test_a_job_for_gpus_is_built_and_placed_on_them() -> None:
+    run_ranks(built_for_gpus, 4)
+
+
+class Pinned:
+    """A batch that says what was done to it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def pin_memory(self) -> Pinned:
+        self.done.append("pinned")
+        return self
+
+
+@pytest.mark.parametrize(("kind", "done"), [("cpu", []), ("cuda", ["pinned"])])
+def test_batches_for_a_gpu_are_in_page_locked_memory(kind: str, done: list[str]) -> None:
+    trainer: Any = object.__new__(loop.Trainer)
+    trainer._device = torch.device(kind)
+    trainer._mesh = trainer._data = type("Stub", (), {})()
+    trainer._mesh.rank, trainer._mesh.topology = 0, type("Stub", (), {"world_size": 1})
+    trainer._data.batches = lambda *args, **kwargs: iter([Pinned()])
+    (batch,) = trainer._batches("train", 1)
+    assert batch.done == done
+
+
+TWO = {"num_towers": 2, "ranks_per_tower": 1}
+
+
+def on_two_backends(rank: int, folder: str) -> list[float]:
+    """Trains with groups whose backend for GPUs carries nothing, so that anything it was given would be missing."""
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(folder, "store")), 2)
+    dist.init_process_group(backend("cuda").replace("nccl", "fake"), store=store, rank=rank, world_size=2)
+    config = small("dmt-dlrm", topology=TWO, train={"output_dir": folder, "dense_reduce": "hierarchical"})
+    mesh = TowerMesh(config.topology.build())
+    for group in (mesh.tower_group, mesh.peer_group, mesh.global_group):
+        assert dist.get_backend_config(group) == "cpu:gloo,cuda:fake"
+        assert gather_objects(rank, group) == dist.get_process_group_ranks(group)
+    check_agreement("A test", {"value": 1}, mesh.global_group)
+    assert run_on_all_or_raise(lambda: rank, mesh.global_group) == [0, 1]
+    wait_for_all(mesh.global_group, loop._END_OF_EPOCH)
+    job = open_job(config)
+    model = shard_model(job, mesh)
+    optimizer = build_optimizer(config.optimizer, model)
+    batches = job.data.batches("train", rank=rank, world_size=2, batch_size=16)
+    losses = [trained(model, optimizer, next(batches)) for _ in range(2)]
+    saver = Checkpointer(Path(folder, "checkpoint"), mesh, asynchronous=True)
+    saver.save(model, optimizer, step=2, progress={})
+    assert saver.wait()
+    saver.close()
+    third = trained(model, optimizer, batch := next(batches))
+    restore(Path(folder, "checkpoint"), model, optimizer, mesh=mesh)
+    assert trained(model, optimizer, batch) == third
+    dist.barrier()
+    return [*losses, third]
+
+
+def on_gloo(rank: int, folder: str) -> list[float]:
+    config = small("dmt-dlrm", topology=TWO, train={"dense_reduce": "hierarchical"})
+    job, mesh = open_job(config), TowerMesh(config.topology.build())
+    model = shard_model(job, mesh)
+    optimizer = build_optimizer(config.optimizer, model)
+    batches = job.data.batches("train", rank=rank, world_size=2, batch_size=16)
+    return [trained(model, optimizer, next(batches)) for _ in range(3)]
+
+
+def trained(model: Callable[..., Any], optimizer: Any, batch: ClickBatch) -> float:
+    optimizer.zero_grad()
+    loss, _ = model(batch)
+    loss.backward()
+    optimizer.step()
+    return float(loss)
+
+
+@pytest.mark.ranks
+def test_groups_of_two_backends_train_save_and_restore_as_those_of_one(tmp_path: Path) -> None:
+    assert run_ranks(on_two_backends, 2, str(tmp_path), fresh=True) == run_ranks(on_gloo, 2, str(tmp_path))

@@ -1,0 +1,248 @@
+"""A model of one's own by config alone: through train, resume, check, plan, export and score."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+
+from dmt.errors import InputError
+from dmt.models import flat_sparse_arch
+from dmt.models.complexity import compression_ratio
+from dmt.plan.towers import TowerPlan
+from dmt.training.build import build_model, count_model
+from dmt.training.check import check_run
+from dmt.training.check.shrink import CheckLimits
+from dmt.training.commands.plan import run_plan
+from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.data import DataConfig, open_source
+from dmt.training.factory import load_factory
+from dmt.training.serving.export import export_run, read_manifest
+from dmt.training.serving.score import score
+from tests.training.deepfm_page import SETTINGS
+from tests.training.small import unsharded
+from tests.training.test_resume import attempt
+
+
+def deepfm(folder: Path | None = None, **sections: dict[str, Any]) -> TrainingConfig:
+    """The run of the page, small; ``sections`` change single values."""
+    assert SETTINGS is not None, "deepfm_page checks it"
+    values = tomllib.loads(SETTINGS[1])
+    values["model"]["factory"] = "tests.training.deepfm_page:deepfm"
+    values["data"]["synthetic"] |= {"rows_per_table": 40, "num_rows": 600, "num_eval_rows": 64, "num_groups": 2}
+    values["train"] = {"batch_size": 16, "eval_batch_size": 16, "log_every": 1, "save_every": 2}
+    if folder is not None:
+        values["train"]["output_dir"] = str(folder)
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return TrainingConfig.model_validate(values)
+
+
+def train(config: TrainingConfig, steps: int) -> dict[str, Any]:
+    result = attempt(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})}))
+    assert result is not None
+    return result
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("in_towers", [True, False])
+def test_the_deepfm_of_the_page_trains_resumes_and_is_served(in_towers: bool, tmp_path: Path) -> None:
+    config = deepfm(tmp_path, model={"in_towers": in_towers} | model_of_page())
+    assert train(config, 3)["steps"] == 3
+    result = train(config, 6)
+    assert result["steps"] == 6
+    assert result["arch"] == "tests.training.deepfm_page:deepfm"
+    assert (result["compression_ratio"] > 1.0) is in_towers
+    out = tmp_path / "model.pt2"
+    if in_towers:  # a program takes seconds; that of a flat one has no other parts
+        exported = export_run(tmp_path, out)
+        assert exported.difference == 0.0
+        assert [feature.columns for feature in read_manifest(out).features] == [8, 8, 16, 16, 16, 16, 16, 16]
+        assert read_manifest(out).features[1].table == "t_ads"
+    served = score(out if in_towers else tmp_path, tmp_path / "predictions.parquet").metrics
+    assert served is not None
+    assert (served.loss, served.auc) == pytest.approx((result["eval_loss"], result["eval_auc"]), abs=1e-6)
+
+
+def model_of_page() -> dict[str, Any]:
+    model = deepfm().model
+    return {name: getattr(model, name) for name in ("factory", "options", "embedding_dim", "embedding_dims")}
+
+
+@pytest.mark.ranks
+def test_the_deepfm_of_the_page_agrees_with_the_plain_module(tmp_path: Path) -> None:
+    limits = CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2)
+    report = check_run(deepfm(topology={"num_towers": 2, "ranks_per_tower": 2}), limits)
+    assert report.agrees, [row for row in report.rows if row.verdict == "FAILED"]
+    assert {row.check for row in report.rows if row.verdict == "skipped"} <= {"formats", "id routes"}
+
+
+def test_the_deepfm_of_the_page_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(deepfm()))
+    planned = run_plan(str(tmp_path / "config.toml")).sharding
+    assert sorted(planned.placements) == ["t_C3", "t_C4", "t_C5", "t_C6", "t_C7", "t_C8", "t_ads"]
+    assert count_model(unsharded(deepfm())).compression_ratio > 1.0
+
+
+def test_features_of_a_shared_table_hash_alike(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("label,ad,last,user\n1,x,x,x\n0,y,x,y\n")
+    shared = {"shared_tables": {"ads": ["ad", "last"]}, "num_embeddings_per_feature": {"user": 50}}
+    base = {"kind": "columns", "train_path": str(tmp_path / "a.csv"), "categorical": ["ad", "last", "user"]}
+    config = DataConfig.model_validate(base | {"eval_path": base["train_path"]} | shared)
+    data = open_source(config, embedding_dim=8, embedding_dims={"user": 4})
+    assert [(t.name, t.num_embeddings, t.embedding_dim, t.feature_names) for t in data.tables] == [
+        ("t_ads", 100_000, 8, ("ad", "last")),
+        ("t_user", 50, 4, ("user",)),
+    ]
+    ids = next(data.batches("eval", rank=0, world_size=1, batch_size=2)).sparse_features
+    assert ids["ad"].values()[0] == ids["last"].values()[0] == ids["last"].values()[1]
+    assert ids["ad"].values()[0] != ids["ad"].values()[1]
+    alone = open_source(config.model_copy(update={"shared_tables": {}}))
+    apart = next(alone.batches("eval", rank=0, world_size=1, batch_size=2)).sparse_features
+    assert apart["ad"].values()[0] != apart["last"].values()[0]
+    for wrong, message in (
+        ({"ads": ["ad", "lst"]}, r"shared_tables\.ads: 'lst' is not a categorical feature.*did you mean 'last'"),
+        ({"ads": ["ad", "user"]}, r"shared_tables\.ads: its features have \[50, 100000\] rows"),
+        ({"a": ["ad"], "b": ["ad"]}, "feature 'ad' is in more than one table"),
+        ({"user": ["ad", "last"]}, "'user' is the name of another feature"),
+    ):
+        with pytest.raises(InputError, match=f"(?i){message}"):
+            open_source(config.model_copy(update={"shared_tables": wrong}))
+    with pytest.raises(InputError, match=r"\['ad', 'last'\] share a table, but have \[4, 8\] columns"):
+        _ = open_source(config, embedding_dim=8, embedding_dims={"ad": 4}).tables
+    with pytest.raises(InputError, match=r"embedding_dims: 'usr' is not a categorical feature"):
+        open_source(config, embedding_dim=8, embedding_dims={"usr": 4})
+
+
+class Flat(nn.Module):
+    def __init__(self, tables: list[EmbeddingBagConfig]) -> None:
+        super().__init__()
+        self.tables = flat_sparse_arch(tables)
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        return self.tables(ids).values().sum(1, keepdim=True)
+
+
+def takes_more(tables: Any, learning_rate: float) -> nn.Module:
+    return Flat(tables)
+
+
+def returns_none(options: dict[str, Any]) -> None:
+    return None
+
+
+def flat(tables: Any) -> nn.Module:
+    return Flat(tables)
+
+
+def lacks_one(tables: Any) -> nn.Module:
+    return Flat(tables[1:])
+
+
+def wider(tables: Any) -> nn.Module:
+    for table in tables:
+        table.embedding_dim = 4
+    return Flat(tables)
+
+
+def with_more(**given: Any) -> nn.Module:
+    more = EmbeddingBagConfig(name="t_more", num_embeddings=3, embedding_dim=4, feature_names=["more"])
+    return Flat([*given["tables"], more])
+
+
+def without_tables(num_dense: int) -> nn.Module:
+    return nn.Linear(num_dense + 1, 1)
+
+
+class Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+
+def with_a_part(tables: Any, options: dict[str, Any]) -> nn.Module:
+    model = Flat(tables)
+    model.part = {"bias": Bias, "scale": Scale}[options["part"]]()
+    return model
+
+
+def of_towers(tables: Any, towers: TowerPlan) -> nn.Module:
+    """A tower module without sizes, and a name that is that of a collection's towers."""
+    model = Flat([])
+    model.towers = nn.ModuleList([nn.Linear(2, 2)])
+    parts = [
+        EmbeddingTower(EmbeddingBagCollection(tables=own), nn.Identity()) for own in towers.tables_by_tower(tables)
+    ]
+    model.tables = EmbeddingTowerCollection(parts)
+    return model
+
+
+not_callable = 3
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("my_models", "is not of the form package.module:function"),
+        ("no_such_module:make", "'no_such_module' cannot be imported .*No module named"),
+        (":flt", "has no function 'flt'.*did you mean 'flat'"),
+        (":not_callable", "has no function 'not_callable'"),
+        (":takes_more", r"takes 'learning_rate', which is none of tables, num_dense, options, towers, device"),
+        (":returns_none", "returned a NoneType, no torch.nn.Module"),
+        (":lacks_one", "the model has no table 't_ads'"),
+        (":wider", r"is not the TableSpec\(name='t_C3'.*columns come from|is not the"),
+        (":with_more", "the model has a table 't_more' that no data is for"),
+        (":without_tables", "needs one EmbeddingBagCollection and no other module with tables, but has none"),
+    ],
+)
+def test_a_factory_that_does_not_fit_is_refused(factory: str, message: str) -> None:
+    name = f"{__name__}{factory}" if factory.startswith(":") else factory
+    job = unsharded(deepfm(model={"factory": name, "in_towers": False}))
+    with pytest.raises(InputError, match=rf"(?is)model.factory='{name}'.*{message}"):
+        build_model(job)
+
+
+def test_tower_modules_have_sizes_and_other_towers_are_none(tmp_path: Path) -> None:
+    config = deepfm(model={"factory": f"{__name__}:of_towers", "in_towers": True})
+    with pytest.raises(
+        InputError, match=r"Identity, the tower module of tower 0, has in_features and out_features \[None"
+    ):
+        build_model(unsharded(config))
+    model = Flat([])
+    model.towers = nn.ModuleList([nn.Linear(2, 2)])
+    assert compression_ratio(model) == 1.0
+
+
+def test_what_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    towers = deepfm(model={"factory": f"{__name__}:flat", "in_towers": True})
+    with pytest.raises(InputError, match=r"needs one EmbeddingTowerCollection and no other .*but has EmbeddingBag"):
+        build_model(unsharded(towers))
+    with pytest.raises(ValueError, match="in_towers and options are for a model of your own"):
+        TrainingConfig.model_validate({"model": {"in_towers": True}})
+    with pytest.raises(ValueError, match="embedding_dims: 'C1' has 6 columns; give a multiple of 4"):
+        TrainingConfig.model_validate({"model": {"embedding_dims": {"C1": 6}}})
+    # A module in the current folder is found, whatever program asks.
+    (tmp_path / "made_here.py").write_text("def make(): ...")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [])
+    assert load_factory("made_here:make").__name__ == "make"
+    # TorchRec would start them from whatever is in memory, and from zeros.
+    for part, name in (("bias", "Bias 'part' has 'bias'"), ("scale", "Scale 'part' has 'scale'")):
+        own = {"factory": f"{__name__}:with_a_part", "in_towers": False, "options": {"part": part}}
+        build_model(unsharded(deepfm(model=own)))
+        with pytest.raises(InputError, match=rf"{name}, but a sharded model is made without numbers.* reset_param"):
+            build_model(unsharded(deepfm(model=own)), device="meta")
+    plain = build_model(unsharded(deepfm(model={"factory": f"{__name__}:flat", "in_towers": False})))
+    assert isinstance(plain.tables, EmbeddingBagCollection)

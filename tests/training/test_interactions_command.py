@@ -1,0 +1,103 @@
+"""``dmt partition --strategy interactions``: from a file of rows, from a run, and from what was saved."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dmt import TowerPlan
+from dmt.partitioner import FeatureInteractions
+from dmt.training.commands import main
+from dmt.training.config import to_toml
+from tests.partitioner.clicks import planted_clicks
+from tests.training.checkpoints.made import make_checkpoint
+from tests.training.small import small
+
+
+def partition(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["partition", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six features, of which the 1st and 3rd, the 2nd and 6th, and the 4th and 5th interact."""
+    ids, labels = planted_clicks(6, [(0, 2), (1, 5), (3, 4)], rows=6000, strength=1.5)
+    names = [f"c_{i}" for i in range(6)]
+    lines = [",".join(["label", "d_0", *names])]
+    lines += [
+        ",".join(map(str, [int(label), i % 7, *own])) for i, (label, own) in enumerate(zip(labels, ids, strict=True))
+    ]
+    path = tmp_path_factory.mktemp("rows") / "rows.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["dmt", "partition", "..."])
+    out, saved = tmp_path / "towers.json", tmp_path / "interactions.npz"
+    asked = ["--strategy", "interactions", "--towers", "3", "--out", out]
+    result = partition("--data", rows, *asked, "--tower-module", "dcn", "--report", tmp_path, "--save-affinity", saved)
+    assert result.exit_code == 0, result.output
+    plan = TowerPlan.load(out)
+    pairs = {frozenset({"c_0", "c_2"}), frozenset({"c_1", "c_5"}), frozenset({"c_3", "c_4"})}
+    assert {frozenset(tower) for tower in plan.to_lists()} == pairs
+    assert (plan.strategy, plan.command) == ("together", "dmt partition ...")
+    assert plan.tables == ()
+    printed = " ".join(result.output.split())
+    assert re.search("(98|99|100)% of all measured interaction is inside towers", printed)
+    assert "known together, they lower the log loss by" in printed
+    assert f"Interactions written to {saved}." in result.stderr
+    page = (tmp_path / "report.html").read_text()
+    assert "strided towers" in page
+    assert page.count("; both in tower_") == 3
+    # What was saved needs no rows; a linear tower module parts what the other kept together.
+    result = partition("--affinity", saved, *asked, "--tower-module", "dlrm", "--json", "--picture", tmp_path / "p.png")
+    assert result.exit_code == 0, result.output
+    towers = [set(tower["features"]) for tower in json.loads(result.stdout)["towers"]]
+    assert not any(pair <= tower for pair in pairs for tower in towers)
+    assert FeatureInteractions.load(saved).num_rows == 16 * 337  # a tenth of the rows evaluates
+
+
+@pytest.mark.parametrize(("arch", "strategy"), [("dcn", "together"), ("dmt-dlrm", "apart")])
+def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str, rows: Path, tmp_path: Path) -> None:
+    data = {"kind": "columns", "train_path": str(rows), "categorical": ["c_*"], "dense": ["d_*"]}
+    run = small(arch, data=data)
+    make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(run)})
+    out = tmp_path / "towers.json"
+    limits = ["--max-bytes-ratio", "1.1", "--rules", tmp_path / "rules.toml"]
+    (tmp_path / "rules.toml").write_text('apart = [["c_1", "c_5"]]\n')
+    result = partition(
+        "--checkpoint", tmp_path / "run", "--strategy", "interactions", "--towers", "3", "--out", out, *limits
+    )
+    assert result.exit_code == 0, result.output
+    plan = TowerPlan.load(out)
+    assert plan.strategy == strategy
+    assert [table.embedding_dim for table in plan.tables] == [run.model.embedding_dim] * 6
+    # The rule leaves room for one of the other two pairs.
+    towers = [set(tower) for tower in plan.to_lists()]
+    assert ({"c_0", "c_2"} in towers or {"c_3", "c_4"} in towers) is (strategy == "together")
+    assert {"c_1", "c_5"} not in towers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--affinity", "x", "--tower-module", "dcn"], "--tower-module goes with --strategy interactions"),
+        (["--data", "x"], "Rows alone, --data FILE, serve --strategy interactions"),
+        (["--data", "x", "--strategy", "interactions"], "needs --tower-module dcn or dlrm here"),
+        (["--data", "x", "--strategy", "interactions", "--tower-module", "dcm"], "--tower-module 'dcm' must be one of"),
+        (["--data", "/no.csv", "--strategy", "interactions", "--tower-module", "dcn"], "'/no.csv' matches no file"),
+        (["--affinity", "/no.npz", "--strategy", "interactions", "--tower-module", "dcn"], "Interactions file /no.npz"),
+        (["--affinity", "/no.npz", "--strategy", "interaction"], "Did you mean 'interactions'?"),
+        (["--affinity", "x", "--data", "x", "--strategy", "interactions"], "--data goes with --checkpoint"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(arguments: list[str], reason: str) -> None:
+    result = partition(*arguments, "--towers", "2")
+    assert result.exit_code == 2, result.output
+    assert reason in " ".join(result.output.split())

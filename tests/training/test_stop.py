@@ -1,0 +1,165 @@
+"""SIGTERM: all ranks stop after one step and save it, and the same command goes on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dmt.training import stop
+from dmt.training import train as run
+from dmt.training.checkpoints import newest, read_manifest
+from dmt.training.config import TrainingConfig
+from dmt.training.loop import Trainer
+from dmt.training.records import read_curves
+from dmt.training.stop import EXIT_CODE, StopRequest
+from tests.ranks import run_ranks
+from tests.training.small import small
+
+STEPS = 14
+
+
+def config(folder: Path, **settings: Any) -> dict[str, Any]:
+    """A run of two ranks that would save only at its end."""
+    few = {"num_rows": 32 * STEPS, "num_eval_rows": 64}
+    train = {"output_dir": str(folder), "log_every": 1, "save_every": 1000}
+    return small("dmt-dlrm", synthetic=few, train=train, **settings).model_dump(mode="json")
+
+
+def trains_on_rank(rank: int, values: dict[str, Any], told_after: list[int] | None) -> dict[str, Any]:
+    """Trains; each rank is sent SIGTERM after a step of its own."""
+    run._process_group = lambda backends: nullcontext(dist.group.WORLD)
+    end_step = Trainer._end_step
+
+    def told(self: Trainer, *args: Any) -> None:
+        if told_after is not None and self.position.step + 1 == told_after[rank]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        end_step(self, *args)
+
+    Trainer._end_step = told  # type: ignore[method-assign]
+    try:
+        return run.train(TrainingConfig.model_validate(values))
+    finally:
+        Trainer._end_step = end_step  # type: ignore[method-assign]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("settings", "told_after", "stops_after"),
+    [
+        ({"topology": {"num_towers": 2, "ranks_per_tower": 1}}, [2, 3], {7, 8}),
+        # A checkpoint of replicas is saved where they are averaged anyway.
+        pytest.param(
+            {
+                "topology": {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2},
+                "replicas": {"sync_every": 4},
+            },
+            [1, 2],
+            {8},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["towers", "replicas"],
+)
+def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
+    settings: dict[str, Any], told_after: list[int], stops_after: set[int], tmp_path: Path
+) -> None:
+    values = config(tmp_path / "stopped", **settings)
+    (stopped,) = {result["stopped_at"] for result in run_ranks(trains_on_rank, 2, values, told_after, fresh=True)}
+    assert stopped in stops_after
+    saved = newest(tmp_path / "stopped" / "checkpoint")
+    assert saved is not None
+    assert read_manifest(saved).step == stopped
+    assert not (tmp_path / "stopped" / "result.json").exists()
+    result = run_ranks(trains_on_rank, 2, values, None, fresh=True)[0]
+    whole = run_ranks(trains_on_rank, 2, config(tmp_path / "whole", **settings), None, fresh=True)[0]
+    assert result["steps"] == whole["steps"] == STEPS
+    curves = [read_curves(tmp_path / name)["train/loss"] for name in ("stopped", "whole")]
+    assert curves[0] == curves[1]
+    assert [step for step, _ in curves[0]] == [*range(1, STEPS + 1)]
+    assert result["eval_loss"] == whole["eval_loss"]
+
+
+def told_alone_on_rank(rank: int) -> list[Any]:
+    stop._PATIENCE_S = 0.05
+    answers: list[Any] = []
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(dist.group.WORLD):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    with StopRequest(dist.group.WORLD) as request:
+        answers.append(request.is_due(1))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            for step in range(2, 9):
+                try:
+                    answers.append(request.is_due(step))
+                except SystemExit as error:
+                    answers.append(error.code)
+                    break
+                time.sleep(0.1)
+    return answers
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_told_alone_ends_as_before() -> None:
+    assert run_ranks(told_alone_on_rank, 2, fresh=True) == [[False], [*[False] * 4, EXIT_CODE]]
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """Starts four ranks with torchrun itself, on a run that takes long but for the overrides."""
+    settings = ["train.save_every=100000", "train.log_every=5", "data.synthetic.num_rows=1000000", *overrides]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "dmt.training", "demo", f"train.output_dir={folder}", "train.batch_size=32", *settings]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
+    torchrun = start(tmp_path)
+    while torchrun.poll() is None and not read_steps(tmp_path):
+        time.sleep(0.1)
+    torchrun.send_signal(signal.SIGTERM)
+    assert torchrun.wait(60) != 0
+    saved = newest(tmp_path / "checkpoint")
+    assert saved is not None
+    step = read_manifest(saved).step
+    steps = read_steps(tmp_path)
+    assert steps[-1] <= step < steps[-1] + 5, "a step is lost"
+    last = -(-step // 5) * 5 + 5
+    assert start(tmp_path, f"train.max_steps={last}").wait(120) == 0
+    assert start(tmp_path / "whole", f"train.max_steps={last}").wait(120) == 0
+    assert read_curves(tmp_path)["train/loss"] == read_curves(tmp_path / "whole")["train/loss"]
+
+
+def read_steps(folder: Path) -> list[int]:
+    """Steps whose loss was recorded."""
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    return [step for step, _ in read_curves(folder).get("train/loss", [])]
+
+
+def told_during_a_long_step_on_rank(rank: int) -> int:
+    stop._PATIENCE_S = 0.0  # whatever a step takes, it is longer
+    with StopRequest(dist.group.WORLD) as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for step in range(1, 20):
+            time.sleep(0.02 * rank)
+            dist.barrier()  # as gradients are reduced: no rank is more than a step ahead
+            if request.is_due(step):
+                return step
+    return 0
+
+
+@pytest.mark.ranks
+def test_a_step_longer_than_the_patience_is_waited_for() -> None:
+    (stopped,) = set(run_ranks(told_during_a_long_step_on_rank, 3, fresh=True))
+    assert 0 < stopped < 19
