@@ -272,8 +272,6 @@ def _serve(pipe: Connection) -> None:
             os.environ.clear()
             os.environ.update(environment | call.environment)
             pipe.send_bytes(_answer(call))
-            # Models in reference cycles, and their process groups, are not left to die in the middle of the next call.
-            gc.collect()
 
 
 def _initialize_torchrec() -> None:
@@ -312,6 +310,10 @@ def _answer(call: _Call) -> bytes:
         if dist.is_initialized():
             # Leaving while a peer still talks aborts it now and then.
             dist.barrier()
+            # Models in reference cycles end here, not in the next call, and while PyTorch still holds the groups. A
+            # group whose last owner is a model's reducer is destroyed under Python's lock; its worker thread may wait
+            # for that lock with the barrier in hand, and both for ever.
+            gc.collect()
             dist.destroy_process_group()
         return pickle.dumps(("result", value))
     except InputError as error:
