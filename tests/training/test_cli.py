@@ -457,19 +457,23 @@ def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("command", "number"),
+    ("command", "number", "begun"),
     [
-        ("demo", signal.SIGKILL),
-        pytest.param("check", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("demo", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("check", signal.SIGKILL, marks=pytest.mark.slow),
+        # While its ranks still import; the others in the middle of their work.
+        ("demo", signal.SIGKILL, "*"),
+        pytest.param("demo", signal.SIGKILL, "dlrm/metrics.jsonl", marks=pytest.mark.slow),
+        pytest.param("demo", signal.SIGTERM, "dlrm/metrics.jsonl", marks=pytest.mark.slow),
+        pytest.param("check", signal.SIGTERM, "dmt-ranks-*/store", marks=pytest.mark.slow),
+        pytest.param("check", signal.SIGKILL, "dmt-ranks-*/store", marks=pytest.mark.slow),
     ],
 )
-def test_a_stopped_command_leaves_no_process_behind(command: str, number: signal.Signals, tmp_path: Path) -> None:
+def test_a_stopped_command_leaves_no_process_behind(
+    command: str, number: signal.Signals, begun: str, tmp_path: Path
+) -> None:
     """Of a demo: torchrun and its ranks. Of a check: the ranks and the process they are forked from."""
-    arguments, begun, processes = {
-        "demo": (["topology.ranks_per_tower=1", "train.log_every=1", "--out", str(tmp_path)], "dlrm/metrics.jsonl", 4),
-        "check": (["demo", "--steps", "1000000"], "dmt-ranks-*/store", 6),
+    arguments, processes = {
+        "demo": (["topology.ranks_per_tower=1", "train.log_every=1", "--out", str(tmp_path)], 4),
+        "check": (["demo", "--steps", "1000000"], 6),
     }[command]
     # A pytest that is killed takes it along.
     guard = f"from dmt.testing.ranks import end_with; end_with({os.getpid()}); "

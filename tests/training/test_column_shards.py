@@ -251,7 +251,7 @@ def run_on_rank(rank: int, folder: str, archs: list[str]) -> list[dict[str, Any]
             arch,
             "sptt",
             model={"embedding_dim": 16},
-            synthetic={"num_rows": 1600, "num_eval_rows": 150, "num_multi_hot": 1},
+            synthetic={"num_rows": 640, "num_eval_rows": 150, "num_multi_hot": 1},
             towers={"plan": f"{folder}/{arch}.json"},
             optimizer={"sparse_lr": 0.02},
             train={"epochs": 2, "eval_every": 15, "output_dir": f"{folder}/{arch}"},
@@ -281,7 +281,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
 def test_a_whole_run_with_cut_tables(runs: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, results = runs
     for (arch, plan), result in zip([CASES[0], CASES[2]], results, strict=True):
-        assert (result["steps"], result["eval_num_rows"]) == (50, 150)
+        assert (result["steps"], result["eval_num_rows"]) == (20, 150)
         assert min(result["bytes_per_sample"].values()) >= 0 < max(result["bytes_per_sample"].values())
         checkpoint = newest(folder / arch / "checkpoint")
         assert checkpoint is not None
@@ -302,18 +302,18 @@ def test_a_whole_run_with_cut_tables(runs: tuple[Path, list[dict[str, Any]]]) ->
 def test_new_towers_are_learned_from_a_checkpoint_of_shards(runs: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, _ = runs
     for arch, plan in (CASES[0], CASES[2]):
-        affinity, tables = affinity_of_run(folder / arch, max_rows=1600)
+        affinity, tables = affinity_of_run(folder / arch, max_rows=640)
         assert affinity.features == tuple(FEATURES)
         assert affinity.tables == tuple(tables)
         assert {table.embedding_dim for table in tables} == {16}
-        config = config_of(folder / arch, arch, plan, synthetic={"num_rows": 1600, "num_multi_hot": 1})
+        config = config_of(folder / arch, arch, plan, synthetic={"num_rows": 640, "num_multi_hot": 1})
         model = plain(config)
         load_plain(model, folder / arch / "checkpoint")
         data = open_source(config.data, embedding_dim=16)
         embeddings = whole_tables(model, data.tables, plan.column_splits)
         batches = data.batches("train", rank=0, world_size=1, batch_size=16)
         wanted = FeatureAffinity.collect(embeddings, batches, forward=lambda m, b: m(b.sparse_features))
-        assert affinity.num_samples == wanted.num_samples == 1600
+        assert affinity.num_samples == wanted.num_samples == 640
         np.testing.assert_array_equal(affinity.matrix, wanted.matrix)
         # And the trainer takes the new plan, with other shards.
         again = TowerPartitioner(num_towers=8, split_columns="even").fit(affinity)

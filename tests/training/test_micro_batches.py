@@ -99,28 +99,43 @@ def test_losses_are_those_of_a_plain_run(tmp_path: Path) -> None:
     assert dense[1] < dense[0]
 
 
+REDUCE = {"dense_reduce": "hierarchical"}
+COPIES = {"topology": {"num_replicas": 2, "ranks_per_tower": 1, "replica_placement": "intra_host"}}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "flat model, towers": ({"arch": "dcn", "sharding": {"dataflow": "sptt", "scheme": "row_wise"}}, BOTH),
+    "replicas": ({**COPIES, "replicas": {"sync_every": 2}}, BOTH),
+    "flat dataflow": ({"arch": "dcn", "dataflow": "flat"}, REDUCE),
+    "flat replicas": ({**COPIES, "arch": "dlrm", "dataflow": "flat"}, REDUCE),
+}
+
+
 @pytest.mark.ranks
-def test_flat_models_and_replicas_have_them_too(tmp_path: Path) -> None:
-    reduce = {"dense_reduce": "hierarchical"}
-    copies = {"topology": {"num_replicas": 2, "ranks_per_tower": 1, "replica_placement": "intra_host"}}
-    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "flat model, towers": ({"arch": "dcn", "sharding": {"dataflow": "sptt", "scheme": "row_wise"}}, BOTH),
-        "flat dataflow": ({"arch": "dcn", "dataflow": "flat"}, reduce),
-        "replicas": ({**copies, "replicas": {"sync_every": 2}}, BOTH),
-        "flat replicas": ({**copies, "arch": "dlrm", "dataflow": "flat"}, reduce),
-    }
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("flat model, towers", "replicas"), id="micro-batches"),
+        pytest.param(("flat dataflow", "flat replicas"), id="flat", marks=pytest.mark.slow),
+    ],
+)
+def test_flat_models_and_replicas_have_them_too(names: tuple[str, ...], tmp_path: Path) -> None:
     runs = {}
-    for name, (sections, train) in kinds.items():
+    for name in names:
+        sections, train = KINDS[name]
         for kind, own in (("plain", {}), ("other", train)):
             runs[name, kind] = config(tmp_path / name / kind, optimizer=SGD, train=own, **sections)
-    half = {**reduce, "dense_reduce_precision": "bf16"}
-    rounded = config(tmp_path / "bf16", "dcn", "flat", optimizer=SGD, train=half)
-    results = dict(zip([*runs, "bf16"], attempt(*runs.values(), rounded), strict=True))
-    for name in kinds:
+    attempt(*runs.values())
+    for name in names:
         check_close(runs[name, "other"], runs[name, "plain"])
-    sent = {name: result["bytes_per_sample"]["dense"] for name, result in results.items()}
-    assert sent["flat dataflow", "other"] < sent["flat dataflow", "plain"]
-    assert sent["bf16"] == pytest.approx(sent["flat dataflow", "other"] / 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_dense_gradients_of_a_flat_dataflow_are_sent_host_by_host_in_half_the_bytes(tmp_path: Path) -> None:
+    ways = {"plain": {}, "hosts": REDUCE, "bf16": {**REDUCE, "dense_reduce_precision": "bf16"}}
+    runs = [config(tmp_path / name, "dcn", "flat", optimizer=SGD, train=train) for name, train in ways.items()]
+    plain, hosts, half = (result["bytes_per_sample"]["dense"] for result in attempt(*runs))
+    assert hosts < plain
+    assert half == pytest.approx(hosts / 2)
 
 
 @pytest.mark.ranks
