@@ -68,7 +68,7 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
 
 def test_an_installed_wheel_runs_without_the_repository(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "installed"
-    run([*PIP, "install", *OFFLINE, "--quiet", "--target", str(installed), str(wheel)], tmp_path)
+    run([*PIP, "install", *OFFLINE, "--quiet", "--no-compile", "--target", str(installed), str(wheel)], tmp_path)
     path = {"PYTHONPATH": str(installed)}
     origin = "import dmt.models.complexity as m, dmt.partitioner as p; print(m.__file__); print(p.__file__)"
     for file in run([sys.executable, "-c", origin], tmp_path, **path).split():

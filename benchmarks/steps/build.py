@@ -145,7 +145,7 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
             device=cpu,
             plan=plan,
             sharders=list(sharders),
-            data_parallel_wrapper=None if mesh is None else own_wrapper(contender, mesh, setting),
+            data_parallel_wrapper=None if mesh is None else own_wrapper(contender, mesh),
         )
     if contender.num_micro_batches > 1:
         run_in_micro_batches(sharded.module.model, contender.num_micro_batches)

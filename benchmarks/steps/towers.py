@@ -41,7 +41,7 @@ def own_topology(contender: Contender, setting: Setting) -> TowerTopology:
         InputError: the ranks of a host cannot be shared out among the replicas.
     """
     if contender.has_rank_towers:
-        return TowerTopology(num_towers=setting.world_size, ranks_per_tower=1)
+        return TowerTopology(num_towers=setting.world_size, ranks_per_tower=1, ranks_per_host=setting.ranks_per_host)
     if setting.ranks_per_host % contender.num_replicas:
         raise InputError(
             f"Contender {contender.name!r} has {contender.num_replicas} replicas on each host, but ranks_per_host="
@@ -69,11 +69,10 @@ def own_sharders(
     return [TowerCollectionSharder(mesh, **options)]
 
 
-def own_wrapper(contender: Contender, mesh: TowerMesh, setting: Setting) -> DataParallelWrapper:
+def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
     """Wrapper of the dense part for DMP."""
     if contender.has_hierarchical_reduce:
-        precision = contender.dense_precision
-        return HierarchicalDataParallel(mesh, precision=precision, ranks_per_host=setting.ranks_per_host)
+        return HierarchicalDataParallel(mesh, precision=contender.dense_precision)
     return DefaultDataParallelWrapper()
 
 

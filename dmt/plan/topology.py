@@ -5,6 +5,7 @@ Legend: R replicas, T towers, L ranks per tower; R * T * L ranks in the job.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -32,7 +33,7 @@ class TowerTopology:
     The group methods return lists of *global* ranks, ascending, in one order that is the same on every rank.
 
     Raises:
-        InputError: a size is not positive or ``replica_placement`` is unknown.
+        InputError: a size is not positive, ``replica_placement`` is unknown, or hosts cut towers unevenly.
 
     Example:
         The walk-through of the DMT paper (arXiv 2403.00877, section 3.1.1): 4 ranks on 2 hosts.
@@ -53,10 +54,15 @@ class TowerTopology:
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
     """``"inter_host"``: a replica is a contiguous block of ranks. ``"intra_host"``: the replicas of one
     shard are neighbouring ranks."""
+    ranks_per_host: int | None = None
+    """Neighbouring ranks that share a host: those of several whole towers, or an equal part of one tower's. None: those
+    of one tower, with ``"intra_host"`` replicas of all its replicas."""
 
     def __post_init__(self) -> None:
-        for field in ("num_towers", "ranks_per_tower", "num_replicas"):
+        for field in ("num_towers", "ranks_per_tower", "num_replicas", "ranks_per_host"):
             value = getattr(self, field)
+            if field == "ranks_per_host" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InputError(f"TowerTopology: {field}={value!r} must be a whole number of at least 1.")
         if self.replica_placement not in ("inter_host", "intra_host"):
@@ -64,6 +70,32 @@ class TowerTopology:
                 f"TowerTopology: replica_placement={self.replica_placement!r} is unknown; "
                 "use 'inter_host' or 'intra_host'."
             )
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        size, tower = self.host_size, self._ranks_of_tower
+        if self.world_size % size or (size % tower and tower % size):
+            what = "a tower's replicas" if tower > self.ranks_per_tower else "a tower"
+            raise InputError(
+                f"TowerTopology: ranks_per_host={size} must divide the {self.world_size} ranks of the job, and be a "
+                f"multiple or a divisor of the {tower} ranks of {what}: a host holds whole towers, or a tower whole "
+                "hosts. Give the ranks that one machine runs, or change the towers."
+            )
+
+    @property
+    def host_size(self) -> int:
+        """Ranks that share a host: ``ranks_per_host``, or its default."""
+        return self._ranks_of_tower if self.ranks_per_host is None else self.ranks_per_host
+
+    @property
+    def _ranks_of_tower(self) -> int:
+        """Neighbouring ranks that hold one tower: its L, with ``"intra_host"`` replicas R * L."""
+        return self.ranks_per_tower * (self.num_replicas if self.replica_placement == "intra_host" else 1)
+
+    @property
+    def num_hosts(self) -> int:
+        """H, hosts of the job."""
+        return self.world_size // self.host_size
 
     @property
     def world_size(self) -> int:
@@ -106,12 +138,10 @@ class TowerTopology:
         return RankCoordinates(replica, tower, local)
 
     def host(self, rank: int) -> int:
-        """Host index of a global rank, assuming one tower of one replica (L ranks) per host.
-
-        With ``"intra_host"`` replicas, all replicas of a tower (R * L ranks) share a host.
-        """
-        at = self.coordinates(rank)
-        return at.tower if self.replica_placement == "intra_host" else at.replica * self.num_towers + at.tower
+        """Host index of a global rank; hosts are blocks of `host_size` neighbouring ranks."""
+        if not 0 <= rank < self.world_size:
+            raise InputError(f"TowerTopology: rank={rank} is outside 0..{self.world_size - 1}.")
+        return rank // self.host_size
 
     def tower_groups(self) -> list[list[int]]:
         """Ranks of one tower in one replica (fast links): R * T groups of L."""
@@ -135,7 +165,16 @@ class TowerTopology:
 
     def host_groups(self) -> list[list[int]]:
         """Ranks of one `host` each."""
-        return self._groups(lambda at: (self.host(self.rank(*at)),))
+        return [list(range(first, first + self.host_size)) for first in range(0, self.world_size, self.host_size)]
+
+    def share_across_hosts(self, groups: list[list[int]]) -> float:
+        """The share, of all pairs of two ranks of one group, that is on different hosts; 0 where there is no pair."""
+        pairs = across = 0
+        for group in groups:
+            on_host = Counter(self.host(rank) for rank in group)
+            pairs += len(group) * (len(group) - 1)
+            across += len(group) ** 2 - sum(number**2 for number in on_host.values())
+        return across / pairs if pairs else 0.0
 
     def _groups(self, key: Callable[[RankCoordinates], tuple[int, ...]]) -> list[list[int]]:
         """Groups of ranks with equal keys, in the order of the keys."""

@@ -39,22 +39,20 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     3         all-gather, at the end of the backward pass, [n]                             ranks of a host
     ========= ============================================================================ ===========================
 
-    The result is the mean over all W ranks, bitwise equal on each. A host is that of `TowerTopology.host`: the ranks of
-    a tower or, with ``"intra_host"`` replicas, of all replicas of a tower.
+    The result is the mean over all W ranks, bitwise equal on each. A host is that of `TowerTopology.host`.
 
     Collective: every rank makes one at the same point, for the process groups.
 
     Args:
         mesh: groups of the job.
         precision: number format of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` rounds them to 8 bits.
-        ranks_per_host: ranks per host, if it differs from the tower size; consecutive ranks share a host.
         bucket_cap_mb: MB reduced at once; smaller than DDP's 25, so that the first bucket is sent early.
             DDP's own first bucket has 1 MB at least.
         options: further arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
 
     Raises:
-        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, hosts that do not divide the
-            ranks, ranks that were given other arguments, or ranks that make none within a minute.
+        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, ranks that were given other
+            arguments, or ranks that make none within a minute.
 
     Example::
 
@@ -67,11 +65,10 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         mesh: TowerMesh,
         *,
         precision: SyncPrecision = "fp32",
-        ranks_per_host: int | None = None,
         bucket_cap_mb: float = _BUCKET_MB,
         **options: Any,
     ) -> None:
-        arguments = {"precision": precision, "ranks_per_host": ranks_per_host, "bucket_cap_mb": bucket_cap_mb}
+        arguments = {"precision": precision, "bucket_cap_mb": bucket_cap_mb}
         check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group, patience=_PATIENCE)
         if precision not in ("fp32", "bf16"):
             raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
@@ -82,7 +79,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
             )
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
         topology = mesh.topology
-        hosts = topology.host_groups() if ranks_per_host is None else _blocks(topology.world_size, ranks_per_host)
+        hosts = topology.host_groups()
         self._inside = mesh.new_group(hosts)
         # On the peers' own connections, where they are the same ranks: what is sent there goes in order, so the
         # gradients of tower outputs, which more depends on, come first.
@@ -134,12 +131,3 @@ class _HierarchicalReduce:
 def _devices(tensor: Tensor) -> Any:
     """Devices that a future must be told of if it holds the tensor: all but the CPU."""
     return [] if tensor.device.type == "cpu" else [tensor.device]
-
-
-def _blocks(world_size: int, ranks_per_host: int) -> list[list[int]]:
-    if ranks_per_host < 1 or world_size % ranks_per_host:
-        raise InputError(
-            f"HierarchicalDataParallel: ranks_per_host={ranks_per_host} does not divide the {world_size} ranks of the "
-            "job; give the ranks of one host."
-        )
-    return [list(range(first, first + ranks_per_host)) for first in range(0, world_size, ranks_per_host)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -284,7 +285,7 @@ def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], Shard
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=dist.get_world_size(),
-            local_world_size=config.topology.ranks_per_tower,
+            local_world_size=mesh.topology.host_size,
             compute_device=job.device_type,
         ),
         # Without constraints it makes small tables data parallel: TorchRec then drops their fused optimizer without
@@ -297,7 +298,7 @@ def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], Shard
 def _flat_replicas(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
     """Shards with TorchRec's exchange over all ranks of a replica: one tower that spans them."""
     config, full = job.config, mesh.topology
-    topology = replace(full, num_towers=1, ranks_per_tower=full.num_towers * full.ranks_per_tower)
+    topology = replace(full, num_towers=1, ranks_per_tower=full.num_towers * full.ranks_per_tower, ranks_per_host=None)
     sharder = SPTTEmbeddingBagCollectionSharder(
         TowerMesh(topology),
         TowerPlan.from_lists([feature_names(job.tables)]),
@@ -341,18 +342,25 @@ def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> 
     model = build_model(job, device="meta", without_tables=True)
     outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
     numbers = outputs / sharding.hardware.exchange_bytes
-    inside = replicas * sum(load.id_bytes + 2 * load.output_bytes for _, load in loads) + local_ids
+    tower_ids = replicas * sum(load.id_bytes for _, load in loads) + local_ids
+    tower_outputs = replicas * sum(load.output_bytes for _, load in loads)
     if distinct is not None:
-        ids, numbers, inside = _distinct_traffic(job, distinct, model)
+        ids, numbers, tower_ids, tower_outputs = _distinct_traffic(job, distinct, model)
+    forward = numbers * NUMBER_FORMATS[own.forward_precision].num_bytes
+    backward = numbers * NUMBER_FORMATS[own.backward_precision].num_bytes
     of_towers, of_all = _dense_weights(model)
     tables_ring = replicas * sum(load.reduced_bytes for _, load in loads)
     all_across, all_inside = _dense_bytes(topology, job.config.train, of_all)
     tower_ring = 2 * (replicas * topology.ranks_per_tower - 1) * of_towers + tables_ring
     tower_across = tower_ring * _share_across(topology, topology.tower_module_groups()[0])
+    # Peers may share a host, and a tower may span several.
+    peers = topology.share_across_hosts(topology.peer_groups())
+    inner = topology.share_across_hosts(topology.tower_groups())
+    inside = (1 - peers) * (ids + forward + backward) + (1 - inner) * (tower_ids + 2 * tower_outputs)
     return Traffic(
-        ids=round(ids),
-        forward=round(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes),
-        backward=round(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes),
+        ids=round(peers * ids + inner * tower_ids),
+        forward=round(peers * forward + inner * tower_outputs),
+        backward=round(peers * backward + inner * tower_outputs),
         dense=round(all_across + tower_across),
         inside=round(inside + all_inside + tower_ring - tower_across),
     )
@@ -378,8 +386,8 @@ def sharding_result(job: Job) -> dict[str, Any]:
     }
 
 
-def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module) -> tuple[float, float, float]:
-    """Bytes of ids between towers, numbers of a forward pass between them, bytes inside; peer route."""
+def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module) -> tuple[float, float, float, float]:
+    """Between towers: bytes of ids, numbers of a forward pass. Inside: bytes of ids, of outputs. For the peer route."""
     sharding = job.sharding
     assert sharding is not None, "the flat dataflow has no sharding plan"
     topology, modules = sharding.topology, tower_modules(model)
@@ -400,13 +408,14 @@ def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module
     pooling = {name: max(number, 1e-9) / rows[tower_of[name]] for name, number in ids.items()}
     workload = replace(sharding.workload, pooling_factors=pooling)
     costs = CostModel(topology=topology, workload=workload, hardware=sharding.hardware)
-    inside = sum(
-        (load.id_bytes + 2 * load.output_bytes) * rows[tower_of[table.feature_names[0]]] / workload.batch_size
-        for table in job.split_tables
-        for _, load in costs.shards(table, sharding.placements[table.name])
-    )
+    tower_ids = tower_outputs = 0.0
+    for table in job.split_tables:
+        share = topology.num_replicas * rows[tower_of[table.feature_names[0]]] / workload.batch_size
+        for _, load in costs.shards(table, sharding.placements[table.name]):
+            tower_ids += share * load.id_bytes
+            tower_outputs += share * load.output_bytes
     away = topology.world_size * (1 - 1 / topology.num_towers)
-    return away * sent * _ID_BYTES, away * numbers, topology.num_replicas * inside
+    return away * sent * _ID_BYTES, away * numbers, tower_ids, tower_outputs
 
 
 def _dense_weights(model: nn.Module) -> tuple[int, int]:
@@ -437,11 +446,12 @@ def _id_bytes(job: Job, costs: CostModel, loads: Sequence[tuple[Any, Any]]) -> t
 def _dense_bytes(topology: TowerTopology, train: TrainConfig, of_all: int) -> tuple[float, float]:
     """Bytes that averaging the dense part's gradients sends between hosts, and inside them."""
     if train.dense_reduce == "hierarchical":
-        hosts = topology.host_groups()
-        numbers = of_all / NUMBER_FORMATS["fp32"].num_bytes
-        across = 2 * (len(hosts) - 1) * numbers * NUMBER_FORMATS[train.dense_reduce_precision].num_bytes
+        hosts, size = topology.num_hosts, topology.host_size
+        # Every rank of a host has an equal part; all gradients are taken as one bucket.
+        numbers = math.ceil(of_all / NUMBER_FORMATS["fp32"].num_bytes / size) * size
+        across = 2 * (hosts - 1) * numbers * NUMBER_FORMATS[train.dense_reduce_precision].num_bytes
         # Each host sums its own gradients, and hands the means out again.
-        return across, 2 * (len(hosts[0]) - 1) * len(hosts) * of_all
+        return across, 2 * (size - 1) * hosts * numbers * NUMBER_FORMATS["fp32"].num_bytes
     ring = 2 * (topology.world_size - 1) * of_all
     across = ring * _share_across(topology, range(topology.world_size))
     return across, ring - across

@@ -130,6 +130,10 @@ class TopologyConfig(Section):
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
     """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
     neighbours, on one host if it has R x L ranks."""
+    ranks_per_host: int | None = Field(default=None, ge=1, le=8192)
+    """Ranks that one machine runs: those of several towers, or an equal part of one tower's. Decides which bytes cross
+    hosts, and what ``dense_reduce = "hierarchical"`` sums first. Left out, a tower is a host (its replicas too, with
+    ``intra_host``)."""
 
     @model_validator(mode="after")
     def _check(self) -> TopologyConfig:
@@ -276,7 +280,7 @@ class TrainConfig(Section):
     in flight between hosts. Results differ by rounding only. Tower dataflow only."""
     dense_reduce: Literal["ring", "hierarchical"] = "ring"
     """Averaging of the dense part's gradients over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each host
-    first, then once between hosts, which sends less there. Towers are hosts here."""
+    first, then once between hosts, which sends less there; see ``topology.ranks_per_host``."""
     dense_reduce_precision: SyncPrecision = "fp32"
     """Number format of these gradients between hosts; ``bf16`` needs ``dense_reduce = "hierarchical"``."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -367,11 +371,11 @@ class TrainingConfig(Section):
                 "train.dense_reduce='hierarchical', but this run has 'ring', DDP's own all-reduce, which sends fp32. "
                 "Set it to 'hierarchical', or leave dense_reduce_precision out."
             )
-        if train.dense_reduce == "hierarchical" and len(self.topology.build().host_groups()) == 1:
+        if train.dense_reduce == "hierarchical" and self.topology.build().num_hosts == 1:
             raise InputError(
-                "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but towers are "
-                f"hosts here, and topology.num_towers={self.topology.num_towers} makes this a single one. Set "
-                "num_towers to the number of hosts (also with the flat dataflow), or leave dense_reduce out."
+                "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but topology has "
+                f"one host of {self.topology.build().host_size} ranks. Set topology.ranks_per_host to the ranks of one "
+                "machine (left out, each tower is a host, also with the flat dataflow), or leave dense_reduce out."
             )
 
     def _check_replicas(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dmt.errors import InputError
@@ -27,6 +28,7 @@ __all__ = [
     "Job",
     "check_rows",
     "check_table_optimizer",
+    "compare_hosts",
     "make_job",
     "open_data",
     "open_job",
@@ -35,6 +37,8 @@ __all__ = [
     "tower_plan",
     "validate_rows",
 ]
+
+logger = logging.getLogger(__name__)
 
 Splits = Mapping[str, tuple[int, ...]]
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
@@ -137,6 +141,15 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
 
     check_model(job)
     return job
+
+
+def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
+    """Warns of hosts that are not the machines of a job on several; one machine may play several hosts."""
+    if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
+        logger.warning(
+            f"torchrun runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "
+            f"so bytes are counted for other links. Set topology.ranks_per_host={ranks_per_machine}."
+        )
 
 
 def validate_rows(job: Job) -> None:
@@ -300,7 +313,8 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
 def _loaded_placements(file: str, topology: TowerTopology, tables: Sequence[TableSpec]) -> dict[str, TablePlacement]:
     """The placements of a saved plan, which must be for just these tables on this topology."""
     loaded = TowerShardingPlan.load(file)
-    if loaded.topology != topology:
+    # Where hosts end is nothing to a plan: its tables are placed inside towers.
+    if replace(loaded.topology, ranks_per_host=None) != replace(topology, ranks_per_host=None):
         raise InputError(
             f"Sharding plan {file} was made for {loaded.topology}, but the run has {topology}. Re-run `dmt plan` with "
             "this config."

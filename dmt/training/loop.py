@@ -273,7 +273,7 @@ class Trainer:
             self._pipeline.detach()
 
     def measure_traffic(self) -> Traffic:
-        """Runs one more forward and backward pass and counts the bytes it sends; towers are hosts here. Collective.
+        """Runs one more forward and backward pass and counts its bytes between hosts and inside them. Collective.
 
         The tables update in their backward pass, and the pipeline is detached: call it when all is trained and saved.
         """

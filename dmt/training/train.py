@@ -37,7 +37,7 @@ from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.device import backend, current_device, device_type, take_device
 from dmt.training.health import check_same_input
-from dmt.training.job import Job, resolve, validate_rows
+from dmt.training.job import Job, compare_hosts, resolve, validate_rows
 from dmt.training.loop import MetricValues, Trainer, TrainingTime
 from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, print_settings, result_warnings
@@ -70,6 +70,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         check_rank_memory(job)
         validate_rows(job)
         print_settings(config)
+        compare_hosts(job.topology, _number("LOCAL_WORLD_SIZE", "0"))
 
     # Process group. A second job in the folder would delete what this one is writing.
     held = folder_lock(Path(config.train.output_dir)) if rank == 0 else nullcontext()

@@ -50,6 +50,57 @@ def test_inter_host_replicas_are_blocks() -> None:
     assert topology.sharding_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ranks_per_host", "hosts", "peers", "tower"),
+    [
+        ((2, 2, 1), None, [[0, 1], [2, 3]], 1, 0),
+        ((4, 1, 1), 2, [[0, 1], [2, 3]], 8 / 12, 0),
+        ((2, 4, 1), 2, [[0, 1], [2, 3], [4, 5], [6, 7]], 1, 8 / 12),
+        ((2, 2, 1), 4, [[0, 1, 2, 3]], 0, 0),
+        ((2, 1, 3), 3, [[0, 1, 2], [3, 4, 5]], 1, 0),
+        ((1, 4, 1), 1, [[0], [1], [2], [3]], 0, 1),
+    ],
+)
+def test_hosts_hold_whole_towers_or_equal_parts_of_one(
+    sizes: tuple[int, int, int], ranks_per_host: int | None, hosts: list[list[int]], peers: float, tower: float
+) -> None:
+    topology = TowerTopology(
+        num_towers=sizes[0],
+        ranks_per_tower=sizes[1],
+        num_replicas=sizes[2],
+        replica_placement="intra_host",
+        ranks_per_host=ranks_per_host,
+    )
+    assert topology.host_groups() == hosts
+    assert topology.num_hosts == len(hosts)
+    assert [topology.host(rank) for rank in range(topology.world_size)] == [
+        number for number, ranks in enumerate(hosts) for _ in ranks
+    ]
+    assert topology.share_across_hosts(topology.peer_groups()) == pytest.approx(peers)
+    assert topology.share_across_hosts(topology.tower_groups()) == pytest.approx(tower)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks_per_host"), [((2, 2, 1), 3), ((2, 2, 1), 8), ((2, 6, 1), 4), ((4, 3, 1), 2), ((2, 2, 3), 4)]
+)
+def test_hosts_that_cut_towers_unevenly_are_refused(sizes: tuple[int, int, int], ranks_per_host: int) -> None:
+    message = rf"ranks_per_host={ranks_per_host} must divide the .* a host holds whole towers, or a tower whole hosts"
+    with pytest.raises(InputError, match=message):
+        TowerTopology(
+            num_towers=sizes[0],
+            ranks_per_tower=sizes[1],
+            num_replicas=sizes[2],
+            replica_placement="intra_host",
+            ranks_per_host=ranks_per_host,
+        )
+
+
+def test_a_host_has_at_least_a_rank_and_a_whole_number() -> None:
+    for value in (0, 1.5, True):
+        with pytest.raises(InputError, match=r"ranks_per_host=.* must be a whole number of at least 1"):
+            TowerTopology(num_towers=2, ranks_per_tower=2, ranks_per_host=value)  # type: ignore[arg-type]
+
+
 def test_peer_order_of_the_paper() -> None:
     assert TowerTopology(num_towers=2, ranks_per_tower=2).peer_order() == [0, 2, 1, 3]
     assert TowerTopology(num_towers=3, ranks_per_tower=2).peer_order() == [0, 2, 4, 1, 3, 5]

@@ -187,7 +187,7 @@ def test_a_check_trains_with_them_and_sends_dense_gradients_in_fp32(tmp_path: Pa
         ),
         (
             ["topology.num_towers=1", "train.dense_reduce=hierarchical"],
-            r"dense_reduce='hierarchical' .* topology\.num_towers=1 makes this a single one\. Set num_towers to the",
+            r"dense_reduce='hierarchical' .* one host of \d ranks\. Set topology\.ranks_per_host to the",
         ),
     ],
 )

@@ -51,6 +51,24 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         {"sharding": {"scheme": "table_wise"}, "topology": {"num_towers": 1, "ranks_per_tower": 4}},
     ),
     "one rank per tower": ("dmt-dlrm", {"topology": {"num_towers": 4, "ranks_per_tower": 1}}),
+    "two towers on a host": (
+        "dmt-dlrm",
+        {
+            "topology": {"num_towers": 4, "ranks_per_tower": 1, "ranks_per_host": 2},
+            "train": {"dense_reduce": "hierarchical"},
+        },
+    ),
+    "a tower on two hosts": (
+        "dmt-dcn",
+        {
+            "sharding": {"tables": {"t_C[125]": "table_wise", "t_C3": "data_parallel", "t_C[46]": "row_wise"}},
+            "topology": {"num_towers": 1, "ranks_per_tower": 4, "ranks_per_host": 2},
+        },
+    ),
+    "two towers on four hosts": (
+        "dlrm",
+        {"sharding": {"scheme": "column_wise"}, "topology": {"ranks_per_host": 1}},
+    ),
 }
 MIX = {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise", "t_C[36]": "table_wise"}
 # Two replicas. Gradients of data-parallel tables and tower modules cross hosts only between hosts, those of dense parts
@@ -79,7 +97,8 @@ def config_of(name: str, folder: str) -> TrainingConfig:
     # Rows that the tower's ranks share evenly, ids that use them evenly, and one id a sample, as planned. In its third
     # pass, DDP tells all ranks once how it has laid out gradients; the fourth one is measured.
     synthetic = {"rows_per_table": 12, "zipf_exponent": 0.0, "num_rows": 3072}
-    return small(arch, synthetic=synthetic, train={"batch_size": 128, "max_steps": 3}, **sections)
+    train = {"batch_size": 128, "max_steps": 3} | sections.pop("train", {})
+    return small(arch, synthetic=synthetic, train=train, **sections)
 
 
 class Silent:

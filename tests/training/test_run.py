@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from dmt.errors import InputError
+from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sptt.mesh import TowerMesh
@@ -25,7 +26,7 @@ from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.console import ROWS, cells
-from dmt.training.job import open_job, resolve
+from dmt.training.job import compare_hosts, open_job, resolve
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
 from dmt.training.resume import check_output_dir
@@ -136,6 +137,21 @@ def test_an_environment_that_holds_no_number_is_told(name: str, value: str, monk
         monkeypatch.setenv(key, number)
     with pytest.raises(InputError, match=f"The environment has {name}='{value}', which must be a whole number"):
         train(small())
+
+
+@pytest.mark.parametrize(("local", "per_host", "told"), [(2, None, False), (4, None, True), (4, 4, False)])
+def test_hosts_other_than_those_of_torchrun_are_told(
+    local: int, per_host: int | None, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    compare_hosts(TowerTopology(num_towers=4, ranks_per_tower=2, ranks_per_host=per_host), local)
+    assert (
+        caplog.messages
+        == [
+            "torchrun runs 4 ranks per machine, but the topology has hosts of 2, so bytes are "
+            "counted for other links. Set topology.ranks_per_host=4."
+        ]
+        * told
+    )
 
 
 def test_a_result_without_some_values_still_prints() -> None:

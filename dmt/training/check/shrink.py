@@ -138,6 +138,7 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
     """Returns the config of a shorter run on fewer ranks, and a line for everything that is smaller than asked for."""
     own, instead = config.replicas, "{key} is {after} instead of {before}"
     config = with_values(config, "train", device="cpu")
+    config = with_values(config, "topology", ranks_per_host=topology.ranks_per_host)
     changes: list[tuple[str, str, Any, str]] = [
         ("topology", "ranks_per_tower", topology.ranks_per_tower, "checked with {after} of {before} ranks per tower"),
         ("topology", "num_towers", topology.num_towers, "the {before} towers share the ranks of {after}"),
@@ -166,13 +167,23 @@ def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
     """Returns the topology with at most ``max_ranks``: two replicas, fewer ranks per tower, fewer towers on the mesh.
 
     Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
-    least 4 (8 with replicas) there are two towers where there were two or more.
+    least 4 (8 with replicas) there are two towers where there were two or more. Hosts of several towers, and towers of
+    several hosts, stay such where that leaves more than one host.
     """
     towers, ranks, replicas = topology.num_towers, topology.ranks_per_tower, min(topology.num_replicas, _REPLICAS)
     max_ranks //= replicas
     ranks = min(ranks, max(min(ranks, 2), max_ranks // towers))
     towers = max(1, min(towers, max_ranks // ranks))
-    return replace(topology, num_towers=towers, ranks_per_tower=ranks, num_replicas=replicas)
+    fewer = replace(topology, num_towers=towers, ranks_per_tower=ranks, num_replicas=replicas, ranks_per_host=None)
+    if topology.ranks_per_host is None:
+        return fewer
+    by_default, size = replace(topology, ranks_per_host=None), fewer.host_size
+    hosts = [size * n for n in range(1, fewer.num_hosts) if fewer.num_hosts % n == 0]
+    parts = [size // n for n in range(1, size + 1) if size % n == 0]
+    if topology.host_size > by_default.host_size:
+        wanted = topology.host_size // by_default.host_size * size
+        return replace(fewer, ranks_per_host=max((n for n in hosts if n <= wanted), default=None))
+    return replace(fewer, ranks_per_host=min(n for n in parts if n >= topology.host_size * size / by_default.host_size))
 
 
 def with_values(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
