@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from benchmarks.emulation.agents import run_agents
 from benchmarks.emulation.hosts import UPLINK, EmulatedHosts, sent_bytes
 from benchmarks.emulation.wire import PATTERNS, sends
 from dmt.errors import InputError
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 NETNS = Path("/run/netns")
@@ -52,13 +52,6 @@ def rates(hosts: EmulatedHosts) -> list[str]:
     show = ["class", "show", "dev", UPLINK]
     shown = [subprocess.check_output(["tc", "-n", hosts.namespace(host), *show], text=True) for host in (0, 1)]
     return [rate for text in shown for rate in re.findall(r" rate (\S+)", text)]
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.02)
 
 
 TABLE = """\
@@ -115,7 +108,7 @@ def test_a_mark_is_stale_once_its_process_is_dead_or_another() -> None:
     theirs = namespaces._mark(child.pid)
     assert not namespaces._is_stale(theirs, child.pid)
     child.kill()
-    wait_until(lambda: namespaces._is_stale(theirs, child.pid))
+    assert wait_until(lambda: namespaces._is_stale(theirs, child.pid))
     child.communicate()
     assert namespaces._is_stale(theirs, child.pid)
 
@@ -221,7 +214,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     with pytest.raises(ZeroDivisionError), EmulatedHosts(2, mbit_per_s=None) as hosts:  # noqa: PT012
         assert len(ours(os.getpid())) == 3
         sleeper = inside(hosts, 1, "input()")
-        wait_until(lambda: subprocess.check_output(["ip", "netns", "pids", hosts.namespace(1)]).strip())
+        assert wait_until(lambda: subprocess.check_output(["ip", "netns", "pids", hosts.namespace(1)]).strip())
         raise ZeroDivisionError
     assert ours(os.getpid()) == []
     assert sleeper.wait(60) == -signal.SIGKILL
@@ -263,7 +256,7 @@ def test_a_signal_leaves_nothing_behind_or_the_next_start_removes_it(how: signal
     elif how == signal.SIGTERM:
         assert maker.returncode == 128 + signal.SIGTERM
     assert ours(maker.pid) == []
-    wait_until(lambda: not child.exists() or " Z " in (child / "stat").read_text())
+    assert wait_until(lambda: not child.exists() or " Z " in (child / "stat").read_text())
 
 
 @needs_root

@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +34,7 @@ from dmt.training.config import to_toml
 from tests.programs import run_program
 from tests.training.checkpoints.made import make_checkpoint, save_alone
 from tests.training.small import plain, small
+from tests.waiting import wait_until
 
 
 def dmt(*arguments: str) -> Result:
@@ -410,15 +409,6 @@ def processes_with(setting: str) -> list[str]:
             if setting.encode() in (process / "environ").read_bytes().split(b"\0"):
                 found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return found
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.2)
-    return False
 
 
 def test_a_rank_ends_with_the_process_that_started_it_though_it_died_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
