@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dmt.errors import InputError, did_you_mean
 from dmt.models.base import ModelOptions
 from dmt.models.dcn import DCN, DMTDCN
-from dmt.models.dlrm import DLRM, DMTDLRM
+from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
 from dmt.models.presets import CRITEO_DENSE_FEATURES, criteo_1tb_tables
 from dmt.models.sparse import check_tower_modules
 from dmt.plan.tables import feature_names, table_specs
@@ -41,12 +41,12 @@ __all__ = [
     "tower_modules",
 ]
 
-ARCHS = ("dlrm", "dcn")
+ARCHS = ("dlrm", "dlrm-products", "dcn")
 """Architectures that `complexity_of` accepts."""
 
 _COUNTED_SAMPLES = 2
 _MOST = 65_536  # of a setting; products of larger ones have no tensor
-_PAPER_TOWER_DIM = {"dlrm": 64, "dcn": 128}
+_PAPER_TOWER_DIM = {"dlrm": 64, "dlrm-products": 64, "dcn": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def complexity_of(
     """Builds DLRM, DCN or their multi-tower form on the meta device and counts it.
 
     Args:
-        arch: ``"dlrm"`` or ``"dcn"``.
+        arch: ``"dlrm"`` or ``"dcn"``; with towers also ``"dlrm-products"`` (`DMTDLRMProducts`).
         tables: `dmt.plan.tables.TableSpec` or TorchRec ``EmbeddingBagConfig``.
         tower_plan: the towers; without it the flat model is counted.
         tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
@@ -151,10 +151,11 @@ def complexity_of(
     model: nn.Module
     if tower_plan is None:
         model = (DLRM if arch == "dlrm" else DCN)(make_sparse_arch=MetaTables, **common)
-    elif arch == "dlrm":
-        model = DMTDLRM(tower_plan=tower_plan, tower_dim=tower_dim, c=c, p=p, make_sparse_arch=MetaTowers, **common)
-    else:
+    elif arch == "dcn":
         model = DMTDCN(tower_plan=tower_plan, tower_dim=tower_dim, make_sparse_arch=MetaTowers, **common)
+    else:
+        towers = DMTDLRM if arch == "dlrm" else DMTDLRMProducts
+        model = towers(tower_plan=tower_plan, tower_dim=tower_dim, c=c, p=p, make_sparse_arch=MetaTowers, **common)
     return count_on_meta(model, dense_in_features)
 
 
@@ -189,6 +190,8 @@ def _check_settings(arch: str, has_towers: bool, tower_dim: int | None, c: int, 
     for name, value in (("tower_dim", tower_dim or 0), ("c", c), ("p", p)):
         if value > _MOST:
             raise InputError(f"{name}={value} is too large for a model; give at most {_MOST}.")
+    if not has_towers and arch == "dlrm-products":
+        raise InputError(f"arch={arch!r} has tower modules only. Give the number of towers or a tower plan too.")
     if not has_towers and (tower_dim is not None or (c, p) != (1, 0)):
         raise InputError(
             f"tower_dim={tower_dim}, c={c}, p={p} are settings of towers, but the flat {arch} was asked for. Give the "

@@ -31,6 +31,7 @@ __all__ = [
     "check_layer_sizes",
     "check_size",
     "check_sizes",
+    "strict_upper",
 ]
 
 Device = torch.device | str | None
@@ -162,11 +163,11 @@ class DotInteraction(nn.Module):
         """Dense [B, D] and sparse [B, F, D] -> [B, D + F (F + 1) / 2]; pairs in row-major order, dense vector first."""
         vectors = torch.cat((dense.unsqueeze(1), sparse), dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
-        return torch.cat((dense, _strict_upper(products)), dim=1)
+        return torch.cat((dense, strict_upper(products)), dim=1)
 
 
-def _strict_upper(products: Tensor) -> Tensor:
-    """[B, M, M] -> [B, M (M - 1) / 2], the entries above the diagonal, row by row."""
+def strict_upper(products: Tensor) -> Tensor:
+    """Takes the entries above the diagonal, row by row: [B, M, M] -> [B, M (M - 1) / 2]."""
     # The indices are made here and not kept in a buffer: DistributedModelParallel overwrites buffers of a model built
     # on the meta device with zeros, and nothing would fail.
     size = products.shape[1]
@@ -176,7 +177,7 @@ def _strict_upper(products: Tensor) -> Tensor:
 
 
 # The train pipeline traces the model with torch.fx, which cannot trace triu_indices: it needs real sizes.
-torch.fx.wrap("_strict_upper")
+torch.fx.wrap("strict_upper")
 
 
 class _Kernels(nn.ParameterList):

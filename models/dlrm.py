@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from dmt.models.base import FlatModel, ModelOptions, TowerModel
 from dmt.models.dense import DotInteraction
 from dmt.models.presets import DMT_DLRM_OVER_ARCH_LAYER_SIZES
 from dmt.models.sparse import MakeTowerSparseArch, tower_sparse_arch
-from dmt.models.tower_modules import DLRMTowerModule
+from dmt.models.tower_modules import DLRMProductsTowerModule, DLRMTowerModule
 from dmt.plan.towers import TowerPlan
 
-__all__ = ["DLRM", "DMTDLRM"]
+__all__ = ["DLRM", "DMTDLRM", "DMTDLRMProducts"]
 
 
 class DLRM(FlatModel):
@@ -44,6 +44,7 @@ class DMTDLRM(TowerModel):
     """
 
     paper_over_arch_layer_sizes = DMT_DLRM_OVER_ARCH_LAYER_SIZES
+    tower_module: ClassVar[type[DLRMTowerModule]] = DLRMTowerModule
 
     def __init__(
         self,
@@ -58,7 +59,16 @@ class DMTDLRM(TowerModel):
         make_sparse_arch: MakeTowerSparseArch = tower_sparse_arch,
     ) -> None:
         options = options or ModelOptions()
-        towers = partial(DLRMTowerModule, tower_dim=tower_dim, c=c, p=p, device=options.device)
+        towers = partial(self.tower_module, tower_dim=tower_dim, c=c, p=p, device=options.device)
         super().__init__(
             tables, tower_plan, dense_in_features, tower_dim, options, make_sparse_arch, towers, DotInteraction
         )
+
+
+class DMTDLRMProducts(DMTDLRM):
+    """Multi-tower DLRM whose tower modules pass on inner products too (`DLRMProductsTowerModule`); not in the paper.
+
+    Arguments are those of `DMTDLRM`; p must be at least 1.
+    """
+
+    tower_module = DLRMProductsTowerModule

@@ -26,13 +26,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dmt.errors import InputError
-from dmt.models.dense import LowRankCrossNet, check_size, check_sizes
+from dmt.models.dense import LowRankCrossNet, check_size, check_sizes, strict_upper
 from dmt.models.presets import CROSS_RANK
 
 __all__ = [
     "DCNTowerModule",
+    "DLRMProductsTowerModule",
     "DLRMTowerModule",
     "EmbeddingsByName",
     "PassThroughTowerModule",
@@ -113,6 +115,58 @@ class DLRMTowerModule(nn.Module):
                 projected = torch.stack([vectors[place] for place in position], dim=1)
             outputs.append(projected.flatten(1))
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+
+
+class DLRMProductsTowerModule(DLRMTowerModule):
+    """DLRM's tower module whose combinations include the inner products of the features; not in the paper.
+
+    The paper's module is linear: what two of its features say together is lost, since DLRM multiplies the compressed
+    vectors only. Here the F_t (F_t - 1) / 2 inner products of the embeddings, which the flat DLRM computes too, are
+    mapped into the p D outputs and added, so that as many bytes cross hosts. Features that interact should then share
+    a tower (``benchmarks/results/product_towers.md``).
+
+    Arguments are those of `DLRMTowerModule`.
+
+    Raises:
+        InputError: p is 0.
+
+    Example:
+        >>> tower = DLRMProductsTowerModule(["ad", "user"], embedding_dim=8, tower_dim=4, c=0, p=1)
+        >>> tower({"ad": torch.ones(3, 8), "user": torch.ones(3, 8)}).shape
+        torch.Size([3, 4])
+    """
+
+    keeps_interactions = True
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        *,
+        embedding_dim: int,
+        tower_dim: int,
+        c: int = 0,
+        p: int = 1,
+        device: Device = None,
+    ) -> None:
+        super().__init__(features, embedding_dim=embedding_dim, tower_dim=tower_dim, c=c, p=p, device=device)
+        if p == 0:
+            raise InputError(
+                "DLRMProductsTowerModule: p=0 leaves no combination to carry the inner products; give p at least 1, or "
+                "take DLRMTowerModule."
+            )
+        pairs = len(self.features) * (len(self.features) - 1) // 2
+        # A tower of one feature has no pair.
+        self.products = nn.Linear(pairs, p * tower_dim, bias=False, device=device) if pairs else None
+
+    def forward(self, embeddings: EmbeddingsByName) -> Tensor:
+        """Embeddings of [B, N] -> [B, (p + c F_t) D]."""
+        output = super().forward(embeddings)
+        if self.products is None:
+            return output
+        stacked = torch.stack(feature_vectors(embeddings, self.features), dim=1)
+        products = self.products(strict_upper(torch.bmm(stacked, stacked.transpose(1, 2))))
+        # The combinations come first.
+        return output + functional.pad(products, (0, self.out_features - self.products.out_features))
 
 
 class DCNTowerModule(nn.Module):

@@ -79,7 +79,7 @@ def trial_config(name: str, arch: str, *, study_set: StudySet, plan: str | None)
 
     Args:
         name: of the data set, for error messages.
-        arch: ``dlrm`` or ``dcn``.
+        arch: ``dlrm``, ``dcn``, or ``dlrm-products``: towers whose modules hear inner products.
         study_set: how to train.
         plan: None for the flat model, else ``strided`` or the path of a tower plan.
     """
@@ -196,7 +196,7 @@ def run_trial(
 
     Args:
         name: of the data set.
-        arch: ``dlrm`` or ``dcn``.
+        arch: as for `trial_config`.
         seed: of the weights and of the order of rows.
         clicks: the data.
         study_set: how to train.

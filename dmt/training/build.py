@@ -22,7 +22,17 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt.formatting import human_bytes
-from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, Complexity, ModelOptions, flat_sparse_arch, tower_sparse_arch
+from dmt.models import (
+    DCN,
+    DLRM,
+    DMTDCN,
+    DMTDLRM,
+    Complexity,
+    DMTDLRMProducts,
+    ModelOptions,
+    flat_sparse_arch,
+    tower_sparse_arch,
+)
 from dmt.models.complexity import MetaTables, MetaTowers, compression_ratio, count_on_meta, tower_modules
 from dmt.models.sparse import JoinedShards
 from dmt.number_formats import NUMBER_FORMATS
@@ -122,7 +132,10 @@ def build_model(job: Job, *, device: str | None = None, without_tables: bool = F
         return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
     shared |= {"tables": job.split_tables, "tower_plan": plan, "tower_dim": model.tower_dim}
     shared["make_sparse_arch"] = MetaTowers if without_tables else tower_sparse_arch
-    return DMTDLRM(**shared, c=model.c, p=model.p) if model.arch == "dmt-dlrm" else DMTDCN(**shared)
+    if model.arch == "dmt-dcn":
+        return DMTDCN(**shared)
+    towers = DMTDLRM if model.arch == "dmt-dlrm" else DMTDLRMProducts
+    return towers(**shared, c=model.c, p=model.p)
 
 
 def count_model(job: Job) -> Complexity:

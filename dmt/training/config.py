@@ -59,8 +59,9 @@ _noted: set[str] = set()
 class ModelConfig(Section):
     """The model and its sizes (DESIGN section 7; DMT paper section 4)."""
 
-    arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"] = "dmt-dlrm"
-    """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``)."""
+    arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"] = "dmt-dlrm"
+    """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``; ``dmt-dlrm-products``, whose tower modules
+    pass on the inner products of their features too, and need p of at least 1)."""
     factory: str | None = None
     """``package.module:function`` that makes a model of your own instead
     ([Your model](your_model.md#in-the-trainer)); only ``in_towers``, ``options``, ``embedding_dim`` and
@@ -80,9 +81,9 @@ class ModelConfig(Section):
     tower_dim: int = Field(default=64, ge=1, le=65_536)
     """D, dimension of a tower's outputs (multi-tower models)."""
     c: int = Field(default=1, ge=0, le=65_536)
-    """Outputs of dimension D per feature (``dmt-dlrm``)."""
+    """Outputs of dimension D per feature (DLRM in towers)."""
     p: int = Field(default=0, ge=0, le=65_536)
-    """Outputs of dimension D per tower (``dmt-dlrm``)."""
+    """Outputs of dimension D per tower (DLRM in towers)."""
     cross_layers: int = Field(default=3, ge=1, le=1000)
     """Cross layers of the interaction (``dcn``, ``dmt-dcn``)."""
     cross_rank: int = Field(default=512, ge=1, le=65_536)
@@ -105,6 +106,11 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
+        if self.factory is None and self.arch == "dmt-dlrm-products" and self.p == 0:
+            raise InputError(
+                "arch='dmt-dlrm-products' needs p of at least 1: the outputs that carry the inner products. Set p=1, "
+                "and c=0 for the highest compression."
+            )
         layers = (*self.dense_arch, *(self.over_arch or ()))
         if len(layers) > 1000 or max(layers, default=0) > 2**20:
             raise InputError("dense_arch and over_arch: give at most 1000 layers of at most 1048576 numbers each.")

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from benchmarks.interaction_towers import ARMS, compare, write
+from benchmarks.interaction_towers import STUDIES, compare, write
+
+DCN = STUDIES["dcn"]
 
 
 def records_of(seeds, **gains):
@@ -14,14 +16,14 @@ def records_of(seeds, **gains):
     return {
         ("flights", arm, seed): {"data": "flights", "arm": arm, "seed": seed, "auc": 0.7 + 0.001 * seed + gains[arm]}
         | {"cpu_seconds": 4.0, "measuring_cpu_seconds": 1.5, "towers": [["c_a"], ["c_b"]], "affinity": [0.1]}
-        for arm in ARMS
+        for arm in DCN.arms
         for seed in seeds
     }
 
 
 def test_arms_are_compared_seed_by_seed():
     records = records_of(range(6), flat=0.03, strided=0.0, coherent=-0.01, interactions=0.02)
-    found = {(row["arm"], row["baseline"]): row for row in compare(records, "flights", range(6))}
+    found = {(row["arm"], row["baseline"]): row for row in compare(DCN, records, "flights", range(6))}
     assert found["interactions", "strided"]["median_difference"] == pytest.approx(0.02)
     assert found["interactions", "coherent"]["num_better"] == 6
     assert found["interactions", "flat"]["num_better"] == 0
@@ -30,7 +32,7 @@ def test_arms_are_compared_seed_by_seed():
 
 def test_the_record_holds_every_run_and_the_page_says_what_came_out(tmp_path):
     records = records_of(range(3), flat=0.03, strided=0.0, coherent=-0.01, interactions=0.02)
-    write(records, {"flights": [0, 1, 2]}, tmp_path)
+    write(DCN, records, {"flights": [0, 1, 2]}, tmp_path)
     record = json.loads((tmp_path / "interaction_towers.json").read_text())
     assert len(record["runs"]) == 12
     assert not any("affinity" in run for run in record["runs"])

@@ -134,7 +134,8 @@ def test_criteo_tables():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"arch": "dlmr"}, "arch='dlmr' is unknown; use 'dlrm' or 'dcn'. Did you mean 'dlrm'"),
+        ({"arch": "dlrm-products"}, "arch='dlrm-products' has tower modules only. Give the number of towers"),
+        ({"arch": "dlmr"}, "arch='dlmr' is unknown; use 'dlrm' or 'dlrm-products' or 'dcn'. Did you mean 'dlrm'"),
         ({"arch": "dlrm", "tower_dim": 64}, "tower_dim=64, c=1, p=0 are settings of towers, but the flat dlrm"),
         ({"arch": "dlrm", "p": 1}, "settings of towers, but the flat dlrm"),
         ({"arch": "dcn", "num_towers": 4, "p": 1}, "c=1, p=1 are settings of DLRM's tower module; dcn has none"),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from dmt.errors import InputError
-from dmt.models import DCNTowerModule, DLRMTowerModule, PassThroughTowerModule
+from dmt.models import DCNTowerModule, DLRMProductsTowerModule, DLRMTowerModule, PassThroughTowerModule
 
 
 @pytest.fixture
@@ -82,6 +82,7 @@ def test_pass_through_tower_takes_mixed_dims():
     "tower",
     [
         DLRMTowerModule(FEATURES, embedding_dim=8, tower_dim=4, c=1, p=1),
+        DLRMProductsTowerModule(FEATURES, embedding_dim=8, tower_dim=4, c=1, p=2),
         DCNTowerModule(FEATURES, embedding_dim=8, tower_dim=4, rank=2),
         PassThroughTowerModule(FEATURES, embedding_dims=[8, 8, 8]),
     ],
@@ -96,6 +97,29 @@ def test_towers_read_keyed_tensors_by_name(tower, embeddings):
     assert torch.equal(tower(in_order), tower(embeddings))
     assert tower.in_features == 24
     assert tower(embeddings).shape == (3, tower.out_features)
+
+
+def test_inner_products_are_added_to_the_combinations_alone(embeddings):
+    torch.manual_seed(0)
+    tower = DLRMProductsTowerModule(FEATURES, embedding_dim=8, tower_dim=5, c=1, p=2)
+    paper = DLRMTowerModule(FEATURES, embedding_dim=8, tower_dim=5, c=1, p=2)
+    left = paper.load_state_dict({n: v for n, v in tower.state_dict().items() if n != "products.weight"})
+    assert not left.missing_keys
+    added = tower(embeddings) - paper(embeddings)
+    # By hand, pair by pair in row-major order.
+    a, b, c = (embeddings[name] for name in FEATURES)
+    products = torch.stack([(a * b).sum(1), (a * c).sum(1), (b * c).sum(1)], dim=1)
+    torch.testing.assert_close(added[:, :10], products @ tower.products.weight.T)
+    assert not added[:, 10:].any()
+    assert tower.out_features == paper.out_features
+    assert (tower.keeps_interactions, paper.keeps_interactions) == (True, False)
+    added.sum().backward()
+    assert tower.products.weight.grad.any()
+
+
+def test_a_tower_of_one_feature_has_no_product(embeddings):
+    tower = DLRMProductsTowerModule(["f1"], embedding_dim=8, tower_dim=8, c=0, p=1)
+    assert torch.equal(tower(embeddings), embeddings["f1"])
 
 
 def test_projection_is_trained(embeddings):
@@ -114,6 +138,10 @@ def test_projection_is_trained(embeddings):
         (
             lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1),
             "p=-1 must be a whole number of at least 0",
+        ),
+        (
+            lambda: DLRMProductsTowerModule(["a", "b"], embedding_dim=8, tower_dim=4, c=1, p=0),
+            "p=0 leaves no combination to carry the inner products",
         ),
         (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=4, rank=0), "rank=0 must be"),
         (lambda: PassThroughTowerModule(["a", "b"], embedding_dims=[4]), r"embedding_dims=\[4\] must give one"),

@@ -63,9 +63,9 @@ def test_a_run_that_no_rank_has_memory_for(section: str, values: Any, message: s
         check_rank_memory(resolve(TrainingConfig.model_validate({**numbers, section: values}), 2))
 
 
-@pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"])
+@pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"])
 def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
-    config = small(arch)
+    config = small(arch, model={"p": 1})
     job = unsharded(config)
     built = build_model(job, device="meta")
     assert count_model(job).parameters == sum(p.numel() for p in built.parameters())

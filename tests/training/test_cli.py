@@ -294,7 +294,10 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["complexity", "--arch", "dlmr"], "error: arch='dlmr' is unknown; use 'dlrm' or 'dcn'. Did you mean 'dlrm'?"),
+        (
+            ["complexity", "--arch", "dlmr"],
+            "error: arch='dlmr' is unknown; use 'dlrm' or 'dlrm-products' or 'dcn'. Did you mean 'dlrm'?",
+        ),
         (["complexity", "--arch", "dlrm", "--towers", "27"], "error: num_towers=27 must lie between 1 and"),
         (["partition", "--towers", "2"], "error: Give either --checkpoint RUN_DIR or --affinity FILE.npz."),
         (["partition", "--towers", "2", "--checkpoint", "/nowhere"], "error: /nowhere is not the output_dir of a"),

@@ -60,6 +60,8 @@ def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path, monkeypatch:
     assert result.exit_code == 0, result.output
     towers = [set(tower["features"]) for tower in json.loads(result.stdout)["towers"]]
     assert not any(pair <= tower for pair in pairs for tower in towers)
+    result = partition("--affinity", saved, *asked, "--tower-module", "dlrm-products", "--json")
+    assert {frozenset(tower["features"]) for tower in json.loads(result.stdout)["towers"]} == pairs
     assert FeatureInteractions.load(saved).num_rows == 16 * 337  # a tenth of the rows evaluates
 
 
@@ -89,7 +91,7 @@ def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str
     [
         (["--affinity", "x", "--tower-module", "dcn"], "--tower-module goes with --strategy interactions"),
         (["--data", "x"], "Rows alone, --data FILE, serve --strategy interactions"),
-        (["--data", "x", "--strategy", "interactions"], "needs --tower-module dcn or dlrm here"),
+        (["--data", "x", "--strategy", "interactions"], "needs --tower-module dcn or dlrm or dlrm-products here"),
         (["--data", "x", "--strategy", "interactions", "--tower-module", "dcm"], "--tower-module 'dcm' must be one of"),
         (["--data", "/no.csv", "--strategy", "interactions", "--tower-module", "dcn"], "'/no.csv' matches no file"),
         (["--affinity", "/no.npz", "--strategy", "interactions", "--tower-module", "dcn"], "Interactions file /no.npz"),

@@ -34,7 +34,11 @@ _SHOWN_FEATURES = 8
 _SHOWN_PAIRS = 5
 INTERACTIONS = "interactions"
 """Strategy for towers from the interactions of features in rows."""
-TOWER_MODULES = {"dcn": "DCNTowerModule", "dlrm": "DLRMTowerModule"}
+TOWER_MODULES = {
+    "dcn": "DCNTowerModule",
+    "dlrm": "DLRMTowerModule",
+    "dlrm-products": "DLRMProductsTowerModule",
+}
 _LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
 
 

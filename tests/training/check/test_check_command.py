@@ -37,7 +37,8 @@ def write(config: TrainingConfig, folder: Path) -> str:
 @pytest.mark.usefixtures("_shared_ranks")
 def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
     config = small(
-        "dmt-dlrm",
+        "dmt-dlrm-products",
+        model={"p": 1},
         synthetic={"rows_per_table": 5000},
         topology={"num_towers": 3, "ranks_per_tower": 4},
         sharding={"scheme": "row_wise", "forward_precision": "fp16", "backward_precision": "bf16"},

@@ -34,10 +34,10 @@ def test_a_row_is_off_by_half_a_step_at_most(bits: int) -> None:
 
 
 @pytest.mark.parametrize(("stored", "most"), [("fp32", 0.0), ("int8", 3e-2), ("int4", 0.5)])
-@pytest.mark.parametrize(("arch", "trained"), [("dlrm", "fp32"), ("dmt-dcn", "fp32"), ("dmt-dlrm", "fp16")])
+@pytest.mark.parametrize(("arch", "trained"), [("dlrm", "fp32"), ("dmt-dcn", "fp32"), ("dmt-dlrm-products", "fp16")])
 def test_logits_are_near_those_of_the_model(arch: str, trained: str, stored: Any, most: float) -> None:
     torch.manual_seed(0)
-    config = small(arch, synthetic={"num_multi_hot": 3}, sharding={"table_precision": trained})
+    config = small(arch, model={"p": 1}, synthetic={"num_multi_hot": 3}, sharding={"table_precision": trained})
     data, model = source(config), plain(config).model.eval()
     batch = next(data.batches("eval", rank=0, world_size=1, batch_size=32))
     with torch.no_grad():
