@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -56,6 +56,8 @@ class Position:
     """Completed passes over the training rows."""
     row: int = 0
     """Rows of the current pass that all ranks together have trained on."""
+    bookmark: Mapping[str, Any] | None = None
+    """`ClickData.bookmark` of that row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +196,7 @@ class Trainer:
         self._checked: int | None = None
         start = position or Position()
         self._step, self._epoch, self._row = start.step, start.epoch, start.row
+        self._bookmark = start.bookmark
         self._warm_up = start.step + _WARM_UP_STEPS
         self._interval = interval = 1 if replicas is None else replicas.interval
         self._stop = StopRequest(mesh.global_group)
@@ -207,7 +210,8 @@ class Trainer:
     @property
     def position(self) -> Position:
         """Position in training."""
-        return Position(step=self._step, epoch=self._epoch, row=self._row)
+        bookmark = self._data.bookmark("train", epoch=self._epoch, row=self._row)
+        return Position(step=self._step, epoch=self._epoch, row=self._row, bookmark=bookmark)
 
     def train(self, save: Callable[[], object] | None = None) -> TrainingTime:
         """Trains for the epochs or steps of the config, evaluating and saving at the intervals it gives.
@@ -287,7 +291,9 @@ class Trainer:
                 loss.backward()
         return meter.total(self._mesh.global_group)
 
-    def _batches(self, split: Split, batch_size: int, epoch: int = 0, start_row: int = 0) -> Iterator[ClickBatch]:
+    def _batches(
+        self, split: Split, batch_size: int, epoch: int = 0, start_row: int = 0, bookmark: Any = None
+    ) -> Iterator[ClickBatch]:
         batches = self._data.batches(
             split,
             rank=self._mesh.rank,
@@ -295,6 +301,8 @@ class Trainer:
             batch_size=batch_size,
             epoch=epoch,
             start_row=start_row,
+            bookmark=bookmark,
+            group=self._mesh.global_group,
         )
         # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
         return (batch.pin_memory() for batch in batches) if self._device.type == "cuda" else batches
@@ -304,8 +312,9 @@ class Trainer:
 
         Pipelines ask ahead for batches, at the same points on all ranks: one that got another batch waits for this one.
         """
-        number, row = 0, self._row
-        for batch in self._batches("train", self._config.batch_size, self._epoch, row):
+        number, row, bookmark = 0, self._row, self._bookmark
+        self._bookmark = None
+        for batch in self._batches("train", self._config.batch_size, self._epoch, row, bookmark):
             yield batch
             number += 1
         try:

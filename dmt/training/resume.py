@@ -49,7 +49,7 @@ __all__ = [
 _SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
 # Settings of the data that do not change the order of rows; with another value of the rest, a position among rows has
 # no meaning.
-_NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows", "data.validate_rows")
+_NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows", "data.validate_rows", "data.reading", "data.workers")
 # Settings of training that may change between two attempts.
 _TRAINING = (
     "optimizer",
@@ -227,7 +227,10 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
     if of_rows and not is_own:
         return Start(folder=folder, files=files, notes=("other data: from the first row on", *notes))
     _refuse(folder, of_rows, is_own=is_own)
-    position = Position(step=manifest.step, epoch=manifest.progress["epoch"], row=manifest.progress["row"])
+    progress = manifest.progress
+    position = Position(
+        step=manifest.step, epoch=progress["epoch"], row=progress["row"], bookmark=progress.get("bookmark")
+    )
     most = config.train.max_steps
     if position.epoch >= config.train.epochs or (most is not None and position.step >= most):
         if notes or not is_own:

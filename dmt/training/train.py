@@ -122,7 +122,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             replicas.sync()
             replicas.check()
         at = trainer.position
-        progress = {"epoch": at.epoch, "row": at.row, "files": start.files}
+        progress = {"epoch": at.epoch, "row": at.row, "files": start.files, "bookmark": at.bookmark}
         return saver.save(model, optimizer, step=at.step, progress=progress)
 
     try:
@@ -180,8 +180,9 @@ def _settle_gradient_buckets(job: Job, mesh: TowerMesh, model: DistributedModelP
     In the third forward pass it tells the layout to the other ranks, which `Trainer.measure_traffic` would count where
     nothing is left to train.
     """
-    own = {"rank": mesh.rank, "world_size": mesh.topology.world_size, "batch_size": job.config.train.batch_size}
-    for batch in itertools.islice(job.data.batches("train", **own), 1):
+    size = job.config.train.batch_size
+    batches = job.data.batches("train", rank=mesh.rank, world_size=mesh.topology.world_size, batch_size=size)
+    for batch in itertools.islice(batches, 1):
         for _ in range(3):
             model(batch.to(current_device(job.device_type)))[0].backward()
             optimizer.zero_grad()

@@ -276,9 +276,9 @@ def test_training_compares_the_files_before_it_begins(tmp_path: Path) -> None:
         run_ranks(trains_on_rank, 2, [one.model_dump(mode="json") for one in configs], fresh=True)
 
 
-def ends_early_on_rank(rank: int, files: list[str]) -> None:
+def ends_early_on_rank(rank: int, files: list[str], reading: str) -> None:
     loop._END_OF_EPOCH = timedelta(seconds=2)
-    run = on_files(Path(files[rank]), train={"batch_size": 4})
+    run = on_files(Path(files[rank]), train={"batch_size": 4}, data={"reading": reading})
     job, mesh = open_job(run), TowerMesh(run.topology.build())
     model = shard_model(job, mesh)
     record: Any = type("Record", (), {"scalars": lambda *_: None})()
@@ -287,11 +287,15 @@ def ends_early_on_rank(rank: int, files: list[str]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shorter", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_whose_rows_end_before_those_of_others_says_so(shorter: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shorter", "reading"), [pytest.param(0, "shared", marks=pytest.mark.slow), (1, "shared"), (1, "sharded")]
+)
+def test_a_rank_whose_rows_end_before_those_of_others_says_so(shorter: int, reading: str, tmp_path: Path) -> None:
     """Files that changed since the start: nobody waits half an hour."""
     lengths = [24 if rank == shorter else 40 for rank in (0, 1)]
     files = [str(rows(tmp_path / str(rank) / "day.csv", list(range(n)))) for rank, n in enumerate(lengths)]
     message = rf"Rank {shorter} on host \S+ has come to the end of epoch 0, 3 batches after row 0, .* files.*day\.csv"
+    if reading == "sharded":
+        message = r"Rank 1 would read other pieces of the files than rank 0, 1 and 1 from here on\. Give every host"
     with pytest.raises(InputError, match=message):
-        run_ranks(ends_early_on_rank, 2, files, fresh=True, timeout_s=30)
+        run_ranks(ends_early_on_rank, 2, files, reading, fresh=True, timeout_s=30)

@@ -171,6 +171,16 @@ class DataConfig(Section):
     in the files, and come into one batch of one rank. The only exception is a request that the end of a batch or of a
     block cuts in two: batches keep their size. A row without a value is a request of its own. With ``shuffle_rows = 0``
     and in evaluation the order of the files stays."""
+    shuffle_pieces: bool = False
+    """Training reads the pieces of its files (row groups; 4 MiB of text; whole gzip files) in an order of its own in
+    each epoch, instead of that of the files, before rows are shuffled in blocks of ``shuffle_rows``. Needs
+    ``eval_path`` or ``split_column``, and no ``max_train_rows``: both count rows in the order of the files."""
+    reading: Literal["sharded", "shared"] = "sharded"
+    """Reading of files by the ranks of a run: each row is parsed by one of them and sent to the one that trains on it
+    (``sharded``), or all ranks parse all rows (``shared``). Batches are the same, bit for bit."""
+    workers: int = Field(default=0, ge=0, le=256)
+    """Processes of each rank that read, check and hash rows ahead of training; 0: none, the rank does so itself between
+    steps."""
     skip_bad_lines: bool = False
     """Leave out and count rows that are malformed instead of stopping at the first."""
     validate_rows: int = Field(default=1_000_000, ge=-1)
@@ -185,7 +195,10 @@ class DataConfig(Section):
     def _check(self) -> DataConfig:
         if self.kind == "synthetic":
             # Compared with the defaults, not with what was set: a resolved config that is read again sets everything.
-            of_files = ("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature", "group_by")
+            of_files = (
+                *("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature", "group_by"),
+                *("shuffle_pieces", "workers"),
+            )
             given = [
                 name
                 for name in of_files
@@ -209,6 +222,12 @@ class DataConfig(Section):
                 raise InputError("split_column and multi_hot are for kind='columns'; Criteo's format has neither.")
         elif not self.categorical:
             raise InputError("kind='columns' needs categorical: names or globs of columns, such as ['c_*'].")
+        if self.shuffle_pieces and (self.max_train_rows or not (self.eval_path or self.split_column)):
+            counted = "max_train_rows" if self.max_train_rows else "eval_fraction"
+            raise InputError(
+                f"shuffle_pieces changes the order of the files' rows, by which {counted} counts. Give eval_path or "
+                "split_column and no max_train_rows, or leave shuffle_pieces out."
+            )
         if self.eval_path and self.split_column:
             raise InputError("eval_path and split_column both say what evaluation rows are; give one of them.")
         wrong = {name: rows for name, rows in self.num_embeddings_per_feature.items() if not 1 <= rows <= _MOST_ROWS}

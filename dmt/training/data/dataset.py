@@ -1,7 +1,8 @@
-"""`open_source`: one interface to all data. All ranks read the same stream of rows; each decodes only its own.
+"""`open_source`: one interface to all data. All ranks see the same stream of rows; each gets its own part of it.
 
-Files become blocks of rows (`dmt.training.data.readers`), blocks are limited, split and shuffled as a stream
-(`dmt.training.data.rows`), and a rank's own rows of it are decoded (`dmt.training.data.encode`) and made into batches.
+Files become blocks of rows (`dmt.training.data.passes`), blocks are limited, split and shuffled as a stream
+(`dmt.training.data.rows`), and a rank's own rows of it are made into batches. Ranks with a process group share the
+reading (`dmt.training.data.sharing`); one that has none reads all files and decodes its own rows only.
 
 Legend: W ranks, B rows of a rank's batch, a global batch has W * B rows.
 """
@@ -13,29 +14,31 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder
-from dmt.training.data.readers import ColumnReader, CriteoReader, FileReader
-from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, spread_split
+from dmt.training.data.passes import FilePass, Split, make_reader, row_layout
+from dmt.training.data.pieces import Piece, pieces_of
+from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, skip
 from dmt.training.data.schema import expand_path, resolve_columns
+from dmt.training.data.sharing import Chunk, shares
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from dmt.training.data.batch import ClickBatch
 
 __all__ = ["ClickData", "Split", "ValidationReport", "open_source", "table_name"]
 
 logger = logging.getLogger(__name__)
 
-Split = Literal["train", "eval"]
 _SPLITS: tuple[Split, ...] = ("train", "eval")
 _END_BYTES = 2**16
 _BLOCKS, _BLOCK_BYTES = 64, 2**12
@@ -112,6 +115,8 @@ class ClickData:
         self._data_type = data_type
         self._splits = column_splits or {}
         self._bad_lines: dict[str, dict[str, int]] = {}  # of the latest pass over each split, by file
+        self._pieces: dict[Split, list[Piece]] = {}
+        self._passes: dict[Split, FilePass] = {}  # the latest
         self._warned: set[str] = set()
         self._splits_seen: set[str] = set()
         self._num_rows: dict[Split, int] = {}
@@ -229,8 +234,26 @@ class ClickData:
         """Returns the rows of a split if known: of synthetic data at once, of files after a whole pass; else None."""
         return self._num_rows.get(split)
 
+    def bookmark(self, split: Split, *, epoch: int, row: int) -> dict[str, Any] | None:
+        """Returns a place in the files from which rows ``row`` and later of the latest pass can be read, to be saved.
+
+        It is plain data for `batches`, and the same for any number of ranks; None if there is none: a pass that has
+        not come there, or synthetic data.
+        """
+        there = self._passes.get(split)
+        return None if there is None else there.bookmark(epoch, self._first_of_block(split, row))
+
     def batches(
-        self, split: Split, *, rank: int, world_size: int, batch_size: int, epoch: int = 0, start_row: int = 0
+        self,
+        split: Split,
+        *,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        epoch: int = 0,
+        start_row: int = 0,
+        bookmark: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> Iterator[ClickBatch]:
         """Yields a rank's batches of one pass, or of the rest of one.
 
@@ -240,7 +263,7 @@ class ClickData:
 
         A run that stopped goes on with ``start_row``, also with other W and B: global batches are cut from that row on.
         With the same W and B, ``start_row=k * W * B`` gives what the whole pass gives from its batch k on, bit for bit.
-        Files are still read from their start, but no row before ``start_row`` is decoded.
+        Files are read from ``bookmark`` on, and without one from their start.
 
         Args:
             split: the part of the data, ``"train"`` or ``"eval"``.
@@ -250,10 +273,13 @@ class ClickData:
             epoch: training rows are shuffled differently in each epoch (see ``DataConfig.shuffle_rows``).
             start_row: training rows left out at the start of this epoch's shuffled stream. If less than a global batch
                 is left there is no batch: that epoch is over.
+            bookmark: of ``start_row``, by `bookmark`.
+            group: the W ranks, which then share the reading of files unless ``data.reading`` is ``"shared"``. All must
+                ask for their batches at the same points: it is collective.
 
         Raises:
             InputError: an argument is out of range; no row, or, from row 0, too few to train on; a malformed row or an
-                id out of range (see `validate`, which finds them before training).
+                id out of range (see `validate`, which finds them before training), on all ranks of the group.
 
         Example:
             >>> from dmt.training.data.config import SyntheticConfig
@@ -275,7 +301,13 @@ class ClickData:
                 f"start_row={start_row} with split={split!r}: training starts at a row of at least 0, evaluation "
                 "always at the first. Fix it or leave it out."
             )
-        return self._batches(split, rank, world_size, batch_size, epoch, start_row)
+        if group is not None and (group.rank(), group.size()) != (rank, world_size):
+            raise InputError(
+                f"rank={rank}, world_size={world_size}: the group has rank {group.rank()} of {group.size()}. Give the "
+                "group of just these ranks, or none."
+            )
+        own = self._own_rows(split, rank, world_size, batch_size, epoch, start_row, bookmark, group)
+        return self._batches(split, own, batch_size, start_row, rank=rank, world_size=world_size)
 
     def validate(self, *, rank: int = 0) -> ValidationReport:
         """Reads and decodes the first ``validate_rows`` rows of the files, as training would, and keeps nothing.
@@ -294,7 +326,10 @@ class ClickData:
         for split in _SPLITS:
             if not self._files[split]:
                 continue
-            blocks = self._read(split, value=None, quiet=rank != 0)
+            shared: dict[str, Any] = {"warned": self._warned, "splits_seen": self._splits_seen}
+            reader = make_reader(self.config, self._encoder, **shared)
+            self._bad_lines[split] = reader.counts
+            blocks = reader.blocks(self._pieces_of(split), quiet=rank != 0)
             for block in limit(blocks, None if most < 0 else most):
                 block.rows(every_row(block))
                 if self.config.group_by:
@@ -302,28 +337,30 @@ class ClickData:
                 checked[split] += block.num_rows
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in _SPLITS:
-            self._check_not_empty(split, sum(block.num_rows for block in limit(self._blocks(split, quiet=True), 1)))
+            first = limit(self._file_pass(split, None, None, quiet=True).blocks(), 1)
+            self._check_not_empty(split, sum(block.num_rows for block in first))
         if rank == 0:
             logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
         return report
 
     def _batches(
-        self, split: Split, rank: int, world_size: int, batch_size: int, epoch: int, start_row: int
+        self,
+        split: Split,
+        own: Iterator[tuple[list[Rows], int]],
+        batch_size: int,
+        start_row: int,
+        *,
+        rank: int,
+        world_size: int,
     ) -> Iterator[ClickBatch]:
+        """Makes batches of this rank's rows, which come with the rows of the stream seen so far."""
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
-        blocks = self._blocks(split, quiet=rank != 0)
-        chunks: Iterable[tuple[list[Block], NDArray[np.int64]]] = (([block], every_row(block)) for block in blocks)
-        if split == "train" and self.config.shuffle_rows and self._clicks is None:
-            seed, by_request = (self.config.shuffle_seed, epoch), self.config.group_by is not None
-            chunks = shuffled(blocks, self.config.shuffle_rows, seed=seed, by_request=by_request)
         global_batch = world_size * batch_size
         seen = emitted = 0
         waiting: list[Rows] = []
-        for chunk, order in chunks:
-            rest, start = order[max(start_row - seen, 0) :], max(seen - start_row, 0)
-            waiting.extend(own_rows(chunk, rest, start=start, rank=rank, world_size=world_size, batch_size=batch_size))
-            seen += len(order)
+        for parts, seen in own:
+            waiting.extend(parts)
             ready = max(seen - start_row, 0) // global_batch - emitted
             if ready:
                 # Own rows of an incomplete global batch wait: it may turn out to be the ragged last one.
@@ -348,10 +385,55 @@ class ClickData:
             if ragged and rank == 0:
                 logger.info("Left out the last %d of %d training rows: less than a global batch.", ragged, seen)
 
-    def _blocks(self, split: Split, *, quiet: bool) -> Iterator[Block]:
-        """Yields the rows of a split, in the order of the files; the same on every rank."""
-        blocks = self._draw(split) if self._clicks else self._read_split(split, quiet=quiet)
-        return limit(blocks, self._most_rows(split))
+    def _own_rows(
+        self,
+        split: Split,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        epoch: int,
+        start_row: int,
+        bookmark: Mapping[str, Any] | None,
+        group: dist.ProcessGroup | None,
+    ) -> Iterator[tuple[list[Rows], int]]:
+        """Yields a rank's rows in stream order, some at a time, and the rows of the stream seen by then."""
+        seen, first, most = 0, self._first_of_block(split, start_row), self._most_rows(split)
+        place = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
+        is_in_turns = False
+        if self._clicks is not None:
+            blocks = limit(self._draw(split), most)
+        else:
+            there = self._passes[split] = self._file_pass(split, epoch, group, quiet=rank != 0)
+            self._bad_lines[split], is_in_turns = there.bad_lines, there.is_in_turns
+            before = there.start_at(bookmark, first)
+            seen = 0 if before is None else first
+            blocks = limit(there.blocks(), None if most is None else max(most - (before or 0), 0))
+            blocks = skip(blocks, seen - (before or 0))
+        chunks: Iterable[Chunk] = (([block], every_row(block)) for block in blocks)
+        if size := self._shuffled_rows(split):
+            seed, by_request = (self.config.shuffle_seed, epoch), self.config.group_by is not None
+            chunks = shuffled(blocks, size, seed=seed, by_request=by_request, number=seen // size)
+        if is_in_turns:
+            group = there.group
+            for parts, number in shares(
+                chunks, start_row=start_row - seen, layout=row_layout(self._encoder), group=group, **place
+            ):
+                seen += number
+                yield parts, seen
+            return
+        for chunk, order in chunks:
+            rest, start = order[max(start_row - seen, 0) :], max(seen - start_row, 0)
+            seen += len(order)
+            yield own_rows(chunk, rest, start=start, **place), seen
+
+    def _shuffled_rows(self, split: Split) -> int:
+        """Rows of the blocks that are shuffled; 0 if none are."""
+        return self.config.shuffle_rows if split == "train" and self._clicks is None else 0
+
+    def _first_of_block(self, split: Split, row: int) -> int:
+        """Returns the first row of the shuffled block that a row is in."""
+        size = self._shuffled_rows(split) or 1
+        return row // size * size
 
     def _most_rows(self, split: Split) -> int | None:
         return self.config.max_train_rows if split == "train" else self.config.max_eval_rows
@@ -363,37 +445,25 @@ class ClickData:
             rows = min(BLOCK_ROWS, total - index * BLOCK_ROWS)
             yield SyntheticBlock(self._clicks, split, index, rows, self._encoder.signed_log1p)
 
-    def _read_split(self, split: Split, *, quiet: bool) -> Iterator[Block]:
-        blocks = self._read(split, value=self._split_value(split), quiet=quiet)
-        if self.config.eval_path or self.config.split_column:
-            return blocks
-        by_request = self.config.group_by is not None
-        return spread_split(blocks, self.config.eval_fraction, chosen=split == "eval", by_request=by_request)
+    def _pieces_of(self, split: Split) -> list[Piece]:
+        files = self._files[split] or self._files["train"]
+        if split not in self._pieces:
+            self._pieces[split] = pieces_of(files)
+        return self._pieces[split]
 
-    def _split_value(self, split: Split) -> str | None:
-        """Returns the split column's value in the rows of a split; None where there is no such column."""
-        if not self.config.split_column:
-            return None
-        return self.config.train_split if split == "train" else self.config.eval_split
-
-    def _read(self, split: Split, *, value: str | None, quiet: bool) -> Iterator[Block]:
-        """Reads the files of a split, or only their rows with this value in the split column."""
-        # Each pass has a reader and counts of its own: training and evaluation passes may run at the same time.
-        skip, warned = self.config.skip_bad_lines, self._warned
-        reader: FileReader
-        if self.config.kind == "criteo_tsv":
-            reader = CriteoReader(encoder=self._encoder, skip_bad_lines=skip, warned=warned)
-        else:
-            reader = ColumnReader(
-                encoder=self._encoder,
-                skip_bad_lines=skip,
-                warned=warned,
-                config=self.config,
-                split=value,
-                splits_seen=self._splits_seen,
-            )
-        self._bad_lines[split] = reader.counts
-        return reader.blocks(self._files[split] or self._files["train"], quiet=quiet)
+    def _file_pass(self, split: Split, epoch: int | None, group: dist.ProcessGroup | None, *, quiet: bool) -> FilePass:
+        """Prepares a pass over the files of a split; without an epoch, this rank looks at them alone."""
+        config = self.config
+        return FilePass(
+            config if epoch is not None else config.model_copy(update={"workers": 0}),
+            self._encoder,
+            self._pieces_of(split),
+            split=split,
+            epoch=epoch if split == "train" else None,
+            group=group if config.reading == "sharded" and group is not None and group.size() > 1 else None,
+            warned=None if quiet else self._warned,
+            values_met=self._splits_seen,
+        )
 
     def _no_rows(self) -> Rows:
         bags = (
@@ -408,7 +478,7 @@ class ClickData:
         files = self._files[split] or self._files["train"]
         why = "Give more data."
         if self.config.split_column:
-            value = self._split_value(split)
+            value = self._file_pass(split, None, None, quiet=True).split_value
             met = ", ".join(repr(v) for v in sorted(self._splits_seen)) or "none"
             why = f"None has {self.config.split_column} == {value!r} (values met: {met}). Set {split}_split."
         elif not self.config.eval_path:

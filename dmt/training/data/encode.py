@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from dmt.errors import InputError
 from dmt.plan.distinct import mix_bits
 from dmt.training.data.rows import Bags, Rows
+from dmt.training.data.textfile import lines_before
 
 __all__ = ["HASH_KEY", "Encoder", "FileBlock", "FractionError", "Place", "hash_rows", "is_list", "out_of_range"]
 
@@ -53,15 +54,21 @@ class Place:
     unit: str
     """``line`` (text) or ``row`` (Parquet)."""
     numbers: NDArray[np.int64]
-    """The 1-based line or row number of each row."""
+    """The line or row number of each row, counted from 1 at ``start``."""
+    start: int = 0
+    """Byte of a text file at which lines are counted from; finding out its own line takes a look at all before."""
 
     def __call__(self, row: int) -> str:
         """Returns the file and number of the row at this position."""
-        return f"{self.file}, {self.unit} {self.numbers[row]}"
+        return f"{self.file}, {self.unit} {self.number(int(self.numbers[row]))}"
+
+    def number(self, counted: int) -> int:
+        """Returns the number in the whole file of a line or row, whose number is counted from ``start``."""
+        return counted + (lines_before(self.file, self.start) if self.start else 0)
 
     def take(self, index: NDArray[np.int64]) -> Place:
         """Returns the places of the rows at these positions."""
-        return Place(self.file, self.unit, self.numbers[index])
+        return replace(self, numbers=self.numbers[index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +210,8 @@ class FileBlock:
         hashing = replace(self.encoder, dense=(), num_embeddings=column, multi_hot=frozenset(), id_mode="hash")
         found = hashing.encode(self.table, self.labels, self.place).bags[0].values
         alone = np.flatnonzero(found == 0)
-        places = [f"{Path(self.place.file).name} {self.place.numbers[row]}" for row in alone]
+        before = self.place.number(0) if len(alone) else 0
+        places = [f"{Path(self.place.file).name} {before + self.place.numbers[row]}" for row in alone]
         found[alone] = hash_rows(pa.array(places, pa.string()), feature=name, num_embeddings=_REQUESTS)
         return found
 

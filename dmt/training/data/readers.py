@@ -3,14 +3,14 @@
 `ColumnReader` reads Parquet and CSV files with named columns, `CriteoReader` Criteo's click logs: label, 13 integers
 and 26 hexadecimal categories, tab-separated, empty = missing, no header.
 
-Legend: n rows of a piece, which is what is read and checked at a time.
+Legend: n rows of a part, which is what is read and checked at a time.
 """
 
 from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder, FileBlock, Place, is_list
+from dmt.training.data.pieces import Piece
 from dmt.training.data.schema import (
     CRITEO_CATEGORICAL,
     CRITEO_DENSE,
@@ -61,7 +62,7 @@ _CRITEO_RULES = {
 _Checked = tuple[pa.Table, NDArray[np.float64], NDArray[np.bool_]]
 
 
-class _Piece(NamedTuple):
+class _Part(NamedTuple):
     """Rows as they were read, and the lines that could not be read as rows."""
 
     table: pa.Table
@@ -80,12 +81,12 @@ class FileReader(ABC):
     skip_bad_lines: bool = False
     """Leave malformed rows out and count them."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Number of malformed rows left out of each file in its latest reading."""
+    """Number of malformed rows left out of each file."""
     warned: set[str] = field(default_factory=set)
     """Files that need no warning any more; all passes share it."""
 
-    def blocks(self, paths: Sequence[str], *, quiet: bool = False) -> Iterator[FileBlock]:
-        """Reads the files one after another, in constant memory (Parquet: one row group at a time).
+    def blocks(self, pieces: Iterable[Piece], *, quiet: bool = False) -> Iterator[FileBlock]:
+        """Reads pieces of files one after another, in constant memory (Parquet: one row group at a time).
 
         Yields blocks of well-formed rows. ``quiet``: no warning about left-out rows (every rank but the first).
 
@@ -93,34 +94,48 @@ class FileReader(ABC):
             InputError: a file cannot be read or lacks a column, or a row is malformed and bad rows are not skipped:
                 file, line or row number, what was expected, what was found.
         """
+        path = None
+        for piece in pieces:
+            if path not in (None, piece.file):
+                self.warn([path], quiet=quiet)
+            path = piece.file
+            yield from self.piece_blocks(piece)
+        self.warn([path], quiet=quiet)
+
+    def warn(self, paths: Iterable[str | None], *, quiet: bool) -> None:
+        """Warns once of each of these files, which have been read, if it had malformed rows."""
         for path in paths:
-            self.counts[path] = 0
-            unit, pieces = self._open(path)
-            for piece in pieces:
-                table, labels, kept = self._check(piece)
-                if piece.faults and not self.skip_bad_lines:
-                    first = min(piece.faults)
-                    raise InputError(
-                        f"{path}, {unit} {first}: {piece.faults[first]}. Fix the {unit}, or set skip_bad_lines=true "
-                        "to leave out and count such rows."
-                    )
-                self.counts[path] += len(piece.faults)
-                numbers = piece.numbers
-                if not kept.all():
-                    table, labels, numbers = table.filter(pa.array(kept)), labels[kept], numbers[kept]
-                if len(labels):
-                    yield FileBlock(table, labels.astype(np.float32), Place(path, unit, numbers), self.encoder)
-            if self.counts[path] and path not in self.warned and not quiet:
+            if path is not None and self.counts.get(path) and path not in self.warned and not quiet:
                 self.warned.add(path)
                 logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", path, self.counts[path])
 
-    @abstractmethod
-    def _open(self, path: str) -> tuple[str, Iterator[_Piece]]:
-        """Opens a file; returns what its rows are counted in, ``line`` or ``row``, and the rows piece by piece."""
+    def piece_blocks(self, piece: Piece) -> Iterator[FileBlock]:
+        """Reads one piece; see `blocks`."""
+        self.counts.setdefault(piece.file, 0)
+        path = piece.file
+        unit, parts = self._open(piece)
+        for part in parts:
+            table, labels, kept = self._check(part)
+            place = Place(path, unit, part.numbers, piece.start if unit == "line" else 0)
+            if part.faults and not self.skip_bad_lines:
+                first = min(part.faults)
+                raise InputError(
+                    f"{path}, {unit} {place.number(first)}: {part.faults[first]}. Fix the {unit}, or set "
+                    "skip_bad_lines=true to leave out and count such rows."
+                )
+            self.counts[path] += len(part.faults)
+            if not kept.all():
+                table, labels, place = table.filter(pa.array(kept)), labels[kept], place.take(np.flatnonzero(kept))
+            if len(labels):
+                yield FileBlock(table, labels.astype(np.float32), place, self.encoder)
 
     @abstractmethod
-    def _check(self, piece: _Piece) -> _Checked:
-        """Checks rows, and adds the first fault of each to ``piece.faults``.
+    def _open(self, piece: Piece) -> tuple[str, Iterator[_Part]]:
+        """Opens a piece; returns what its rows are counted in, ``line`` or ``row``, and the rows part by part."""
+
+    @abstractmethod
+    def _check(self, part: _Part) -> _Checked:
+        """Checks rows, and adds the first fault of each to ``part.faults``.
 
         Returns:
             The table with dense columns as numbers, the labels, float64 [n] (NaN where the data have none), and True
@@ -139,14 +154,15 @@ class ColumnReader(FileReader):
     splits_seen: set[str] = field(default_factory=set)
     """Some values of the split column that were met, for the message when none fits."""
 
-    def _open(self, path: str) -> tuple[str, Iterator[_Piece]]:
-        return ("row", self._parquet(path)) if is_parquet(path) else ("line", self._text(path))
+    def _open(self, piece: Piece) -> tuple[str, Iterator[_Part]]:
+        return ("row", self._parquet(piece)) if is_parquet(piece.file) else ("line", self._text(piece))
 
     def _used(self) -> list[str]:
         other = [name for name in (self.config.label, self.config.split_column, self.encoder.group_by) if name]
         return list(dict.fromkeys([*other, *self.encoder.dense, *self.encoder.num_embeddings]))
 
-    def _parquet(self, path: str) -> Iterator[_Piece]:
+    def _parquet(self, piece: Piece) -> Iterator[_Part]:
+        path = piece.file
         schema = parquet_file(path).schema_arrow
         columns = Columns(
             dense=tuple(self.encoder.dense),
@@ -157,15 +173,18 @@ class ColumnReader(FileReader):
         check_types(columns, schema, path, self.config)
         text = [n for n in self._used() if pa.types.is_string(schema.field(n).type)]
         file = parquet_file(path, dictionaries=[n for n in text if n not in self.encoder.multi_hot])
-        start = 1
+        groups = range(file.metadata.num_row_groups)
+        start = 1 + sum(file.metadata.row_group(group).num_rows for group in groups[: piece.start])
+        options = {"batch_size": _BATCH_ROWS, "columns": self._used(), "use_threads": False}
         try:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=self._used(), use_threads=False):
+            for batch in file.iter_batches(row_groups=list(groups[piece.start : piece.stop]), **options):
                 yield _readable(pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows))
                 start += batch.num_rows
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{path}, row {start} or soon after: cannot be read as Parquet ({error}).") from error
 
-    def _text(self, path: str) -> Iterator[_Piece]:
+    def _text(self, piece: Piece) -> Iterator[_Part]:
+        path = piece.file
         separator = separator_of(path, self.config)
         names = csv_header(path, separator)
         self._require(names, path)
@@ -177,15 +196,15 @@ class ColumnReader(FileReader):
             types={n: pa.string() if n in plain else _DICTIONARY for n in self._used()},
             expected="as in line 1",
         )
-        return _text_pieces(path, form, header=True)
+        return _text_parts(piece, form, header=piece.start == 0)
 
     def _require(self, names: Sequence[str], path: str) -> None:
         absent = [name for name in self._used() if name not in names]
         if absent:
             raise InputError(f"{path}: column {absent[0]!r} is missing; all files must have the columns of the first.")
 
-    def _check(self, piece: _Piece) -> _Checked:
-        table, numbers, faults = piece
+    def _check(self, part: _Part) -> _Checked:
+        table, numbers, faults = part
         labels, good = np.full(table.num_rows, np.nan), np.ones(table.num_rows, dtype=bool)
         # The label first: it tells an empty line from one that merely lacks a dense value.
         if self.config.label is not None:
@@ -223,11 +242,11 @@ class CriteoReader(FileReader):
     All 40 columns of every line are checked, whichever are used.
     """
 
-    def _open(self, path: str) -> tuple[str, Iterator[_Piece]]:
-        return "line", _text_pieces(path, _CRITEO_FORMAT)
+    def _open(self, piece: Piece) -> tuple[str, Iterator[_Part]]:
+        return "line", _text_parts(piece, _CRITEO_FORMAT)
 
-    def _check(self, piece: _Piece) -> _Checked:
-        table, numbers, faults = piece
+    def _check(self, part: _Part) -> _Checked:
+        table, numbers, faults = part
         good = np.ones(table.num_rows, dtype=bool)
         for name, (pattern, expected) in _CRITEO_RULES.items():
             column = table.column(name).combine_chunks()
@@ -246,7 +265,7 @@ class CriteoReader(FileReader):
         return table, labels, good
 
 
-def _readable(table: pa.Table, numbers: NDArray[np.int64]) -> _Piece:
+def _readable(table: pa.Table, numbers: NDArray[np.int64]) -> _Part:
     """Leaves out rows with text that is not UTF-8: Parquet's writers need not check it, and its reader does not."""
     faults: dict[int, str] = {}
     for i, name in enumerate(table.column_names):
@@ -261,9 +280,9 @@ def _readable(table: pa.Table, numbers: NDArray[np.int64]) -> _Piece:
                 faults.setdefault(int(numbers[row]), f"column {name!r}: expected text in UTF-8")
         table = table.set_column(i, name, column)  # a dictionary would keep what no row has any more
     if not faults:
-        return _Piece(table, numbers, faults)
+        return _Part(table, numbers, faults)
     good = ~np.isin(numbers, list(faults))
-    return _Piece(table.filter(pa.array(good)), numbers[good], faults)
+    return _Part(table.filter(pa.array(good)), numbers[good], faults)
 
 
 def _is_valid(column: pa.Array) -> bool:
@@ -274,13 +293,13 @@ def _is_valid(column: pa.Array) -> bool:
     return True
 
 
-def _text_pieces(path: str, form: TextFormat, *, header: bool = False) -> Iterator[_Piece]:
-    for first_line, block in text_blocks(path):
+def _text_parts(piece: Piece, form: TextFormat, *, header: bool = False) -> Iterator[_Part]:
+    for first_line, block in text_blocks(piece.file, start=piece.start, stop=piece.stop):
         if header and first_line == 1:
             first_line, block = 2, block.split(b"\n", 1)[1]
         if block:
             table, lines, faults = parse_block(block, form)
-            yield _Piece(table, first_line + lines, {first_line + line: text for line, text in faults.items()})
+            yield _Part(table, first_line + lines, {first_line + line: text for line, text in faults.items()})
 
 
 def _to_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

@@ -15,7 +15,18 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bags", "Block", "Rows", "SelectedRows", "every_row", "limit", "own_rows", "shuffled", "spread_split"]
+__all__ = [
+    "Bags",
+    "Block",
+    "Rows",
+    "SelectedRows",
+    "every_row",
+    "limit",
+    "own_rows",
+    "shuffled",
+    "skip",
+    "spread_split",
+]
 
 _PARTS = 1_000_000
 
@@ -163,13 +174,30 @@ def limit(blocks: Iterable[Block], most: int | None) -> Iterator[Block]:
             return
 
 
+def skip(blocks: Iterable[Block], number: int) -> Iterator[Block]:
+    """Yields a stream without its first ``number`` rows.
+
+    Example:
+        >>> block = Rows(np.zeros(4, np.float32), np.zeros((4, 0), np.float32), ())
+        >>> [b.num_rows for b in skip([block, block, block], 5)]
+        [3, 4]
+    """
+    left = number
+    for block in blocks:
+        if not left:
+            yield block
+        elif left < block.num_rows:
+            yield SelectedRows(block, np.arange(left, block.num_rows))
+        left = max(left - block.num_rows, 0)
+
+
 def spread_split(
-    blocks: Iterable[Block], fraction: float, *, chosen: bool, by_request: bool = False
+    blocks: Iterable[Block], fraction: float, *, chosen: bool, by_request: bool = False, start: int = 0
 ) -> Iterator[Block]:
     """Sets rows apart, evenly spread: row i of the stream when ``floor((i+1) * fraction) > floor(i * fraction)``.
 
     Yields the rows set apart if ``chosen``, otherwise the others; ``fraction`` counts to a millionth. With
-    ``by_request``, whole requests are set apart, by their number.
+    ``by_request``, whole requests are set apart, by their number. The first row of ``blocks`` is row ``start``.
 
     Example:
         >>> block = Rows(np.arange(5, dtype=np.float32), np.zeros((5, 0), np.float32), ())
@@ -177,7 +205,6 @@ def spread_split(
         [[2.0, 4.0]]
     """
     parts = round(fraction * _PARTS)  # whole numbers: exact at any row number
-    start = 0
     for block in blocks:
         row = np.arange(start, start + block.num_rows)
         even = (row + 1) * parts // _PARTS > row * parts // _PARTS
@@ -189,13 +216,14 @@ def spread_split(
 
 
 def shuffled(
-    blocks: Iterable[Block], chunk_rows: int, *, seed: Sequence[int], by_request: bool = False
+    blocks: Iterable[Block], chunk_rows: int, *, seed: Sequence[int], by_request: bool = False, number: int = 0
 ) -> Iterator[tuple[list[Block], NDArray[np.int64]]]:
     """Cuts a stream into chunks of ``chunk_rows`` rows (the last may be shorter), each with a random order.
 
     Yields:
         The blocks of a chunk and the order: row ``order[i]``, counted over all its blocks, comes i-th. It depends on
-        ``seed`` and the chunk's number; with ``by_request`` also on the rows' requests, which stay in one piece.
+        ``seed`` and the chunk's number, ``number`` for the first; with ``by_request`` also on the rows' requests, which
+        stay in one piece.
 
     Example:
         >>> block = Rows(np.zeros(3, np.float32), np.zeros((3, 0), np.float32), ())
@@ -203,7 +231,7 @@ def shuffled(
         [[0, 1, 2, 3], [0, 1]]
     """
     chunk: list[Block] = []
-    filled = number = 0
+    filled = 0
     for block in blocks:
         start = 0
         while start < block.num_rows:

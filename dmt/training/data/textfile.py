@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 
-__all__ = ["TextFormat", "parse_block", "text_blocks"]
+__all__ = ["TextFormat", "is_gzip", "lines_before", "parse_block", "text_blocks"]
 
 _BLOCK_BYTES = 4 << 20
 _MAX_LINE_BYTES = 16 << 20
@@ -40,14 +40,44 @@ class TextFormat:
     """Description of a good line, for messages."""
 
 
-def text_blocks(path: str, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple[int, bytes]]:
-    r"""Reads a file in blocks of whole lines, in constant memory.
+# By file: a byte at which a line begins, and the number of lines before it. Pieces of a file are read in order.
+_COUNTED: dict[str, tuple[int, int]] = {}
+
+
+def is_gzip(path: str) -> bool:
+    """Tells from a file's first bytes whether it is gzip; a file named so that is not is read, and refused, later."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b" or path.endswith(".gz")
+
+
+def lines_before(path: str, start: int) -> int:
+    """Counts the lines of a plain text file that begin before a byte, and reads the file up to there to do so."""
+    place, lines = _COUNTED.get(path, (0, 0))
+    if place > start:
+        place, lines = 0, 0
+    with open(path, "rb") as file:
+        # The line that a byte in its middle cuts begins before it.
+        file.seek(place)
+        while place < start and (piece := file.read(min(_BLOCK_BYTES, start - place))):
+            place, lines, ended = place + len(piece), lines + piece.count(b"\n"), piece.endswith(b"\n")
+            if place == start and not ended:
+                return lines + 1
+    _COUNTED[path] = place, lines
+    return lines
+
+
+def text_blocks(
+    path: str, *, start: int = 0, stop: int | None = None, block_bytes: int = _BLOCK_BYTES
+) -> Iterator[tuple[int, bytes]]:
+    r"""Reads a file, or its lines that begin at bytes ``start`` to ``stop``, in blocks of whole lines.
+
+    Memory is constant.
 
     Gzip is recognised by its first bytes. Line ends become ``\n``, a last line without one gets it, a byte order
     mark is dropped, and a carriage return inside a line becomes a space.
 
     Yields:
-        The 1-based number of the block's first line, and the block, of about ``block_bytes``.
+        The number of the block's first line, counted from 1 at ``start``, and the block, of about ``block_bytes``.
 
     Raises:
         InputError: the file cannot be read, is a broken or cut-off gzip, or has a line of more than 16 MiB.
@@ -63,14 +93,15 @@ def text_blocks(path: str, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple
     line = 1
     rest: list[bytes] = []
     try:
-        for piece in _pieces(path, block_bytes):
+        for piece in _pieces(path, block_bytes, start, stop):
             cut = piece.rfind(b"\n") + 1
             if not cut:
                 rest.append(piece)
                 if sum(map(len, rest)) > _MAX_LINE_BYTES:
-                    raise InputError(f"{path}, line {line}: longer than 16 MiB. Is this text with one row a line?")
+                    at = lines_before(path, start) + line
+                    raise InputError(f"{path}, line {at}: longer than 16 MiB. Is this text with one row a line?")
                 continue
-            block = _clean(b"".join([*rest, piece[:cut]]), first=line == 1)
+            block = _clean(b"".join([*rest, piece[:cut]]), first=line == 1 and start == 0)
             rest = [piece[cut:]]
             yield line, block
             line += block.count(b"\n")
@@ -80,7 +111,7 @@ def text_blocks(path: str, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[tuple
         ) from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    tail = _clean(b"".join(rest), first=line == 1)
+    tail = _clean(b"".join(rest), first=line == 1 and start == 0)
     if tail:
         yield line, tail + b"\n"
 
@@ -136,16 +167,26 @@ def parse_block(block: bytes, form: TextFormat) -> tuple[pa.Table, NDArray[np.in
     return table, lines, {**cut_wrong, **unreadable}
 
 
-def _pieces(path: str, size: int) -> Iterator[bytes]:
-    """Yields the decompressed file in pieces."""
+def _pieces(path: str, size: int, start: int, stop: int | None) -> Iterator[bytes]:
+    """Yields the decompressed file in pieces, or the lines that begin at bytes ``start`` to ``stop`` of a plain one."""
     with open(path, "rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         if not packed and path.endswith(".gz") and raw.read(1):
             raise InputError(f"{path}: not a gzip file, in spite of its name. Rename it or compress it.")
-        with gzip.open(raw) if packed else raw as file:
-            while piece := file.read(size):
-                yield piece
+        if packed or (start == 0 and stop is None):
+            with gzip.open(raw) if packed else raw as file:
+                while piece := file.read(size):
+                    yield piece
+            return
+        raw.seek(max(start - 1, 0))
+        while start and (before := raw.readline(size)) and not before.endswith(b"\n"):
+            continue  # the end of a line that began in the piece before
+        piece = b"\n"
+        while (left := (2**62 if stop is None else stop) - raw.tell()) > 0 and (piece := raw.read(min(size, left))):
+            yield piece
+        while left <= 0 and not piece.endswith(b"\n") and (piece := raw.readline(size)):
+            yield piece
 
 
 def _clean(text: bytes, *, first: bool) -> bytes:

@@ -12,6 +12,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.data.encode import Encoder, hash_rows
+from dmt.training.data.pieces import Piece
 from dmt.training.data.readers import CriteoReader
 from dmt.training.data.rows import Rows, every_row
 from dmt.training.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
@@ -31,7 +32,7 @@ ENCODER = Encoder(
 
 def read(*paths, skip=False):
     reader = CriteoReader(encoder=ENCODER, skip_bad_lines=skip)
-    blocks = list(reader.blocks(paths))
+    blocks = list(reader.blocks([Piece(path) for path in paths]))
     rows = Rows.concat([b.rows(every_row(b)) for b in blocks]) if blocks else None
     return rows, [int(n) for b in blocks for n in b.place.numbers], reader
 
@@ -117,16 +118,19 @@ def test_a_malformed_line_is_named(tmp_path, kind, packed):
 
 def test_left_out_lines_are_counted_and_warned_of_once(tmp_path, caplog):
     path = write(tmp_path / "a.tsv", [criteo_line(), "x", criteo_line(), "", "y"])
-    reader = CriteoReader(encoder=ENCODER, skip_bad_lines=True)
+    warned = set()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert sum(b.num_rows for b in reader.blocks([path])) == 2
+            reader = CriteoReader(encoder=ENCODER, skip_bad_lines=True, warned=warned)
+            assert sum(b.num_rows for b in reader.blocks([Piece(path)])) == 2
     assert reader.counts == {path: 3}
     assert [r.getMessage() for r in caplog.records] == [f"{path}: left out 3 malformed rows (skip_bad_lines=true)."]
 
 
 def test_line_numbers_across_blocks_match_a_line_by_line_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr("dmt.training.data.readers.text_blocks", lambda path: text_blocks(path, block_bytes=700))
+    monkeypatch.setattr(
+        "dmt.training.data.readers.text_blocks", lambda path, **at: text_blocks(path, block_bytes=700, **at)
+    )
     rng = random.Random(0)
     lines = [rng.choice(["", "x", criteo_line("3"), criteo_line(), criteo_line("1")]) for _ in range(300)]
     _, numbers, reader = read(write(tmp_path / "a.tsv", lines), skip=True)

@@ -1,0 +1,145 @@
+"""`PackedRows`: decoded rows as one matrix of 32-bit words, of which rows are picked, sent and joined at little cost.
+
+Legend: n rows, D dense features, S features with one id in each row, M features with bags of ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.training.data.rows import Bags, Rows
+
+__all__ = ["PackedRows", "RowLayout"]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The parts of a packed row.
+
+    Example:
+        >>> layout = RowLayout(num_dense=1, is_bag=(False, True), wide=False)
+        >>> rows = Rows(
+        ...     np.ones(2, np.float32),
+        ...     np.zeros((2, 1), np.float32),
+        ...     (Bags(np.array([7, 8])), Bags(np.array([1, 2, 3]), np.array([0, 2, 3]))),
+        ... )
+        >>> packed = layout.pack(rows).take(np.array([1, 0]))
+        >>> packed.words.shape, packed.ids.tolist(), [bags.values.tolist() for bags in layout.unpack(packed).bags]
+        ((2, 4), [3, 1, 2], [[8, 7], [3, 1, 2]])
+    """
+
+    num_dense: int
+    """D."""
+    is_bag: tuple[bool, ...]
+    """For each feature, True if it is one of the M, False if one of the S."""
+    wide: bool
+    """True: an id takes two words, since some table has 2**31 rows or more."""
+
+    @property
+    def num_words(self) -> int:
+        """Words of a row: label, dense features, S ids, M lengths."""
+        num_bags = sum(self.is_bag)
+        return 1 + self.num_dense + (len(self.is_bag) - num_bags) * (2 if self.wide else 1) + num_bags
+
+    @property
+    def id_type(self) -> np.dtype[np.int32] | np.dtype[np.int64]:
+        """The type of ids in their packed form."""
+        return np.dtype(np.int64) if self.wide else np.dtype(np.int32)
+
+    def pack(self, rows: Rows) -> PackedRows:
+        """Packs rows."""
+        words = np.empty((rows.num_rows, self.num_words), dtype=np.int32)
+        words[:, 0] = rows.labels.view(np.int32)
+        words[:, 1 : 1 + self.num_dense] = np.ascontiguousarray(rows.dense).view(np.int32)
+        singles = [bags.values for bags, is_bag in zip(rows.bags, self.is_bag, strict=True) if not is_bag]
+        bags = [bags for bags, is_bag in zip(rows.bags, self.is_bag, strict=True) if is_bag]
+        width, at = (2 if self.wide else 1), 1 + self.num_dense
+        for values in singles:
+            words[:, at : at + width] = values.astype(self.id_type).view(np.int32).reshape(-1, width)
+            at += width
+        for number, own in enumerate(bags):
+            words[:, at + number] = own.lengths
+        ids = np.empty(sum(len(own.values) for own in bags), dtype=self.id_type)
+        for own, places in zip(bags, self._places(words), strict=True):
+            ids[places] = own.values
+        return PackedRows(words, ids, self.num_ids(words))
+
+    def unpack(self, packed: PackedRows) -> Rows:
+        """Returns the rows that were packed."""
+        words, bags = packed.words, []
+        at, places = 1 + self.num_dense, iter(self._places(words))
+        lengths = iter(words[:, words.shape[1] - sum(self.is_bag) :].T)
+        for is_bag in self.is_bag:
+            if is_bag:
+                offsets = np.concatenate([[0], np.cumsum(next(lengths), dtype=np.int64)])
+                bags.append(Bags(packed.ids[next(places)].astype(np.int64), offsets))
+            else:
+                width = 2 if self.wide else 1
+                ids = np.ascontiguousarray(words[:, at : at + width]).view(self.id_type).reshape(-1)
+                bags.append(Bags(ids.astype(np.int64)))
+                at += width
+        labels = np.ascontiguousarray(words[:, 0]).view(np.float32)
+        dense = np.ascontiguousarray(words[:, 1 : 1 + self.num_dense]).view(np.float32)
+        return Rows(labels, dense, tuple(bags))
+
+    def num_ids(self, words: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Returns the number of ids in all bags of each row [n]."""
+        lengths: NDArray[np.int64] = words[:, self.num_words - sum(self.is_bag) :].sum(axis=1, dtype=np.int64)
+        return lengths
+
+    def empty(self) -> PackedRows:
+        """Returns no rows."""
+        none = np.zeros(0, np.int64)
+        return PackedRows(np.zeros((0, self.num_words), np.int32), none.astype(self.id_type), none)
+
+    def _places(self, words: NDArray[np.int32]) -> list[NDArray[np.int64]]:
+        """Places of each bag feature's ids among those of all: row after row, the bags of a row in order of features.
+
+        Returns:
+            M arrays, of as many places as the feature has ids.
+        """
+        num_bags = sum(self.is_bag)
+        lengths = words[:, words.shape[1] - num_bags :].astype(np.int64)
+        starts = np.cumsum(lengths).reshape(lengths.shape) - lengths
+        found = []
+        for number in range(num_bags):
+            own = lengths[:, number]
+            within = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
+            found.append(np.repeat(starts[:, number], own) + within)
+        return found
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Packed rows of a `RowLayout`."""
+
+    words: NDArray[np.int32]
+    """Label, dense features, single ids and lengths of bags; int32 [n, words of a row]."""
+    ids: NDArray[Any]
+    """Ids of all bags, row after row; int32 or int64."""
+    lengths: NDArray[np.int64]
+    """Number of ids in all bags of each row [n]."""
+
+    def take(self, order: NDArray[np.int64]) -> PackedRows:
+        """Returns the rows at these positions, in their order."""
+        words, lengths = self.words.take(order, axis=0), self.lengths.take(order)
+        if not len(self.ids):
+            return PackedRows(words, self.ids, lengths)
+        bags = Bags(self.ids, np.concatenate([[0], np.cumsum(self.lengths)])).take(order)
+        return PackedRows(words, bags.values, lengths)
+
+    @staticmethod
+    def concat(parts: Sequence[PackedRows]) -> PackedRows:
+        """Returns the rows of all parts (at least one), one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return PackedRows(
+            np.concatenate([part.words for part in parts]),
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+        )

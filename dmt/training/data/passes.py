@@ -1,0 +1,220 @@
+"""`FilePass`: one pass over the files of a split, by this rank alone or in turns with others, maybe from a bookmark."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from dmt.collectives import gather_objects
+from dmt.errors import InputError
+from dmt.training.data.config import DataConfig
+from dmt.training.data.encode import Encoder
+from dmt.training.data.packed import RowLayout
+from dmt.training.data.pieces import Piece, shuffled_pieces
+from dmt.training.data.readers import ColumnReader, CriteoReader, FileReader
+from dmt.training.data.rows import Block, spread_split
+from dmt.training.data.sharing import PieceReader, read_in_turns
+
+__all__ = ["Bookmark", "FilePass", "Split", "make_reader", "row_layout"]
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bookmark:
+    """A place between two pieces of a pass, from which its other rows can be read, by any number of ranks."""
+
+    epoch: int
+    piece: int
+    """Number of the piece that comes next, in the order of this epoch."""
+    file: str
+    """Its file's name, without folders."""
+    start: int
+    """Its first byte or row group."""
+    raw: int
+    """Rows before it, with those of the other split where rows are set apart by their number."""
+    kept: int
+    """Rows of the split before it."""
+    bad: Mapping[str, int] = field(default_factory=dict)
+    """Malformed rows left out before it, by the number of their file in the order of names."""
+
+
+def make_reader(config: DataConfig, encoder: Encoder, split_value: str | None = None, **shared: Any) -> FileReader:
+    """Makes a reader of the config's kind of files, of all rows or of those with a value in the split column.
+
+    ``shared``: fields of `FileReader` and `ColumnReader` that passes share.
+    """
+    shared = {"encoder": encoder, "skip_bad_lines": config.skip_bad_lines, **shared}
+    if config.kind == "criteo_tsv":
+        shared.pop("splits_seen", None)
+        return CriteoReader(**shared)
+    return ColumnReader(config=config, split=split_value, **shared)
+
+
+def row_layout(encoder: Encoder) -> RowLayout:
+    """Returns the layout of the rows that an encoder makes."""
+    sizes = encoder.num_embeddings
+    is_bag = tuple(name in encoder.multi_hot for name in sizes)
+    return RowLayout(len(encoder.dense), is_bag, wide=max(sizes.values(), default=0) > 2**31)
+
+
+class FilePass:
+    """One pass; see `blocks`.
+
+    Args:
+        config: of the data.
+        encoder: of the columns.
+        pieces: of the files, in their order.
+        split: whose rows they are.
+        epoch: number of the pass, by which pieces are shuffled; None: they are not.
+        group: the ranks that share the reading; None: this one reads all.
+        warned: files that need no warning about left-out rows any more, which passes share; None: no file does.
+        values_met: some values of the split column that were met; passes share it.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        encoder: Encoder,
+        pieces: Sequence[Piece],
+        *,
+        split: Split,
+        epoch: int | None,
+        group: dist.ProcessGroup | None,
+        warned: set[str] | None,
+        values_met: set[str],
+    ) -> None:
+        self._config, self._encoder, self._split = config, encoder, split
+        self._epoch, self.group = epoch or 0, group
+        self._warned, self._values_met = warned, values_met
+        self._files = list(dict.fromkeys(piece.file for piece in pieces))
+        shuffles = epoch is not None and config.shuffle_pieces
+        self._pieces = shuffled_pieces(pieces, seed=(config.shuffle_seed, epoch or 0)) if shuffles else list(pieces)
+        self._first = self._raw = self._kept = 0
+        self._bookmarks: list[Bookmark] = []
+        self.bad_lines = dict.fromkeys(self._files, 0)
+        """Malformed rows left out so far, by file."""
+
+    @property
+    def is_in_turns(self) -> bool:
+        """True if blocks are `HeldRows`, to be shared out by `shares`; False if they are decoded when asked for."""
+        return self.group is not None or self._config.workers > 0
+
+    def start_at(self, saved: Mapping[str, Any] | None, before: int) -> int | None:
+        """Makes the pass start at a saved bookmark, if that lies at or before row ``before`` of this split and fits.
+
+        Returns:
+            The rows of the split before the start; None if the pass starts at its first row.
+        """
+        if saved is None:
+            return None
+        mark = Bookmark(**saved)
+        piece = self._pieces[mark.piece] if mark.piece < len(self._pieces) else None
+        fits = piece is not None and (mark.file, mark.start) == (Path(piece.file).name, piece.start)
+        if not fits or mark.epoch != self._epoch or mark.kept > before:
+            return None
+        self._first, self._raw, self._kept = mark.piece, mark.raw, mark.kept
+        self.bad_lines |= {self._files[int(number)]: count for number, count in mark.bad.items()}
+        return mark.kept
+
+    def bookmark(self, epoch: int, before: int) -> dict[str, Any] | None:
+        """Returns the last bookmark at or before row ``before`` that the pass has come by, as plain data, or None."""
+        found = [mark for mark in self._bookmarks if mark.epoch == epoch and mark.kept <= before]
+        # Training does not go back: earlier ones are needed no more.
+        self._bookmarks = [mark for mark in self._bookmarks if not found or mark.kept >= found[-1].kept]
+        return asdict(found[-1]) if found else None
+
+    def blocks(self) -> Iterator[Block]:
+        """Yields the rows of the split from the start on; collective over the group.
+
+        Raises:
+            InputError: see `FileReader.blocks`; on all ranks of the group. Also if they would read other pieces.
+        """
+        blocks: Iterator[Block] = self._in_turns() if self.is_in_turns else self._alone()
+        if not (self._config.eval_path or self._config.split_column):
+            chosen, by_request = self._split == "eval", self._config.group_by is not None
+            fraction = self._config.eval_fraction
+            blocks = spread_split(blocks, fraction, chosen=chosen, by_request=by_request, start=self._raw)
+        for block in blocks:
+            self._kept += block.num_rows
+            yield block
+        self._warn(self._files)
+
+    @property
+    def split_value(self) -> str | None:
+        """The split column's value in the rows of the split; None where there is no such column."""
+        if not self._config.split_column:
+            return None
+        return self._config.train_split if self._split == "train" else self._config.eval_split
+
+    def _alone(self) -> Iterator[Block]:
+        shared: dict[str, Any] = {"counts": self.bad_lines, "splits_seen": self._values_met}
+        reader = make_reader(self._config, self._encoder, self.split_value, **shared)
+        for number, piece in enumerate(self._pieces[self._first :], self._first):
+            self._pass_by(number)
+            for block in reader.piece_blocks(piece):
+                self._raw += block.num_rows
+                yield block
+
+    def _in_turns(self) -> Iterator[Block]:
+        rank, world_size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
+        pieces = self._pieces[self._first :]
+        if self.group is not None:
+            self._check_same(pieces, self.group)
+        open_reader = partial(make_reader, self._config, self._encoder, self.split_value)
+        read = PieceReader(open_reader, row_layout(self._encoder))
+        own = pieces[rank::world_size]
+        if self._config.workers and own:
+            from dmt.training.data.workers import read_ahead
+
+            ahead = read_ahead(read, own, self._config.workers)
+        else:
+            ahead = map(read, own)
+        for number, held in enumerate(read_in_turns(ahead, len(pieces), self.group), self._first):
+            self._pass_by(number)
+            self.bad_lines[self._pieces[number].file] += held.report.num_bad
+            self._values_met |= held.report.values_met
+            self._raw += held.num_rows
+            if held.num_rows:
+                yield held
+
+    def _pass_by(self, number: int) -> None:
+        """Notes where the next piece begins."""
+        piece = self._pieces[number]
+        before = self._bookmarks[-1].bad if self._bookmarks else {}
+        bad = {str(i): self.bad_lines[file] for i, file in enumerate(self._files) if self.bad_lines[file]}
+        self._bookmarks.append(
+            Bookmark(
+                epoch=self._epoch,
+                piece=number,
+                file=Path(piece.file).name,
+                start=piece.start,
+                raw=self._raw,
+                kept=self._kept,
+                bad=before if before == bad else bad,
+            )
+        )
+        if number > self._first and not self._config.shuffle_pieces:
+            earlier = self._pieces[number - 1].file
+            self._warn([earlier] if earlier != piece.file else [])
+
+    def _warn(self, files: Sequence[str]) -> None:
+        options: dict[str, Any] = {"counts": self.bad_lines, "warned": set() if self._warned is None else self._warned}
+        make_reader(self._config, self._encoder, **options).warn(files, quiet=self._warned is None)
+
+    def _check_same(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> None:
+        told = [(Path(piece.file).name, piece.start, piece.stop) for piece in pieces]
+        sums = gather_objects((len(told), zlib.crc32(repr(told).encode())), group)
+        for rank, other in enumerate(sums):
+            if other != sums[0]:
+                raise InputError(
+                    f"Rank {rank} would read other pieces of the files than rank 0, {other[0]} and {sums[0][0]} from "
+                    "here on. Give every host the same files, which must not change in training, or set "
+                    "data.reading='shared'."
+                )

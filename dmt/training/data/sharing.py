@@ -1,0 +1,256 @@
+"""Reading shared out among ranks: each piece is parsed by one of them, and its rows go to the ranks that train on them.
+
+The ranks take the pieces in turns (piece i is read by rank i mod W), tell one another how many rows they found, and
+each computes from these numbers alone where every row of the stream belongs, just as if it had read all of them:
+batches have the same bits however many ranks read. In a round of W pieces the ranks exchange their reports and rows.
+
+Legend: W ranks, B rows of a rank's batch, n rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dmt.collectives import run_on_all_or_raise, start_exchange
+from dmt.errors import InputError
+from dmt.training.data.packed import PackedRows, RowLayout
+from dmt.training.data.pieces import Piece
+from dmt.training.data.readers import FileReader
+from dmt.training.data.rows import Block, Rows, SelectedRows, every_row
+
+__all__ = ["Chunk", "HeldRows", "PieceReader", "PieceReport", "read_in_turns", "shares"]
+
+Chunk = tuple[list[Block], NDArray[np.int64]]
+"""Blocks of rows, and the order in which they come; see `dmt.training.data.rows.shuffled`."""
+
+_EXCHANGE_ROWS = 1 << 14  # of each rank, at least, in one exchange
+_TAG = 1 << 20  # of the messages, which may pass those of a training step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceReport:
+    """What all ranks learn of a piece that one of them has read."""
+
+    num_rows: int = 0
+    """Well-formed rows."""
+    num_bad: int = 0
+    """Malformed rows that were left out."""
+    requests: NDArray[np.int64] | None = None
+    """Number of each row's request, with ``data.group_by`` [n]."""
+    values_met: frozenset[str] = frozenset()
+    """Some values of the split column, if there is one."""
+    fault: str | None = None
+    """The message of an `InputError`, which is raised when the stream comes to the piece."""
+
+
+@dataclass(frozen=True)
+class PieceReader:
+    """Reads, checks and encodes one piece after another; goes to worker processes."""
+
+    open_reader: Callable[[], FileReader]
+    """Makes a reader of the files' format."""
+    layout: RowLayout
+    """Of the packed rows."""
+
+    def __call__(self, piece: Piece) -> tuple[PieceReport, PackedRows]:
+        """Returns the report and the rows of a piece; faults of the data are in the report."""
+        reader = self.open_reader()
+        rows, requests = [], []
+        by_request = reader.encoder.group_by is not None
+        try:
+            for block in reader.piece_blocks(piece):
+                rows.append(self.layout.pack(block.rows(every_row(block))))
+                requests += [block.requests] if by_request else []
+        except InputError as error:
+            return PieceReport(fault=str(error)), self.layout.empty()
+        found = PackedRows.concat(rows or [self.layout.empty()])
+        report = PieceReport(
+            num_rows=len(found.words),
+            num_bad=reader.counts[piece.file],
+            requests=np.concatenate([np.zeros(0, np.int64), *requests]) if by_request else None,
+            values_met=frozenset(getattr(reader, "splits_seen", ())),
+        )
+        return report, found
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The rows of a piece, as a `Block`; only the rank that has read it holds them."""
+
+    holder: int
+    """That rank."""
+    report: PieceReport
+    packed: PackedRows | None = field(repr=False)
+    """The rows; None on other ranks."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.report.num_rows
+
+    @property
+    def requests(self) -> NDArray[np.int64]:
+        """Number of each row's request [n]."""
+        assert self.report.requests is not None, "read without group_by"
+        return self.report.requests
+
+    def rows(self, index: NDArray[np.int64]) -> Rows:
+        """Refuses to decode rows one by one: `shares` does so."""
+        raise NotImplementedError("rows of a piece are shared out, see shares()")
+
+
+def read_in_turns(
+    own: Iterator[tuple[PieceReport, PackedRows]], number: int, group: dist.ProcessGroup | None
+) -> Iterator[HeldRows]:
+    """Yields the rows of ``number`` pieces in order; collective over the group.
+
+    Args:
+        own: this rank's pieces, read: piece r, r + W, r + 2 W and so on for rank r.
+        number: pieces of all ranks.
+        group: the ranks; None: this one reads all by itself.
+
+    Raises:
+        InputError: a piece is at fault, which one rank has found; raised on all ranks, at that piece.
+        RankError: reading failed in another way on some rank; on all of them.
+    """
+    rank, world_size = (0, 1) if group is None else (group.rank(), group.size())
+    for first in range(0, number, world_size):
+        packed: list[PackedRows] = []
+
+        def read(packed: list[PackedRows] = packed, first: int = first) -> PieceReport | None:
+            if first + rank >= number:
+                return None
+            report, rows = next(own)
+            packed.append(rows)
+            return report
+
+        reports = [read()] if group is None else run_on_all_or_raise(read, group)
+        for holder, report in enumerate(reports):
+            if report is None:
+                return
+            if report.fault is not None:
+                raise InputError(report.fault)
+            yield HeldRows(holder, report, packed[0] if holder == rank else None)
+
+
+def shares(
+    chunks: Iterable[Chunk],
+    *,
+    start_row: int,
+    rank: int,
+    world_size: int,
+    batch_size: int,
+    layout: RowLayout,
+    group: dist.ProcessGroup | None,
+) -> Iterator[tuple[list[Rows], int]]:
+    """Yields this rank's rows of the stream, some at a time; collective over the group.
+
+    Row g of the stream, counted from ``start_row``, belongs to rank ``g // B mod W``.
+
+    Yields:
+        The rows of this rank, in stream order, as one part or none; and how many rows of the stream that covers.
+    """
+    waiting: list[Chunk] = []
+    covered = at = 0
+    enough = 1 if group is None else world_size * _EXCHANGE_ROWS
+    stream = _Stream(rank, world_size, batch_size, layout, group)
+    for chunk in chunks:
+        waiting.append(chunk)
+        covered += len(chunk[1])
+        if covered >= enough:
+            yield stream.own_rows(waiting, at - start_row), covered
+            waiting, covered, at = [], 0, at + covered
+    if waiting:
+        yield stream.own_rows(waiting, at - start_row), covered
+
+
+@dataclass(frozen=True)
+class _Stream:
+    rank: int
+    world_size: int
+    batch_size: int
+    layout: RowLayout
+    group: dist.ProcessGroup | None
+
+    def own_rows(self, chunks: Sequence[Chunk], start: int) -> list[Rows]:
+        """Returns this rank's rows of consecutive chunks, as one part or none; their first row is row ``start``.
+
+        Rows before row 0 are nobody's.
+        """
+        held: dict[int, tuple[int, PackedRows]] = {}  # pieces of this rank, each with the place of its first row
+        holders, places = zip(*(self._rows_of(chunk, held) for chunk in chunks), strict=True)
+        holder, place = np.concatenate(holders), np.concatenate(places)
+        begin = max(-start, 0)
+        holder, place = holder[begin:], place[begin:]
+        position = np.arange(start + begin, start + begin + len(holder))
+        taker = (position // self.batch_size % self.world_size).astype(np.uint16)
+        mine = np.flatnonzero(taker == self.rank)
+        source = PackedRows.concat([packed for _, packed in held.values()] or [self.layout.empty()])
+        if self.group is None:
+            return [self.layout.unpack(source.take(place[mine]))] if len(mine) else []
+        sent = np.flatnonzero(holder == self.group.rank())
+        sent = sent[np.argsort(taker[sent], kind="stable")]
+        by_holder = np.argsort(holder[mine], kind="stable")
+        arrived = self._exchange(
+            source.take(place[sent]),
+            np.bincount(taker[sent], minlength=self.world_size),
+            np.bincount(holder[mine], minlength=self.world_size),
+        )
+        order = np.empty(len(mine), np.int64)
+        order[by_holder] = np.arange(len(mine))
+        return [self.layout.unpack(arrived.take(order))] if len(mine) else []
+
+    def _rows_of(
+        self, chunk: Chunk, held: dict[int, tuple[int, PackedRows]]
+    ) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+        """Returns for each row of a chunk the rank that holds it, and its place among those of this rank [n]."""
+        blocks, order = chunk
+        holders, places = [], []
+        for block in blocks:
+            index = None
+            while isinstance(block, SelectedRows):
+                index = block.index if index is None else block.index[index]
+                block = block.block
+            assert isinstance(block, HeldRows), f"{type(block).__name__} was not read in turns"
+            number = block.num_rows if index is None else len(index)
+            holders.append(np.full(number, block.holder, np.uint16))
+            if block.packed is None:
+                places.append(np.zeros(number, np.int64))
+                continue
+            if id(block.packed) not in held:
+                first = sum(len(packed.words) for _, packed in held.values())
+                held[id(block.packed)] = first, block.packed
+            places.append(held[id(block.packed)][0] + (np.arange(number) if index is None else index))
+        return np.concatenate(holders)[order], np.concatenate(places)[order]
+
+    def _exchange(self, sent: PackedRows, counts: NDArray[np.int64], expected: NDArray[np.int64]) -> PackedRows:
+        """Sends rows, which lie in order of their takers; returns those for this rank, in order of their holders."""
+        width = self.layout.num_words
+        words = self._send(torch.from_numpy(sent.words).reshape(-1), counts * width, expected * width)
+        found = words.numpy().reshape(-1, width)
+        if not any(self.layout.is_bag):
+            return PackedRows(found, sent.ids[:0], np.zeros(len(found), np.int64))
+        lengths = self.layout.num_ids(found)
+        ids = self._send(torch.from_numpy(sent.ids), _sums(sent.lengths, counts), _sums(lengths, expected))
+        return PackedRows(found, ids.numpy(), lengths)
+
+    def _send(self, numbers: Tensor, counts: NDArray[np.int64], expected: NDArray[np.int64]) -> Tensor:
+        assert self.group is not None, "there are other ranks"
+        parts = numbers.split(counts.tolist())
+        pending, arrived = start_exchange(parts, expected.tolist(), self.group, tag=_TAG)
+        pending.wait()
+        return torch.cat(arrived)
+
+
+def _sums(numbers: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the sums of consecutive parts of so many numbers."""
+    total = np.concatenate([[0], np.cumsum(numbers)])
+    ends = np.cumsum(counts)
+    return total[ends] - total[ends - counts]

@@ -1,0 +1,81 @@
+"""Pieces read ahead by worker processes: PyTorch's `DataLoader` over the pieces of a rank.
+
+Workers come from a fork server, a small process that the rank starts once: a fork of the rank itself would hold its
+sockets and its lock of ``output_dir`` open after the rank has been killed. They end with the rank, however it ends:
+with its `DataLoader` or, after a kill, when they notice that the fork server has gone (within five seconds).
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import signal
+from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dmt.training.data.packed import PackedRows
+from dmt.training.data.pieces import Piece
+from dmt.training.data.sharing import PieceReader, PieceReport
+
+__all__ = ["read_ahead"]
+
+_AHEAD = 2  # pieces of each worker that are read or being read
+_PRELOAD = ["dmt.training.data.workers", "dmt.training.data.readers", "pandas.util", "torch.utils.data"]
+
+_Sent = tuple[PieceReport, tuple[torch.Tensor, ...]]
+
+
+class _Pieces(Dataset[_Sent]):
+    """Pieces as a dataset whose indices are the pieces themselves."""
+
+    def __init__(self, read: PieceReader) -> None:
+        self._read = read
+
+    def __getitem__(self, piece: Piece) -> _Sent:
+        report, rows = self._read(piece)
+        # As tensors, rows come through shared memory; arrays would be written to a pipe.
+        return report, tuple(torch.from_numpy(part) for part in (rows.words, rows.ids, rows.lengths))
+
+
+def read_ahead(
+    read: PieceReader, pieces: Sequence[Piece], num_workers: int
+) -> Iterator[tuple[PieceReport, PackedRows]]:
+    """Reads pieces in ``num_workers`` processes, each at most two pieces ahead; yields what ``read`` returns, in order.
+
+    What else goes wrong in a worker is raised here as the same kind of error, with the worker's traceback. Closing the
+    generator ends the workers.
+    """
+    _start_server()
+    loader = DataLoader(
+        _Pieces(read),
+        sampler=pieces,  # which the loader hands on as indices
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=_AHEAD,
+        collate_fn=_unchanged,
+        multiprocessing_context="forkserver",
+        generator=torch.Generator(),  # else it draws from the one that the model draws from
+    )
+    for report, (words, ids, lengths) in loader:
+        yield report, PackedRows(words.numpy(), ids.numpy(), lengths.numpy())
+
+
+def _unchanged(sent: Any) -> Any:
+    return sent
+
+
+def _start_server() -> None:
+    """Starts this process's fork server, deaf to SIGTERM as all that it starts.
+
+    Schedulers and torchrun send SIGTERM to all processes of a rank, which then trains a few steps more and needs its
+    workers for that (`dmt.training.stop`). A signal that is blocked here is blocked there, and not lost here.
+    """
+    mp.set_forkserver_preload(_PRELOAD)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
