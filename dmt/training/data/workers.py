@@ -1,21 +1,25 @@
 """Pieces read ahead by worker processes: PyTorch's `DataLoader` over the pieces of a rank.
 
 Workers come from a fork server, a small process that the rank starts once: a fork of the rank itself would hold its
-sockets and its lock of ``output_dir`` open after the rank has been killed. They end with the rank, however it ends:
-with its `DataLoader` or, after a kill, when they notice that the fork server has gone (within five seconds).
+sockets and its lock of ``output_dir`` open after the rank has been killed. They end with their `DataLoader`, and at
+once when the rank has ended, however it ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
+import os
 import signal
 from collections.abc import Iterator, Sequence
-from multiprocessing import forkserver
+from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from dmt.testing.ranks import end_with
 from dmt.training.data.packed import PackedRows
 from dmt.training.data.pieces import Piece
 from dmt.training.data.sharing import PieceReader, PieceReport
@@ -57,10 +61,33 @@ def read_ahead(
         prefetch_factor=_AHEAD,
         collate_fn=_unchanged,
         multiprocessing_context="forkserver",
+        worker_init_fn=partial(_follow, os.getpid()),
         generator=torch.Generator(),  # else it draws from the one that the model draws from
     )
-    for report, (words, ids, lengths) in loader:
-        yield report, PackedRows(words.numpy(), ids.numpy(), lengths.numpy())
+    others = mp.active_children()
+    iterator = iter(loader)
+    end = partial(_kill, [process for process in mp.active_children() if process not in others])
+    # At the end of a program that an error ends, Python would wait for them before it lets go of the iterator.
+    atexit.register(end)
+    try:
+        while (sent := next(iterator, None)) is not None:
+            report, parts = sent
+            words, ids, lengths = (part.numpy() for part in parts)
+            yield report, PackedRows(words, ids, lengths)
+    finally:
+        del iterator  # which tells them to end, and waits for it
+        end()
+        atexit.unregister(end)
+
+
+def _follow(rank: int, worker: int) -> None:
+    # PyTorch's own watch is on a worker's parent, which is the fork server.
+    end_with(rank)
+
+
+def _kill(processes: Sequence[Any]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def _unchanged(sent: Any) -> Any:
@@ -74,6 +101,7 @@ def _start_server() -> None:
     workers for that (`dmt.training.stop`). A signal that is blocked here is blocked there, and not lost here.
     """
     mp.set_forkserver_preload(_PRELOAD)
+    resource_tracker.ensure_running()  # which would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         forkserver.ensure_running()

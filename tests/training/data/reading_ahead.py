@@ -1,0 +1,72 @@
+"""A program that reads a file of Criteo's with two workers, for tests of what becomes of them: FILE WAY.
+
+It prints one JSON object for each stage: what it has read, and the processes that it has started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError
+from dmt.training.data import pieces
+from dmt.training.data.config import DataConfig
+from dmt.training.data.encode import Encoder
+from dmt.training.data.passes import make_reader, row_layout
+from dmt.training.data.sharing import PieceReader
+from dmt.training.data.workers import read_ahead
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, but for Python's tracker of shared memory."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes()
+        found += [] if b"resource_tracker" in command else [int(child)]
+        found += descendants(int(child))
+    return found
+
+
+def tell(**what: Any) -> None:
+    print(json.dumps({**what, "pids": descendants(os.getpid())}), flush=True)
+
+
+def main() -> None:
+    file, way = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    config = DataConfig(kind="criteo_tsv", train_path=file)
+    sizes = dict.fromkeys(["C1"], 1000)
+    encoder = Encoder(
+        dense=["I1"], num_embeddings=sizes, multi_hot=frozenset(), list_separator="|", id_mode="hash", signed_log1p=False
+    )
+    read = PieceReader(partial(make_reader, config, encoder), row_layout(encoder))
+    pieces.PIECE_BYTES = 400
+    cut = pieces.pieces_of([file])
+    ahead = read_ahead(read, cut, 2)
+    first = next(ahead)
+    tell(began=True, rows=first[0].num_rows)
+    if way == "wait":
+        time.sleep(60)
+    if way == "error":
+        raise InputError("training has diverged")
+    os.killpg(0, signal.SIGTERM)  # as torchrun does
+    found = [first, *ahead]
+    same = all(
+        report.fault == own.fault and (rows.words == packed.words).all()
+        for (report, rows), (own, packed) in zip(found, map(read, cut), strict=True)
+    )
+    tell(same=same, number=len(found), fault=next((r.fault for r, _ in found if r.fault), None))
+    early = read_ahead(read, cut, 2)
+    next(early)
+    early.close()
+    tell(closed=True)
+
+
+if __name__ == "__main__":
+    main()
