@@ -36,7 +36,7 @@ _TAG = 1 << 20  # of the messages, which may pass those of a training step
 
 @dataclass(frozen=True, kw_only=True)
 class PieceReport:
-    """What all ranks learn of a piece that one of them has read."""
+    """Report on a piece, which the rank that has read it makes for all ranks."""
 
     num_rows: int = 0
     """Well-formed rows."""
@@ -57,7 +57,7 @@ class PieceReader:
     open_reader: Callable[[], FileReader]
     """Makes a reader of the files' format."""
     layout: RowLayout
-    """Of the packed rows."""
+    """The layout of the packed rows."""
 
     def __call__(self, piece: Piece) -> tuple[PieceReport, PackedRows]:
         """Returns the report and the rows of a piece; faults of the data are in the report."""
@@ -250,7 +250,7 @@ class _Stream:
 
 
 def _sums(numbers: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the sums of consecutive parts of so many numbers."""
+    """Returns the sums of consecutive parts of the numbers; ``counts`` are the lengths of the parts."""
     total = np.concatenate([[0], np.cumsum(numbers)])
     ends = np.cumsum(counts)
     return total[ends] - total[ends - counts]
