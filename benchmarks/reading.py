@@ -3,7 +3,10 @@
     OMP_NUM_THREADS=1 python -m benchmarks.reading
 
 Ranks make batches of 1,024 rows of a file in Criteo's format and of a Parquet file with the same columns, and do
-nothing with them. In each round every contender reads every file once, so that what else the machine does meets all of them.
+nothing with them. In each round every contender reads every file once, so that what else the machine does meets all of
+them. Time counts from the first batch on, when workers have started. On a busy machine, the CPU time of a rank tells
+more than the clock: it should fall as 1 / ranks.
+
 ``wait``: the share of a rank's time that it waits for batches if each step computes for 50 ms and reading a batch takes
 40 ms, without workers and with one (the batch size is set so that it does).
 """
@@ -39,6 +42,7 @@ __all__ = ["main"]
 
 _RESULTS = Path(__file__).parent / "results"
 _BATCH = 1024
+_BLOCK = 1 << 14  # rows of a rank that are read before the first batch
 _STEP_S, _READ_S = 0.050, 0.040
 _CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
@@ -57,12 +61,15 @@ def main(rows: int, rounds: int, out: str) -> None:
     with tempfile.TemporaryDirectory() as folder, RankPool({}) as pool:
         files = _write_files(Path(folder), rows)
         speeds: dict[str, dict[str, list[float]]] = {kind: {} for kind in files}
+        cpu: dict[str, dict[str, list[float]]] = {kind: {} for kind in files}
         for _ in range(rounds):
             for kind, path in files.items():
                 speeds[kind].setdefault("plain scan", []).append(rows / _scan(kind, path))
                 for name, (ranks, settings) in _CONTENDERS.items():
-                    seconds = max(pool.run(_read_on_rank, ranks, kind, path, settings, timeout_s=600))
-                    speeds[kind].setdefault(name, []).append(rows / seconds)
+                    found = pool.run(_read_on_rank, ranks, kind, path, settings, timeout_s=600)
+                    read = rows - ranks * _BLOCK
+                    speeds[kind].setdefault(name, []).append(read / max(seconds for seconds, _ in found))
+                    cpu[kind].setdefault(name, []).append(max(used for _, used in found) / read)
         size = int(statistics.median(speeds["tsv"]["1 rank"]) * _READ_S)
         waits: dict[str, list[float]] = {}
         for _ in range(min(rounds, 3)):
@@ -78,6 +85,7 @@ def main(rows: int, rounds: int, out: str) -> None:
         "rows": rows,
         "batch": _BATCH,
         "rows_per_second": speeds,
+        "cpu_seconds_of_a_rank_per_row": cpu,
         "speed_up_of_2_ranks": {
             kind: statistics.median(b / a for a, b in zip(of["1 rank"], of["2 ranks"], strict=True))
             for kind, of in speeds.items()
@@ -88,7 +96,9 @@ def main(rows: int, rounds: int, out: str) -> None:
         scratch.write_text(json.dumps(record, indent=1) + "\n")
     for kind, of in medians.items():
         for name, speed in of.items():
-            click.echo(f"{kind:8} {name:18} {speed:12,.0f} rows/s  {speed / of['1 rank']:5.2f} of 1 rank")
+            used = statistics.median(cpu[kind].get(name, [float("nan")])) * 1e6
+            share = speed / of["1 rank"]
+            click.echo(f"{kind:8} {name:18} {speed:12,.0f} rows/s  {share:5.2f} of 1 rank  {used:5.2f} us CPU a row")
     click.echo(f"median of the rounds' speed-ups of 2 ranks: {record['speed_up_of_2_ranks']}")
     click.echo(f"share of the time waited: { {name: statistics.median(shares) for name, shares in waits.items()} }")
 
@@ -132,14 +142,16 @@ def _batches(kind: str, path: str, batch_size: int, settings: dict[str, Any]) ->
     return data.batches("train", group=group, **place)
 
 
-def _read_on_rank(rank: int, kind: str, path: str, settings: dict[str, Any]) -> float:
+def _read_on_rank(rank: int, kind: str, path: str, settings: dict[str, Any]) -> tuple[float, float]:
+    """Returns the seconds, by the clock and of this process, from the first batch on."""
     _allow_workers()
-    batches = _batches(kind, path, _BATCH, settings)
+    batches = _batches(kind, path, _BATCH, {"shuffle_rows": _BLOCK, **settings})
+    next(batches)
     dist.barrier()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     for _ in batches:
         pass
-    return time.perf_counter() - began
+    return time.perf_counter() - began, time.process_time() - used
 
 
 def _wait_on_rank(rank: int, path: str, batch_size: int, workers: int) -> float:

@@ -41,10 +41,8 @@ def main() -> None:
     file, way = sys.argv[1:]
     signal.signal(signal.SIGTERM, lambda *_: None)
     config = DataConfig(kind="criteo_tsv", train_path=file)
-    sizes = dict.fromkeys(["C1"], 1000)
-    encoder = Encoder(
-        dense=["I1"], num_embeddings=sizes, multi_hot=frozenset(), list_separator="|", id_mode="hash", signed_log1p=False
-    )
+    columns: dict[str, Any] = {"dense": ["I1"], "num_embeddings": {"C1": 1000}, "multi_hot": frozenset()}
+    encoder = Encoder(**columns, list_separator="|", id_mode="hash", signed_log1p=False)
     read = PieceReader(partial(make_reader, config, encoder), row_layout(encoder))
     pieces.PIECE_BYTES = 400
     cut = pieces.pieces_of([file])
