@@ -93,11 +93,12 @@ class FilePass:
         self._config, self._encoder, self._split = config, encoder, split
         self._epoch, self.group = epoch or 0, group
         self._warned, self._values_met = warned, values_met
-        self._files = list(dict.fromkeys(piece.file for piece in pieces))
+        self._files = {file: number for number, file in enumerate(dict.fromkeys(piece.file for piece in pieces))}
         shuffles = epoch is not None and config.shuffle_pieces
         self._pieces = shuffled_pieces(pieces, seed=(config.shuffle_seed, epoch or 0)) if shuffles else list(pieces)
         self._first = self._raw = self._kept = 0
         self._bookmarks: list[Bookmark] = []
+        self._bad: dict[str, int] = {}  # of the pieces before the latest bookmark
         self.bad_lines = dict.fromkeys(self._files, 0)
         """Malformed rows left out so far, by file."""
 
@@ -120,7 +121,8 @@ class FilePass:
         if not fits or mark.epoch != self._epoch or mark.kept > before:
             return None
         self._first, self._raw, self._kept = mark.piece, mark.raw, mark.kept
-        self.bad_lines |= {self._files[int(number)]: count for number, count in mark.bad.items()}
+        files, self._bad = list(self._files), dict(mark.bad)
+        self.bad_lines |= {files[int(number)]: count for number, count in mark.bad.items()}
         return mark.kept
 
     def bookmark(self, epoch: int, before: int) -> dict[str, Any] | None:
@@ -144,7 +146,7 @@ class FilePass:
         for block in blocks:
             self._kept += block.num_rows
             yield block
-        self._warn(self._files)
+        self._warn(list(self._files))
 
     @property
     def split_value(self) -> str | None:
@@ -187,8 +189,12 @@ class FilePass:
     def _pass_by(self, number: int) -> None:
         """Notes where the next piece begins."""
         piece = self._pieces[number]
-        before = self._bookmarks[-1].bad if self._bookmarks else {}
-        bad = {str(i): self.bad_lines[file] for i, file in enumerate(self._files) if self.bad_lines[file]}
+        if number > self._first:  # only the piece before can have added to the counts
+            earlier = self._pieces[number - 1].file
+            if count := self.bad_lines[earlier]:
+                self._bad = {**self._bad, str(self._files[earlier]): count}
+            if earlier != piece.file and not self._config.shuffle_pieces:
+                self._warn([earlier])
         self._bookmarks.append(
             Bookmark(
                 epoch=self._epoch,
@@ -197,12 +203,9 @@ class FilePass:
                 start=piece.start,
                 raw=self._raw,
                 kept=self._kept,
-                bad=before if before == bad else bad,
+                bad=self._bad,
             )
         )
-        if number > self._first and not self._config.shuffle_pieces:
-            earlier = self._pieces[number - 1].file
-            self._warn([earlier] if earlier != piece.file else [])
 
     def _warn(self, files: Sequence[str]) -> None:
         options: dict[str, Any] = {"counts": self.bad_lines, "warned": set() if self._warned is None else self._warned}

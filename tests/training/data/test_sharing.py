@@ -166,11 +166,13 @@ def part_on_rank(
         for _, batch in zip(range(steps), batches, strict=False):
             seen += batch.dense_features[:, 0].tolist()
         mark = data.bookmark("train", epoch=1, row=row + steps * batch_size * group().size())
+        if steps > 90 and config.max_train_rows is None and config.skip_bad_lines:
+            assert sum(data.bad_lines.values()) == 2, "with those before the bookmark"
         return seen, sum(parsed), mark
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["criteo", "csv of requests", "parquet, pieces shuffled"])
+@pytest.mark.parametrize("name", ["criteo", "criteo, at most 50", "csv of requests", "parquet, pieces shuffled"])
 def test_a_pass_goes_on_from_a_bookmark_on_any_number_of_ranks(name: str, cases: Any) -> None:
     config = dict(cases)[name].model_copy(update={"shuffle_rows": 8})
     whole = [row for batch in open_whole(config) for row in batch]
@@ -187,7 +189,7 @@ def test_a_pass_goes_on_from_a_bookmark_on_any_number_of_ranks(name: str, cases:
         assert bookmark is not None
         assert row - 8 - 26 <= bookmark["kept"] <= row
     assert seen == whole[: len(whole) // 3 * 3]
-    assert len(whole) == len(set(whole)) > 60
+    assert len(whole) == len(set(whole)) >= 50
 
 
 def open_whole(config: DataConfig) -> Any:
