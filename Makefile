@@ -21,7 +21,12 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 install: $(STAMP)
 
 $(STAMP): $(LOCK) pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  2>/dev/null || { echo "This needs Python 3.11 with venv, and '$(PYTHON)' is none. Install it (such as the packages"; \
+	  echo "python3.11 and python3.11-venv, or 'uv python install 3.11') or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; \
+	  exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python requirements/check_torch.py $(LOCK) $(PIP_FLAGS)
 	@echo "Installing the pinned packages into $(VENV) (a minute or two) ..."
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps -r $(LOCK)
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
