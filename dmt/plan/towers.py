@@ -259,7 +259,7 @@ class PlanComparison:
     rand_index: float
     """Share of the pairs of features that both plans put together or both put apart (Rand, 1971)."""
     adjusted_rand_index: float
-    """The same less what random towers of the same sizes reach (Hubert and Arabie, 1985): 1 is equal, 0 is chance."""
+    """Rand index less what random towers of the same sizes reach (Hubert and Arabie, 1985): 1 is equal, 0 is chance."""
     only_first: tuple[tuple[str, str], ...]
     """Pairs that share a tower in the first plan only, in the order of its features."""
     only_second: tuple[tuple[str, str], ...]
