@@ -1,4 +1,4 @@
-"""Griffe extension of `make docs`: the section ``Example:`` of a docstring is read as ``Examples:``, which holds doctests.
+"""Griffe extension of `make docs`: a docstring's section ``Example:`` is read as ``Examples:``, which holds doctests.
 
 Without it they would be taken for the text of a note, and ``>>>`` for quotations.
 """
