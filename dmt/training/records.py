@@ -25,6 +25,7 @@ __all__ = [
     "RunRecord",
     "auc_warning",
     "check_records",
+    "compression_warning",
     "print_settings",
     "read_curves",
     "read_result",
@@ -37,6 +38,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 _FULL = "%s cannot be written to (%s). Training goes on; %s."
+# Towers that compress more than this are remarked on: the paper studies ratios up to 16 (DMT, Table 5).
+_MOST_COMPRESSION = 16.0
 # Nearer to chance than this, an AUC is called chance.
 _CHANCE = 0.02
 # Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a warning.
@@ -258,10 +261,20 @@ def unwritable(folder: Path, error: OSError) -> InputError:
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
     """Returns warnings for the reader of a run's result: an AUC near chance, traffic other than planned."""
-    texts = [auc_warning(result["eval_auc"])]
+    texts = [auc_warning(result["eval_auc"]), compression_warning(result["compression_ratio"])]
     if "sharding" in result:
         texts.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
     return [text for text in texts if text]
+
+
+def compression_warning(ratio: float) -> str:
+    """Returns a warning for towers that send very few numbers; else ""."""
+    if ratio <= _MOST_COMPRESSION:
+        return ""
+    return (
+        f"The towers send 1 of {ratio:.0f} numbers of their embeddings, which may cost accuracy: compare with a larger "
+        "model.tower_dim (or c, p), or with a flat model."
+    )
 
 
 def auc_warning(auc: float) -> str:
