@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | parity | faults | bench | gpu | lint | clean        (see README.md)
+# make install | demo | test | test-all | parity | faults | bench | gpu | lint | docs | clean        (see README.md)
 PYTHON ?= python3.11
 # The pinned packages are those of torch 2.13; with STACK=2.14 those of torch 2.14, in an environment of its own.
 STACK  ?= 2.13
@@ -16,12 +16,17 @@ export OMP_NUM_THREADS ?= 1
 # Tests start dozens of interpreters, which need not compile the same modules again each.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-all parity faults bench gpu lint clean
+.PHONY: docs install demo test test-all parity faults bench gpu lint clean
 
 install: $(STAMP)
 
 $(STAMP): $(LOCK) pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' \
+	  2>/dev/null || { echo "This needs Python 3.11 with venv, and '$(PYTHON)' is none. Install it (such as the packages"; \
+	  echo "python3.11 and python3.11-venv, or 'uv python install 3.11') or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; \
+	  exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python requirements/check_torch.py $(LOCK) $(PIP_FLAGS)
 	@echo "Installing the pinned packages into $(VENV) (a minute or two) ..."
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps -r $(LOCK)
 	@$(BIN)/pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
@@ -56,6 +61,19 @@ bench: install
 gpu:
 	@test -x $(BIN)/python || { echo "There is no $(VENV): docs/install.md, By hand, makes one with the CUDA build."; exit 2; }
 	$(BIN)/python -m benchmarks.gpu $(GPU_FLAGS)
+
+# The pages as a site, in build/site, with an environment of its own: neither torch nor the library is needed. A broken
+# link or a docstring that cannot be read is an error.
+DOCS := .venv-docs
+docs: $(DOCS)/.installed
+	@$(DOCS)/bin/python docs/build_site.py
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+$(DOCS)/.installed: requirements/docs.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/pip install $(PIP_FLAGS) -r requirements/docs.txt
+	@touch $@
 
 lint: install
 	$(BIN)/ruff check .

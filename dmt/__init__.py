@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dmt.replicas.sync import ReplicaSync as ReplicaSync
     from dmt.sharding.planner import TowerShardingPlanner as TowerShardingPlanner
     from dmt.sharding.schemes import TablePlacement as TablePlacement
+    from dmt.sptt.clip import clip_grad_norm as clip_grad_norm
     from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder as SPTTEmbeddingBagCollectionSharder
     from dmt.sptt.mesh import TowerMesh as TowerMesh
     from dmt.sptt.micro_batches import MicroBatches as MicroBatches
@@ -40,6 +41,7 @@ _HOME = {
     "TowerShardingPlanner": "sharding.planner",
     "TowerTopology": "plan.topology",
     "TrafficMeter": "traffic",
+    "clip_grad_norm": "sptt.clip",
     "run_in_micro_batches": "sptt.micro_batches",
 }
 __all__ = [*_HOME]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -52,6 +52,7 @@ FORMS: Forms = {
     "format": (0, "iu", "one whole number"),
     "features": (1, "U", "text of shape [F]"),
     "num_samples": (0, "iu", "one whole number"),
+    "measure": (0, "U", "cosine or cka"),
     "pooling_factors": (1, "iuf", "numbers of shape [F]"),
     "table_names": (1, "U", "text of shape [K]"),
     "table_rows": (1, "iu", "whole numbers of shape [K]"),
@@ -71,7 +72,8 @@ class FeatureAffinity:
     """The interaction matrix I of the DMT paper (arXiv 2403.00877, section 3.3), with the features' names.
 
     I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1: 0 where two features have nothing in
-    common, 1 where they always point the same (or always the opposite) way.
+    common, 1 where they always point the same (or always the opposite) way. Tables of different widths have no cosines:
+    there, ``measure`` is ``"cka"``, linear CKA of each pair of features (`dmt.partitioner.collect` says why).
 
     `collect` measures it on a trained model. A matrix from elsewhere is checked, made exactly symmetric, and kept
     read-only as float64. The diagonal (below 1 for a feature that is sometimes absent) is never used for partitioning.
@@ -98,6 +100,8 @@ class FeatureAffinity:
     """The F names, in the order of rows and columns."""
     num_samples: int | None = None
     """Number of samples the mean was taken over, where known."""
+    measure: Literal["cosine", "cka"] = "cosine"
+    """The paper's mean cosine, or linear CKA, which `collect` takes where the tables have different widths."""
     tables: tuple[TableSpec, ...] = ()
     """The tables that the features look up, where known; TorchRec ``EmbeddingBagConfig`` may be given."""
     pooling_factors: tuple[float, ...] | None = None
@@ -109,6 +113,8 @@ class FeatureAffinity:
         features = tuple(str(name) if isinstance(name, str) else name for name in self.features)
         check_features(features)
         # A frozen dataclass sets its own cleaned fields this way.
+        if self.measure not in ("cosine", "cka"):
+            raise InputError(f"FeatureAffinity: measure={self.measure!r} must be 'cosine' or 'cka'.")
         object.__setattr__(self, "matrix", _clean_matrix(self.matrix, features))
         object.__setattr__(self, "features", features)
         object.__setattr__(self, "tables", check_tables(self.tables, features))
@@ -202,6 +208,7 @@ class FeatureAffinity:
             "matrix": self.matrix,
             "features": np.array(self.features, dtype=np.str_),
             "num_samples": np.array(-1 if self.num_samples is None else self.num_samples, dtype=np.int64),
+            "measure": np.array(self.measure),
             **tables_to_arrays(self.tables, self.pooling_factors),
         }
         write_arrays(path, arrays, what="affinity")
@@ -217,12 +224,13 @@ class FeatureAffinity:
                 refused.
         """
         arrays = read_arrays(path, what="affinity", forms=FORMS, main="matrix")
-        samples = int(arrays.get("num_samples", -1))
+        samples, measure = int(arrays.get("num_samples", -1)), str(arrays.get("measure", "cosine"))
         try:
             return cls(
                 matrix=arrays["matrix"],
                 features=tuple(arrays["features"].tolist()),
                 num_samples=None if samples < 0 else samples,
+                measure=cast(Any, measure),
                 tables=tables_from_arrays(arrays),
                 pooling_factors=tuple(arrays["pooling_factors"].tolist()) if "pooling_factors" in arrays else None,
             )

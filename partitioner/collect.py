@@ -7,15 +7,22 @@ sample's pooled embeddings, each scaled to length 1. **Absent features**: the em
 stays zero, and its sample still counts in the mean. A pair that seldom occurs together therefore has a low affinity,
 and I(i, i) is the share of samples in which feature i is present.
 
+**Tables of different widths** have no common space, so no cosine exists between their vectors: rotating the space of
+one table changes nothing that the model can see, and a random projection to a common width is such a rotation. There,
+*all* pairs are measured by linear CKA (Kornblith et al., arXiv 1905.00414, with the unbiased estimator over batches of
+Nguyen et al., arXiv 2010.15327): it asks if samples that are alike in one feature are alike in the other, and needs
+cosines between samples of one table only. All pairs, because the two measures have different scales.
+
 **On several ranks** each sums over its own samples, and the sums are added at the end. The forward of a sharded model
 is a collective, so before every batch and every lookup the ranks tell each other that they are ready (`Lockstep`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +39,10 @@ __all__ = ["Lockstep", "collect_affinity"]
 
 # Float64 elements of normalised embeddings held at a time (64 MiB): a batch is worked through in blocks of samples.
 BLOCK_ELEMENTS = 2**23
+# CKA compares each sample of a block with each other one: with more of them, its work grows and its noise hardly falls.
+_CKA_ROWS = 256
+# The unbiased estimator divides by n - 3.
+_CKA_LEAST_ROWS = 4
 
 
 def collect_affinity(
@@ -122,11 +133,12 @@ class Lockstep:
 
 
 class _Measured:
-    """Running sum of R R^T over the samples of this rank, in float64, and counts."""
+    """Running sum over the samples of this rank, in float64, of R R^T or of CKA's inner products, and counts."""
 
     def __init__(self, collections: Sequence[Collection]) -> None:
         self.collections = collections
         self.features: tuple[str, ...] = ()
+        self.measure: Literal["cosine", "cka"] = "cosine"
         self.sum_FF = torch.zeros(0, 0, dtype=torch.float64)
         self.num_samples = 0
         self.num_ids: dict[str, int] | None = {}
@@ -137,10 +149,12 @@ class _Measured:
         if not self.features:
             # The sum lives where the embeddings do: a group of GPUs adds up what is on GPUs only.
             self.start_sum(tuple(embeddings), next(iter(embeddings.values())).device)
-        for block_BFN in _stacked(embeddings, self.features, watches[0].batch):
-            unit_FX = _normalise(block_BFN.double()).transpose(0, 1).reshape(len(self.features), -1)
-            self.sum_FF.addmm_(unit_FX, unit_FX.T)
-            self.num_samples += len(block_BFN)
+            self.measure = "cosine" if len({one.shape[1] for one in embeddings.values()}) == 1 else "cka"
+        _check_batch(embeddings, self.features, watches[0].batch)
+        if self.measure == "cosine":
+            self._add_cosines(embeddings)
+        else:
+            self._add_cka(embeddings)
         # Ids of each embedding add up as long as every input could be read.
         for watch in watches:
             if self.num_ids is None or watch.output is None:
@@ -150,6 +164,29 @@ class _Measured:
                 continue
             for name, feature in watch.collection.inputs.items():
                 self.num_ids[name] = self.num_ids.get(name, 0) + watch.num_ids[feature]
+
+    def _add_cosines(self, embeddings: Mapping[str, Tensor]) -> None:
+        first = embeddings[self.features[0]]
+        num_features, rows = len(self.features), max(1, BLOCK_ELEMENTS // (len(self.features) * first.shape[1]))
+        for start in range(0, len(first), rows):
+            block_BFN = torch.stack([embeddings[name][start : start + rows] for name in self.features], dim=1)
+            unit_FX = _normalise(block_BFN.double()).transpose(0, 1).reshape(num_features, -1)
+            self.sum_FF.addmm_(unit_FX, unit_FX.T)
+            self.num_samples += len(block_BFN)
+
+    def _add_cka(self, embeddings: Mapping[str, Tensor]) -> None:
+        num_samples, num_features = len(embeddings[self.features[0]]), len(self.features)
+        rows = max(_CKA_LEAST_ROWS, min(_CKA_ROWS, math.isqrt(BLOCK_ELEMENTS // num_features)))
+        # Blocks of about one size: the samples of a rest below the least would be lost.
+        for at in torch.arange(num_samples).tensor_split(max(1, num_samples // rows)):
+            if (n := len(at)) < _CKA_LEAST_ROWS:
+                continue
+            block = slice(int(at[0]), int(at[-1]) + 1)
+            grams = [_centred_gram(_normalise(embeddings[name][block].double())) for name in self.features]
+            gram_FX = torch.stack(grams).reshape(num_features, -1)
+            # Each sample counts alike, whatever the size of its block.
+            self.sum_FF.addmm_(gram_FX, gram_FX.T, alpha=1 / (n - 3))
+            self.num_samples += n
 
     def start_sum(self, features: Sequence[str], device: torch.device) -> None:
         self.features = tuple(features)
@@ -211,14 +248,20 @@ def _together(batches: Iterable[Any], ranks: Lockstep, measured: _Measured) -> I
 
 
 def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | None) -> FeatureAffinity:
-    everyone = ranks.share("the end", (measured.features, measured.num_samples, measured.num_ids is not None))
-    num_samples = sum(count for _, count, _ in everyone)
+    mine = measured.features, measured.num_samples, measured.num_ids is not None, measured.measure
+    everyone = ranks.share("the end", mine)
+    num_samples = sum(count for _, count, *_ in everyone)
+    if num_samples == 0 and any(measure == "cka" for *_, measure in everyone):
+        raise InputError(
+            f"FeatureAffinity.collect: tables of different widths need batches of at least {_CKA_LEAST_ROWS} samples, "
+            "which are compared with each other. Give larger batches."
+        )
     if num_samples == 0:
         # Ranks stop together: where one has no batch, none is run anywhere.
         raise InputError("FeatureAffinity.collect: batches gave no sample; give every rank at least one with rows.")
-    features: tuple[str, ...] = next(names for names, count, _ in everyone if count)
+    features, measure = next((names, measure) for names, count, _, measure in everyone if count)
     # A rank whose batches had no rows may not know its features; it adds nothing.
-    names_of_ranks = [names if count else features for names, count, _ in everyone]
+    names_of_ranks = [names if count else features for names, count, *_ in everyone]
     differing = ranks.ranks_that_differ(names_of_ranks)
     if differing:
         other = next(names for names in names_of_ranks if names != features)
@@ -232,7 +275,7 @@ def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | No
         weights = (weight for collection in measured.collections for weight in collection.module.parameters())
         measured.start_sum(features, next(weights, measured.sum_FF).device)
     sum_FF = measured.sum_FF
-    has_ids = all(known for _, _, known in everyone)
+    has_ids = all(known for _, _, known, _ in everyone)
     counts = dict.fromkeys(features, 0) | (measured.num_ids or {})
     num_ids_F = torch.tensor([counts[name] for name in features], dtype=torch.float64, device=sum_FF.device)
     if group is not None:
@@ -241,9 +284,10 @@ def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | No
         sum_FF = sum_over_ranks(sum_FF, group)
         num_ids_F = sum_over_ranks(num_ids_F, group)
     return FeatureAffinity(
-        matrix=(sum_FF / num_samples).abs_().cpu().numpy(),
+        matrix=(_cka(sum_FF) if measure == "cka" else (sum_FF / num_samples).abs_()).cpu().numpy(),
         features=features,
         num_samples=num_samples,
+        measure=measure,
         tables=measured.tables(),
         pooling_factors=tuple((num_ids_F / num_samples).tolist()) if has_ids else None,
     )
@@ -256,6 +300,25 @@ def _normalise(embeddings: Tensor) -> Tensor:
     return nn.functional.normalize(scaled, dim=-1)
 
 
+def _centred_gram(unit_BN: Tensor) -> Tensor:
+    """Cosines of the samples with each other, [B, B], centred so that unrelated features have a mean product of 0.
+
+    This is the U-centring of Szekely and Rizzo (arXiv 1310.2926, equation 2.3), which makes the estimate unbiased.
+    """
+    gram_BB = (unit_BN @ unit_BN.T).fill_diagonal_(0.0)
+    n, of_row_B = len(gram_BB), gram_BB.sum(dim=1)
+    gram_BB -= (of_row_B[:, None] + of_row_B) / (n - 2)
+    gram_BB += of_row_B.sum() / ((n - 1) * (n - 2))
+    return gram_BB.fill_diagonal_(0.0)
+
+
+def _cka(sum_FF: Tensor) -> Tensor:
+    """Sums of inner products to CKA in 0..1; below 0 is noise, and a feature that is the same in all samples has 0."""
+    scale_F = sum_FF.diagonal().sqrt()
+    cka_FF = sum_FF / (scale_F[:, None] * scale_F)
+    return torch.where(cka_FF.isfinite(), cka_FF, 0.0).clamp(0.0, 1.0)
+
+
 def _run_batch(model: nn.Module, batch: Any) -> Any:
     if not (hasattr(batch, "dense_features") and hasattr(batch, "sparse_features")):
         raise InputError(
@@ -265,8 +328,8 @@ def _run_batch(model: nn.Module, batch: Any) -> Any:
     return model(batch.dense_features, batch.sparse_features)
 
 
-def _stacked(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: int) -> Iterator[Tensor]:
-    """Blocks [B', F, N] of a batch, features in order, after checking that the embeddings can be compared."""
+def _check_batch(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: int) -> None:
+    """Raises `InputError` unless the embeddings of a batch can be compared."""
     changed = sorted(set(embeddings) ^ set(features))
     if changed:
         raise InputError(
@@ -275,22 +338,15 @@ def _stacked(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: i
         )
     first = features[0]
     for feature in features:
-        # Cosines exist only between vectors of one length, and pairs only within one sample.
-        if embeddings[feature].shape != embeddings[first].shape:
+        # Pairs exist only within one sample.
+        if len(embeddings[feature]) != len(embeddings[first]):
             raise InputError(
                 f"FeatureAffinity.collect: batch {batch} has embeddings [samples, dim] {list(embeddings[first].shape)} "
-                f"for feature {first!r} but {list(embeddings[feature].shape)} for {feature!r}; all must agree. "
-                "Train the flat model for partitioning with one embedding_dim."
+                f"for feature {first!r} but {list(embeddings[feature].shape)} for {feature!r}; they must have the same "
+                "samples."
             )
-    num_samples, dim = embeddings[first].shape
-    rows = max(1, BLOCK_ELEMENTS // (len(features) * dim))
-    for start in range(0, num_samples, rows):
-        block = torch.stack([embeddings[feature][start : start + rows] for feature in features], dim=1)
-        finite = block.isfinite().all(dim=2).all(dim=0)
-        if not bool(finite.all()):
-            feature = features[int((~finite).nonzero()[0])]
+        if not bool(embeddings[feature].isfinite().all()):
             raise InputError(
                 f"FeatureAffinity.collect: the embedding of feature {feature!r} is not finite in batch {batch}. "
                 "Check the trained table for NaN or infinity."
             )
-        yield block

@@ -49,7 +49,7 @@ __all__ = ["FeatureInteractions", "Pair"]
 _OWNER = "FeatureInteractions"
 # Fewer rows hold out too few.
 _LEAST_ROWS = 1000
-_FORMS = {name: form for name, form in FORMS.items() if name != "num_samples"} | {
+_FORMS = {name: form for name, form in FORMS.items() if name not in ("num_samples", "measure")} | {
     "num_rows": (0, "iu", "one whole number"),
     "loss": (0, "f", "one number"),
     "notes": (1, "U", "texts"),

@@ -439,7 +439,10 @@ def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...
         members += [(name, i) for name in shards]
     names, index = zip(*members, strict=True)
     return FeatureAffinity(
-        matrix=affinity.matrix[np.ix_(index, index)], features=names, num_samples=affinity.num_samples
+        matrix=affinity.matrix[np.ix_(index, index)],
+        features=names,
+        num_samples=affinity.num_samples,
+        measure=affinity.measure,
     )
 
 

@@ -72,6 +72,29 @@ def test_relative_links_resolve(page: Path) -> None:
             assert anchor in anchors(file), f"{page.name} links to {target}; {file.name} has no such heading"
 
 
+def test_the_site_has_every_page_and_what_the_pages_link_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make docs` checks as well, which needs packages of its own."""
+    spec = importlib.util.spec_from_file_location("build_site", ROOT / "docs" / "build_site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    monkeypatch.setattr(site, "OUT", tmp_path)
+    site.main()
+    named = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]))
+    assert named == {page.name for page in tmp_path.glob("*.md")} >= {page.name for page in DOCS}
+    for page in tmp_path.rglob("*.md"):
+        text = page.read_text()
+        assert not re.search(r"^```\w+ ", text, re.M), f"{page.name} has a mark that is no language"
+        for target in LINK.findall(FENCE.sub("", text)):
+            path = target.partition("#")[0]
+            assert re.match(r"[a-z]+:", target) or not path or (page.parent / path).exists(), (page.name, target)
+    for name in re.findall(r"^::: (\S+)$", (tmp_path / "api.md").read_text(), re.M):
+        module, _, member = name.rpartition(".")
+        found = getattr(importlib.import_module(module if module.startswith("dmt") else f"dmt.{module}"), member)
+        assert found.__doc__, f"{name} has no docstring"
+
+
 def test_the_map_names_every_page() -> None:
     linked = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
     assert {page.name for page in DOCS if page.name != "index.md"} <= linked

@@ -124,6 +124,11 @@ class ReplicaSync:
         return 2 * (replicas - 1) / replicas * (self._weights.bytes_sent + self._states.bytes_sent)
 
     @property
+    def delays_states(self) -> bool:
+        """True with ``optimizer_state="delayed"``: a `sync` between two steps then changes what comes after it."""
+        return self._delayed
+
+    @property
     def is_running(self) -> bool:
         """True while collectives of an asynchronous or delayed sync are in flight."""
         return self._weights.is_running or self._states.is_running

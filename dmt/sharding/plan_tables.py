@@ -246,20 +246,23 @@ class _TowerPlanner:
                 return "table_wise: too few rows and columns to cut"
             share = whole.seconds / mean if mean else 0.0
             return f"table_wise: its ids and embeddings travel once; {share:.2f} x the mean load of a rank"
-        if scheme == "data_parallel" and total <= whole.seconds:
-            own = self.model.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim)
-            exchanged = (whole.id_bytes + 2 * whole.output_bytes) / self.model.topology.ranks_per_tower
-            return (
-                f"data_parallel: all-reduce of {human_bytes(own.reduced_bytes)} a rank costs less than "
-                f"{human_bytes(exchanged)} a rank of ids, embeddings and gradients"
-            )
         if whole.seconds > mean:
-            return f"{words}: whole it would be {whole.seconds / mean:.1f} x the mean load of a rank"
+            return f"{words}: on one rank it would be {whole.seconds / mean:.1f} x the mean load of a rank"
         schemes: set[Scheme] = {other.scheme for other in placements.values()}
         more = self._fixed_seconds(schemes | {"table_wise"}) - self._fixed_seconds(schemes)
-        collectives = f" and, alone, bring {1e6 * more:.0f} us of collectives" if more > 0 else ""
+        if scheme == "data_parallel" and (total <= whole.seconds or more > 0):
+            own = self.model.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim)
+            exchanged = (whole.id_bytes + 2 * whole.output_bytes) / self.model.topology.ranks_per_tower
+            words = f"data_parallel: all-reduce of {human_bytes(own.reduced_bytes)} a rank"
+            if total <= whole.seconds:
+                return f"{words} costs less than {human_bytes(exchanged)} a rank of ids, embeddings and gradients"
+            return (
+                f"{words} instead of {human_bytes(exchanged)} of ids, embeddings and gradients, whose collectives "
+                f"take {1e6 * more:.0f} us"
+            )
+        collectives = f", with {1e6 * more:.0f} us of collectives that no other table needs" if more > 0 else ""
         share = whole.seconds / mean
-        return f"{words}: evens out the ranks; whole it would be {share:.2f} x their mean load{collectives}"
+        return f"{words}: evens out the ranks; on one it would be {share:.2f} x their mean load{collectives}"
 
     def _fixed_seconds(self, schemes: Set[Scheme]) -> float:
         return sum(self.model.fixed_seconds(scheme) for scheme in schemes)

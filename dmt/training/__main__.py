@@ -8,6 +8,7 @@ import os
 # Before what takes seconds to load: whoever asks after its parent has died is told of the one that adopts orphans.
 _PARENT = os.getppid()
 
+import signal
 import sys
 import time
 
@@ -17,9 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import printable
 from dmt.testing.ranks import end_with
-from dmt.training.config import load_config
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.console import quiet_libraries
-from dmt.training.stop import EXIT_CODE
+from dmt.training.stop import say_stopped
 
 EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
 # Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
@@ -39,6 +40,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         # A torchrun that is killed would leave its ranks training.
         end_with(_PARENT)
     quiet_libraries(rank=rank)
+    settings: TrainingConfig | None = None
     try:
         settings = load_config(config, overrides)
         from dmt.training.train import train
@@ -53,12 +55,19 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         # torchrun ends with a long report of its own; this puts the reason at its end too.
         get_error_handler().record_exception(error)
         sys.exit(2)
+    except KeyboardInterrupt:
+        # Before the first step, or after the last one, which is saved.
+        if rank == 0 and settings is not None:
+            say_stopped(settings.train, signal.SIGINT)
+        sys.exit(128 + signal.SIGINT)
     if "stopped_at" in result:
-        sys.exit(EXIT_CODE)
+        sys.exit(128 + result["signal"])
     if rank == 0:
         from dmt.training.console import print_summary
 
         print_summary({settings.model.name: result})
+        folder = settings.train.output_dir
+        print(f"Results: {printable(folder)}/result.json   curves: tensorboard --logdir {printable(folder)}")
 
 
 if __name__ == "__main__":

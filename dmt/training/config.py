@@ -296,9 +296,12 @@ class TrainConfig(Section):
     ``affinity.npz`` is written into ``output_dir``, for ``dmt partition --affinity``. 0: none."""
     output_dir: str = "runs/latest"
     """Folder of the run's config, metrics, TensorBoard files and checkpoints."""
-    save_every: int = Field(default=10_000, ge=1)
-    """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging); the last one is at
-    the end."""
+    save_every: int | None = Field(default=None, ge=1)
+    """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging); by default
+    ``save_minutes`` decides. The last one is at the end."""
+    save_minutes: float = Field(default=15.0, gt=0)
+    """Minutes on rank 0 from one checkpoint to the next, looked at every ``log_every`` steps; unused with
+    ``save_every``."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Number of the latest checkpoints that are kept."""
     async_save: bool = False

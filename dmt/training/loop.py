@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from dmt.training.data.dataset import Split
 from dmt.training.device import current_device, device_type
 from dmt.training.health import SoundnessCheck
 from dmt.training.records import RunRecord
+from dmt.training.save_times import SaveTimes
 from dmt.training.stop import StopRequest
 
 __all__ = ["ClickMetrics", "MetricValues", "Position", "Trainer", "TrainingTime", "metric_values"]
@@ -200,10 +200,12 @@ class Trainer:
         self._warm_up = start.step + _WARM_UP_STEPS
         self._interval = interval = 1 if replicas is None else replicas.interval
         self._stop = StopRequest(mesh.global_group)
-        self.was_stopped = False
-        """True once training ended before its time, after the step that a `StopRequest` named."""
-        # With replicas, a checkpoint is saved when weights are averaged anyway: saving then changes no weight.
-        self._save_every = -(-config.save_every // interval) * interval
+        self.stopped_by: int | None = None
+        """The signal for which training ended before its time, after the step that a `StopRequest` named."""
+        changes = replicas is not None and replicas.delays_states
+        self._saves = SaveTimes(config, interval=interval, leads=mesh.rank == 0, changes_results=changes)
+        self._stretch_ends = 0  # the step after which the pipeline is to be empty
+        self._logged = 0, 0.0  # timed steps and seconds at the last record
         self._timed_steps = 0
         self._timed_seconds = self._last_step_ended = 0.0
 
@@ -216,10 +218,10 @@ class Trainer:
     def train(self, save: Callable[[], object] | None = None) -> TrainingTime:
         """Trains for the epochs or steps of the config, evaluating and saving at the intervals it gives.
 
-        On SIGTERM all ranks end it after the same step; the caller is to save, and `was_stopped` is true.
+        On SIGTERM or Ctrl-C all ranks end it after the same step; the caller is to save, and `stopped_by` is set.
 
         Args:
-            save: called on every rank where ``save_every`` says so, between steps; not at the end.
+            save: called on every rank where `SaveTimes` says so, between steps; not at the end.
 
         Raises:
             InputError: there are fewer rows than one step needs, training has diverged, or ranks read other rows.
@@ -242,11 +244,12 @@ class Trainer:
                     if self._step > resumed:
                         if config.eval_every and self._step % config.eval_every == 0:
                             self._report(self.evaluate(), bar)
-                        if save is not None and self._step % self._save_every == 0:
+                        if save is not None and self._saves.is_due(self._step):
                             self._check()
                             save()
                     self._last_step_ended = time.perf_counter()
-                    for logits, labels, _ in self._progress(chain([first], islice(batches, budget - 1))):
+                    self._stretch_ends = self._step + budget
+                    for logits, labels, _ in self._progress(self._stretch(first, batches)):
                         self._end_step(logits, labels, bar)
         self._check()
         if self._replicas is not None:
@@ -347,8 +350,18 @@ class Trainer:
         """Steps until the next evaluation, checkpoint or the end."""
         config = self._config
         left = [2**62 if config.max_steps is None else config.max_steps - self._step]
-        left += [every - self._step % every for every in (config.eval_every, self._save_every) if every]
-        return min(left)
+        left += [config.eval_every - self._step % config.eval_every] if config.eval_every else []
+        return min(*left, self._saves.steps_left(self._step))
+
+    def _stretch(self, first: ClickBatch, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch]:
+        """Yields the batches up to the end of the stretch, which may come nearer while they are trained on."""
+        number, batch = self._step, first
+        while True:
+            yield batch
+            number += 1
+            if number >= self._stretch_ends or (after := next(batches, None)) is None:
+                return
+            batch = after
 
     def _end_step(self, logits: Tensor, labels: Tensor, bar: Any) -> None:
         """Averages replicas if it is time to, counts the step, and records its loss if it is time to."""
@@ -366,13 +379,27 @@ class Trainer:
         if self._step % self._config.log_every == 0:
             self._check()
             loss = binary_cross_entropy_with_logits(logits, labels)
-            mean = float(sum_over_ranks(loss, self._mesh.global_group)) / self._mesh.topology.world_size
+            told = torch.stack([loss, loss.new_tensor(float(self._saves.asks()))])
+            total, asked = sum_over_ranks(told, self._mesh.global_group).tolist()
+            if asked:
+                self._saves.agree(self._step)
+                self._stretch_ends = min(self._stretch_ends, self._step + self._saves.steps_left(self._step))
+            mean = total / self._mesh.topology.world_size
             bar.set_postfix(loss=f"{mean:.4f}", refresh=False)
             self._record.scalars(self._step, {"train/loss": mean})
+            self._log_rate()
             self._last_step_ended = time.perf_counter()
         if self._stop.is_due(self._step, self._interval):
-            self.was_stopped = True
+            self.stopped_by = self._stop.signal
             raise _StoppedError
+
+    def _log_rate(self) -> None:
+        """Draws the rows per second of all ranks since the last time, without what came between steps."""
+        steps, seconds = self._timed_steps - self._logged[0], self._timed_seconds - self._logged[1]
+        if steps:
+            rows = steps * self._config.batch_size * self._mesh.topology.world_size
+            self._record.draw(self._step, {"train/samples_per_second": rows / seconds})
+        self._logged = self._timed_steps, self._timed_seconds
 
     def _check(self) -> None:
         if self._checked != self._step:  # it may be due for several reasons

@@ -25,6 +25,7 @@ __all__ = [
     "RunRecord",
     "auc_warning",
     "check_records",
+    "compression_warning",
     "print_settings",
     "read_curves",
     "read_result",
@@ -37,6 +38,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 _FULL = "%s cannot be written to (%s). Training goes on; %s."
+# Towers that compress more than this are remarked on: the paper studies ratios up to 16 (DMT, Table 5).
+_MOST_COMPRESSION = 16.0
 # Nearer to chance than this, an AUC is called chance.
 _CHANCE = 0.02
 # Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a warning.
@@ -118,7 +121,7 @@ class RunRecord:
     """
 
     def __init__(self, config: TrainingConfig, *, enabled: bool, resumed_step: int | None = None) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self.folder = Path(config.train.output_dir)
         self._metrics = self.folder / "metrics.jsonl"
         self._resumed_step, self._recorded = resumed_step, set[str]()
@@ -155,12 +158,12 @@ class RunRecord:
 
     def say(self, lines: Iterable[str]) -> None:
         """Prints lines as comments, below the config that `print_settings` has printed."""
-        if self._enabled:
+        if self.enabled:
             print("".join(f"# {printable(line)}\n" for line in lines), end="", flush=True)
 
     def sharding(self, plan: TowerShardingPlan | None) -> None:
         """Writes the sharding plan as ``sharding.json`` and prints its summary; None removes what a run before left."""
-        if not self._enabled:
+        if not self.enabled:
             return
         path = self.folder / "sharding.json"
         if plan is None:
@@ -174,26 +177,39 @@ class RunRecord:
         """Adds numbers at a training step; names such as ``"train/loss"``."""
         if step == self._resumed_step:
             values = {name: value for name, value in values.items() if name not in self._recorded}
-        if self._enabled and values:
+        if self.enabled and values:
             self._waiting += json.dumps({"step": step, **values}) + "\n"
             self._write_waiting()
 
+    def draw(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds numbers to TensorBoard only: those that a clock has measured, which no run repeats."""
+        if self.enabled and self._board is not None:
+            try:
+                for name, value in values.items():
+                    self._board.add_scalar(name, value, step)
+            except OSError as error:
+                self._lose_board(error)
+
     def end(self) -> None:
         """Prints what found no room in ``metrics.jsonl``, and closes TensorBoard's file."""
-        if self._enabled and self._waiting:
+        if self.enabled and self._waiting:
             self._write_waiting()
             print(self._waiting, end="", flush=True)
-        if self._enabled and self._board is not None:
+        if self.enabled and self._board is not None:
             self._board.close()
 
     def close(self, result: dict[str, Any]) -> None:
-        """Writes the result and the versions, and closes TensorBoard's file.
+        """Writes the result and the versions, draws its bytes per sample, and closes TensorBoard's file.
 
         Raises:
             InputError: the result cannot be written; it has been printed.
         """
-        if not self._enabled:
+        if not self.enabled:
             return
+        if "bytes_per_sample" in result:
+            self.draw(
+                result["steps"], {f"bytes_per_sample/{n}": size for n, size in result["bytes_per_sample"].items()}
+            )
         self.end()
         path, text = self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n"
         try:
@@ -230,9 +246,12 @@ class RunRecord:
             # At once, against a kill: the next attempt does not record it again.
             self._board.flush()
         except OSError as error:
-            # Its writer does not recover.
-            self._board = None
-            logger.warning(_FULL, self.folder, error, "metrics.jsonl has all numbers, TensorBoard only those up to now")
+            self._lose_board(error)
+
+    def _lose_board(self, error: OSError) -> None:
+        # Its writer does not recover.
+        self._board = None
+        logger.warning(_FULL, self.folder, error, "metrics.jsonl has all numbers, TensorBoard only those up to now")
 
 
 def unwritable(folder: Path, error: OSError) -> InputError:
@@ -242,10 +261,20 @@ def unwritable(folder: Path, error: OSError) -> InputError:
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
     """Returns warnings for the reader of a run's result: an AUC near chance, traffic other than planned."""
-    texts = [auc_warning(result["eval_auc"])]
+    texts = [auc_warning(result["eval_auc"]), compression_warning(result["compression_ratio"])]
     if "sharding" in result:
         texts.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
     return [text for text in texts if text]
+
+
+def compression_warning(ratio: float) -> str:
+    """Returns a warning for towers that send very few numbers; else ""."""
+    if ratio <= _MOST_COMPRESSION:
+        return ""
+    return (
+        f"The towers send 1 of {ratio:.0f} numbers of their embeddings, which may cost accuracy: compare with a larger "
+        "model.tower_dim (or c, p), or with a flat model."
+    )
 
 
 def auc_warning(auc: float) -> str:

@@ -1,21 +1,33 @@
-"""`StopRequest`: on SIGTERM all ranks stop after one step, so that it can be saved and no step is lost.
+"""`StopRequest`: on SIGTERM or Ctrl-C all ranks stop after one step, so that it can be saved and no step is lost.
 
-Schedulers send SIGTERM before they take machines away; torchrun hands it on to its ranks, and kills them 30 s later.
+Schedulers send SIGTERM before they take machines away. torchrun hands both signals on to its ranks, which are in
+sessions of their own, and kills them 30 s later.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
+import sys
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["EXIT_CODE", "StopRequest"]
+from dmt.formatting import printable
+from dmt.training.checkpoints import checkpoints
+from dmt.training.config import TrainConfig
+
+__all__ = ["EXIT_CODE", "SIGNALS", "StopRequest", "say_stopped"]
 
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a rank that has saved and stopped, that of a program ended by SIGTERM: schedulers start it again."""
+SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+"""The signals that end a run, and what a reader calls them."""
 
 # Steps from the one at which rank 0 knows that all ranks were told to that at which they stop: more than a rank can be
 # ahead of another, since all reduce gradients together.
@@ -26,7 +38,7 @@ _PATIENCE_STEPS = 3
 
 
 class StopRequest:
-    """Takes SIGTERM while it is entered, and says after which step all ranks stop.
+    """Takes SIGTERM and Ctrl-C while it is entered, and says after which step all ranks stop.
 
     Ranks are told at different steps. Each notes in the store that it was; once all have, rank 0 names the step. Until
     a signal comes nothing is sent. A rank that is told alone ends, as it would without this. One that was told goes on
@@ -40,21 +52,23 @@ class StopRequest:
         self._store, self._size, self._leads = group.get_group_store(), group.size(), group.rank() == 0
         number = self._store.add(f"dmt/stops/{group.rank()}", 1)
         self._told, self._at_key = f"dmt/told/{number}", f"dmt/stop_at/{number}"
-        self._is_told = False
+        self.signal: int | None = None
+        """The signal that has come, if any."""
         self._noted: float | None = None
         self._asked = 0
         self._at: int | None = None
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         # Python lets no other thread set handlers.
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._before is not None and not self._is_told:
-            signal.signal(signal.SIGTERM, self._before)
+        if self.signal is None:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def is_due(self, step: int, interval: int = 1) -> bool:
         """Returns whether all ranks stop after this step, the same on every rank; to be asked after every step.
@@ -66,7 +80,7 @@ class StopRequest:
         Raises:
             SystemExit: other ranks were not told.
         """
-        if not self._is_told:
+        if self.signal is None:
             return False
         if self._noted is None:
             self._store.add(self._told, 1)
@@ -79,8 +93,29 @@ class StopRequest:
                 self._at = int(self._store.get(self._at_key))
                 assert step <= self._at, f"step {step} is done, but all ranks were to stop after step {self._at}"
             elif self._asked > _PATIENCE_STEPS and time.monotonic() - self._noted > _PATIENCE_S:
-                raise SystemExit(EXIT_CODE)
+                raise SystemExit(128 + self.signal)
         return step == self._at
 
     def _note(self, number: int, frame: object) -> None:
-        self._is_told = True
+        self.signal = number
+
+
+def say_stopped(config: TrainConfig, number: int) -> None:
+    """Prints the last line of a run that a signal has ended: the newest checkpoint, and the command that goes on.
+
+    It is printed on stderr, since a demo keeps what its runs print on stdout in a file.
+    """
+    saved = checkpoints(Path(config.output_dir) / "checkpoint")
+    what = f"the newest checkpoint is {saved[0]}. To go on" if saved else "nothing was saved yet. To start again"
+    line = f"stopped by {SIGNALS[number]}: {what}: {_command(config.resume)}"
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def _command(resume: str) -> str:
+    """The command of this run, as far as a rank knows it, with what makes it go on instead of starting over."""
+    arguments = [*sys.argv[1:], *(["train.resume=auto"] if resume == "never" else [])]
+    environ = os.environ
+    if "TORCHELASTIC_RUN_ID" not in environ or environ.get("GROUP_WORLD_SIZE") != "1":
+        return "the same command again" + (", with train.resume=auto" if resume == "never" else "")
+    ranks = environ.get("LOCAL_WORLD_SIZE", "1")
+    return shlex.join(["torchrun", "--nproc-per-node", ranks, "-m", "dmt.training", *arguments])

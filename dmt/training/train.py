@@ -34,7 +34,7 @@ from dmt.training.build import (
     sharding_result,
 )
 from dmt.training.checkpoints import Checkpointer, restore
-from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.config import TrainConfig, TrainingConfig, to_toml
 from dmt.training.device import backend, current_device, device_type, take_device
 from dmt.training.health import check_same_input
 from dmt.training.job import Job, compare_hosts, resolve, validate_rows
@@ -42,6 +42,7 @@ from dmt.training.loop import MetricValues, Trainer, TrainingTime
 from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, print_settings, result_warnings
 from dmt.training.resume import checkpoint_folder, find_start, folder_lock, restart_safe_store
+from dmt.training.stop import say_stopped
 
 __all__ = ["train", "train_job"]
 
@@ -55,7 +56,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
     Returns:
         The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. Of a run that was
-        stopped by SIGTERM, which is saved, just ``stopped_at``: its step.
+        stopped by SIGTERM or Ctrl-C, which is saved, just ``stopped_at``, its step, and ``signal``, the number.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -130,8 +131,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         is_saved = save() and saver.wait()
     finally:
         saver.close()
-    if trainer.was_stopped:
-        return _stopped(record, trainer.position.step, is_saved=is_saved)
+    if trainer.stopped_by is not None:
+        return _stopped(record, config.train, trainer.position.step, trainer.stopped_by)
 
     unique = _unique_result(config, model, mesh)
 
@@ -164,12 +165,11 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     return result
 
 
-def _stopped(record: RunRecord, step: int, *, is_saved: bool) -> dict[str, Any]:
-    saved = "was saved" if is_saved else "could not be saved (see the warning above)"
-    there = "there" if is_saved else "the checkpoint before"
-    record.say([f"stopped by SIGTERM after step {step}, which {saved}; the same command goes on from {there}"])
+def _stopped(record: RunRecord, config: TrainConfig, step: int, signal: int) -> dict[str, Any]:
     record.end()
-    return {"stopped_at": step}
+    if record.enabled:
+        say_stopped(config, signal)
+    return {"stopped_at": step, "signal": signal}
 
 
 def _settle_gradient_buckets(job: Job, mesh: TowerMesh, model: DistributedModelParallel, optimizer: Any) -> None:

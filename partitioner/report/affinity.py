@@ -60,7 +60,8 @@ def plot_affinity(
     # Where there are more cells than pixels, a pixel is a mean of cells, not one picked from them.
     image = axes.imshow(matrix, cmap=heat, vmin=0.0, vmax=top or 1.0, interpolation="antialiased")
     bar = figure.colorbar(image, ax=axes, fraction=0.035, pad=0.02, aspect=32)
-    bar.set_label(_SCALES.get(plan.strategy, "affinity  |mean cosine|"), fontsize=9)
+    measure = "affinity  |mean cosine|" if affinity.measure == "cosine" else "affinity  linear CKA"
+    bar.set_label(_SCALES.get(plan.strategy, measure), fontsize=9)
     bar.ax.tick_params(labelsize=8, length=2)
     bar.outline.set_visible(False)
     # About 55 of an inch's 72 points are left for the matrix.

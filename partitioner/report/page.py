@@ -75,6 +75,7 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
         "strategies": list(_strategies(partition, target)),
         "bound": f"{luck_bound([load.num_features for load in loads], categories=categories):.1f}",
         "by_category": any(categories),
+        "measure": partition.affinity.measure,
         "column_shards": bool(plan.column_splits),
         "made": _made(partition),
     }

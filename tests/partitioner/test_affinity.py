@@ -118,12 +118,18 @@ def test_permuted_suggests_the_nearest_feature():
 @pytest.mark.parametrize("num_samples", [None, 4096])
 def test_save_and_load_give_the_same_affinity(tmp_path, num_samples):
     source, _ = planted_affinity(9, 3, seed=0)
-    affinity = FeatureAffinity(matrix=source.matrix, features=source.features, num_samples=num_samples)
+    affinity = FeatureAffinity(
+        matrix=source.matrix,
+        features=source.features,
+        num_samples=num_samples,
+        measure="cka" if num_samples else "cosine",
+    )
     path = tmp_path / "new" / "affinity.npz"
     affinity.save(path)
     loaded = FeatureAffinity.load(path)
     np.testing.assert_array_equal(loaded.matrix, affinity.matrix)
     assert (loaded.features, loaded.num_samples) == (affinity.features, num_samples)
+    assert loaded.measure == affinity.measure
     assert [p.name for p in path.parent.iterdir()] == ["affinity.npz"]
 
 

@@ -55,8 +55,9 @@ FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5}
 def tables(**more: Any) -> list[EmbeddingBagConfig]:
     """One table per feature except for ``b`` and ``c``, which share one; rows differ."""
     groups = [["a"], ["b", "c"], ["d"], ["e"]]
+    widths = more.pop("widths", [DIM] * 4)
     return [
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=20 + i, embedding_dim=DIM, feature_names=names, **more)
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=20 + i, embedding_dim=widths[i], feature_names=names, **more)
         for i, names in enumerate(groups)
     ]
 
@@ -129,6 +130,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sptt": {},
     "weighted": {"kind": "column_wise", "is_weighted": True},
     "mean": {"kind": "row_wise", "pooling": PoolingType.MEAN},
+    "widths": {"kind": "sptt", "widths": [DIM, DIM, 2 * DIM, DIM]},
 }
 
 

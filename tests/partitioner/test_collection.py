@@ -130,6 +130,68 @@ def test_planted_groups_are_recovered_from_a_model(generator):
     assert rand_index(TowerPartitioner(num_towers=4).fit(affinity), groups) == 1.0
 
 
+def cka_by_definition(model, batches):
+    """CKA of whole batches, by the three terms of the unbiased HSIC (Song et al., JMLR 13, 2012, equation 5)."""
+    total, count = np.zeros((len(NAMES), len(NAMES))), 0
+    for one in batches:
+        n, grams = len(one.dense_features), []
+        for ebc in model.sparse_arch.values():
+            for config in ebc.embedding_bag_configs():
+                bag, weight = one.sparse_features[config.feature_names[0]], ebc.embedding_bags[config.name].weight
+                vectors = np.stack([weight.detach().double()[ids].sum(0).numpy() for ids in bag.to_dense()])
+                unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-30)
+                grams.append(unit @ unit.T - np.diag((unit**2).sum(1)))
+        ones = np.ones(n)
+        for i, k in enumerate(grams):
+            for j, other in enumerate(grams):
+                middle = (ones @ k @ ones) * (ones @ other @ ones) / ((n - 1) * (n - 2))
+                total[i, j] += (
+                    n * (np.trace(k @ other) + middle - 2 * (ones @ k @ other @ ones) / (n - 2)) / (n * (n - 3))
+                )
+        count += n
+    hsic = total / count
+    return np.clip(hsic / np.sqrt(np.outer(np.diag(hsic), np.diag(hsic))), 0, 1)
+
+
+def test_tables_of_different_widths_are_measured_by_cka(generator, monkeypatch):
+    model = FlatModel(collection(["a", "b"]), collection(["c", "d"], dim=16))
+    batches = [batch(NAMES, n, generator=generator, least=0, most=3) for n in (40, 3, 25)]
+    for one in batches:  # b, of another width than d, has its ids
+        ids = one.sparse_features.to_dict()
+        one.sparse_features = KeyedJaggedTensor.from_jt_dict(ids | {"d": ids["b"]})
+    affinity = FeatureAffinity.collect(model, batches)
+    assert affinity.measure == "cka"
+    assert affinity.num_samples == 65  # three samples have no unbiased estimate
+    expected = cka_by_definition(model, [one for one in batches if len(one.dense_features) > 3])
+    # Bags of several ids are pooled in float32.
+    np.testing.assert_allclose(affinity.matrix, expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.diag(affinity.matrix), 1, rtol=0, atol=1e-12)
+    unrelated = [affinity.matrix[i, j] for i, j in ((0, 1), (0, 2), (0, 3), (1, 2), (2, 3))]
+    assert affinity.matrix[1, 3] > 0.4 > 0.2 > max(unrelated)
+    # The space of a table may be turned without a difference to the model; cosines would change, this must not.
+    turn, _ = torch.linalg.qr(torch.randn(16, 16, generator=generator))
+    with torch.no_grad():
+        weight = model.sparse_arch["ebc_1"].embedding_bags["t_d"].weight
+        weight.copy_(weight @ turn)
+    turned = FeatureAffinity.collect(model, batches)
+    np.testing.assert_allclose(turned.matrix, affinity.matrix, rtol=0, atol=1e-6)
+    # Blocks of 6 or 7 samples, whose rests are shared out: all samples count.
+    monkeypatch.setattr(collection_module, "_CKA_ROWS", 6)
+    assert FeatureAffinity.collect(model, batches).num_samples == 65
+    with torch.no_grad():
+        weight.copy_(torch.ones_like(weight))  # the same in every sample that has it
+        for one in batches:
+            one.sparse_features = KeyedJaggedTensor.from_jt_dict(one.sparse_features.to_dict() | {"d": ids_of_all(one)})
+    assert not FeatureAffinity.collect(model, batches).matrix[3].any()
+
+
+def ids_of_all(one):
+    from torchrec.sparse.jagged_tensor import JaggedTensor
+
+    size = len(one.dense_features)
+    return JaggedTensor(torch.zeros(size, dtype=torch.long), lengths=torch.ones(size, dtype=torch.long))
+
+
 class Failing(FlatModel):
     def forward(self, dense_features, sparse_features):
         super().forward(dense_features, sparse_features)
@@ -176,9 +238,9 @@ def _set_nan(model):
             "'b' is looked up by .*ebc_0.* and by .*ebc_1",
         ),
         (
-            lambda: FlatModel(collection(["a"]), collection(["b"], dim=16)),
+            lambda: FlatModel(collection(["a", "c", "d"]), collection(["b"], dim=16)),
             {},
-            r"\[3, 8\] for feature 'a' but \[3, 16\] for 'b'",
+            "tables of different widths need batches of at least 4 samples",
         ),
         (lambda: _set_nan(FlatModel(collection(NAMES))), {}, "feature 'c' is not finite in batch 0"),
         (

@@ -64,6 +64,8 @@ def test_help_has_an_example(command: str) -> None:
     assert result.exit_code == 0
     assert f"Example: dmt {command}" in " ".join(result.output.split())
     assert "--json" in result.output
+    # A screen: it need not be scrolled.
+    assert len(result.output.splitlines()) <= 40
 
 
 def test_complexity_as_json() -> None:
@@ -95,6 +97,20 @@ def test_partition_of_a_saved_affinity(affinity: Path, tmp_path: Path, typed: st
     as_json = dmt("partition", "--affinity", str(affinity), "--towers", "2", "--out", str(out), "--json")
     assert json.loads(as_json.stdout)["towers"][0]["features"] == ["a", "c", "e"]
     assert f"Written to {out}." in as_json.stderr
+
+
+def test_two_plans_are_compared(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    TowerPlan.from_lists([["a", "b"], ["c", "d"]]).save(first)
+    TowerPlan.from_lists([["c", "d", "b"], ["a"]]).save(second)
+    result = dmt("partition", "--compare", str(first), str(second))
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert "Rand index 0.500, adjusted for chance 0.000" in words
+    assert "in the first plan only: 1, a with b." in words
+    assert "in the second plan only: 2, c with b, d with b." in words
+    assert json.loads(dmt("partition", "--compare", str(first), str(second), "--json").stdout)["rand_index"] == 0.5
+    assert "Give --towers" in dmt("partition", "--affinity", "a.npz").stderr
 
 
 @pytest.mark.parametrize("strategy", ["coherent", "both"])

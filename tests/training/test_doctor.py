@@ -79,5 +79,22 @@ def test_a_library_that_does_not_load_is_reported_with_its_error() -> None:
     assert f"torch=={GOOD['torch']}" in findings[-1].fix
 
 
+def test_the_wheel_that_does_not_load_is_not_advised_again() -> None:
+    error = "libcudnn.so.9: cannot open shared object file"
+
+    def fix(*, cuda_build: bool, gpu: bool = False) -> str:
+        builds = {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"} if gpu else {}
+        given = {"has_gpu": gpu, "cuda_build": cuda_build, "gpus": lambda: ["H100"]}
+        return diagnose({**GOOD, **builds}.get, lambda module: error, **given)[-1].fix
+
+    on_cpu = fix(cuda_build=True)
+    assert on_cpu.startswith('pip install --force-reinstall --index-url "$TORCH_INDEX" torch==2.13.0  # TORCH_INDEX: ')
+    # With a GPU it is the right wheel, and what it lacks are its dependencies.
+    assert fix(cuda_build=True, gpu=True) == "pip install --force-reinstall torch==2.13.0"
+    assert fix(cuda_build=False) == "pip install --force-reinstall --no-deps torch==2.13.0 fbgemm-gpu-cpu==1.8.0"
+    assert "TORCH_INDEX" in fixes({"torch": None})["torch"]
+    assert fixes({"torch": None, "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, gpu=True)["torch"].endswith("2.13.0")
+
+
 def test_this_installation_is_good() -> None:
     assert [f for f in diagnose() if not f.ok] == []

@@ -6,8 +6,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
@@ -15,16 +17,18 @@ from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerColle
 from dmt.errors import InputError
 from dmt.models import flat_sparse_arch
 from dmt.models.complexity import compression_ratio
+from dmt.partitioner import FeatureAffinity
 from dmt.plan.towers import TowerPlan
 from dmt.training.build import build_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
+from dmt.training.commands import main
 from dmt.training.commands.plan import run_plan
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import DataConfig, open_source
 from dmt.training.factory import load_factory
-from dmt.training.serving.export import export_run, read_manifest
-from dmt.training.serving.score import score
+from dmt.training.loop import metric_values
+from dmt.training.serving.export import read_manifest
 from tests.training.deepfm_page import SETTINGS
 from tests.training.small import unsharded
 from tests.training.test_resume import attempt
@@ -51,22 +55,48 @@ def train(config: TrainingConfig, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("in_towers", [True, False])
-def test_the_deepfm_of_the_page_trains_resumes_and_is_served(in_towers: bool, tmp_path: Path) -> None:
-    config = deepfm(tmp_path, model={"in_towers": in_towers} | model_of_page())
+def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_towers(tmp_path: Path) -> None:
+    flat, towers = tmp_path / "flat", tmp_path / "towers.json"
+    config = deepfm(flat, model=model_of_page() | {"in_towers": False})
     assert train(config, 3)["steps"] == 3
     result = train(config, 6)
-    assert result["steps"] == 6
-    assert result["arch"] == "tests.training.deepfm_page:deepfm"
-    assert (result["compression_ratio"] > 1.0) is in_towers
+    assert (result["steps"], result["compression_ratio"]) == (6, 1.0)
+    assert_served_alike(flat, result, tmp_path)
+    # A program takes seconds: that of the towers below has all parts of a flat one.
+    dmt("partition", "--checkpoint", flat, "--towers", 2, "--out", towers, "--save-affinity", tmp_path / "affinity.npz")
+    assert FeatureAffinity.load(tmp_path / "affinity.npz").measure == "cka"  # the widths differ
+    learned = TowerPlan.load(towers)
+    assert sorted(learned.features) == [f"C{i}" for i in range(1, 9)]
+    assert any({"C1", "C2"} <= set(tower.features) for tower in learned.towers)  # their table is one
+
+    run = tmp_path / "run"
+    config = deepfm(run, towers={"plan": str(towers)})
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    planned = tmp_path / "sharding.json"
+    dmt("plan", tmp_path / "config.toml", "--out", planned)
+    config = deepfm(run, towers={"plan": str(towers)}, sharding={"plan": str(planned)})
+    assert train(config, 3)["steps"] == 3
+    result = train(config, 6)
+    assert (result["steps"], result["arch"]) == (6, "tests.training.deepfm_page:deepfm")
+    assert result["compression_ratio"] > 1.0
     out = tmp_path / "model.pt2"
-    if in_towers:  # a program takes seconds; that of a flat one has no other parts
-        exported = export_run(tmp_path, out)
-        assert exported.difference == 0.0
-        assert [feature.columns for feature in read_manifest(out).features] == [8, 8, 16, 16, 16, 16, 16, 16]
-        assert read_manifest(out).features[1].table == "t_ads"
-    served = score(out if in_towers else tmp_path, tmp_path / "predictions.parquet").metrics
-    assert served is not None
+    dmt("export", run, "-o", out)
+    columns = {feature.name: feature.columns for feature in read_manifest(out).features}
+    assert columns == {f"C{i}": 8 if i < 3 else 16 for i in range(1, 9)}
+    assert {feature.table for feature in read_manifest(out).features if feature.name in ("C1", "C2")} == {"t_ads"}
+    assert_served_alike(out, result, tmp_path)
+
+
+def dmt(*arguments: object) -> None:
+    ran = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert ran.exit_code == 0, ran.output
+
+
+def assert_served_alike(model: Path, result: dict[str, Any], folder: Path) -> None:
+    dmt("score", model, "-o", folder / "predictions.parquet", "--json")
+    rows = pq.read_table(folder / "predictions.parquet")
+    logits, labels = (torch.tensor(rows[name].to_pylist(), dtype=torch.float64) for name in ("logit", "label"))
+    served = metric_values(logits, labels)
     assert (served.loss, served.auc) == pytest.approx((result["eval_loss"], result["eval_auc"]), abs=1e-6)
 
 

@@ -13,6 +13,7 @@ import tomli_w
 from click.testing import CliRunner, Result
 
 from dmt import InputError, TableSpec, TowerPlan
+from dmt.formatting import natural
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands import main
 from dmt.training.commands.plan import print_sharding, run_plan
@@ -300,7 +301,7 @@ def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, m
     busiest = max(rank["seconds"] for rank in found["ranks"])
     assert f" {1e3 * busiest:,.3f} ms " in words
     assert f" {max(rank['lookups'] for rank in found['ranks']):,.0f} " in words
-    for table in sorted(found["tables"], key=lambda table: (-table["seconds"], table["name"]))[:20]:
+    for table in sorted(found["tables"], key=lambda table: (-table["seconds"], natural(table["name"])))[:20]:
         assert f" {table['name']} " in words
         assert f" {1e3 * table['seconds']:,.3f} ms " in words
 

@@ -104,6 +104,8 @@ def config_of(name: str, folder: str) -> TrainingConfig:
 class Silent:
     """Stands in for `RunRecord`."""
 
+    def draw(self, step: int, values: dict[str, float]) -> None: ...
+
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Nothing is kept."""
 

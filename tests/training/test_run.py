@@ -169,6 +169,8 @@ class Recorder:
         self.points: list[tuple[int, str]] = []
         self.losses: list[float] = []
 
+    def draw(self, step: int, values: dict[str, float]) -> None: ...
+
     def scalars(self, step: int, values: dict[str, float]) -> None:
         self.points += [(step, name) for name in values if name in ("train/loss", "eval/auc")]
         self.losses += [value for name, value in values.items() if name in ("train/loss", "eval/loss")]

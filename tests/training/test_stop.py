@@ -1,4 +1,4 @@
-"""SIGTERM: all ranks stop after one step and save it, and the same command goes on bit for bit."""
+"""SIGTERM and Ctrl-C: all ranks stop after one step and save it, and the same command goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dmt.training.checkpoints import newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
-from dmt.training.stop import EXIT_CODE, StopRequest
+from dmt.training.stop import SIGNALS, StopRequest, say_stopped
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -41,7 +41,7 @@ def trains_on_rank(rank: int, values: dict[str, Any], told_after: list[int] | No
 
     def told(self: Trainer, *args: Any) -> None:
         if told_after is not None and self.position.step + 1 == told_after[rank]:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), (signal.SIGTERM, signal.SIGINT)[rank])
         end_step(self, *args)
 
     Trainer._end_step = told  # type: ignore[method-assign]
@@ -91,14 +91,14 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
 def told_alone_on_rank(rank: int) -> list[Any]:
     stop._PATIENCE_S = 0.05
     answers: list[Any] = []
-    before = signal.getsignal(signal.SIGTERM)
-    with StopRequest(dist.group.WORLD):
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopRequest(dist.group.WORLD) as request:
+        assert {signal.getsignal(number) for number in SIGNALS} == {request._note}
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     with StopRequest(dist.group.WORLD) as request:
         answers.append(request.is_due(1))
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
             for step in range(2, 9):
                 try:
                     answers.append(request.is_due(step))
@@ -111,7 +111,31 @@ def told_alone_on_rank(rank: int) -> list[Any]:
 
 @pytest.mark.ranks
 def test_a_rank_that_is_told_alone_ends_as_before() -> None:
-    assert run_ranks(told_alone_on_rank, 2, fresh=True) == [[False], [*[False] * 4, EXIT_CODE]]
+    assert run_ranks(told_alone_on_rank, 2, fresh=True) == [[False], [*[False] * 4, 128 + signal.SIGINT]]
+
+
+def test_the_last_line_names_the_checkpoint_and_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = TrainingConfig.model_validate(config(tmp_path)).train
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "demo", f"train.output_dir={tmp_path}", "model.arch=dcn x"])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    say_stopped(run, signal.SIGINT)
+    line = "stopped by Ctrl-C: nothing was saved yet. To start again: the same command again\n"
+    assert capsys.readouterr().err == line
+    (tmp_path / "checkpoint" / "step-00000007").mkdir(parents=True)
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("GROUP_WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    say_stopped(run.model_copy(update={"resume": "never"}), signal.SIGTERM)
+    command = f"torchrun --nproc-per-node 4 -m dmt.training demo train.output_dir={tmp_path} 'model.arch=dcn x'"
+    assert capsys.readouterr().err == (
+        f"stopped by SIGTERM: the newest checkpoint is {tmp_path}/checkpoint/step-00000007. "
+        f"To go on: {command} train.resume=auto\n"
+    )
+    # On several hosts a rank does not know the whole command.
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    say_stopped(run, signal.SIGTERM)
+    assert capsys.readouterr().err.endswith("To go on: the same command again\n")
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:

@@ -91,14 +91,13 @@ def doctor(as_json: bool) -> None:
 
 
 @main.command(
-    epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --out towers.json --report report; "
-    "or without torchrec: dmt partition --affinity affinity.npz --towers 8; or without a model: "
+    epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --report report; or without a model: "
     "dmt partition --data rows.parquet --strategy interactions --tower-module dcn --towers 8"
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a training run.")
 @click.option("--affinity", type=click.Path(path_type=Path), help="A saved affinity matrix (.npz) instead.")
 @click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
-@click.option("--towers", type=int, required=True, help="Number of towers.")
+@click.option("--towers", type=int, help="Number of towers.")
 @click.option("--strategy", default="coherent", show_default=True, help="coherent, diverse, both or interactions.")
 @click.option("--tower-module", help="dcn or dlrm, for interactions; by default that of --checkpoint.")
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
@@ -119,11 +118,17 @@ def doctor(as_json: bool) -> None:
 @click.option("--report", type=click.Path(path_type=Path), help="Also write a page with pictures into this folder.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Also draw the affinity matrix here.")
 @click.option("--save-affinity", type=click.Path(path_type=Path), help="Also keep the collected affinity (.npz).")
+@click.option("--compare", nargs=2, type=click.Path(path_type=Path), help="Compare two tower plans; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def partition(**options: Any) -> None:
     """Learns which features belong together and writes the tower plan."""
-    from dmt.training.commands.partition import print_partition, run_partition
+    from dmt.training.commands.partition import print_compared, print_partition, run_partition
 
+    if pair := options.pop("compare"):
+        from dmt.plan.towers import TowerPlan, compare_plans
+
+        print_compared(compare_plans(*map(TowerPlan.load, pair)), as_json=options["as_json"])
+        return
     found = run_partition(options, _command())
     if options["as_json"]:
         click.echo(options["out"].read_text().rstrip())

@@ -32,7 +32,10 @@ _TABLE_ROWS = 20_000
 # a process that is still starting when the demo ends would name the one that adopts orphans.
 _TORCHRUN = (
     "import sys; from dmt.testing.ranks import end_with; end_with(int(sys.argv.pop(1))); "
-    "from torch.distributed.run import main; main()"
+    "from torch.distributed.elastic.multiprocessing.api import SignalException\n"
+    "from torch.distributed.run import main\n"
+    "try: main()\n"
+    "except SignalException as stop: sys.exit(128 + stop.sigval)"  # a rank has said what is to be said
 )
 # Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
 _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")

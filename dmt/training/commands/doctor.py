@@ -26,6 +26,9 @@ TESTED: Mapping[str, Mapping[str, str]] = {
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 _TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
 _TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tensorboard", "tomli-w", "jinja2")
+# pip's torch is the CUDA build on most machines; the CPU build has an index of its own.
+_CPU_INDEX = '--index-url "$TORCH_INDEX"'
+_CPU_INDEX_NOTE = "  # TORCH_INDEX: the address of PyTorch's CPU wheels, see docs/install.md"
 _PYTHON = "use Python 3.11, e.g. `make install PYTHON=python3.11`"
 
 
@@ -59,8 +62,10 @@ def installed_version(package: str) -> str | None:
 def diagnose(
     version: Callable[[str], str | None] = installed_version,
     load_error: Callable[[str], str] | None = None,
+    *,
     has_gpu: bool | None = None,
     gpus: Callable[[], list[str]] | None = None,
+    cuda_build: bool | None = None,
 ) -> list[Finding]:
     """Diagnoses the installation.
 
@@ -69,6 +74,7 @@ def diagnose(
         load_error: last line of the error of importing a module in a fresh process, empty when it loads.
         has_gpu: true with an NVIDIA driver; by default looked up.
         gpus: names of the GPUs that torch sees, in a fresh process.
+        cuda_build: true if the installed torch requires NVIDIA's libraries; by default looked up.
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     build, python = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu", platform.python_version()
@@ -84,7 +90,7 @@ def diagnose(
     torchrec = f"pip install --no-deps torchrec=={tested['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
     findings = [
         Finding(what="python", found=python, expected="3.11", fix="" if python.startswith("3.11.") else _PYTHON),
-        _pinned("torch", torch, tested["torch"], f"pip install torch=={tested['torch']}"),
+        _pinned("torch", torch, tested["torch"], _torch_command(tested["torch"], gpu=gpu)),
         Finding(what="fbgemm", found=shown, expected=pin, fix="" if [*builds.values()] == [pin] else install),
         _pinned("torchrec", version("torchrec"), tested["torchrec"], torchrec),
     ]
@@ -96,15 +102,29 @@ def diagnose(
         return findings
     # TorchRec loads the other two; only if it does not, who is to blame matters.
     load_error = load_error or _load_error
+    cuda_build = _is_cuda_build() if cuda_build is None else cuda_build
     for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
         if error := load_error(module):
             fix = f"pip install --force-reinstall --no-deps torch=={tested['torch']} {build}=={pin}"
+            if cuda_build and module == "torch":
+                # That would be the same wheel again, without the libraries that it has failed to load.
+                fix = f"pip install --force-reinstall torch=={tested['torch']}"
+                if not gpu:
+                    fix = f"pip install --force-reinstall {_CPU_INDEX} torch=={tested['torch']}{_CPU_INDEX_NOTE}"
             if not gpu and "fbgemm-gpu" in builds:
                 # The CUDA build needs the driver's libraries even to be imported.
                 fix = f"pip uninstall -y fbgemm-gpu && {fix}"
             return [*findings, Finding(what=f"import {module}", found=error, expected="loads", fix=fix)]
     findings.append(Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads"))
     return [*findings, _devices(gpu, builds, tested, (gpus or _gpus)() if gpu else [])]
+
+
+def _torch_command(version: str, *, gpu: bool) -> str:
+    return f"pip install torch=={version}" + ("" if gpu else f", or the CPU build: {_CPU_INDEX}{_CPU_INDEX_NOTE}")
+
+
+def _is_cuda_build() -> bool:
+    return any(need.startswith(("nvidia-", "cuda-")) for need in importlib.metadata.requires("torch") or ())
 
 
 def _pinned(what: str, found: str | None, expected: str, fix: str) -> Finding:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from dmt.errors import InputError, did_you_mean
 from dmt.files import check_output
-from dmt.formatting import human_bytes, printable
+from dmt.formatting import human_bytes, printable, shorten
 from dmt.partitioner import (
     FeatureAffinity,
     FeatureInteractions,
@@ -26,12 +27,14 @@ from dmt.partitioner import (
 from dmt.partitioner.report.style import new_figure
 from dmt.partitioner.verdict import judge_balance, judge_meaning, pairs_in_words
 from dmt.plan.tables import TableSpec, feature_names
+from dmt.plan.towers import PlanComparison
 from dmt.training.console import NameConsole, make_table
 
-__all__ = ["INTERACTIONS", "TOWER_MODULES", "print_partition", "run_partition"]
+__all__ = ["INTERACTIONS", "TOWER_MODULES", "print_compared", "print_partition", "run_partition"]
 
 _SHOWN_FEATURES = 8
 _SHOWN_PAIRS = 5
+_SHOWN_MOVED = 10
 INTERACTIONS = "interactions"
 """Strategy for towers from the interactions of features in rows."""
 TOWER_MODULES = {
@@ -125,6 +128,21 @@ def print_partition(found: Partition, out: Path, report: Path | None) -> None:
         console.print(line, soft_wrap=True)
 
 
+def print_compared(found: PlanComparison, *, as_json: bool) -> None:
+    """Prints how far two plans put the same features together."""
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return
+    console = NameConsole(highlight=False, markup=False, emoji=False)
+    console.print(
+        f"Rand index {found.rand_index:.3f}, adjusted for chance {found.adjusted_rand_index:.3f}: 1 where both plans "
+        "have the same towers, adjusted about 0 where they are unrelated."
+    )
+    for what, pairs in (("the first plan only", found.only_first), ("the second plan only", found.only_second)):
+        shown = shorten([f"{a} with {b}" for a, b in pairs], ", ", most=_SHOWN_MOVED)
+        console.print(f"Pairs that share a tower in {what}: {len(pairs):,}{f', {shown}' if pairs else ''}.")
+
+
 def _places(found: Partition, out: Path, report: Path | None) -> Iterator[str]:
     """Yields a line for each plan and report that was written."""
     yield f"Written to {out}."
@@ -136,7 +154,11 @@ def _places(found: Partition, out: Path, report: Path | None) -> Iterator[str]:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises `InputError` for options that are unknown or contradict each other."""
+    """Raises `InputError` for options that are absent, unknown or contradict each other."""
+    if options["towers"] is None:
+        raise InputError(
+            "Give --towers, the number of towers; or --compare A.json B.json for two plans that are there."
+        )
     strategies = ("coherent", "diverse", "both", INTERACTIONS)
     if options["strategy"] not in strategies:
         raise InputError(

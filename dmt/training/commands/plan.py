@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from dmt.errors import InputError
-from dmt.formatting import counted, human_bytes, shorten
+from dmt.formatting import counted, human_bytes, natural, shorten
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import load_config
@@ -213,7 +213,7 @@ def _ranks(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[st
 
 
 def _tables(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:
-    ranked = sorted(found.tables, key=lambda entry: (-entry.seconds, entry.name))
+    ranked = sorted(found.tables, key=lambda entry: (-entry.seconds, natural(entry.name)))
     shown = ranked if everything else ranked[:_SHOWN_TABLES]
     rows = [(t.name, str(t.tower), human_bytes(t.memory), _time(t.seconds), t.reason) for t in shown]
     more = len(ranked) - len(shown)

@@ -18,6 +18,7 @@ from dmt.files import is_unicode
 from dmt.formatting import shorten
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import is_list
+from dmt.training.data.hints import point_out_lists
 from dmt.training.data.textfile import text_blocks
 
 __all__ = [
@@ -39,6 +40,11 @@ CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 """Criteo's integer columns."""
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 """Criteo's categorical columns."""
+_FEATURES = """data.categorical='["user", "ad_*"]' (and data.dense, where there are numbers)"""
+_REMEDIES = {
+    "label": f" Name the column of 0/1 labels, data.label=NAME, and the features: {_FEATURES}.",
+    "categorical": f" Name the features: {_FEATURES}.",
+}
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 
@@ -177,6 +183,9 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
     columns = Columns(dense=dense, categorical=categorical, multi_hot=multi_hot)
     if is_parquet(path):
         check_types(columns, schema, path, config)
+    single = tuple(n for n in categorical if n not in multi_hot and _is_text(_plain(schema.field(n).type)))
+    if single:
+        point_out_lists(path, None if is_parquet(path) else separator_of(path, config), single)
     return columns
 
 
@@ -265,6 +274,7 @@ def _missing(setting: str, pattern: str, names: Sequence[str], path: str) -> Inp
     shown = shorten(names, ", ", most=12)
     return InputError(
         f"{path}: {setting} {pattern!r} matches no column.{did_you_mean(pattern, names)} Columns: {shown}."
+        f"{_REMEDIES.get(setting, '')}"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmt.formatting import human_bytes
+from dmt.formatting import human_bytes, natural
 from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.style import tower_badges
 from dmt.plan.towers import TowerPlan
@@ -171,7 +171,7 @@ def _table_rows(sharding: TowerShardingPlan, badges: Sequence[Mapping[str, Any]]
             # The reason begins with the scheme, which has a column of its own.
             "reason": table.reason.partition(": ")[2] or table.reason,
         }
-        for table in sorted(sharding.tables, key=lambda table: (-table.seconds, table.name))
+        for table in sorted(sharding.tables, key=lambda table: (-table.seconds, natural(table.name)))
     ]
 
 

@@ -1,0 +1,48 @@
+"""Finds out, before anything is installed, if pip would bring the CUDA build of torch for a lock that cannot use it.
+
+``python requirements/check_torch.py LOCK [pip's options]``, by the Python of the environment that is to be filled. The
+lock is installed without dependencies, so the CUDA build's NVIDIA libraries must be in it, or torch cannot be imported.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def needs_cuda(report: str) -> bool:
+    """Says if the wheel of a pip report (``--report``) requires NVIDIA's libraries."""
+    needs = [need for wheel in json.loads(report)["install"] for need in wheel["metadata"].get("requires_dist") or []]
+    return any(re.match(r"nvidia-|cuda-", need) for need in needs)
+
+
+def main(lock: str, *options: str) -> int:
+    """Prints what to do and returns 1 where the lock would not work."""
+    text = Path(lock).read_text(encoding="utf-8")
+    torch = re.search(r"^torch==\S+", text, re.M)
+    if torch is None or re.search(r"^nvidia-", text, re.M):
+        return 0  # nothing to find out, or the libraries are in the lock
+    # The wheel's metadata alone is read where the index offers it.
+    ask = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-"]
+    found = subprocess.run([sys.executable, *ask, *options, torch[0]], capture_output=True, text=True, check=False)
+    if found.returncode:
+        print(found.stderr.strip(), file=sys.stderr)
+        print(f"pip finds no {torch[0]}. Check its index (pip config list), or name one: TORCH_INDEX=URL.")
+        return 1
+    if not needs_cuda(found.stdout):
+        return 0
+    print(
+        f"pip would install the CUDA build of {torch[0]}, but {lock} is for the CPU build and has none of the NVIDIA\n"
+        "libraries that this one loads. Nothing was installed. Name the index of PyTorch's CPU wheels, which the\n"
+        'installation page of PyTorch gives for "Compute Platform: CPU":\n\n'
+        "    make install TORCH_INDEX=URL\n\n"
+        "or take the packages of torch 2.14, whose lock has the NVIDIA libraries (3 GB): make install STACK=2.14"
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""``make install`` on machines that lack what it needs: one way out, and nothing installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Only what a test names, not the wheels that this machine's own settings of pip offer.
+ALONE = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | {
+    "PIP_CONFIG_FILE": os.devnull
+}
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """What ``make install`` reads, and no environment yet."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    return tmp_path
+
+
+def make(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", *arguments], cwd=clone, env=ALONE, capture_output=True, text=True, check=False)
+
+
+def torch_wheel(folder: Path, *needs: str) -> None:
+    """A wheel of the lock's torch with these requirements, and nothing in it."""
+    info = "torch-2.13.0.dist-info"
+    required = "".join(f"Requires-Dist: {need}\n" for need in needs)
+    with zipfile.ZipFile(folder / "torch-2.13.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n{required}")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_a_machine_without_its_python_is_told_which_to_install_or_name(clone: Path) -> None:
+    made = make(clone, "demo", "PYTHON=no_such_python3")
+    assert made.returncode == 2
+    assert "needs Python 3.11 with venv, and 'no_such_python3' is none" in made.stdout
+    assert "make demo PYTHON=/path/to/python3.11" in made.stdout
+    assert not (clone / ".venv").exists()
+
+
+def test_a_pip_that_brings_the_cuda_build_is_found_out_before_anything_is_installed(clone: Path) -> None:
+    (clone / ".venv/bin").mkdir(parents=True)
+    (clone / ".venv/bin/python").symlink_to(sys.executable)
+    flags = f"PIP_FLAGS=--disable-pip-version-check --no-index --find-links {clone}"
+    torch_wheel(clone, "filelock", 'nvidia-cudnn-cu13==9; platform_system == "Linux"')
+    made = make(clone, "install", flags)
+    assert made.returncode == 2
+    assert "pip would install the CUDA build of torch==2.13.0" in made.stdout
+    assert "Nothing was installed" in made.stdout
+    assert "    make install TORCH_INDEX=URL\n" in made.stdout
+    assert "Installing" not in made.stdout
+
+    def check(lock: str, *needs: str) -> subprocess.CompletedProcess[str]:
+        torch_wheel(clone, *needs)
+        command = [sys.executable, "requirements/check_torch.py", lock, *flags.partition("=")[2].split()]
+        return subprocess.run(command, cwd=clone, env=ALONE, capture_output=True, text=True, check=False)
+
+    assert check("requirements/cpu.lock", "filelock").returncode == 0
+    # This lock has the libraries.
+    assert check("requirements/cpu-2.14.lock", "nvidia-cudnn-cu13==9").returncode == 0
+    (clone / "torch-2.13.0-py3-none-any.whl").unlink()
+    absent = make(clone, "install", flags)
+    assert absent.returncode == 2
+    assert "pip finds no torch==2.13.0" in absent.stdout
