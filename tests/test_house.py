@@ -53,7 +53,7 @@ ROOMS = {
     "sharding": {"plan"},
     "sptt": {"plan", "sharding"},
     "replicas": {"plan", "sharding", "sptt"},
-    "hot_rows": {"plan"},
+    "hot_rows": {"plan", "sharding", "sptt"},
     "testing": {"plan", "sharding", "sptt", "replicas"},
     "partitioner": {"plan", "sharding", "sptt"},
     "models": {"plan"},

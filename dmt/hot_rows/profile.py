@@ -53,6 +53,18 @@ class RowCounts:
         """The counts, the largest first, int64 [n]."""
         return np.sort(self.counts)[::-1]
 
+    def of_rows(self, rows: Numbers) -> Numbers:
+        """Returns the accesses of some rows, int64 [n]; 0 of those that are not counted.
+
+        Example:
+            >>> RowCounts.of([5, 5, 8]).of_rows(np.array([4, 5, 9]))
+            array([0, 2, 0])
+        """
+        if not len(self.rows):
+            return np.zeros(len(rows), np.int64)
+        places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return np.where(self.rows[places] == rows, self.counts[places], 0)
+
     def top_share(self, rows: int) -> float:
         """Returns the share of all accesses that go to the ``rows`` most frequent rows.
 
@@ -190,6 +202,25 @@ class AccessProfile:
         for table in self.tables:
             self.put(table.name, other[table.name])
         self.num_samples += other.num_samples
+
+    def decay(self, share: float) -> None:
+        """Keeps a share of all accesses, rounded down for each row, so that later ones weigh more.
+
+        Example:
+            >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
+            >>> profile = AccessProfile([table])
+            >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
+            >>> profile.decay(0.5)
+            >>> profile["t"].rows.tolist(), profile["t"].counts.tolist(), profile["t"].total, profile.num_samples
+            ([7], [1], 2, 2)
+        """
+        for table in self.tables:
+            found = self[table.name]
+            counts = (found.counts * share).astype(np.int64)
+            kept = counts > 0
+            total, missed = (int(number * share) for number in (found.total, found.missed))
+            self._counts[table.name] = RowCounts(found.rows[kept], counts[kept], total, missed)
+        self.num_samples = int(self.num_samples * share)
 
     def _count(self, table: str) -> None:
         waiting = self._waiting[table]

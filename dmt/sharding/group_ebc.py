@@ -8,8 +8,7 @@ by key.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +24,16 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import (
     OpenShardedEBC,
-    at_end_of_backward,
+    fused_kernels,
     fused_settings,
     group_env,
-    mark_updated_in_backward,
     settings_on_parameters,
 )
-from dmt.collectives import broadcast_tensor, start_sum
-from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.collectives import broadcast_tensor
+from dmt.sharding.data_parallel import DataParallelTables, GroupMean, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
 
 __all__ = [
-    "DataParallelTables",
     "GroupShardedEBC",
     "RowWiseOutputs",
     "ScaledRateOptimizer",
@@ -113,7 +110,19 @@ class GroupShardedEBC(OpenShardedEBC):
             if scheme == "data_parallel":
                 weights: dict[str, Tensor] = dict(self.lookups[i].named_parameters_by_table())
                 settings = {table.name: dict(table.fused_params or {}) for table in tables}
-                self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, self._data_parallel_group)
+                mean = GroupMean(self._data_parallel_group)
+                self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, mean)
+
+    def settings_now(self) -> dict[str, UpdateSettings]:
+        """Returns the settings of the next update of each table that this rank updates."""
+        found: dict[str, UpdateSettings] = {}
+        for lookup in self.lookups:
+            if isinstance(lookup, DataParallelTables):
+                found |= lookup.optimizer.settings_now()
+            else:
+                kernels = fused_kernels(lookup).items()
+                found |= {name: UpdateSettings(k.get_learning_rate(), int(k.iter_cpu)) for name, k in kernels}
+        return found
 
     def flush(self) -> None:
         """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
@@ -180,85 +189,6 @@ class GroupShardedEBC(OpenShardedEBC):
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a lookup has tables of moment scales {scales}"
         return ScaledRateOptimizer(optimizer, math.sqrt(scales.pop())) if scales - {1.0} else optimizer
-
-
-class DataParallelTables(nn.Module):
-    """The lookup of data-parallel tables with their gradients averaged over a group; takes the place of TorchRec's DDP.
-
-    ========= ==========================================================================================
-    forward   nothing is sent
-    backward  every rank: the gradient of its own samples -> the mean over the group, on every rank; the
-              all-reduce runs while the rest of the backward pass does, the update at its end
-    ========= ==========================================================================================
-
-    Args:
-        lookup: TorchRec's lookup; named ``module`` for TorchRec 1.8, which unwraps whatever it finds here.
-        weights: [rows, columns] of each table, views of the lookup's own parameters.
-        settings: of the fused optimizer of each table.
-        group: the ranks that hold the tables.
-    """
-
-    def __init__(
-        self,
-        lookup: nn.Module,
-        weights: Mapping[str, Tensor],
-        settings: Mapping[str, Mapping[str, Any]],
-        group: ProcessGroup,
-    ) -> None:
-        super().__init__()
-        self.module = lookup
-        self.optimizer = DataParallelOptimizer(weights, settings)
-        self._group = group
-        self._pending: list[tuple[Tensor, Any]] = []
-        for weight in weights.values():
-            mark_updated_in_backward(weight, self.optimizer)
-        # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
-        reduce = weakref.WeakMethod(self._reduce)
-        for _, parameter in lookup.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: _call_living(reduce, parameter))
-
-    def forward(self, features: Any) -> Tensor:
-        """Looks up; nothing is sent."""
-        # What a backward pass left that did not come to its end, because something raised.
-        self._drop_pending()
-        return self.module(features)
-
-    def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
-        """Yields the lookup's tables: TorchRec 1.9 unwraps only DDP itself, and asks this module."""
-        yield from self.module.named_parameters_by_table()  # type: ignore[operator]
-
-    def flush(self) -> None:
-        """Called by TorchRec before it reads weights; they are always up to date."""
-
-    def purge(self) -> None:
-        """Called by TorchRec before it loads weights; nothing is cached."""
-
-    def _reduce(self, parameter: Tensor) -> None:
-        # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
-        at_end_of_backward(self._finish)
-        assert parameter.grad is not None, "called once the gradient is there"
-        self._pending.append((parameter, start_sum(parameter.grad, self._group)))
-
-    def _finish(self) -> None:
-        if not self._pending:
-            return
-        for parameter, work in self._pending:
-            work.wait()
-            assert parameter.grad is not None, "it was there when its reduction began"
-            parameter.grad.div_(self._group.size())
-        self.optimizer.update()
-        self._drop_pending()
-
-    def _drop_pending(self) -> None:
-        for parameter, work in self._pending:
-            work.wait()
-            parameter.grad = None
-        self._pending = []
-
-
-def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
-    if (living := method()) is not None:
-        living(parameter)
 
 
 def row_starts(table: Any) -> list[int]:

@@ -15,7 +15,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
-from dmt.replicas.state import checksum
+from dmt.sptt.state import checksum
 from dmt.training.checkpoints.state import chunks, collect_state, is_finite
 from dmt.training.data.dataset import file_text
 from dmt.training.job import Job
