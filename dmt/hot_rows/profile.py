@@ -203,25 +203,6 @@ class AccessProfile:
             self.put(table.name, other[table.name])
         self.num_samples += other.num_samples
 
-    def decay(self, share: float) -> None:
-        """Keeps a share of all accesses, rounded down for each row, so that later ones weigh more.
-
-        Example:
-            >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
-            >>> profile = AccessProfile([table])
-            >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
-            >>> profile.decay(0.5)
-            >>> profile["t"].rows.tolist(), profile["t"].counts.tolist(), profile["t"].total, profile.num_samples
-            ([7], [1], 2, 2)
-        """
-        for table in self.tables:
-            found = self[table.name]
-            counts = (found.counts * share).astype(np.int64)
-            kept = counts > 0
-            total, missed = (int(number * share) for number in (found.total, found.missed))
-            self._counts[table.name] = RowCounts(found.rows[kept], counts[kept], total, missed)
-        self.num_samples = int(self.num_samples * share)
-
     def _count(self, table: str) -> None:
         waiting = self._waiting[table]
         if waiting:

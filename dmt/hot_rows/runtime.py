@@ -35,8 +35,6 @@ Rows = dict[str, NDArray[np.int64]]
 
 # Steps that are counted before rows are chosen for the first time.
 _FIRST_STEPS = 100
-# Share of the counts that is kept from one refresh to the next.
-_KEPT = 0.5
 
 
 class HotRows:
@@ -140,6 +138,8 @@ class HotRows:
         """Chooses rows by what was counted, or by the profile if it was not used yet, and copies them. Collective."""
         num_batches = max(self._batches, 1)
         total_samples = sum(gather_objects(self._samples / num_batches, self._groups.whole))
+        if self._profile is None and not total_samples:
+            return
         batch_size = max(round(total_samples / self._groups.whole.size()), 1)
         profile, self._profile = self._profile or self._summed_counts(batch_size), None
         topology, distinct = self._mesh.topology, self._module.unique != "off"
@@ -150,7 +150,9 @@ class HotRows:
                 profile, self._tables, topology, batch_size=batch_size, distinct=distinct, max_bytes=self._budget
             )
         self.replicate(gather_objects(chosen, self._groups.whole)[0])
-        self._counts.decay(_KEPT)
+        # Counts of before would keep rows that nobody reads any more; even one step has thousands of ids.
+        self._counts = AccessProfile(self._tables)
+        self._batches = self._samples = 0
 
     def replicate(self, rows: Mapping[str, Any]) -> None:
         """Copies exactly these rows to every rank, and returns others to their tables. Collective.
