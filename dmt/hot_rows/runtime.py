@@ -121,6 +121,11 @@ class HotRows:
         """Bytes of the weights of this rank's copies; optimizer states come on top."""
         return sum(4 * table.embedding_dim * len(self._copies.rows.get(table.name, ())) for table in self._tables)
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes that a rank hands to the sum over all ranks in a step: gradients, learning rates, numbers of steps."""
+        return self.num_bytes + 8 * len(self._copies.rows)
+
     def step(self) -> None:
         """To be called after every training step: chooses rows anew when it is time. Collective over the job."""
         self._steps += 1

@@ -22,6 +22,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from dmt.collectives import gather_objects, sum_over_ranks, wait_for_all
 from dmt.errors import InputError
 from dmt.formatting import shorten
+from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic, TrafficMeter
@@ -169,6 +170,7 @@ class Trainer:
         record: takes the numbers.
         position: start of training; by default the first step.
         replicas: keeps the replicas equal, if there are any.
+        hot_rows: copies of hot rows, if there are any.
     """
 
     def __init__(
@@ -182,6 +184,7 @@ class Trainer:
         record: RunRecord,
         position: Position | None = None,
         replicas: ReplicaSync | None = None,
+        hot_rows: HotRows | None = None,
     ) -> None:
         self._config = config
         self._data = data
@@ -190,6 +193,7 @@ class Trainer:
         self._optimizer = optimizer
         self._record = record
         self._replicas = replicas
+        self._hot_rows = hot_rows
         self._device = current_device(device_type(config.device))
         self._pipeline = _pipeline(config, model, optimizer, self._device)
         self._soundness = SoundnessCheck(model, mesh.global_group)
@@ -351,9 +355,11 @@ class Trainer:
         return min(left)
 
     def _end_step(self, logits: Tensor, labels: Tensor, bar: Any) -> None:
-        """Averages replicas if it is time to, counts the step, and records its loss if it is time to."""
+        """Averages replicas and chooses hot rows if it is time to, counts the step, and records its loss if it is time to."""
         if self._replicas is not None:
             self._replicas.step()
+        if self._hot_rows is not None:
+            self._hot_rows.step()
         self._step += 1
         self._row += self._config.batch_size * self._mesh.topology.world_size
         bar.update(1)

@@ -19,6 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
+from dmt.hot_rows.runtime import HotRows
 from dmt.models import Complexity
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.dataflow import SPTTModule
@@ -28,6 +29,7 @@ from dmt.training.build import (
     build_optimizer,
     check_rank_memory,
     count_model,
+    hot_rows,
     in_micro_batches,
     replica_sync,
     shard_model,
@@ -103,6 +105,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
         if replicas is not None:
             replicas.restart(steps=start.position.step)
+    hot = hot_rows(job, model, mesh)
 
     # The loop, which saves on the way and at its end.
     trainer = Trainer(
@@ -114,6 +117,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         record=record,
         position=start.position,
         replicas=replicas,
+        hot_rows=hot,
     )
     saver = _make_saver(job, mesh)
 
@@ -150,7 +154,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         **_result(job, metrics=metrics, complexity=complexity, time=time, traffic=traffic),
         **_replica_result(config, replicas, mesh),
         **unique,
-        **sharding,
+        **(sharding if hot is None else sharding_result(job, hot)),
+        **_hot_result(hot),
     }
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
@@ -218,6 +223,15 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
             "bytes_per_sample": sum(sizes) / rows,
         }
     }
+
+
+def _hot_result(hot: HotRows | None) -> dict[str, Any]:
+    """The result's section on hot rows, as they were at the end."""
+    if hot is None:
+        return {}
+    by_table = {name: len(rows) for name, rows in hot.rows.items()}
+    of_all = {"rows": sum(by_table.values()), "bytes_per_rank": hot.num_bytes}
+    return {"hot_rows": {**of_all, "rows_by_table": by_table, "left_out": hot.left_out}}
 
 
 def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:
