@@ -415,8 +415,8 @@ class TrainingConfig(Section):
         if own.extra_memory == 0:
             if own.profile is not None:
                 raise InputError(
-                    f"hot_rows.profile={own.profile!r} needs hot_rows.extra_memory, the share of the tables that copies "
-                    "may have. Set it to 0.01, or leave the profile out."
+                    f"hot_rows.profile={own.profile!r} needs hot_rows.extra_memory, the share of the tables that "
+                    "copies may have. Set it to 0.01, or leave the profile out."
                 )
             return
         obstacle = ""

@@ -170,7 +170,6 @@ class Trainer:
         record: takes the numbers.
         position: start of training; by default the first step.
         replicas: keeps the replicas equal, if there are any.
-        hot_rows: copies of hot rows, if there are any.
     """
 
     def __init__(
@@ -184,7 +183,6 @@ class Trainer:
         record: RunRecord,
         position: Position | None = None,
         replicas: ReplicaSync | None = None,
-        hot_rows: HotRows | None = None,
     ) -> None:
         self._config = config
         self._data = data
@@ -193,7 +191,8 @@ class Trainer:
         self._optimizer = optimizer
         self._record = record
         self._replicas = replicas
-        self._hot_rows = hot_rows
+        self.hot_rows: HotRows | None = None
+        """Copies of hot rows that are told of each step; set by the caller."""
         self._device = current_device(device_type(config.device))
         self._pipeline = _pipeline(config, model, optimizer, self._device)
         self._soundness = SoundnessCheck(model, mesh.global_group)
@@ -355,11 +354,11 @@ class Trainer:
         return min(left)
 
     def _end_step(self, logits: Tensor, labels: Tensor, bar: Any) -> None:
-        """Averages replicas and chooses hot rows if it is time to, counts the step, and records its loss if it is time to."""
+        """Averages replicas, chooses hot rows and records the loss where it is time to, and counts the step."""
         if self._replicas is not None:
             self._replicas.step()
-        if self._hot_rows is not None:
-            self._hot_rows.step()
+        if self.hot_rows is not None:
+            self.hot_rows.step()
         self._step += 1
         self._row += self._config.batch_size * self._mesh.topology.world_size
         bar.update(1)

@@ -117,8 +117,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         record=record,
         position=start.position,
         replicas=replicas,
-        hot_rows=hot,
     )
+    trainer.hot_rows = hot
     saver = _make_saver(job, mesh)
 
     def save() -> bool:
