@@ -53,11 +53,11 @@ class RowCounts:
         """The counts, the largest first, int64 [n]."""
         return np.sort(self.counts)[::-1]
 
-    def of_rows(self, rows: Numbers) -> Numbers:
+    def counts_of(self, rows: Numbers) -> Numbers:
         """Returns the accesses of some rows, int64 [n]; 0 of those that are not counted.
 
         Example:
-            >>> RowCounts.of([5, 5, 8]).of_rows(np.array([4, 5, 9]))
+            >>> RowCounts.of([5, 5, 8]).counts_of(np.array([4, 5, 9]))
             array([0, 2, 0])
         """
         if not len(self.rows):

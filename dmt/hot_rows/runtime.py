@@ -1,4 +1,4 @@
-"""`HotRows`: the rows that pay on every rank of a flat model over SPTT, chosen anew as data changes (OPER, section 4).
+"""`HotRows`: the rows that pay on every rank of a flat model over SPTT, chosen again as data changes (OPER, section 4).
 
 Each rank counts the ids of its batches. At a refresh the counts of all ranks are summed, the rows that save bytes
 between hosts are chosen (`dmt.hot_rows.costs`), and the copies of `dmt.sptt.hot` change to them: rows that leave return
@@ -106,7 +106,8 @@ class HotRows:
         self._counts = AccessProfile(self._tables)
         topology = mesh.topology
         # Groups of their own: nothing else on them can come in another order on another rank.
-        groups = (topology.tower_groups(), topology.peer_groups(), topology.sharding_groups())
+        hosts = topology.host_groups()
+        groups = (hosts, [list(ranks) for ranks in zip(*hosts, strict=True)], topology.sharding_groups())
         self._groups = HotGroups(*(mesh.new_group(ranks) for ranks in groups))
         self._owned = self._owned_tables()
         self.replicate({})
@@ -127,7 +128,7 @@ class HotRows:
         return self.num_bytes + 8 * len(self._copies.rows)
 
     def step(self) -> None:
-        """To be called after every training step: chooses rows anew when it is time. Collective over the job."""
+        """To be called after every training step: chooses rows when it is time. Collective over the job."""
         self._steps += 1
         every = self._refresh_every
         if self._profile is not None:
@@ -226,7 +227,7 @@ class HotRows:
             candidates[table.name] = own.rows[gain >= 0]
         of_ranks = gather_objects(candidates, group)
         rows = {name: np.unique(np.concatenate([of_rank[name] for of_rank in of_ranks])) for name in names}
-        counts = gather_objects({name: mine[name].of_rows(rows[name]) for name in names}, group)
+        counts = gather_objects({name: mine[name].counts_of(rows[name]) for name in names}, group)
         for name in names:
             summed.put(name, RowCounts(rows[name], sum(of_rank[name] for of_rank in counts), totals[name]))
         return summed

@@ -213,7 +213,7 @@ class SPTTModule(TowerState):
         return self._target_device
 
     def replicate(self, hot: HotCopies) -> None:
-        """Looks up hot rows in copies from now on; batches whose ids are on their way are split anew.
+        """Looks up hot rows in copies from now on; batches whose ids are on their way are split again.
 
         Every rank calls it between the same batches.
         """
@@ -311,7 +311,7 @@ class SPTTModule(TowerState):
         ctx.request = None
         if ctx.split_by is not self.hot:
             # Hot rows are others than when the batch was split.
-            dist_input = self._exchanged_anew(ctx)
+            dist_input = self._exchanged_again(ctx)
         if isinstance(self._route, GlobalIdRoute):
             return self._arranged(ctx, dist_input[0], num_micro_batches)
         if len(ctx.parts) != num_micro_batches:
@@ -319,7 +319,7 @@ class SPTTModule(TowerState):
             self._start_in_tower(ctx, num_micro_batches, dist_input[0])()
         return ctx.in_tower
 
-    def _exchanged_anew(self, ctx: SPTTContext) -> KJTList:
+    def _exchanged_again(self, ctx: SPTTContext) -> KJTList:
         """Exchanges the ids of a batch once more; its context forgets the exchange before."""
         assert ctx.ids is not None, "the batch was exchanged before"
         fresh = self.create_context()

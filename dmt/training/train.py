@@ -85,7 +85,6 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
-    complexity, sharding = count_model(job), sharding_result(job)
 
     # The start, and the records.
     start = find_start(job, mesh)
@@ -105,7 +104,6 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
         if replicas is not None:
             replicas.restart(steps=start.position.step)
-    hot = hot_rows(job, model, mesh)
 
     # The loop, which saves on the way and at its end.
     trainer = Trainer(
@@ -118,7 +116,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         position=start.position,
         replicas=replicas,
     )
-    trainer.hot_rows = hot
+    trainer.hot_rows = hot_rows(job, model, mesh)
     saver = _make_saver(job, mesh)
 
     def save() -> bool:
@@ -151,11 +149,10 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 
     # Report.
     result = {
-        **_result(job, metrics=metrics, complexity=complexity, time=time, traffic=traffic),
+        **_result(job, metrics=metrics, complexity=count_model(job), time=time, traffic=traffic),
         **_replica_result(config, replicas, mesh),
         **unique,
-        **(sharding if hot is None else sharding_result(job, hot)),
-        **_hot_result(hot),
+        **_tables_result(job, trainer.hot_rows),
     }
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
@@ -225,13 +222,14 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
     }
 
 
-def _hot_result(hot: HotRows | None) -> dict[str, Any]:
-    """The result's section on hot rows, as they were at the end."""
+def _tables_result(job: Job, hot: HotRows | None) -> dict[str, Any]:
+    """The result's sections on the tables' sharding and on hot rows, as they were at the end."""
+    sharding = sharding_result(job, hot)
     if hot is None:
-        return {}
+        return sharding
     by_table = {name: len(rows) for name, rows in hot.rows.items()}
     of_all = {"rows": sum(by_table.values()), "bytes_per_rank": hot.num_bytes}
-    return {"hot_rows": {**of_all, "rows_by_table": by_table, "left_out": hot.left_out}}
+    return {**sharding, "hot_rows": {**of_all, "rows_by_table": by_table, "left_out": hot.left_out}}
 
 
 def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:
