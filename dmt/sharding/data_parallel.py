@@ -1,4 +1,4 @@
-"""Rows that several ranks hold: their lookup, `DataParallelTables`, and their optimizer, `DataParallelOptimizer`.
+"""`DataParallelOptimizer`: the optimizer of rows that several ranks hold, such as tables whole on each rank of a tower.
 
 Neo (arXiv 2104.05158, section 4, "Data parallelism"): no exchange of ids or embeddings, an all-reduce of the table's
 gradient instead. TorchRec leaves such tables to the dense optimizer and drops the fused one they were given; here they
@@ -9,25 +9,18 @@ backward pass, even if that goes through several forward passes.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
-from dmt._torchrec import at_end_of_backward, mark_updated_in_backward
-from dmt.collectives import start_sum
 from dmt.errors import InputError
 from dmt.sharding.optimizers import FUSED_DEFAULTS, data_parallel_obstacle
 
-__all__ = ["DataParallelOptimizer", "DataParallelTables", "GroupMean", "StartMean", "UpdateSettings"]
-
-StartMean = Callable[[Tensor], Callable[[], None]]
-"""Starts the mean of a gradient over ranks, in place, and returns what ends it."""
+__all__ = ["DataParallelOptimizer", "UpdateSettings"]
 
 
 class UpdateSettings(NamedTuple):
@@ -139,98 +132,3 @@ def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     if obstacle := data_parallel_obstacle(settings):
         raise InputError(f"Table {table!r} is data-parallel, but {obstacle}. Use another optimizer or scheme.")
     return {**_DEFAULTS, **settings}
-
-
-class DataParallelTables(nn.Module):
-    """A lookup of rows that several ranks hold, with their gradients averaged; takes the place of TorchRec's DDP.
-
-    ========= ==========================================================================================
-    forward   nothing is sent
-    backward  every rank: the gradient of its own samples -> the mean over the ranks, on each of them, maybe
-              while the rest of the backward pass runs; the update is at its end
-    ========= ==========================================================================================
-
-    Args:
-        lookup: TorchRec's or FBGEMM's, with dense gradients; named ``module`` for TorchRec 1.8, which unwraps whatever
-            it finds here.
-        weights: [rows, columns] of each table, views of the lookup's own parameters.
-        settings: of the fused optimizer of each table.
-        start_mean: starts the mean of a parameter's gradient over the ranks that hold the rows, in place, and returns
-            what ends it; it is called on each of them, in the backward pass.
-    """
-
-    def __init__(
-        self,
-        lookup: nn.Module,
-        weights: Mapping[str, Tensor],
-        settings: Mapping[str, Mapping[str, Any]],
-        start_mean: StartMean,
-    ) -> None:
-        super().__init__()
-        self.module = lookup
-        self.optimizer = DataParallelOptimizer(weights, settings)
-        self._start_mean = start_mean
-        self._pending: list[tuple[Tensor, Callable[[], None]]] = []
-        for weight in weights.values():
-            mark_updated_in_backward(weight, self.optimizer)
-        # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
-        reduce = weakref.WeakMethod(self._reduce)
-        for _, parameter in lookup.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: _call_living(reduce, parameter))
-
-    def forward(self, *features: Any) -> Tensor:
-        """Looks up; nothing is sent."""
-        # What a backward pass left that did not come to its end, because something raised.
-        self._end_pending()
-        return self.module(*features)
-
-    def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
-        """Yields the lookup's tables: TorchRec 1.9 unwraps only DDP itself, and asks this module."""
-        yield from self.module.named_parameters_by_table()  # type: ignore[operator]
-
-    def flush(self) -> None:
-        """Called by TorchRec before it reads weights; they are always up to date."""
-
-    def purge(self) -> None:
-        """Called by TorchRec before it loads weights; nothing is cached."""
-
-    def _reduce(self, parameter: Tensor) -> None:
-        # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
-        at_end_of_backward(self._finish)
-        assert parameter.grad is not None, "called once the gradient is there"
-        self._pending.append((parameter, self._start_mean(parameter.grad)))
-
-    def _finish(self) -> None:
-        if self._pending:
-            self._end_pending(update=True)
-
-    def _end_pending(self, *, update: bool = False) -> None:
-        for _, end in self._pending:
-            end()
-        if update:
-            self.optimizer.update()
-        for parameter, _ in self._pending:
-            parameter.grad = None
-        self._pending = []
-
-
-class GroupMean:
-    """Mean of gradients over a group of ranks, by one all-reduce each that runs on beside the backward pass."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def __call__(self, gradient: Tensor) -> Callable[[], None]:
-        """Starts the mean in place, and returns what ends it."""
-        work, size = start_sum(gradient, self._group), self._group.size()
-
-        def end() -> None:
-            work.wait()
-            gradient.div_(size)
-
-        return end
-
-
-def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
-    if (living := method()) is not None:
-        living(parameter)

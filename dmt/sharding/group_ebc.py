@@ -8,7 +8,8 @@ by key.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,22 +25,28 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import (
     OpenShardedEBC,
+    at_end_of_backward,
     fused_kernels,
     fused_settings,
     group_env,
+    mark_updated_in_backward,
     settings_on_parameters,
 )
-from dmt.collectives import broadcast_tensor
-from dmt.sharding.data_parallel import DataParallelTables, GroupMean, UpdateSettings
+from dmt.collectives import broadcast_tensor, start_sum
+from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
 
 __all__ = [
+    "DataParallelTables",
     "GroupShardedEBC",
     "RowWiseOutputs",
     "ScaledRateOptimizer",
     "equal_blocks",
     "row_starts",
 ]
+
+StartMean = Callable[[Tensor], Callable[[], None]]
+"""Starts the mean of a gradient over ranks, in place, and returns what ends it."""
 
 
 class GroupShardedEBC(OpenShardedEBC):
@@ -189,6 +196,101 @@ class GroupShardedEBC(OpenShardedEBC):
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a lookup has tables of moment scales {scales}"
         return ScaledRateOptimizer(optimizer, math.sqrt(scales.pop())) if scales - {1.0} else optimizer
+
+
+class DataParallelTables(nn.Module):
+    """A lookup of rows that several ranks hold, with their gradients averaged; takes the place of TorchRec's DDP.
+
+    ========= ==========================================================================================
+    forward   nothing is sent
+    backward  every rank: the gradient of its own samples -> the mean over the ranks, on each of them, maybe
+              while the rest of the backward pass runs; the update is at its end
+    ========= ==========================================================================================
+
+    Args:
+        lookup: TorchRec's or FBGEMM's, with dense gradients; named ``module`` for TorchRec 1.8, which unwraps whatever
+            it finds here.
+        weights: [rows, columns] of each table, views of the lookup's own parameters.
+        settings: of the fused optimizer of each table.
+        start_mean: starts the mean of a parameter's gradient over the ranks that hold the rows, in place, and returns
+            what ends it; it is called on each of them, in the backward pass.
+    """
+
+    def __init__(
+        self,
+        lookup: nn.Module,
+        weights: Mapping[str, Tensor],
+        settings: Mapping[str, Mapping[str, Any]],
+        start_mean: StartMean,
+    ) -> None:
+        super().__init__()
+        self.module = lookup
+        self.optimizer = DataParallelOptimizer(weights, settings)
+        self._start_mean = start_mean
+        self._pending: list[tuple[Tensor, Callable[[], None]]] = []
+        for weight in weights.values():
+            mark_updated_in_backward(weight, self.optimizer)
+        # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
+        reduce = weakref.WeakMethod(self._reduce)
+        for _, parameter in lookup.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: _call_living(reduce, parameter))
+
+    def forward(self, *features: Any) -> Tensor:
+        """Looks up; nothing is sent."""
+        # What a backward pass left that did not come to its end, because something raised.
+        self._end_pending()
+        return self.module(*features)
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
+        """Yields the lookup's tables: TorchRec 1.9 unwraps only DDP itself, and asks this module."""
+        yield from self.module.named_parameters_by_table()  # type: ignore[operator]
+
+    def flush(self) -> None:
+        """Called by TorchRec before it reads weights; they are always up to date."""
+
+    def purge(self) -> None:
+        """Called by TorchRec before it loads weights; nothing is cached."""
+
+    def _reduce(self, parameter: Tensor) -> None:
+        # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
+        at_end_of_backward(self._finish)
+        assert parameter.grad is not None, "called once the gradient is there"
+        self._pending.append((parameter, self._start_mean(parameter.grad)))
+
+    def _finish(self) -> None:
+        if self._pending:
+            self._end_pending(update=True)
+
+    def _end_pending(self, *, update: bool = False) -> None:
+        for _, end in self._pending:
+            end()
+        if update:
+            self.optimizer.update()
+        for parameter, _ in self._pending:
+            parameter.grad = None
+        self._pending = []
+
+
+class GroupMean:
+    """Mean of gradients over a group of ranks, by one all-reduce each that runs on beside the backward pass."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, gradient: Tensor) -> Callable[[], None]:
+        """Starts the mean in place, and returns what ends it."""
+        work, size = start_sum(gradient, self._group), self._group.size()
+
+        def end() -> None:
+            work.wait()
+            gradient.div_(size)
+
+        return end
+
+
+def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
+    if (living := method()) is not None:
+        living(parameter)
 
 
 def row_starts(table: Any) -> list[int]:

@@ -27,7 +27,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import start_sum, sum_over_hosts
 from dmt.errors import InputError
-from dmt.sharding.data_parallel import DataParallelTables, UpdateSettings
+from dmt.sharding.data_parallel import UpdateSettings
+from dmt.sharding.group_ebc import DataParallelTables
 from dmt.sptt.dataflow import Piece, SPTTModule
 from dmt.sptt.state import checksum, table_tensors
 
