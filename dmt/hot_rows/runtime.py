@@ -200,15 +200,16 @@ class HotRows:
     def _count(self, ids: KeyedJaggedTensor) -> None:
         if not self._module.training:
             return
-        by_feature = ids.to_dict()
+        self._batches += 1
+        self._samples += ids.stride()
+        # TorchRec does not take an empty batch apart.
+        by_feature = ids.to_dict() if ids.stride() else {}
         read = {}
         for table in self._tables:
-            for feature in table.feature_names:
+            for feature in table.feature_names if by_feature else ():
                 values = by_feature[feature].values()
                 read[feature] = values[(values >= 0) & (values < table.num_embeddings)].cpu().numpy()
         self._counts.add(read, num_samples=ids.stride())
-        self._batches += 1
-        self._samples += ids.stride()
 
     def _summed_counts(self, batch_size: int) -> AccessProfile:
         """Accesses on all ranks of those rows that may pay; of a row that pays, one rank has 1 / W at least."""

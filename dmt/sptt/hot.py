@@ -124,9 +124,15 @@ class HotCopies:
         self._sums: list[int] = []
         self._is_newer = self._is_exposed = False
         self._must_read = True
+        self._tensors: dict[tuple[str, str], Tensor] = {}
         if rows:
             self._lookup = self._make_lookup(tables, in_order)
             self._parts = self._home_parts()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Live weights [n, N] and optimizer states of all copies, by name; the same bits on every rank."""
+        return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags | None]:
         """Takes the ids of hot rows out of a batch; no gradient.

@@ -10,8 +10,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dmt.errors import InputError
+from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.profile import AccessProfile
+from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state
 from dmt.training import build
@@ -19,6 +20,7 @@ from dmt.training.access import save_profile
 from dmt.training.checkpoints import load_plain
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.health import SoundnessCheck
 from dmt.training.job import open_data, resolve
 from dmt.training.records import traffic_warning
 from dmt.training.resume import checkpoint_folder
@@ -91,6 +93,35 @@ def test_a_profile_file_chooses_the_first_rows(tmp_path: Path) -> None:
     for chosen in run_ranks(profiled_on_rank, 4, str(tmp_path)):
         assert set(chosen.values()) == {3}
         assert len(chosen) == 6
+
+
+def unsound_on_rank(rank: int, folder: str) -> str:
+    """One number of a copy changes on rank 2."""
+    config = config_of(Path(folder), "unsound", hot_rows={"extra_memory": 0.5})
+    job = resolve(config, 4)
+    mesh = TowerMesh(job.topology)
+    hot = build.hot_rows(job, model := build.shard_model(job, mesh), mesh)
+    assert hot is not None
+    hot.replicate({next(iter(job.tables)).name: [3, 5]})
+    check = SoundnessCheck(model, mesh.global_group)
+    model(next(iter(job.data.batches("train", rank=rank, world_size=4, batch_size=16))))[0].backward()
+    check.check(1)
+    (copies,) = (part.hot for part in model.modules() if isinstance(part, SPTTModule))
+    assert copies is not None
+    if rank == 2:
+        next(iter(copies.tensors.values()))[1, 3] += 1e-6
+    try:
+        check.check(2)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
+    for told in run_ranks(unsound_on_rank, 4, str(tmp_path)):
+        assert ".weight of rank 2 differs from that of rank 0" in told
+        assert "the hot rows of" in told
 
 
 @pytest.mark.ranks
