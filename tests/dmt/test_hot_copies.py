@@ -33,7 +33,18 @@ def case_on_rank(rank: int, case: Case) -> None:
     check_worst(case, parity_on_rank(rank, case))
 
 
+DAILY = (
+    "2x2",
+    "2x3-row-wise-multi-hot",
+    "3x2-mixed-dims-weighted",
+    "2x2-mixed-adagrad",
+    "2x2-unique-multi-hot-in-micro-batches",
+)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.slow]) for name in CASES]
+)
 def test_hot_rows_train_as_others_do(name: str) -> None:
     run_ranks(case_on_rank, CASES[name].world, CASES[name])

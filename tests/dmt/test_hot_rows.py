@@ -107,7 +107,7 @@ def states_on_rank(rank: int, case: Case) -> bool:
     "case",
     [
         replace(FLAT, optimizer="adam", scheme="data_parallel"),  # FBGEMM's kernel has no Adam on the CPU
-        replace(FLAT, optimizer="adagrad", scheme="mixed", dims=(8, 8, 24, 16)),
+        pytest.param(replace(FLAT, optimizer="adagrad", scheme="mixed", dims=(8, 8, 24, 16)), marks=pytest.mark.slow),
         replace(FLAT, scheme="mixed", dims=(8, 8, 24, 16), unique="rank"),
     ],
     ids=lambda case: f"{case.optimizer}-{case.scheme}",
@@ -351,7 +351,15 @@ def fault_on_rank(rank: int, case: Case, fault: Callable[[], Any]) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("fault", ["no_all_reduce", "no_states", "no_write_back", "rows_shifted"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "no_states",
+        "no_write_back",
+        pytest.param("no_all_reduce", marks=pytest.mark.slow),
+        pytest.param("rows_shifted", marks=pytest.mark.slow),
+    ],
+)
 def test_a_fault_fails_the_comparison(fault: str) -> None:
     case = replace(FLAT, hot=True)
     found = run_ranks(fault_on_rank, 4, case, getattr(Unmoved, fault), fresh=True)
