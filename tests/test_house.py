@@ -179,8 +179,8 @@ def test_file_sizes() -> None:
 
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
-    assert len(SOURCES) <= 145
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 30_760
+    assert len(SOURCES) <= 144
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 30_700
 
 
 def test_function_sizes_and_arguments() -> None:
