@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmt.errors import InputError as InputError
+    from dmt.hot_rows.runtime import HotRows as HotRows
     from dmt.plan.tables import TableSpec as TableSpec
     from dmt.plan.topology import TowerTopology as TowerTopology
     from dmt.plan.towers import TowerPlan as TowerPlan
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ExchangePrecision": "sptt.precision",
     "HierarchicalDataParallel": "replicas.dense_reduce",
+    "HotRows": "hot_rows.runtime",
     "InputError": "errors",
     "MicroBatches": "sptt.micro_batches",
     "ReplicaSync": "replicas.sync",

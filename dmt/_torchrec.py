@@ -29,6 +29,7 @@ __all__ = [
     "add_dense_hook",
     "assert_in_graph",
     "at_end_of_backward",
+    "fused_kernels",
     "fused_settings",
     "group_env",
     "key_mismatch",
@@ -49,6 +50,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
         "_embedding_shardings _sharding_types _lookups _input_dists _output_dists _embedding_names _embedding_dims "
         "_create_input_dist _pre_load_state_dict_hook _has_mean_pooling_callback"
     ),
+    "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": "_emb_modules",
     "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.tw_sharding.BaseTwEmbeddingSharding": "_grouped_embedding_configs",
@@ -200,6 +202,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
     """Tells ``in_backward_optimizer_filter`` that no other optimizer must update this parameter."""
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
+
+
+def fused_kernels(lookup: Any) -> dict[str, Any]:
+    """Returns FBGEMM's kernel of each table of a lookup of fused tables; a kernel may have several tables."""
+    return {table.name: kernel.emb_module for kernel in lookup._emb_modules for table in kernel.config.embedding_tables}
 
 
 def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ __all__ = [
     "start_exchange",
     "start_mean",
     "start_sum",
+    "sum_over_hosts",
     "sum_over_ranks",
     "wait_for_all",
 ]
@@ -212,6 +213,19 @@ def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = part.new_empty(part.numel() * group.size())
     dist.all_gather_into_tensor(whole, part, group=group)
     return whole
+
+
+def sum_over_hosts(value: Tensor, inside: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
+    """Returns the sum of a tensor [n] over all ranks of all hosts, which crosses between hosts once.
+
+    Args:
+        value: of this rank.
+        inside: ranks of this host.
+        across: one rank of each host, this one of its own.
+    """
+    part = scatter_sum(nn.functional.pad(value, (0, -value.numel() % inside.size())), inside)
+    start_sum(part, across).wait()
+    return gather_parts(part, inside)[: value.numel()]
 
 
 def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:

@@ -7,12 +7,14 @@ AdaGrad's first steps divide small gradients by their own size, so 5e-6 after fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -28,6 +30,7 @@ from dmt import (
     TowerTopology,
     run_in_micro_batches,
 )
+from dmt.hot_rows.runtime import HotRows
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.precision import ExchangePrecision
@@ -90,6 +93,7 @@ class Case:
     precision: str = "fp32"  # of outputs and gradients between towers, a key of PRECISIONS
     micro_batches: int = 1
     unique: str = "off"
+    hot: bool = False  # rows of all tables that can have copies have some, others from the third step on
 
     @property
     def world(self) -> int:
@@ -168,6 +172,12 @@ def shard(
     )
 
 
+def hot_rows(case: Case, hot: HotRows, tables: Sequence[EmbeddingBagConfig], step: int) -> dict[str, list[int]]:
+    """Of each table that can have copies a third of the rows, or half of them: some stay, some go and some come."""
+    every = 3 if step == 0 else 2
+    return {t.name: list(range(0, t.num_embeddings, every)) for t in tables if t.name not in hot.left_out}
+
+
 def columns_of(result: Any) -> torch.Tensor:
     return result.values() if isinstance(result, KeyedTensor) else result
 
@@ -185,6 +195,7 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
     model = shard(case, original, mesh)
     oracle = plain_training(plain, layout=table_layout(model), optimizer=case.optimizer)
     load_plain_state(model, start)
+    hot = HotRows(model, mesh, refresh_every=None) if case.hot else None
     if case.micro_batches > 1:
         run_in_micro_batches(model, case.micro_batches)
     assert set(gather_plain_state(model)) == set(start), "the sharded state has other names than the unsharded one"
@@ -197,6 +208,8 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
     for step in range(STEPS):
         everyone = [batches.draw(r, step, tables) for r in range(case.world)]
         ids, labels = everyone[rank]
+        if hot is not None and step in (0, 2):
+            hot.replicate(hot_rows(case, hot, tables, step))
         result, logits = model(ids)
         result = result.wait() if hasattr(result, "wait") else result
         if step == 0:  # equal weights
@@ -219,7 +232,9 @@ def parity_on_rank(rank: int, case: Case, mesh: TowerMesh | None = None) -> dict
 
 def check_forward(case: Case, result: Any, expected: Any) -> None:
     # FBGEMM averages a bag as a sum of v/n, the plain module as (sum of v)/n; row-wise sums a bag rank by rank.
-    rounds = case.max_bag > 1 and (case.pooling == "MEAN" or case.scheme == "row_wise" or case.scheme in MIXES)
+    # With hot rows a bag is a sum of two.
+    cut = case.scheme == "row_wise" or case.scheme in MIXES or case.hot
+    rounds = case.max_bag > 1 and (case.pooling == "MEAN" or cut)
     ours, theirs = columns_of(result), columns_of(expected)
     if case.kind in ("pass", "flat") and not rounds and case.precision == "fp32":  # only bytes have moved
         assert torch.equal(ours, theirs), case

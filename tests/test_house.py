@@ -53,7 +53,7 @@ ROOMS = {
     "sharding": {"plan"},
     "sptt": {"plan", "sharding"},
     "replicas": {"plan", "sharding", "sptt"},
-    "hot_rows": {"plan"},
+    "hot_rows": {"plan", "sharding", "sptt"},
     "testing": {"plan", "sharding", "sptt", "replicas"},
     "partitioner": {"plan", "sharding", "sptt"},
     "models": {"plan"},
@@ -179,8 +179,8 @@ def test_file_sizes() -> None:
 
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
-    assert len(SOURCES) <= 145
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 30_150
+    assert len(SOURCES) <= 147
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 31_300
 
 
 def test_function_sizes_and_arguments() -> None:

@@ -1,1 +1,1 @@
-"""Access profiles, and the placement of rows by access (OPER). Pure: needs neither torch nor TorchRec."""
+"""Access profiles, placement of rows by access, and hot rows (OPER). Only `runtime` needs torch and TorchRec."""

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dmt.errors import InputError
-from dmt.hot_rows.profile import AccessProfile
+from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 
-__all__ = ["TableBytes", "table_bytes"]
+__all__ = ["TableBytes", "has_single_ids", "saved_bytes", "table_bytes"]
 
 _ID_BYTES = 8
 # A bag that nearly always has one id is told from one that never has another.
@@ -82,17 +85,50 @@ def table_bytes(profile: AccessProfile, topology: TowerTopology, *, batch_size: 
     return [_bytes_of(profile, table, topology, batch_size) for table in profile.tables]
 
 
-def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology, batch_size: int) -> TableBytes:
-    counts, bag = profile[table.name], profile.ids_per_sample(table)
+def has_single_ids(profile: AccessProfile, table: TableSpec) -> bool:
+    """Returns whether each bag of a table has one id; of others the sum over the cold rows is as long as the whole."""
+    return abs(profile.ids_per_sample(table) - 1) <= _SINGLE
+
+
+def saved_bytes(
+    counts: RowCounts, table: TableSpec, topology: TowerTopology, *, batch_size: int, distinct: bool
+) -> NDArray[np.float64]:
+    """Returns the bytes across towers that a copy of each counted row on every rank saves in a step, float64 [n].
+
+    A row pays if they are above zero.
+
+    Args:
+        counts: accesses of the table's rows.
+        table: the table, whose bags have one id.
+        topology: towers and ranks of a replica.
+        batch_size: samples of a rank, B.
+        distinct: True if each rank sends its distinct ids only (``sharding.unique``).
+
+    Example:
+        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
+        >>> saved_bytes(RowCounts.of([1, 7, 7, 7]), table, topology, batch_size=4, distinct=False)
+        array([ 80., 368.])
+    """
+    away, sent, copied = _prices(table, topology)
+    uses = counts.chances(batch_size) if distinct else batch_size * counts.counts / max(counts.total, 1)
+    return np.asarray(away * sent * uses - copied)
+
+
+def _prices(table: TableSpec, topology: TowerTopology) -> tuple[int, int, int]:
+    """Features times ranks whose bags leave their tower, bytes that one such bag sends, and bytes of a row's copies."""
     hosts, ranks = topology.num_towers, topology.ranks_per_tower
     # Outputs and gradients are FP32, whatever the table is kept in.
     row = 4 * table.embedding_dim
-    # Features times ranks whose bags leave their tower.
-    away = (hosts - 1) * ranks * len(table.feature_names)
-    sent, copied = 2 * row + _ID_BYTES, 2 * (hosts - 1) * row
-    plain = away * batch_size * (2 * row + bag * _ID_BYTES)
+    return (hosts - 1) * ranks * len(table.feature_names), 2 * row + _ID_BYTES, 2 * (hosts - 1) * row
+
+
+def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology, batch_size: int) -> TableBytes:
+    counts, bag = profile[table.name], profile.ids_per_sample(table)
+    away, sent, copied = _prices(table, topology)
+    plain = away * batch_size * (2 * 4 * table.embedding_dim + bag * _ID_BYTES)
     whole = float(copied * table.num_embeddings)
-    if abs(bag - 1) > _SINGLE:
+    if not has_single_ids(profile, table):
         return TableBytes(
             name=table.name,
             plain=plain,
@@ -104,8 +140,9 @@ def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology,
             unique_hot_rows=0,
         )
     shares = counts.counts / max(counts.total, 1)
-    pays = away * sent * batch_size * shares > copied
-    pays_distinct = away * sent * counts.chances(batch_size) > copied
+    pays, pays_distinct = (
+        saved_bytes(counts, table, topology, batch_size=batch_size, distinct=distinct) > 0 for distinct in (False, True)
+    )
     return TableBytes(
         name=table.name,
         plain=plain,

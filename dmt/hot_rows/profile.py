@@ -53,6 +53,18 @@ class RowCounts:
         """The counts, the largest first, int64 [n]."""
         return np.sort(self.counts)[::-1]
 
+    def counts_of(self, rows: Numbers) -> Numbers:
+        """Returns the accesses of some rows, int64 [n]; 0 of those that are not counted.
+
+        Example:
+            >>> RowCounts.of([5, 5, 8]).counts_of(np.array([4, 5, 9]))
+            array([0, 2, 0])
+        """
+        if not len(self.rows):
+            return np.zeros(len(rows), np.int64)
+        places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return np.where(self.rows[places] == rows, self.counts[places], 0)
+
     def top_share(self, rows: int) -> float:
         """Returns the share of all accesses that go to the ``rows`` most frequent rows.
 

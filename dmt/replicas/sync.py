@@ -30,9 +30,9 @@ from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, s
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.number_formats import SyncPrecision
-from dmt.replicas.state import checksum, table_tensors, uncovered
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.state import checksum, table_tensors, uncovered
 
 __all__ = ["ReplicaSync", "RunningMean", "drifted", "moment_scales"]
 
@@ -196,7 +196,8 @@ class ReplicaSync:
             for name, value in theirs.items()
             if value != everyone[0][name]
         ]
-        shards = gather_objects([one.shard for one in self._tensors if one.shard], self._mesh.sharding_group)
+        held = [one.shard for one in self._tensors if one.is_weight and one.shard]
+        shards = gather_objects(held, self._mesh.sharding_group)
         problems += [
             f"{problem} in replica {self._mesh.replica}"
             for problem in uncovered([s for some in shards for s in some], self._tables)

@@ -1,4 +1,4 @@
-"""`DataParallelOptimizer`: the optimizer of tables that are whole on every rank of a tower.
+"""`DataParallelOptimizer`: the optimizer of rows that several ranks hold, such as tables whole on each rank of a tower.
 
 Neo (arXiv 2104.05158, section 4, "Data parallelism"): no exchange of ids or embeddings, an all-reduce of the table's
 gradient instead. TorchRec leaves such tables to the dense optimizer and drops the fused one they were given; here they
@@ -10,7 +10,7 @@ backward pass, even if that goes through several forward passes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -20,7 +20,16 @@ from torchrec.optim.fused import FusedOptimizer
 from dmt.errors import InputError
 from dmt.sharding.optimizers import FUSED_DEFAULTS, data_parallel_obstacle
 
-__all__ = ["DataParallelOptimizer"]
+__all__ = ["DataParallelOptimizer", "UpdateSettings"]
+
+
+class UpdateSettings(NamedTuple):
+    """Settings of one update of a table that change while it trains."""
+
+    learning_rate: float
+    number: int
+    """Number of the update, from 1 on, for Adam's correction of its bias."""
+
 
 _STATES = {
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: ("momentum1",),
@@ -71,6 +80,20 @@ class DataParallelOptimizer(FusedOptimizer):
             if weight.grad is not None:
                 # Of the data, which autograd does not watch: FBGEMM's updates do not invalidate a graph either.
                 weight.data.sub_(self._rates[name] * self._direction(name, weight, weight.grad.float()))
+
+    def settings_now(self) -> dict[str, UpdateSettings]:
+        """Returns the settings of the next update of each table."""
+        return {
+            name: UpdateSettings(self._rates[name], 1 + int(self.state[weight].get(f"{name}.iter", 0)))
+            for name, weight in self._weights.items()
+        }
+
+    def follow(self, settings: Mapping[str, UpdateSettings]) -> None:
+        """Takes the settings of the next update of each table from another optimizer."""
+        for name, (rate, number) in settings.items():
+            self._rates[name] = rate
+            if (count := self.state[self._weights[name]].get(f"{name}.iter")) is not None:
+                count.fill_(number - 1)
 
     def step(self, closure: Any = None) -> None:
         """Takes over the learning rates of ``param_groups``; the update itself happened in the backward pass."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,14 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from dmt._torchrec import (
     OpenShardedEBC,
     at_end_of_backward,
+    fused_kernels,
     fused_settings,
     group_env,
     mark_updated_in_backward,
     settings_on_parameters,
 )
 from dmt.collectives import broadcast_tensor, start_sum
-from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
 
 __all__ = [
@@ -43,6 +44,9 @@ __all__ = [
     "equal_blocks",
     "row_starts",
 ]
+
+StartMean = Callable[[Tensor], Callable[[], None]]
+"""Starts the mean of a gradient over ranks, in place, and returns what ends it."""
 
 
 class GroupShardedEBC(OpenShardedEBC):
@@ -113,7 +117,19 @@ class GroupShardedEBC(OpenShardedEBC):
             if scheme == "data_parallel":
                 weights: dict[str, Tensor] = dict(self.lookups[i].named_parameters_by_table())
                 settings = {table.name: dict(table.fused_params or {}) for table in tables}
-                self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, self._data_parallel_group)
+                mean = GroupMean(self._data_parallel_group)
+                self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, mean)
+
+    def settings_now(self) -> dict[str, UpdateSettings]:
+        """Returns the settings of the next update of each table that this rank updates."""
+        found: dict[str, UpdateSettings] = {}
+        for lookup in self.lookups:
+            if isinstance(lookup, DataParallelTables):
+                found |= lookup.optimizer.settings_now()
+            else:
+                kernels = fused_kernels(lookup).items()
+                found |= {name: UpdateSettings(k.get_learning_rate(), int(k.iter_cpu)) for name, k in kernels}
+        return found
 
     def flush(self) -> None:
         """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
@@ -183,19 +199,21 @@ class GroupShardedEBC(OpenShardedEBC):
 
 
 class DataParallelTables(nn.Module):
-    """The lookup of data-parallel tables with their gradients averaged over a group; takes the place of TorchRec's DDP.
+    """A lookup of rows that several ranks hold, with their gradients averaged; takes the place of TorchRec's DDP.
 
     ========= ==========================================================================================
     forward   nothing is sent
-    backward  every rank: the gradient of its own samples -> the mean over the group, on every rank; the
-              all-reduce runs while the rest of the backward pass does, the update at its end
+    backward  every rank: the gradient of its own samples -> the mean over the ranks, on each of them, maybe
+              while the rest of the backward pass runs; the update is at its end
     ========= ==========================================================================================
 
     Args:
-        lookup: TorchRec's lookup; named ``module`` for TorchRec 1.8, which unwraps whatever it finds here.
+        lookup: TorchRec's or FBGEMM's, with dense gradients; named ``module`` for TorchRec 1.8, which unwraps whatever
+            it finds here.
         weights: [rows, columns] of each table, views of the lookup's own parameters.
         settings: of the fused optimizer of each table.
-        group: the ranks that hold the tables.
+        start_mean: starts the mean of a parameter's gradient over the ranks that hold the rows, in place, and returns
+            what ends it; it is called on each of them, in the backward pass.
     """
 
     def __init__(
@@ -203,13 +221,13 @@ class DataParallelTables(nn.Module):
         lookup: nn.Module,
         weights: Mapping[str, Tensor],
         settings: Mapping[str, Mapping[str, Any]],
-        group: ProcessGroup,
+        start_mean: StartMean,
     ) -> None:
         super().__init__()
         self.module = lookup
         self.optimizer = DataParallelOptimizer(weights, settings)
-        self._group = group
-        self._pending: list[tuple[Tensor, Any]] = []
+        self._start_mean = start_mean
+        self._pending: list[tuple[Tensor, Callable[[], None]]] = []
         for weight in weights.values():
             mark_updated_in_backward(weight, self.optimizer)
         # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
@@ -217,11 +235,11 @@ class DataParallelTables(nn.Module):
         for _, parameter in lookup.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: _call_living(reduce, parameter))
 
-    def forward(self, features: Any) -> Tensor:
+    def forward(self, *features: Any) -> Tensor:
         """Looks up; nothing is sent."""
         # What a backward pass left that did not come to its end, because something raised.
-        self._drop_pending()
-        return self.module(features)
+        self._end_pending()
+        return self.module(*features)
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
         """Yields the lookup's tables: TorchRec 1.9 unwraps only DDP itself, and asks this module."""
@@ -237,23 +255,37 @@ class DataParallelTables(nn.Module):
         # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
         at_end_of_backward(self._finish)
         assert parameter.grad is not None, "called once the gradient is there"
-        self._pending.append((parameter, start_sum(parameter.grad, self._group)))
+        self._pending.append((parameter, self._start_mean(parameter.grad)))
 
     def _finish(self) -> None:
-        if not self._pending:
-            return
-        for parameter, work in self._pending:
-            work.wait()
-            assert parameter.grad is not None, "it was there when its reduction began"
-            parameter.grad.div_(self._group.size())
-        self.optimizer.update()
-        self._drop_pending()
+        if self._pending:
+            self._end_pending(update=True)
 
-    def _drop_pending(self) -> None:
-        for parameter, work in self._pending:
-            work.wait()
+    def _end_pending(self, *, update: bool = False) -> None:
+        for _, end in self._pending:
+            end()
+        if update:
+            self.optimizer.update()
+        for parameter, _ in self._pending:
             parameter.grad = None
         self._pending = []
+
+
+class GroupMean:
+    """Mean of gradients over a group of ranks, by one all-reduce each that runs on beside the backward pass."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, gradient: Tensor) -> Callable[[], None]:
+        """Starts the mean in place, and returns what ends it."""
+        work, size = start_sum(gradient, self._group), self._group.size()
+
+        def end() -> None:
+            work.wait()
+            gradient.div_(size)
+
+        return end
 
 
 def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:

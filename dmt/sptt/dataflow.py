@@ -21,6 +21,8 @@ row-wise tables, the reduce-scatter of `RowWiseOutputs`. Embeddings arrive as st
 Shape suffixes: B samples of this rank; P samples of all T peers, in tower order (the sum of their B); N columns of the
 embeddings of this tower's features side by side; O columns of this tower's output; S sum of O over the towers.
 
+With hot rows (`dmt.sptt.hot`) each rank looks up the ids of those itself, and adds them to what arrives.
+
 With ``unique`` a row serves all samples of a peer that have the same input (`dmt.sptt.unique`): P is then a number of
 rows, and may be smaller for one group of features than for another.
 
@@ -35,8 +37,8 @@ import abc
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +68,9 @@ from dmt.sptt.rows import (
 )
 from dmt.sptt.sharder import TowerSharder, TowerState
 from dmt.sptt.unique import DistinctInputs, distinct_inputs
+
+if TYPE_CHECKING:
+    from dmt.sptt.hot import HotBags, HotCopies
 
 __all__ = ["AgreedOutputs", "Piece", "SPTTContext", "SPTTModule", "TowerOutput"]
 
@@ -120,6 +125,12 @@ class SPTTContext(Multistreamable):
 
     request: Awaitable[Awaitable[KJTList]] | None = None
     """The id exchange."""
+    ids: KeyedJaggedTensor | None = None
+    """Ids of the batch."""
+    hot: HotBags | None = None
+    """Ids of hot rows, which are not sent."""
+    split_by: HotCopies | None = None
+    """Copies whose ids were split off."""
     distinct: DistinctInputs | None = None
     """Rows that this rank asks the towers for; None where every sample is one."""
     parts: list[PartRows] = field(default_factory=list)
@@ -130,7 +141,8 @@ class SPTTContext(Multistreamable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of what pipelines make on another stream until this one has done its work."""
         made = [part for of_collection in self.in_tower for part in of_collection]
-        for part in [*made, *([] if self.distinct is None else [self.distinct.inverse])]:
+        own = [self.ids, *(self.hot[1:] if self.hot else []), self.distinct.inverse if self.distinct else None]
+        for part in [*made, *(part for part in own if part is not None)]:
             part.record_stream(stream)
 
 
@@ -171,18 +183,43 @@ class SPTTModule(TowerState):
         self._target_device = device or torch.device("cpu")
         # A feature that several tables of a tower look up is sent there once.
         self._features_by_tower = [list(dict.fromkeys(f for group in groups for f in group)) for groups in input_groups]
-        self._groups = [
-            list(groups) if self.unique != "off" and sum(map(len, groups)) == len(features) else [features]
+        whole = [[features] for features in self._features_by_tower]
+        apart = [
+            groups if sum(map(len, groups)) == len(features) else [features]
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
         ]
-        self._rows_sent = [0] * sum(map(len, self._groups))
-        self._samples_sent = 0
-        self._is_shareable = [[True] * len(groups) for groups in self._groups]
+        self._set_groups(whole if self.unique == "off" else apart)
         self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
-        self._outputs: AgreedOutputs | None = None
         self._dtypes: dict[str, Any] = {}  # of the first batch
         self._tag = next(self.mesh.tags)
         self.peer_precision.check_device(self._target_device)
+
+    def _set_groups(self, groups: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Sets for each tower the groups of features whose samples may share rows."""
+        self._groups = [list(of_tower) for of_tower in groups]
+        self._rows_sent = [0] * sum(map(len, groups))
+        self._samples_sent = 0
+        self._is_shareable = [[True] * len(of_tower) for of_tower in groups]
+        self._outputs: AgreedOutputs | None = None
+
+    @property
+    def features(self) -> list[str]:
+        """Features of all towers, in the order in which their ids are sent."""
+        return [feature for features in self._features_by_tower for feature in features]
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's device."""
+        return self._target_device
+
+    def replicate(self, hot: HotCopies) -> None:
+        """Looks up hot rows in copies from now on; batches whose ids are on their way are split again.
+
+        Every rank calls it between the same batches.
+        """
+        if self.hot is None:
+            self._set_groups([[[feature] for feature in features] for features in self._features_by_tower])
+        self.hot = hot
 
     def build_input_dist(self, collections: Iterable[GroupShardedEBC]) -> None:
         """Chooses the id route into the sharded collections of this rank's tower; subclasses call it once they exist.
@@ -272,12 +309,25 @@ class SPTTModule(TowerState):
             # goes on with the ids that it has: nobody has waited for this exchange.
             dist_input = ctx.request.wait().wait()
         ctx.request = None
+        if ctx.split_by is not self.hot:
+            # Hot rows are others than when the batch was split.
+            dist_input = self._exchanged_again(ctx)
         if isinstance(self._route, GlobalIdRoute):
             return self._arranged(ctx, dist_input[0], num_micro_batches)
         if len(ctx.parts) != num_micro_batches:
             # They were arranged for another number, before micro-batches began or ended.
             self._start_in_tower(ctx, num_micro_batches, dist_input[0])()
         return ctx.in_tower
+
+    def _exchanged_again(self, ctx: SPTTContext) -> KJTList:
+        """Exchanges the ids of a batch once more; its context forgets the exchange before."""
+        assert ctx.ids is not None, "the batch was exchanged before"
+        fresh = self.create_context()
+        dist_input = self._exchange_ids(fresh, ctx.ids).wait().wait()
+        for part in fields(fresh):
+            setattr(ctx, part.name, getattr(fresh, part.name))
+        ctx.request = None
+        return dist_input
 
     @torch.no_grad()
     def _start_in_tower(self, ctx: SPTTContext, num: int, ids: KeyedJaggedTensor) -> Callable[[], None]:
@@ -324,13 +374,20 @@ class SPTTModule(TowerState):
             self.set_id_exchange(self._route.exchange(ids.keys(), device))
         if dtypes != self._dtypes:
             ids = _with_dtypes(ids, *self._dtypes.values())
-        if self.unique == "off":
+        ctx.ids, ctx.split_by = ids, self.hot
+        if self.unique == "off" and self.hot is None:
             started = self.id_exchanges[0](ids)
         else:
             sizes = [len(group) for groups in self._groups for group in groups]
             wanted = [is_shareable for of_tower in self._is_shareable for is_shareable in of_tower]
             exchange, is_auto = self.id_exchanges[0], self.unique == "auto"
-            ids, ctx.distinct = distinct_inputs(exchange.by_tower(ids), sizes, wanted=wanted, auto=is_auto)
+            ids = exchange.by_tower(ids)
+            if self.hot is not None:
+                ids, ctx.hot = self.hot.split(ids)
+            if self.unique == "off":
+                wanted = [False] * len(wanted)
+            has_hot = ctx.hot is not None
+            ids, ctx.distinct = distinct_inputs(ids, sizes, wanted=wanted, auto=is_auto, share_empty=has_hot)
             started = exchange.send(ids)
             self._samples_sent += ctx.distinct.inverse.shape[1]
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
@@ -392,7 +449,18 @@ class SPTTModule(TowerState):
         return exchange.exchange(sent_numbers(numbers, rows.arrived, *own), sizes, arriving)
 
     def taken(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Tensor]]) -> list[Awaitable[Tensor]]:
-        """Columns of each micro-batch, [B, S], from the rows that its exchange and those before it bring."""
+        """Columns of each micro-batch, [B, S], from the rows that its exchange and those before it bring.
+
+        Hot rows are looked up here, while the others are on their way.
+        """
+        cold = self._taken_rows(ctx, exchanges)
+        if ctx.hot is None:
+            return cold
+        hot_BS = ctx.hot.copies.columns(ctx.hot, self._pieces())
+        blocks = hot_BS.split(micro_batch_sizes(len(hot_BS), len(cold)))
+        return [CachedAwaitable(rows, block.add) for rows, block in zip(cold, blocks, strict=True)]
+
+    def _taken_rows(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Tensor]]) -> list[Awaitable[Tensor]]:
         if ctx.distinct is None or ctx.distinct.is_identity:
             return list(exchanges)
         agreed = self._outputs
@@ -410,8 +478,12 @@ class SPTTModule(TowerState):
 
     def finish(self, columns_BS: Tensor) -> Any:
         """Turns the columns that step f delivered into the unsharded module's result."""
+        return self.result(columns_BS, self._pieces())
+
+    def _pieces(self) -> list[Piece]:
+        """Returns the pieces of all towers' outputs, in the order in which they arrive."""
         assert self._outputs is not None, "something was exchanged"
-        return self.result(columns_BS, [piece for pieces in self._outputs.all_pieces for piece in pieces])
+        return [piece for pieces in self._outputs.all_pieces for piece in pieces]
 
     def _connect(self, output: TowerOutput) -> AgreedOutputs:
         """Gathers the peers' pieces and dtypes, once: only running a tower module shows what it returns."""

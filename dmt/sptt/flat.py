@@ -15,6 +15,7 @@ from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
+from dmt.sptt.hot import HomeTable
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.results import LazyKeyedTensor, output_keys
 from dmt.sptt.rows import PartRows
@@ -93,6 +94,16 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             for feature in table.feature_names
             for name in (feature, f"{feature}@{table.name}")
         }
+        self.home_tables = {
+            table.name: HomeTable(
+                config=table,
+                scheme=sharding[table.name].sharding_type,
+                settings=sharder.kernel_settings(module.embedding_bags[table.name].weight, sharding[table.name]),
+            )
+            for of_tower in tables
+            for table in of_tower
+        }
+        """Tables of all towers."""
         self._keys = output_keys(module.embedding_bag_configs())
         self.embedding = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
         self.build_input_dist([self.embedding])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,14 @@ from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_g
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.sharding.group_ebc import GroupShardedEBC
-from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of
+from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, TableShard, shards_in_tower, why_not
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.unique import UNIQUE, Unique
+
+if TYPE_CHECKING:
+    from dmt.sptt.hot import HotCopies
 
 __all__ = ["SharderSettings", "TowerSharder", "TowerState"]
 
@@ -171,6 +174,14 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         }
         check_agreement(type(self).__name__, arguments, self.mesh.global_group)
 
+    def kernel_settings(self, weight: Tensor, sharding: ParameterSharding) -> dict[str, Any]:
+        """Returns the fused-optimizer settings of a table as the rank that updates it has them."""
+        settings = fused_settings(weight, self.fused_params)
+        if sharding.sharding_type == "data_parallel":
+            return settings
+        scale = moment_scale_of(self.moment_scale, settings, self.mesh.topology.num_replicas)
+        return settings if scale == 1.0 else moment_scaled(settings, scale)
+
     def shard_in_tower(
         self, collection: EmbeddingBagCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
     ) -> GroupShardedEBC:
@@ -222,6 +233,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """Names of all towers' tables that are not data-parallel."""
         self.replicas_ready: Callable[[bool], None] | None = None
         """Returns when this rank's tables may be read; True: by a training pass. `dmt.ReplicaSync` sets it."""
+        self.hot: HotCopies | None = None
+        """Rows that every rank has copies of. `dmt.hot_rows.runtime.HotRows` sets it."""
         self.replicas_drifted = False
         """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
 
@@ -233,8 +246,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
-        if self.replicas_ready is not None:
-            self.replicas_ready(False)
+        self._before_tables_are_read()
         state: Any = OrderedDict() if destination is None else destination
         for name, part in self.parts(prefix.removesuffix(".")):
             part.state_dict(destination=state, prefix=f"{name}." if name else "", keep_vars=keep_vars)
@@ -242,8 +254,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's towers from a state dict with the keys of `state_dict`."""
-        if self.replicas_ready is not None:
-            self.replicas_ready(False)
+        self._before_tables_are_read()
         missing: list[str] = []
         unexpected = set(state_dict)
         for name, part in self.parts():
@@ -253,6 +264,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             result = part.load_state_dict(OrderedDict(own), strict=strict)
             missing += [f"{start}{key}" for key in result.missing_keys]
             unexpected |= {f"{start}{key}" for key in result.unexpected_keys}
+        self.read_again()
         if strict and unexpected:
             raise InputError(f"State of tower {self.mesh.tower} has unknown keys {sorted(unexpected)[:3]}.")
         return key_mismatch(missing, sorted(unexpected))
@@ -261,6 +273,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields parameters under the unsharded module's names."""
+        self.write_back()
         for name, part in self.parts(prefix):
             yield from part.named_parameters(name, recurse)
 
@@ -288,7 +301,48 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
     def fused_optimizer(self) -> KeyedOptimizer:
         """The tables' optimizers, which update in the backward pass."""
         parts = [(name, part) for name, part in self.parts() if isinstance(part, GroupShardedEBC)]
-        return CombinedOptimizer([(name, part.fused_optimizer) for name, part in parts])
+        optimizers = [(name, part.fused_optimizer) for name, part in parts]
+        return _TowerOptimizer(optimizers, self)
+
+    def write_back(self) -> None:
+        """Brings the tables up to date with the copies of their hot rows, before anyone is given their tensors."""
+        if self.hot is not None:
+            self.hot.write_back()
+
+    def read_again(self) -> None:
+        """Tells that tables were loaded: copies of their hot rows are read again before they are used next."""
+        if self.hot is not None:
+            self.hot.read_again()
+
+    def _before_tables_are_read(self) -> None:
+        if self.replicas_ready is not None:
+            self.replicas_ready(False)
+        self.write_back()
+
+
+class _TowerOptimizer(CombinedOptimizer):
+    """Optimizers of a tower's tables, whose weights and states are brought up to date before anyone is given them."""
+
+    def __init__(self, optimizers: list[Any], owner: TowerState) -> None:
+        self._owner = owner
+        super().__init__(optimizers)
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The tables' weights, by name."""
+        self._owner.write_back()
+        return super().params
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """The tables' optimizer states, by weight."""
+        self._owner.write_back()
+        return super().state
+
+    def post_load_state_dict(self) -> None:
+        """Called by TorchRec once states were loaded."""
+        super().post_load_state_dict()
+        self._owner.read_again()
 
 
 def model_parallel_tables(sharding: Mapping[str, ParameterSharding]) -> list[str]:

@@ -67,7 +67,12 @@ class DistinctInputs(NamedTuple):
 
 
 def distinct_inputs(
-    ids: KeyedJaggedTensor, sizes: Sequence[int], *, wanted: Sequence[bool], auto: bool = False
+    ids: KeyedJaggedTensor,
+    sizes: Sequence[int],
+    *,
+    wanted: Sequence[bool],
+    auto: bool = False,
+    share_empty: bool = False,
 ) -> tuple[KeyedJaggedTensor, DistinctInputs]:
     """Finds the samples of a batch that have equal inputs.
 
@@ -77,6 +82,7 @@ def distinct_inputs(
         wanted: for each group False to keep all samples.
         auto: keeps all samples of a group in whose first samples fewer than one in 50 repeats another. That depends on
             the batch alone, so ranks need not agree on it, and a resumed run decides as the first one did.
+        share_empty: lets samples without any id share a row in all groups.
 
     Returns:
         The ids of the first sample of each row, with a batch size for each feature, and the rows.
@@ -91,15 +97,19 @@ def distinct_inputs(
     group_of = torch.arange(len(sizes), device=device).repeat_interleave(
         torch.tensor(sizes, device=device), output_size=sum(sizes)
     )
-    bags = _Bags(ids, group_of, len(sizes))
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)
-    wanted = bags.repeating(wanted) if auto else list(wanted)
     if any(wanted) and num_samples:
+        bags = _Bags(ids, group_of, len(sizes))
+        wanted = bags.repeating(wanted) if auto else wanted
         chosen = torch.tensor(wanted, device=device).unsqueeze(1)
-        first = torch.where(chosen, bags.first_equal(), first)
+        first = torch.where(chosen, bags.first_equal(), first) if any(wanted) else first
+    if share_empty and num_samples:
+        num_ids = ids.lengths().view(-1, num_samples)
+        is_empty = num_ids.new_zeros(first.shape).index_add_(0, group_of, num_ids) == 0
+        first = torch.where(is_empty, is_empty.int().argmax(dim=1, keepdim=True), first)
     is_first = first == samples
-    rows = is_first.sum(dim=1).tolist() if any(wanted) else [num_samples] * len(sizes)
+    rows = is_first.sum(dim=1).tolist() if any(wanted) or share_empty else [num_samples] * len(sizes)
     inverse = (is_first.cumsum(dim=1) - 1).gather(1, first)
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
     if any(number < num_samples for number in rows):

@@ -72,7 +72,7 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Every rank copies its own parts, so nothing is sent. Any layout works: tower or flat dataflow, any sharding scheme,
     replicas, and TorchRec's own sharders. Call it after ``DistributedModelParallel`` is constructed, which draws the
-    tables again, and before `dmt.ReplicaSync` is (or call its ``restart()`` afterwards).
+    tables again, and before `dmt.ReplicaSync` or `dmt.HotRows` is (or call its ``restart()`` afterwards).
 
     Args:
         model: the sharded model.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt.formatting import human_bytes
+from dmt.hot_rows.runtime import HotRows
 from dmt.models import (
     DCN,
     DLRM,
@@ -50,6 +52,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
 from dmt.sptt.towers import TowerCollectionSharder
 from dmt.traffic import Traffic
+from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import check_memory
@@ -69,6 +72,7 @@ __all__ = [
     "count_model",
     "expected_traffic",
     "fused_params",
+    "hot_rows",
     "in_micro_batches",
     "is_tower_module",
     "replica_sync",
@@ -379,14 +383,34 @@ def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> 
     )
 
 
-def sharding_result(job: Job) -> dict[str, Any]:
-    """Returns the section of a run's result on its sharding plan; empty with the flat dataflow."""
+def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
+    """Returns the copies of hot rows of a sharded model, None where the config has none."""
+    own = job.config.hot_rows
+    if own.extra_memory == 0:
+        return None
+    profile = None if own.profile is None else load_profile(Path(own.profile))
+    return HotRows(model, mesh, extra_memory=own.extra_memory, refresh_every=own.refresh_every, profile=profile)
+
+
+def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:
+    """Returns the section of a run's result on its sharding plan; empty with the flat dataflow.
+
+    Args:
+        job: the run.
+        hot: the copies of hot rows as they are now.
+    """
     plan = job.sharding
     if plan is None:
         return {}
     rows = job.config.train.batch_size * job.topology.world_size
-    groups = None if job.config.sharding.unique == "off" else distinct_inputs_of(job)
+    copied = {} if hot is None else hot.rows
+    unique = job.config.sharding.unique != "off"
+    groups = distinct_inputs_of(job, copied) if unique or copied else None
     planned = asdict(expected_traffic(job, groups))
+    if hot is not None:
+        hosts, ranks, size = job.topology.num_hosts, job.topology.host_size, hot.reduced_bytes
+        planned["dense"] += 2 * (hosts - 1) * size
+        planned["inside"] += 2 * hosts * (ranks - 1) * size
     shares = {} if groups is None else {"distinct": [asdict(group) for group in groups]}
     return {
         "sharding": {

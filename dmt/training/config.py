@@ -21,6 +21,7 @@ from dmt.training.data.config import DataConfig, Section
 
 __all__ = [
     "SHARDING_OF_TOWERS",
+    "HotRowsConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ReplicasConfig",
@@ -241,6 +242,19 @@ class ReplicasConfig(Section):
         return value
 
 
+class HotRowsConfig(Section):
+    """Copies of the most read rows on every rank of a flat model in the tower dataflow (OPER)."""
+
+    extra_memory: float = Field(default=0.0, ge=0, le=1)
+    """Bytes that the copies of a rank may have, as a share of the weights of all tables; 0: no copies. Only rows that
+    save bytes between hosts are copied, so 0.01 is rarely used up."""
+    refresh_every: int = Field(default=1000, ge=1)
+    """Steps from one choice of rows, by what was read since the one before, to the next."""
+    profile: str | None = None
+    """Accesses that ``dmt profile --out`` wrote, for the first choice, after one step. Without them it comes after 100
+    steps."""
+
+
 class OptimizerConfig(Section):
     """Optimizers of tables, tower modules and the dense parts."""
 
@@ -333,6 +347,8 @@ class TrainingConfig(Section):
     """Sharding of the tables."""
     replicas: ReplicasConfig = ReplicasConfig()
     """Averaging of replicas."""
+    hot_rows: HotRowsConfig = HotRowsConfig()
+    """Copies of hot rows."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizers."""
     train: TrainConfig = TrainConfig()
@@ -357,6 +373,7 @@ class TrainingConfig(Section):
         self._check_micro_batches()
         self._check_dense_reduce()
         self._check_replicas()
+        self._check_hot_rows()
         return self
 
     def _check_micro_batches(self) -> None:
@@ -394,6 +411,34 @@ class TrainingConfig(Section):
             raise InputError(
                 f"train.eval_every={every} is not a multiple of replicas.sync_every={interval}: between averagings "
                 "each replica has tables of its own, and there is no one model to evaluate. Make it a multiple."
+            )
+
+    def _check_hot_rows(self) -> None:
+        own = self.hot_rows
+        if own.extra_memory == 0:
+            if own.profile is not None:
+                raise InputError(
+                    f"hot_rows.profile={own.profile!r} needs hot_rows.extra_memory, the share of the tables that "
+                    "copies may have. Set it to 0.01, or leave the profile out."
+                )
+            return
+        obstacle = ""
+        if self.model.has_towers:
+            obstacle = (
+                f"a flat model, but {self.model.chosen}: towers send their modules' outputs, whichever rows those were "
+                "computed from"
+            )
+        elif self.dataflow == "flat":
+            obstacle = "sharding.dataflow='sptt', but this run has 'flat'"
+        elif self.sharding.id_route == "global":
+            obstacle = "sharding.id_route='peer', but this run has 'global', which sends every sample"
+        elif self.sharding.table_precision != "fp32":
+            obstacle = f"sharding.table_precision='fp32', but this run has {self.sharding.table_precision!r}"
+        elif self.topology.num_replicas > 1:
+            obstacle = f"topology.num_replicas=1, but this run has {self.topology.num_replicas}"
+        if obstacle:
+            raise InputError(
+                f"hot_rows.extra_memory={own.extra_memory} needs {obstacle}. Change that, or leave hot_rows out."
             )
 
     def _check_flat(self) -> None:

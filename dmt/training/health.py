@@ -15,7 +15,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
-from dmt.replicas.state import checksum
+from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.state import checksum
 from dmt.training.checkpoints.state import chunks, collect_state, is_finite
 from dmt.training.data.dataset import file_text
 from dmt.training.job import Job
@@ -60,10 +61,10 @@ class SoundnessCheck:
 
     `note` looks at the loss and at the gradients of what is trained by PyTorch's optimizers, in every step, on the
     device and without a wait. `check` brings the notes of all ranks together. It also compares fingerprints of what
-    several ranks hold a copy of: dense layers, tower modules, data-parallel tables. A number of a table that only one
-    rank holds and that stays finite cannot be checked by anyone. One that is not finite is noticed when a sample reads
-    it, when `check` reads it (16 Mi numbers of each rank at a time, in turns), and at the latest when it is to be saved
-    (`dmt.training.checkpoints.Checkpointer`).
+    several ranks hold a copy of: dense layers, tower modules, data-parallel tables, hot rows. A number of a table that
+    only one rank holds and that stays finite cannot be checked by anyone. One that is not finite is noticed when a
+    sample reads it, when `check` reads it (16 Mi numbers of each rank at a time, in turns), and at the latest when it
+    is to be saved (`dmt.training.checkpoints.Checkpointer`).
 
     Args:
         model: the sharded model.
@@ -78,6 +79,7 @@ class SoundnessCheck:
         self._copies = {
             name: value.detach() for name, value in model.state_dict().items() if not isinstance(value, ShardedTensor)
         }
+        self._towers = [part for part in model.modules() if isinstance(part, SPTTModule)]
         state = collect_state(model.state_dict(), None)
         # A buffer may hold infinity: a mask, a running minimum.
         buffers = {f"model.{name}" for name, value in model.named_buffers() if type(value) is Tensor}
@@ -101,7 +103,11 @@ class SoundnessCheck:
             InputError: training has diverged.
             ReplicaMismatchError: copies of a parameter differ.
         """
-        sums = {name: checksum(copy) for name, copy in self._copies.items()}
+        copies = dict(self._copies)
+        for module in self._towers:
+            module.write_back()
+            copies |= {} if module.hot is None else module.hot.tensors
+        sums = {name: checksum(copy) for name, copy in copies.items()}
         ranks = gather_objects((int(self._since.min()), self._reads_finite(), sums), self._group)
         since = min(first for first, _, _ in ranks)
         if since != _NEVER or not all(finite for _, finite, _ in ranks):

@@ -21,6 +21,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from dmt.collectives import gather_objects, sum_over_ranks, wait_for_all
 from dmt.errors import InputError
 from dmt.formatting import shorten
+from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic, TrafficMeter
@@ -190,6 +191,8 @@ class Trainer:
         self._optimizer = optimizer
         self._record = record
         self._replicas = replicas
+        self.hot_rows: HotRows | None = None
+        """Copies of hot rows that are told of each step; set by the caller."""
         self._device = current_device(device_type(config.device))
         self._pipeline = _pipeline(config, model, optimizer, self._device)
         self._soundness = SoundnessCheck(model, mesh.global_group)
@@ -364,9 +367,11 @@ class Trainer:
             batch = after
 
     def _end_step(self, logits: Tensor, labels: Tensor, bar: Any) -> None:
-        """Averages replicas if it is time to, counts the step, and records its loss if it is time to."""
+        """Averages replicas, chooses hot rows and records the loss where it is time to, and counts the step."""
         if self._replicas is not None:
             self._replicas.step()
+        if self.hot_rows is not None:
+            self.hot_rows.step()
         self._step += 1
         self._row += self._config.batch_size * self._mesh.topology.world_size
         bar.update(1)

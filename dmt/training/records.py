@@ -66,7 +66,7 @@ def print_settings(config: TrainingConfig) -> None:
 
 
 # A run writes all of them, and somebody who writes a config those that matter.
-_SECTIONS = {"model", "data", "topology", "towers", "sharding", "replicas", "optimizer", "train"}
+_SECTIONS = {"model", "data", "topology", "towers", "sharding", "replicas", "hot_rows", "optimizer", "train"}
 
 
 def check_records(config: TrainingConfig) -> None:

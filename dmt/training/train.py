@@ -19,6 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
+from dmt.hot_rows.runtime import HotRows
 from dmt.models import Complexity
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.dataflow import SPTTModule
@@ -28,6 +29,7 @@ from dmt.training.build import (
     build_optimizer,
     check_rank_memory,
     count_model,
+    hot_rows,
     in_micro_batches,
     replica_sync,
     shard_model,
@@ -84,7 +86,6 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
-    complexity, sharding = count_model(job), sharding_result(job)
 
     # The start, and the records.
     start = find_start(job, mesh)
@@ -116,6 +117,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         position=start.position,
         replicas=replicas,
     )
+    trainer.hot_rows = hot_rows(job, model, mesh)
     saver = _make_saver(job, mesh)
 
     def save() -> bool:
@@ -148,10 +150,10 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 
     # Report.
     result = {
-        **_result(job, metrics=metrics, complexity=complexity, time=time, traffic=traffic),
+        **_result(job, metrics=metrics, complexity=count_model(job), time=time, traffic=traffic),
         **_replica_result(config, replicas, mesh),
         **unique,
-        **sharding,
+        **_tables_result(job, trainer.hot_rows),
     }
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
@@ -218,6 +220,16 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
             "bytes_per_sample": sum(sizes) / rows,
         }
     }
+
+
+def _tables_result(job: Job, hot: HotRows | None) -> dict[str, Any]:
+    """The result's sections on the tables' sharding and on hot rows, as they were at the end."""
+    sharding = sharding_result(job, hot)
+    if hot is None:
+        return sharding
+    by_table = {name: len(rows) for name, rows in hot.rows.items()}
+    of_all = {"rows": sum(by_table.values()), "bytes_per_rank": hot.num_bytes}
+    return {**sharding, "hot_rows": {**of_all, "rows_by_table": by_table, "left_out": hot.left_out}}
 
 
 def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:

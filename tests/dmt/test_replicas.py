@@ -17,7 +17,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology
 from dmt.errors import ReplicaMismatchError
-from dmt.replicas.state import TableTensor, checksum, table_tensors
+from dmt.sptt.state import TableTensor, checksum, table_tensors
 from dmt.testing import PlainTraining, load_plain_state, table_layout
 from dmt.testing.plain import table_name
 from tests.parity import EPS, LR, loss_of, make_tables, plain_training, share, train_plainly
@@ -148,7 +148,8 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
     tables = make_tables(list(case.case.dims), pooling=case.case.pooling)
     batches = Case(**{**vars(case.case), "sizes": case.case.sizes or (5,) * case.world}).batches()
     worst: dict[str, float] = {}
-    places = {one.shard.table: (one.shard.offsets, one.shard.sizes) for one in own_tables(model) if one.shard}
+    weights = [one for one in own_tables(model) if one.is_weight]
+    places = {one.table: (one.shard.offsets, one.shard.sizes) for one in weights if one.shard}
     sharding_ranks = case.topology.sharding_groups()
     before = {one.name: one.tensor.clone() for one in own_tables(model)}
     for step in range(STEPS):

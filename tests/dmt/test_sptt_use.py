@@ -26,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dmt
 from dmt import (
+    HotRows,
     InputError,
     ReplicaSync,
     SPTTEmbeddingBagCollectionSharder,
@@ -336,8 +337,12 @@ def test_modules_may_be_built_on_meta() -> None:
 
 
 def freed_on_rank(rank: int, scheme: str) -> None:
-    case = Case(towers=2, ranks=2, scheme=scheme)
-    model = shard(case, build(case), TowerMesh(TWO_BY_TWO))
+    hot = scheme == "hot rows"
+    case = Case(towers=2, ranks=2, kind="flat") if hot else Case(towers=2, ranks=2, scheme=scheme)
+    mesh = TowerMesh(TWO_BY_TWO)
+    model = shard(case, build(case), mesh)
+    if hot:
+        HotRows(model, mesh).replicate({"t0": range(9), "t1": [1]})
     ids, labels = case.batches().draw(rank, 0, make_tables(list(case.dims)))
     loss_of(model(ids)[1], labels).backward()
     del model
@@ -347,7 +352,7 @@ def freed_on_rank(rank: int, scheme: str) -> None:
     assert not left, f"still in memory: {left}"
 
 
-@pytest.mark.parametrize("scheme", ["table_wise", "row_wise", "column_wise", "data_parallel"])
+@pytest.mark.parametrize("scheme", ["table_wise", "row_wise", "column_wise", "data_parallel", "hot rows"])
 def test_a_model_that_is_let_go_leaves_memory(scheme: str) -> None:
     """Hooks of data-parallel tables once kept tables and process groups until the process ended."""
     run_ranks(freed_on_rank, 4, scheme)

@@ -15,6 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt.errors import InputError, ReplicaMismatchError
+from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing.plain import is_table
@@ -163,6 +164,7 @@ class _Checks:
         self.precision = run.config.sharding.precision
         fp32 = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
         self._exact = with_values(fp32, "replicas", precision="fp32")
+        self._hot_rows: HotRows | None = None
         self.expected = self._meet_expected(table_layout(shard_model(run.job, mesh)))
         self._crosses = run.config.dataflow == "flat" or run.topology.num_towers > 1
         why = "the formats change none of these numbers" if self._crosses else "a single tower sends nothing to others"
@@ -271,7 +273,18 @@ class _Checks:
         """Returns the sharded model of a config with the first weights, and its `ReplicaSync` if it has replicas."""
         model = shard_model(replace(self.run.job, config=config), self.mesh)
         load_plain_state(model, self.expected.start)
+        self._hot_rows = None
+        if config.hot_rows.extra_memory:
+            self._hot_rows = HotRows(model, self.mesh, refresh_every=None)
+            self._copy_rows(2)
         return model, replica_sync(config.replicas, model, self.mesh)
+
+    def _copy_rows(self, every: int) -> None:
+        """Copies rows that no count would choose in a few steps: each second, each third, of every table."""
+        hot = self._hot_rows
+        if hot is not None:
+            tables = [table for table in self.run.job.split_tables if table.name not in hot.left_out]
+            hot.replicate({table.name: range(0, table.num_embeddings, every) for table in tables})
 
     def _meet_expected(self, layout: TableLayout) -> Expected:
         """Runs the plain module on rank 0; the others read its results."""
@@ -293,7 +306,9 @@ class _Checks:
         pipeline: Any = None
         if in_pipeline:
             pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
-        for _ in range(steps):
+        for step in range(steps):
+            if step == steps // 2:
+                self._copy_rows(3)
             if in_pipeline:
                 logits.append(pipeline.progress(batches)[0])
             else:

@@ -152,7 +152,8 @@ def print_profile(found: ProfiledTables, *, everything: bool, out: Path | None) 
         )
     console.print(
         "These are bytes of a flat model over SPTT; tower modules send their outputs whichever rows are hot. unique: "
-        "sharding.unique=rank. data-parallel across towers and hot rows are estimates: they cannot be configured yet."
+        "sharding.unique=rank. hot rows: hot_rows.extra_memory. data-parallel across towers is an estimate: it "
+        "cannot be configured yet."
     )
     if out is not None:
         console.print(f"Written to {out}.", soft_wrap=True)

@@ -24,6 +24,10 @@ class TableTensor:
 
     name: str
     """``t_ad.weight``, ``t_ad.momentum1``; the n-th further shard on this rank gets the suffix ``#n``."""
+    table: str
+    """Table, with the prefix of its module."""
+    part: str
+    """``weight``, or the state's own name, such as ``momentum1``."""
     tensor: Tensor
     """Live tensor that the kernels read and write, not a copy."""
     is_weight: bool
@@ -31,7 +35,7 @@ class TableTensor:
     is_replicated: bool
     """True if each replica trains its own copy; False for data-parallel tables, whose gradients are averaged."""
     shard: HeldShard | None = None
-    """Part of the table that a weight holds; None for states and data-parallel tables."""
+    """Part of the whole weight or state; None for data-parallel tables, which are whole on each rank."""
 
 
 def table_tensors(module: SPTTModule, prefix: str = "") -> list[TableTensor]:
@@ -51,36 +55,35 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
         states = {prefix + name: value for name, value in optimizer.state.get(weight, {}).items()}
         values = {f"{table}.weight": weight, **states}
         for name, value in values.items():
+            where = {"table": table, "part": name.removeprefix(f"{table}."), "is_weight": value is weight}
             if not isinstance(value, ShardedTensor):
                 if value.is_floating_point():
-                    yield TableTensor(name=name, tensor=value.detach(), is_weight=value is weight, is_replicated=False)
+                    yield TableTensor(name=name, tensor=value.detach(), is_replicated=False, **where)
                 continue
             for number, shard in enumerate(value.local_shards()):
                 if not shard.tensor.is_floating_point():
                     continue
-                place = None
-                if value is weight:
-                    place = HeldShard(
-                        table=table,
-                        size=tuple(value.metadata().size),
-                        offsets=tuple(shard.metadata.shard_offsets),
-                        sizes=tuple(shard.tensor.shape),
-                    )
+                place = HeldShard(
+                    table=table,
+                    size=tuple(value.metadata().size),
+                    offsets=tuple(shard.metadata.shard_offsets),
+                    sizes=tuple(shard.tensor.shape),
+                )
                 yield TableTensor(
                     name=f"{name}#{number}" if number else name,
                     tensor=shard.tensor.detach(),
-                    is_weight=value is weight,
                     is_replicated=True,
                     shard=place,
+                    **where,
                 )
 
 
 class HeldShard(NamedTuple):
-    """A part of a table that some rank holds."""
+    """A part of a table, or of a state of its optimizer, that some rank holds."""
 
     table: str
     size: tuple[int, ...]
-    """Rows and columns of the table."""
+    """Rows and columns of the table; rows alone of a state with one number for each row."""
     offsets: tuple[int, ...]
     """First row and column of the part."""
     sizes: tuple[int, ...]

@@ -1,0 +1,349 @@
+"""`HotCopies`: copies of hot rows on every rank, which look up, train and return to their tables (OPER, section 4.3).
+
+The ids of a batch are split before they are sent (`HotCopies.split`): those of hot rows are looked up in this rank's
+copies, the others go the usual way, and the result is the sum of both. A bag whose ids are all hot is sent as an empty
+one, and all empty bags of a feature share a row (`dmt.sptt.unique`), so that hot rows cost next to nothing between
+hosts. What remains is the gradient of the copies, summed inside each host first and then once between hosts.
+
+The tables stay the truth. `HotCopies.write_back` brings weights and optimizer states of the hot rows there before
+anyone is given the tensors of a table; no rank needs another for it, because each has all copies. `HotCopies.read`
+copies them from the tables, bit by bit. In between the tables' own rows rest: their ids do not come.
+
+Legend: F features, B samples of this rank, n hot rows of a table, N its columns, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt.collectives import start_sum, sum_over_hosts
+from dmt.errors import InputError
+from dmt.sharding.data_parallel import UpdateSettings
+from dmt.sharding.group_ebc import DataParallelTables
+from dmt.sptt.dataflow import Piece, SPTTModule
+from dmt.sptt.state import checksum, table_tensors
+
+__all__ = ["HomeTable", "HotBags", "HotCopies", "HotGroups"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomeTable:
+    """A table of any tower, as every rank knows it."""
+
+    config: Any
+    """TorchRec's ``EmbeddingBagConfig``."""
+    scheme: str
+    """Scheme that it is sharded by."""
+    settings: Mapping[str, Any]
+    """Settings of its fused optimizer, as its kernel has them."""
+
+
+class HotGroups(NamedTuple):
+    """Groups of ranks that keep the copies equal."""
+
+    inside: ProcessGroup
+    """Ranks of this host."""
+    across: ProcessGroup
+    """One rank of each host."""
+    whole: ProcessGroup
+    """All ranks that have copies."""
+
+
+class HotBags(NamedTuple):
+    """Hot ids of one batch, split off by one set of copies."""
+
+    copies: HotCopies
+    ids: Tensor
+    """Positions of the rows among the copies of their table, int64, feature by feature."""
+    offsets: Tensor
+    """First id of each bag, then the number of ids, int64 [F * B + 1], of the features that have hot rows."""
+    weights: Tensor | None
+
+
+class HotCopies:
+    """Copies of some rows of each table on this rank, the same on all ranks of the sharding group.
+
+    Args:
+        module: the sharded collection.
+        tables: all its tables, by name.
+        rows: for each table with hot rows their numbers, int64 [n], ascending, not empty.
+        groups: the ranks.
+        owned: tables whose learning rate this rank tells the others; each is owned by one rank.
+        count: called with the ids of each batch before they are split.
+    """
+
+    def __init__(
+        self,
+        module: SPTTModule,
+        tables: Mapping[str, HomeTable],
+        rows: Mapping[str, Tensor],
+        *,
+        groups: HotGroups,
+        owned: Collection[str],
+        count: Callable[[KeyedJaggedTensor], None],
+    ) -> None:
+        self.rows = dict(rows)
+        self._count = count
+        self._module = module
+        self._groups = groups
+        self._owned = [name for name in rows if name in owned]
+        self._device = device = module.device
+        table_of = {feature: table.config for table in tables.values() for feature in table.config.feature_names}
+        self._features = [feature for feature in module.features if table_of[feature].name in rows]
+        """Features with hot rows, in the order in which ids are sent."""
+        self._widths = [table_of[feature].embedding_dim for feature in self._features]
+        sizes = torch.tensor([table.config.num_embeddings for table in tables.values()])
+        # A row's number among those of all tables; hot rows of all tables are found in one sorted list.
+        first_rows = dict(zip(tables, (sizes.cumsum(0) - sizes).tolist(), strict=True))
+        in_order = sorted(rows, key=lambda name: first_rows[name])
+        self._keys = torch.cat(
+            [torch.empty(0, dtype=torch.int64), *(rows[name] + first_rows[name] for name in in_order)]
+        ).to(device)
+        counts = torch.tensor([len(rows[name]) for name in in_order], dtype=torch.int64)
+        first_copy = dict(zip(in_order, (counts.cumsum(0) - counts).tolist(), strict=True))
+        names = [table_of[feature].name for feature in module.features]
+        self._num_rows, self._first_row, self._first_copy = (
+            torch.tensor(numbers, dtype=torch.int64, device=device)
+            for numbers in (
+                [table_of[feature].num_embeddings for feature in module.features],
+                [first_rows[name] for name in names],
+                [first_copy.get(name, 0) for name in names],
+            )
+        )
+        self._is_hot_feature = torch.tensor([name in rows for name in names], device=device)
+        self._parts: list[_HomePart] = []
+        self._sums: list[int] = []
+        self._is_newer = self._is_exposed = False
+        self._must_read = True
+        self._tensors: dict[tuple[str, str], Tensor] = {}
+        if rows:
+            self._lookup = self._make_lookup(tables, in_order)
+            self._parts = self._home_parts()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Live weights [n, N] and optimizer states of all copies, by name; the same bits on every rank."""
+        return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
+
+    def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags | None]:
+        """Takes the ids of hot rows out of a batch; no gradient.
+
+        Args:
+            ids: of all features, in the order in which they are sent.
+
+        Returns:
+            The cold ids, in as many bags, and the hot ones; None if there are no copies.
+        """
+        self._count(ids)
+        if not self.rows:
+            return ids, None
+        num_bags, num_samples = ids.lengths().numel(), ids.stride()
+        lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()
+        bag_of = torch.arange(num_bags, device=values.device).repeat_interleave(lengths, output_size=values.numel())
+        feature_of = bag_of.div(max(num_samples, 1), rounding_mode="floor")
+        keys = values + self._first_row[feature_of]
+        places = torch.searchsorted(self._keys, keys).clamp(max=len(self._keys) - 1)
+        # An id outside its table must not be taken for a row of another.
+        is_hot = (self._keys[places] == keys) & (values >= 0) & (values < self._num_rows[feature_of])
+        hot_lengths = torch.bincount(bag_of[is_hot], minlength=num_bags)
+        of_hot_features = hot_lengths.view(len(self._is_hot_feature), num_samples)[self._is_hot_feature].flatten()
+        bags = HotBags(
+            copies=self,
+            ids=(places - self._first_copy[feature_of])[is_hot],
+            offsets=torch.cat([of_hot_features.new_zeros(1), of_hot_features.cumsum(0)]),
+            weights=None if weights is None else weights[is_hot],
+        )
+        cold = KeyedJaggedTensor(
+            keys=ids.keys(),
+            values=ids.values()[~is_hot],
+            weights=None if weights is None else weights[~is_hot],
+            lengths=lengths - hot_lengths.to(lengths.dtype),
+            stride=num_samples,
+        )
+        return cold, bags
+
+    def columns(self, bags: HotBags, pieces: Sequence[Piece]) -> Tensor:
+        """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
+
+        Collective the first time, and the first time after `read_again`.
+
+        Args:
+            bags: hot ids of a batch.
+            pieces: name and columns of each feature, from left to right.
+
+        Raises:
+            InputError: rows of a table were changed in place since they were handed out.
+        """
+        if self._must_read:
+            self.read()
+        elif self._is_exposed:
+            self._check_home()
+            self._is_exposed = False
+        found = self._lookup(bags.ids, bags.offsets, bags.weights)
+        by_feature = dict(zip(self._features, found.split(self._widths, dim=1), strict=True))
+        nothing = {width for name, width in pieces if name not in by_feature}
+        zeros = {width: found.new_zeros(len(found), width) for width in nothing}
+        return torch.cat([by_feature[name] if name in by_feature else zeros[width] for name, width in pieces], dim=1)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Brings the tables of this rank up to date, for someone who is given their tensors.
+
+        Raises:
+            InputError: rows of a table were changed in place since they were handed out.
+        """
+        if self._is_newer:
+            self._check_home()
+            for part in self._parts:
+                part.write()
+            self._note_home()
+        self._is_exposed = True
+
+    def read_again(self) -> None:
+        """Tells that tables were loaded; the copies are read before they are used next. Every rank calls it."""
+        self._must_read, self._is_newer = True, False
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Copies weights and optimizer states of the hot rows from the tables; collective."""
+        self._flush()
+        for tensor in self._tensors.values():
+            tensor.zero_()
+        for part in self._parts:
+            if part.is_told:
+                part.read()
+        # Each number has one rank that tells it; as whole numbers the sum with zeros keeps every bit of it.
+        works = [
+            start_sum(tensor.view(-1).view(torch.int32), self._groups.whole)
+            for tensor in (self._weights, *self._states)
+        ]
+        for work in works:
+            work.wait()
+        self._must_read = self._is_newer = self._is_exposed = False
+        self._note_home()
+
+    def _make_lookup(self, tables: Mapping[str, HomeTable], names: Sequence[str]) -> DataParallelTables:
+        specs = [(len(self.rows[name]), tables[name].config.embedding_dim) for name in names]
+        number = {feature: i for i, name in enumerate(names) for feature in tables[name].config.feature_names}
+        kernel = DenseTableBatchedEmbeddingBagsCodegen(
+            specs,
+            feature_table_map=[number[feature] for feature in self._features],
+            use_cpu=self._device.type == "cpu",
+        )
+        ends = kernel.weights_physical_offsets
+        weights = {
+            name: TableBatchedEmbeddingSlice(kernel.weights, ends[i], ends[i + 1], *specs[i])
+            for i, name in enumerate(names)
+        }
+        settings = {name: tables[name].settings for name in names}
+        lookup = DataParallelTables(kernel, weights, settings, self._start_mean)
+        states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
+        self._weights = kernel.weights.detach()
+        """Weights of all copies, one after the other."""
+        self._tensors = {(name, "weight"): weight.detach() for name, weight in weights.items()}
+        self._tensors |= {
+            (name, key.removeprefix(f"{name}.")): value
+            for name, of_table in states.items()
+            for key, value in of_table.items()
+            if value.is_floating_point()
+        }
+        self._states = [tensor for (_, part), tensor in self._tensors.items() if part != "weight"]
+        return lookup
+
+    def _home_parts(self) -> list[_HomePart]:
+        parts = []
+        for one in table_tensors(self._module):
+            copy = self._tensors.get((one.table, one.part))
+            if copy is None:
+                continue
+            rows, first, columns = self.rows[one.table], 0, slice(None)
+            if one.shard is not None:
+                first = one.shard.offsets[0]
+                if len(one.shard.offsets) > 1:
+                    columns = slice(one.shard.offsets[1], one.shard.offsets[1] + one.shard.sizes[1])
+            own = ((rows >= first) & (rows < first + len(one.tensor))).nonzero().flatten()
+            # Of a data-parallel table every rank of the tower has all rows.
+            is_told = one.is_replicated or self._module.mesh.local == 0
+            where = (rows[own] - first).to(self._device)
+            if len(own):
+                parts.append(_HomePart(one.tensor, copy, where, own.to(self._device), columns, is_told))
+        return parts
+
+    def _start_mean(self, gradient: Tensor) -> Callable[[], None]:
+        """Starts the mean of the copies' gradient over all ranks; with it go the settings of the tables' next update.
+
+        A rank that holds no part of a table does not know its learning rate, which a schedule may change at any time.
+        """
+        if self._module.hot is not self:
+            raise InputError(
+                "HotRows: the hot rows changed between the forward and the backward pass of a batch. Call step() and "
+                "refresh() between the backward pass of one batch and the forward pass of the next."
+            )
+        now = {name: value for own in self._module.collections for name, value in own.settings_now().items()}
+        names, told = list(self.rows), torch.zeros(len(self.rows), 2)
+        for name in self._owned:
+            told[names.index(name)] = torch.tensor(now[name])
+
+        def end() -> None:
+            numbers = torch.cat([gradient.view(-1), told.to(gradient).flatten()])
+            sums = sum_over_hosts(numbers, self._groups.inside, self._groups.across)
+            summed, settings = sums.split([gradient.numel(), told.numel()])
+            gradient.copy_(summed.view_as(gradient)).div_(self._groups.whole.size())
+            of_tables = zip(names, settings.view(-1, 2).tolist(), strict=True)
+            self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in of_tables})
+            self._is_newer = True
+
+        return end
+
+    def _flush(self) -> None:
+        for collection in self._module.collections:
+            collection.flush()
+
+    def _note_home(self) -> None:
+        self._flush()
+        self._sums = [part.home_sum() for part in self._parts]
+        self._is_newer = False
+
+    def _check_home(self) -> None:
+        self._flush()
+        if self._sums != [part.home_sum() for part in self._parts]:
+            raise InputError(
+                "HotRows: rows that have copies were changed in their tables, which the copies do not know of. After "
+                "loading or changing weights in place, call restart() of the HotRows on every rank."
+            )
+
+
+class _HomePart(NamedTuple):
+    """Hot rows of one tensor of a table that this rank holds."""
+
+    home: Tensor
+    copy: Tensor
+    rows: Tensor
+    """Their rows in ``home``."""
+    places: Tensor
+    """Their rows in ``copy``."""
+    columns: slice
+    """Columns of the table that ``home`` has."""
+    is_told: bool
+    """True if this rank tells the others."""
+
+    def read(self) -> None:
+        self._part_of_copy()[self.places] = self.home[self.rows]
+
+    def write(self) -> None:
+        self.home[self.rows] = self._part_of_copy()[self.places]
+
+    def home_sum(self) -> int:
+        return checksum(self.home[self.rows])
+
+    def _part_of_copy(self) -> Tensor:
+        return self.copy[:, self.columns] if self.copy.dim() > 1 else self.copy

@@ -1,0 +1,473 @@
+"""`HotRows` beside the same training without copies: states, loading, prefetched batches, choices, refusals, faults."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import dmt.sptt.hot
+from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter
+from dmt.hot_rows.profile import AccessProfile
+from dmt.hot_rows.runtime import HotRows, choose_rows, why_no_copies
+from dmt.plan.tables import TableSpec, table_specs
+from dmt.sptt.hot import HomeTable, HotCopies
+from dmt.testing import gather_plain_state
+from tests.parity import LR, PipelinedBatch, Trained, load_ramps, loss_of, make_tables
+from tests.ranks import run_ranks
+from tests.sptt_case import OPTIMIZERS, TOLERANCE, Case, build, check_worst, parity_on_rank, shard
+
+FLAT = Case(towers=2, ranks=2, kind="flat", sizes=(9, 7, 8, 9))
+ADAM = {"adam": EmbOptimType.ADAM}
+TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
+
+
+class Training:
+    """A sharded model that trains on its rank's batches, at learning rates of its tables that rise."""
+
+    def __init__(self, rank: int, case: Case, mesh: TowerMesh) -> None:
+        torch.manual_seed(0)
+        self.rank, self.case = rank, case
+        self.tables = make_tables(list(case.dims), pooling=case.pooling)
+        self.model = shard(case, build(case), mesh)
+        load_ramps(self.model)
+        stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=9, value=0.25)]
+        self.fused = WarmupOptimizer(self.model.fused_optimizer, stages, lr=LR)
+        dense = [p for name, p in self.model.named_parameters() if "embedding_bags" not in name]
+        self.dense = torch.optim.SGD(dense, lr=LR)
+
+    def step(self, number: int) -> Tensor:
+        ids, labels = self.case.batches().draw(self.rank, number, self.tables)
+        for optimizer in (self.fused, self.dense):
+            optimizer.zero_grad()
+        loss = loss_of(self.model(ids)[1], labels)
+        loss.backward()
+        for optimizer in (self.fused, self.dense):
+            optimizer.step()
+        return loss.detach()
+
+    def some_rows(self, hot: HotRows, every: int) -> dict[str, range]:
+        return {t.name: range(1, t.num_embeddings, every) for t in self.tables if t.name not in hot.left_out}
+
+    def states(self) -> dict[str, Tensor]:
+        """Optimizer states of this rank's shards."""
+        found = {}
+        for table, states in self.model.fused_optimizer.state_dict()["state"].items():
+            for name, value in states.items():
+                shards = value.local_shards() if isinstance(value, ShardedTensor) else []
+                tensors = [part.tensor for part in shards] if shards else [value] if torch.is_tensor(value) else []
+                found |= {f"{table} {name} {i}": tensor.clone() for i, tensor in enumerate(tensors)}
+        return found
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor], bound: float) -> bool:
+    assert set(ours) == set(theirs)
+    assert ours
+    return all((ours[name] - theirs[name]).abs().max() <= bound for name in ours if ours[name].numel())
+
+
+def states_on_rank(rank: int, case: Case) -> bool:
+    mesh = TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks))
+    with patch.dict(OPTIMIZERS, ADAM):
+        plain, other = (Training(rank, case, mesh) for _ in range(2))
+    hot = HotRows(other.model, mesh, refresh_every=None)
+    for step in range(6):
+        if step in (0, 3):
+            hot.replicate(other.some_rows(hot, 2 + step))
+        for training in (plain, other):
+            training.step(step)
+        with torch.no_grad():  # FBGEMM's count of Adam's steps goes on in an evaluation too
+            for training in (plain, other):
+                training.model(case.batches().draw(rank, 77, training.tables)[0])
+        if step in (1, 5):
+            # The states first: nothing else brings them up to date. Rounding as in `tests.sptt_case`; Adam divides it
+            # by gradients of its size.
+            bound = 5e-5 if case.optimizer == "adam" else TOLERANCE
+            assert close(other.states(), plain.states(), bound), step
+            assert close(gather_plain_state(other.model), gather_plain_state(plain.model), bound), step
+    assert len(hot.rows) == (3 if case.scheme == "mixed" and case.optimizer == "rowwise_adagrad" else 4)
+    return True
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(FLAT, optimizer="adam", scheme="data_parallel"),  # FBGEMM's kernel has no Adam on the CPU
+        pytest.param(replace(FLAT, optimizer="adagrad", scheme="mixed", dims=(8, 8, 24, 16)), marks=pytest.mark.slow),
+        replace(FLAT, scheme="mixed", dims=(8, 8, 24, 16), unique="rank"),
+    ],
+    ids=lambda case: f"{case.optimizer}-{case.scheme}",
+)
+def test_weights_and_states_are_those_of_training_without_copies(case: Case) -> None:
+    run_ranks(states_on_rank, 4, case)
+
+
+def load_on_rank(rank: int, kind: str) -> None:
+    """Goes back to a saved state in mid-training: the steps after it repeat to the bit."""
+    mesh = TowerMesh(TWO_BY_TWO)
+    training = Training(rank, FLAT, mesh)
+    hot = HotRows(training.model, mesh, refresh_every=None)
+    hot.replicate(training.some_rows(hot, 2))
+    for step in range(2):
+        training.step(step)
+    model, fused = training.model, model_optimizer(training.model)
+    saved = [copy.deepcopy(part) for part in (model.state_dict(), fused.state_dict(), training.fused.param_groups)]
+    ends = []
+    for _ in range(2):
+        for step in (2, 3):
+            training.step(step)
+        ends.append((gather_plain_state(model), training.states()))
+        if kind == "optimizer first":
+            fused.load_state_dict(copy.deepcopy(saved[1]))
+        model.load_state_dict(copy.deepcopy(saved[0]))
+        if kind == "model first":
+            fused.load_state_dict(copy.deepcopy(saved[1]))
+        hold_rate(training, saved[2])
+    for ours, theirs in zip(*ends, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def model_optimizer(model: DistributedModelParallel) -> Any:
+    return model.fused_optimizer
+
+
+def hold_rate(training: Training, groups: Any) -> None:
+    """Sets the warm-up back too."""
+    state = training.fused.state[training.fused._warmup_param]["warmup"]
+    state.copy_(torch.tensor([2, 0]))
+    for group, saved in zip(training.fused.param_groups, groups, strict=True):
+        group["lr"] = saved["lr"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["model first", "optimizer first"])
+def test_copies_are_read_again_after_a_load(kind: str) -> None:
+    run_ranks(load_on_rank, 4, kind)
+
+
+def change_on_rank(rank: int, restarted: bool) -> str:
+    """Doubles all weights in place; what comes of it, on a rank that has some of the rows."""
+    mesh = TowerMesh(TWO_BY_TWO)
+    training, plain = (Training(rank, FLAT, mesh) for _ in range(2))
+    hot = HotRows(training.model, mesh, refresh_every=None)
+    hot.replicate(training.some_rows(hot, 2))
+    training.step(0)
+    plain.step(0)
+    for one in (training, plain):
+        for value in one.model.state_dict().values():
+            for part in value.local_shards() if isinstance(value, ShardedTensor) else [value]:
+                (part.tensor if isinstance(value, ShardedTensor) else part).mul_(2)
+    if restarted:
+        hot.restart()
+    ids = FLAT.batches().draw(rank, 1, training.tables)[0]
+    try:
+        ours = training.model(ids)[0].values()
+    except InputError as error:
+        return str(error)
+    # Both were trained; bounds as in `tests.sptt_case`, doubled.
+    return f"{(ours - plain.model(ids)[0].values()).abs().max() < 2 * TOLERANCE}"
+
+
+@pytest.mark.ranks
+def test_a_change_in_place_is_noticed() -> None:
+    assert run_ranks(change_on_rank, 4, True) == ["True"] * 4
+    told = run_ranks(change_on_rank, 4, False, fresh=True)  # where the others wait for it, they are not used again
+    assert all("were changed in their tables" in text and "call restart() of the HotRows" in text for text in told)
+
+
+def pipeline_on_rank(rank: int) -> None:
+    """Refreshes while two batches are on their way: their ids were split by the rows before."""
+    mesh = TowerMesh(TWO_BY_TWO)
+    case = replace(FLAT, max_bag=2)
+    results, tables = [], make_tables(list(case.dims))
+    for pipelined in (False, True):
+        torch.manual_seed(0)
+        model = shard(case, Trained(build(case)), mesh)
+        load_ramps(model)
+        hot = HotRows(model, mesh, refresh_every=None)
+        optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "embedding_bags" not in n], lr=LR)
+        batches: Iterator[PipelinedBatch] = iter(
+            [PipelinedBatch(*case.batches().draw(rank, step, tables)) for step in range(6)]
+        )
+        pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")) if pipelined else None
+        for step in range(6):
+            if pipeline is not None:
+                pipeline.progress(batches)
+            else:
+                optimizer.zero_grad()
+                model(next(batches))[0].backward()
+                optimizer.step()
+            hot.replicate({t.name: range(step % 3, t.num_embeddings, 2) for t in tables} if step != 3 else {})
+        results.append(gather_plain_state(model))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+@pytest.mark.ranks
+def test_rows_change_while_batches_are_on_their_way() -> None:
+    run_ranks(pipeline_on_rank, 4)
+
+
+def skewed(rank: int, step: int, first: int, tables: list[Any], size: int = 64) -> tuple[KeyedJaggedTensor, Tensor]:
+    """Half of the ids are the rows ``first`` and the next, others any."""
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    popular = first + torch.randint(0, 2, (len(tables), size), generator=draw)
+    rare = torch.stack([torch.randint(0, t.num_embeddings, (size,), generator=draw) for t in tables])
+    ids = torch.where(torch.rand(popular.shape, generator=draw) < 0.5, popular, rare)
+    kjt = KeyedJaggedTensor([f"f{i}" for i in range(len(tables))], ids.flatten(), lengths=torch.ones(ids.numel()).int())
+    return kjt, torch.rand(size, generator=draw).round()
+
+
+def refresh_on_rank(rank: int) -> dict[str, Any]:
+    """Popular rows move after ten steps; the rows chosen, and the bytes of a step before and after each choice."""
+    mesh, case = TowerMesh(TWO_BY_TWO), replace(FLAT, dims=(32, 32, 32, 32))
+    tables = make_tables(list(case.dims), rows=5000)
+    torch.manual_seed(0)
+    with patch("tests.sptt_case.make_tables", lambda *_, **__: tables):
+        model = shard(case, build(case), mesh)
+    hot, seen = HotRows(model, mesh, refresh_every=5, extra_memory=0.5), {}
+    for step in range(20):
+        ids, labels = skewed(rank, step, 7 if step < 10 else 4000, tables)
+        with TrafficMeter(host_of=lambda number: number // 2) as meter:
+            loss_of(model(ids)[1], labels).backward()
+        total = meter.total(mesh.global_group)
+        seen[step] = total.across
+        hot.step()
+        if step in (4, 19):
+            seen[f"rows after {step}"] = {name: rows.tolist() for name, rows in hot.rows.items()}
+    return seen
+
+
+@pytest.mark.ranks
+def test_rows_are_chosen_as_they_are_read_and_follow_a_drift() -> None:
+    answers = run_ranks(refresh_on_rank, 4)
+    assert answers[0] == answers[3], "ranks chose other rows, or counted other bytes"
+    seen = answers[0]
+    assert seen["rows after 4"] == {f"t{i}": [7, 8] for i in range(4)}
+    assert seen["rows after 19"] == {f"t{i}": [4000, 4001] for i in range(4)}
+    before, saved = seen[3], seen[3] - seen[8]
+    assert saved > 0.4 * before
+    assert seen[12] > before, "the rows that moved are cold"
+    assert before - seen[16] > 0.95 * saved, "one refresh regains the saving"
+
+
+def profile_on_rank(rank: int) -> list[dict[str, list[int]]]:
+    mesh = TowerMesh(TWO_BY_TWO)
+    training = Training(rank, FLAT, mesh)
+    profile = AccessProfile([*training.tables])
+    profile.add({f"f{i}": [3] * 90 + list(range(10)) for i in range(4)}, num_samples=100)
+    hot = HotRows(training.model, mesh, refresh_every=None, profile=profile, extra_memory=1.0)
+    found = []
+    for step in range(3):
+        found.append({name: rows.tolist() for name, rows in hot.rows.items()})
+        training.step(step)
+        hot.step()
+    assert hot.num_bytes == sum(len(rows) for rows in found[1].values()) * 32
+    return found
+
+
+@pytest.mark.ranks
+def test_a_profile_chooses_the_rows_of_the_first_steps() -> None:
+    # 8.25 samples a rank: a row of 1 % is read 0.33 times a step by all ranks, less than the 2 hosts' sums would cost.
+    for nothing, chosen, later in run_ranks(profile_on_rank, 4):
+        assert (nothing, chosen) == ({}, {f"t{i}": [3] for i in range(4)})
+        assert later == chosen
+
+
+def test_choice_takes_what_saves_most_for_its_size() -> None:
+    tables = [
+        TableSpec(name=name, num_embeddings=50, embedding_dim=dim, feature_names=(f"f_{name}",))
+        for name, dim in (("narrow", 4), ("wide", 64), ("bags", 8))
+    ]
+    profile = AccessProfile(tables)
+    ids = np.repeat([5, 6, 7], [60, 30, 10])
+    profile.add({"f_narrow": ids, "f_wide": ids, "f_bags": np.repeat(ids, 2)}, num_samples=100)
+    several = TowerTopology(num_towers=2, ranks_per_tower=2)
+    chosen = choose_rows(profile, tables, several, batch_size=100, distinct=False, max_bytes=1e9)
+    assert {name: rows.tolist() for name, rows in chosen.items()} == {"narrow": [5, 6, 7], "wide": [5, 6, 7]}
+    one = choose_rows(profile, tables, several, batch_size=100, distinct=False, max_bytes=280)
+    # Ids weigh more beside a narrow row.
+    assert {name: rows.tolist() for name, rows in one.items()} == {"narrow": [5], "wide": [5]}
+    single = TowerTopology(num_towers=1, ranks_per_tower=4)
+    assert choose_rows(profile, tables, single, batch_size=100, distinct=False, max_bytes=1e9) == {}
+    alone = TowerTopology(num_towers=2, ranks_per_tower=1)
+    assert choose_rows(profile, tables, alone, batch_size=1, distinct=True, max_bytes=1e9) == {}, "once a host as is"
+
+
+class Unmoved:
+    """Faults that a comparison with plain training must notice."""
+
+    @staticmethod
+    def no_all_reduce() -> Any:
+        return patch.object(dmt.sptt.hot, "sum_over_hosts", lambda value, *_: value)
+
+    @staticmethod
+    def no_states() -> Any:
+        read = HotCopies.read
+
+        def without_states(copies: HotCopies) -> None:
+            read(copies)
+            for state in copies._states:
+                state.zero_()
+
+        return patch.object(HotCopies, "read", without_states)
+
+    @staticmethod
+    def no_write_back() -> Any:
+        return patch.object(HotCopies, "write_back", lambda copies: None)
+
+    @staticmethod
+    def rows_shifted() -> Any:
+        split = HotCopies.split
+
+        def shifted(copies: HotCopies, ids: KeyedJaggedTensor) -> Any:
+            cold, bags = split(copies, ids)
+            return cold, bags if bags is None else bags._replace(ids=(bags.ids - 1).clamp(min=0))
+
+        return patch.object(HotCopies, "split", shifted)
+
+
+def fault_on_rank(rank: int, case: Case, fault: Callable[[], Any]) -> str:
+    with fault():
+        try:
+            check_worst(case, parity_on_rank(rank, case))
+        except Exception as error:
+            return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "no_states",
+        "no_write_back",
+        pytest.param("no_all_reduce", marks=pytest.mark.slow),
+        pytest.param("rows_shifted", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_fails_the_comparison(fault: str) -> None:
+    case = replace(FLAT, hot=True)
+    found = run_ranks(fault_on_rank, 4, case, getattr(Unmoved, fault), fresh=True)
+    assert set(found) <= {"AssertionError", "ReplicaMismatchError"}, found
+
+
+def stray_on_rank(rank: int) -> None:
+    """An id beyond its table is not looked up among the copies of the next one."""
+    mesh = TowerMesh(TWO_BY_TWO)
+    training = Training(rank, FLAT, mesh)
+    hot = HotRows(training.model, mesh, refresh_every=None)
+    hot.replicate({table.name: range(table.num_embeddings) for table in training.tables})
+    (copies,) = (part.hot for part in training.model.modules() if hasattr(part, "hot"))
+    module = copies._module
+    sizes = {table.feature_names[0]: table.num_embeddings for table in training.tables}
+    values = torch.tensor([number for f in module.features for number in (-1, sizes[f], sizes[f] - 1)])
+    ids = KeyedJaggedTensor(module.features, values, lengths=torch.ones(12, dtype=torch.int64))
+    cold, bags = copies.split(ids)
+    assert cold.lengths().tolist() == [1, 1, 0] * 4
+    assert cold.values().tolist() == [number for f in module.features for number in (-1, sizes[f])]
+    assert bags.ids.tolist() == [sizes[f] - 1 for f in module.features]
+
+
+@pytest.mark.ranks
+def test_ids_outside_a_table_stay_cold() -> None:
+    run_ranks(stray_on_rank, 4)
+
+
+def refusal_on_rank(rank: int) -> list[str]:
+    mesh, told = TowerMesh(TWO_BY_TWO), []
+
+    def refused(case: Case, **options: Any) -> None:
+        torch.manual_seed(0)
+        model = shard(case, build(case), mesh)
+        try:
+            hot = HotRows(model, mesh, **options)
+            for rows in ({"t9": [1]}, {"t1": [99]}, {"t1": [rank]}):
+                try:
+                    hot.replicate(rows)
+                except InputError as error:
+                    told.append(str(error))
+            HotRows(model, mesh)
+        except InputError as error:
+            told.append(str(error))
+
+    refused(FLAT)
+    refused(replace(FLAT, kind="modules"))
+    refused(replace(FLAT, id_route="global"))
+    refused(replace(FLAT, pooling="MEAN"))
+    refused(FLAT, extra_memory=0)
+    refused(FLAT, refresh_every=0)
+    refused(FLAT, extra_memory=0.5 + rank)
+    refused(FLAT, profile=AccessProfile(make_tables([8, 8])))
+    return told
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_is_refused() -> None:
+    reasons = [
+        r"table 't9' cannot have copies: the model has no such table",
+        r"table 't1' has 43 rows, and none has the number 99",
+        r"HotRows.replicate: rows is",
+        r"this model has a HotRows already",
+        r"the model has tower modules, and with them copies save nothing",
+        r"HotRows needs id_route='peer'",
+        r"no table can have copies; of table 't0', its bags are averaged",
+        r"extra_memory=0 must be a share above 0",
+        r"refresh_every=0 must be a number of steps from 1 on, or None",
+        r"extra_memory is 0.5 on rank 0, but 1.5 on rank 1",
+        r"the profile does not have table 't2' as the model does \(2 such tables\)",
+    ]
+    for told in run_ranks(refusal_on_rank, 4):
+        assert len(told) == len(reasons), told
+        for text, reason in zip(told, reasons, strict=True):
+            with pytest.raises(InputError, match=reason):
+                raise InputError(text)
+
+
+def replicas_on_rank(rank: int) -> str:
+    case = replace(FLAT, ranks=1, sizes=())
+    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1, num_replicas=2))
+    try:
+        HotRows(shard(case, build(case), mesh), mesh)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_replicas_are_refused() -> None:
+    assert all(
+        "num_replicas=2, but copies are kept equal within one replica" in t for t in run_ranks(replicas_on_rank, 4)
+    )
+
+
+def test_tables_that_cannot_have_copies_are_left_out() -> None:
+    def home(index: int, scheme: str = "table_wise", **settings: Any) -> HomeTable:
+        return HomeTable(
+            config=configs[index], scheme=scheme, settings={"optimizer": "exact_row_wise_adagrad", **settings}
+        )
+
+    configs = make_tables([8, 8, 8, 8, 8])
+    configs[4].feature_names = ["f3"]
+    tables = {"t0": home(0, "column_wise"), "t1": home(1, weight_decay=0.1), "t2": home(2, "row_wise")}
+    found = why_no_copies({**tables, "t3": home(3), "t4": home(4)})
+    assert set(found) == {"t0", "t1", "t3", "t4"}
+    assert "row-wise AdaGrad has a state of its own for each part of a row" in found["t0"]
+    assert found["t1"] == "its fused optimizer sets weight_decay=0.1, which copies do not have"
+    assert "'f3' is also looked up in t3" in found["t4"]
+    assert why_no_copies({"t0": home(0, "column_wise", optimizer="exact_adagrad")}) == {}
+    assert table_specs(configs[:1])[0].name == "t0"

@@ -1,0 +1,156 @@
+"""Whole runs with hot rows: what they learn, send, save and report; settings that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from dmt.errors import InputError, ReplicaMismatchError
+from dmt.hot_rows.profile import AccessProfile
+from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.mesh import TowerMesh
+from dmt.testing import gather_plain_state
+from dmt.training import build
+from dmt.training.access import save_profile
+from dmt.training.checkpoints import load_plain
+from dmt.training.commands import main
+from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.health import SoundnessCheck
+from dmt.training.job import open_data, resolve
+from dmt.training.records import traffic_warning
+from dmt.training.resume import checkpoint_folder
+from dmt.training.train import train_job
+from tests.ranks import run_ranks
+from tests.training.small import plain, small
+
+
+def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> TrainingConfig:
+    # Large batches, beside which the numbers of rows that ranks tell each other are nothing.
+    train = {"max_steps": 8, "log_every": 4, "batch_size": 256, **sections.pop("train", {})}
+    train.setdefault("output_dir", str(folder / name))
+    data = {"rows_per_table": 400, "num_rows": 9000, "num_eval_rows": 64}
+    return small("dlrm", "sptt", synthetic=data, train=train, **sections)
+
+
+def runs_on_rank(rank: int, folder: str) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """The results of a run with hot rows, interrupted half way, and of one without, and how far their weights are."""
+    path, weights, results = Path(folder), [], []
+    hot = {"extra_memory": 0.25, "refresh_every": 3}
+    for name, sections in (
+        ("plain", {}),
+        ("hot", {"hot_rows": hot, "train": {"max_steps": 4}}),
+        ("hot", {"hot_rows": hot}),
+    ):
+        config = config_of(path, name, **sections)
+        job = resolve(config, 4)
+        results.append(train_job(job, TowerMesh(job.topology)))
+        # The saved weights are read in one process, by the names of the plain model.
+        task = plain(config)
+        load_plain(task, checkpoint_folder(config))
+        weights.append({key: value.clone() for key, value in task.state_dict().items()})
+    unlike, _, ours = weights
+    return results[2], results[0], max(float((ours[key] - unlike[key]).abs().max()) for key in unlike)
+
+
+@pytest.mark.ranks
+def test_a_run_with_hot_rows_learns_the_same_and_sends_what_was_planned(tmp_path: Path) -> None:
+    hot, unlike, apart = run_ranks(runs_on_rank, 4, str(tmp_path))[0]
+    # Gradients are added up in another order; Adam's first steps divide small ones by their own size.
+    assert 0 < apart < 1e-4
+    assert hot["eval_loss"] == pytest.approx(unlike["eval_loss"], abs=1e-4)
+    assert hot["hot_rows"]["rows"] == sum(hot["hot_rows"]["rows_by_table"].values()) > 300
+    assert hot["hot_rows"]["bytes_per_rank"] == 32 * hot["hot_rows"]["rows"] <= 0.25 * 6 * 400 * 32
+    assert hot["hot_rows"]["left_out"] == {}
+    assert hot["bytes_per_sample"]["forward"] < 0.8 * unlike["bytes_per_sample"]["forward"]
+    planned, measured = hot["sharding"]["planned_bytes_per_sample"], hot["bytes_per_sample"]
+    assert traffic_warning(planned, measured) == "", (planned, measured)
+    assert measured["dense"] == planned["dense"]
+
+
+def profiled_on_rank(rank: int, folder: str) -> dict[str, int]:
+    config = config_of(Path(folder), "profiled", hot_rows={"extra_memory": 0.5, "profile": f"{folder}/access.parquet"})
+    job = resolve(config, 4)
+    mesh = TowerMesh(job.topology)
+    hot = build.hot_rows(job, model := build.shard_model(job, mesh), mesh)
+    assert hot is not None
+    batch = next(iter(job.data.batches("train", rank=rank, world_size=4, batch_size=16)))
+    model(batch)[0].backward()
+    hot.step()
+    gather_plain_state(model)
+    return {name: len(rows) for name, rows in hot.rows.items()}
+
+
+@pytest.mark.ranks
+def test_a_profile_file_chooses_the_first_rows(tmp_path: Path) -> None:
+    profile = AccessProfile(open_data(config_of(tmp_path, "profiled"))[0].tables)
+    profile.add({f"C{i}": torch.arange(100) % 3 for i in range(1, 7)}, num_samples=100)
+    save_profile(profile, tmp_path / "access.parquet")
+    for chosen in run_ranks(profiled_on_rank, 4, str(tmp_path)):
+        assert set(chosen.values()) == {3}
+        assert len(chosen) == 6
+
+
+def unsound_on_rank(rank: int, folder: str) -> str:
+    """One number of a copy changes on rank 2."""
+    config = config_of(Path(folder), "unsound", hot_rows={"extra_memory": 0.5})
+    job = resolve(config, 4)
+    mesh = TowerMesh(job.topology)
+    hot = build.hot_rows(job, model := build.shard_model(job, mesh), mesh)
+    assert hot is not None
+    hot.replicate({next(iter(job.tables)).name: [3, 5]})
+    check = SoundnessCheck(model, mesh.global_group)
+    model(next(iter(job.data.batches("train", rank=rank, world_size=4, batch_size=16))))[0].backward()
+    check.check(1)
+    (copies,) = (part.hot for part in model.modules() if isinstance(part, SPTTModule))
+    assert copies is not None
+    if rank == 2:
+        next(iter(copies.tensors.values()))[1, 3] += 1e-6
+    try:
+        check.check(2)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
+    for told in run_ranks(unsound_on_rank, 4, str(tmp_path)):
+        assert ".weight of rank 2 differs from that of rank 0" in told
+        assert "the hot rows of" in told
+
+
+@pytest.mark.ranks
+def test_dmt_check_copies_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmt.training.check.run_on_ranks", run_ranks)
+    config = small("dlrm", "sptt", sharding={"unique": "rank"}, hot_rows={"extra_memory": 0.01})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    run = CliRunner().invoke(main, ["check", str(tmp_path / "run.toml"), "--steps", "3", "--json"])
+    assert run.exit_code == 0, run.output
+    report = json.loads(run.stdout)
+    assert report["agrees"]
+    verdicts = {row["check"]: row["verdict"] for row in report["rows"]}
+    assert {verdicts[name] for name in ("embeddings", "table gradients", "table weights", "pipeline", "reload")} == {
+        "ok"
+    }
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"arch": "dmt-dlrm"}}, "needs a flat model, but .*: towers send their modules' outputs"),
+        ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt', but this run has 'flat'"),
+        ({"sharding": {"dataflow": "sptt", "id_route": "global"}}, "needs sharding.id_route='peer'"),
+        ({"sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "needs sharding.table_precision='fp32'"),
+        ({"topology": {"num_replicas": 2}}, "needs topology.num_replicas=1, but this run has 2"),
+        ({"hot_rows": {"extra_memory": 0.0, "profile": "x"}}, "hot_rows.profile='x' needs hot_rows.extra_memory"),
+    ],
+)
+def test_what_cannot_be_is_refused(sections: dict[str, Any], message: str) -> None:
+    values = {"hot_rows": {"extra_memory": 0.01}, **sections}
+    with pytest.raises((InputError, ValueError), match=message):
+        small("dlrm", "sptt", **values)
