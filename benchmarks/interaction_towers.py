@@ -42,6 +42,7 @@ class Study:
 
     file: str
     """Name of its results."""
+    title: str
     model: str
     arms: Mapping[str, tuple[str, str | None]]
     """The model of each arm (`trial_config`), and where its towers come from; None: it has no towers."""
@@ -54,6 +55,7 @@ class Study:
 STUDIES = {
     "dcn": Study(
         file="interaction_towers",
+        title="Towers from interactions",
         model="DMT-DCN, c=0, p=1, N=D=16 and the flat DCN",
         arms={
             "flat": ("dcn", None),
@@ -71,6 +73,7 @@ STUDIES = {
     ),
     "dlrm": Study(
         file="product_towers",
+        title="Tower modules with inner products",
         model="DMT-DLRM, c=0, p=1, N=D=16, with and without inner products in its tower modules, and the flat DLRM",
         arms={
             "flat": ("dlrm", None),
@@ -202,7 +205,7 @@ def write(study: Study, records: Records, done: Mapping[str, Sequence[int]], out
         for name, seeds in done.items()
     ]
     (out / f"{study.file}.md").write_text(
-        "# Towers from interactions\n\nMade by `benchmarks/interaction_towers.py`.\n\n"
+        f"# {study.title}\n\nMade by `python -m benchmarks.interaction_towers`.\n\n"
         + "\n".join(f"- {key}: {value}" for key, value in about.items())
         + "\n\nTest AUC, median over seeds (standard deviation); the difference is the median over pairs of one seed. "
         "p-values are two-sided; in\nbrackets after Holm's correction over the rows of the data set.\n\n"

@@ -175,6 +175,7 @@ def written_on_rank(rank: int, folder: str) -> list[tuple[bool, list[str]]]:
     data = source(config)
     model = shard_model(open_job(config), mesh)
     logger = logging.getLogger("dmt.training.partition")
+    logger.setLevel(logging.WARNING)  # a command may have run in this process, and told it to be quieter
     found = []
     for name in ("good.npz", "file/bad.npz", "nan.npz"):
         lines: list[str] = []

@@ -85,7 +85,16 @@ for _placement, _name, _arch, _sizes, _tables in (
 
 
 # Those whose parts all are in other cases.
-SLOW = ("column_wise", "16 bits", "global route, row_wise", "2 x 2 x 2, inter_host", "2 x 2 x 1, inter_host")
+SLOW = (
+    "table_wise",
+    "column_wise",
+    "data_parallel",
+    "16 bits",
+    "global route, row_wise",
+    "two towers on four hosts",
+    "2 x 2 x 2, inter_host",
+    "2 x 2 x 1, inter_host",
+)
 
 
 def config_of(name: str, folder: str) -> TrainingConfig:
