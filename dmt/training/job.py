@@ -147,7 +147,7 @@ def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
     """Warns of hosts that are not the machines of a job on several; one machine may play several hosts."""
     if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
         logger.warning(
-            f"torchrun runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "
+            f"The job runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "
             f"so bytes are counted for other links. Set topology.ranks_per_host={ranks_per_machine}."
         )
 

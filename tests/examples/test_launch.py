@@ -21,18 +21,20 @@ from tests.waiting import wait_until
 LAUNCH = Path(__file__).parent.parent.parent / "examples" / "launch"
 STEPS = 400
 
-# Starts every task of the job here, hands SIGTERM on as srun does, and ends with the highest exit code.
+# Starts every task of the job here and ends with the highest exit code. As srun does, it kills them when it is told to
+# stop itself.
 SRUN = """
 import os, signal, subprocess, sys
-command = sys.argv[2:]
-assert sys.argv[1] == "--kill-on-bad-exit=0" and command[:2] == ["bash", "-c"], sys.argv
+command = sys.argv[3:]
+assert sys.argv[1:3] == ["--kill-on-bad-exit=0", "--cpus-per-task=1"] and command[:2] == ["bash", "-c"], sys.argv
 number = int(os.environ["SLURM_NTASKS"])
 local = number // int(os.environ["SLURM_NNODES"])
 tasks = [
     subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % local)})
     for i in range(number)
 ]
-signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
+signal.signal(signal.SIGTERM, lambda *_: [task.kill() for task in tasks])
+open("tasks", "w").write(" ".join(str(task.pid) for task in tasks))
 codes = [task.wait() for task in tasks]
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
@@ -49,19 +51,19 @@ def test_slurms_script_is_bash() -> None:
     script = LAUNCH / "slurm.sbatch"
     subprocess.run(["bash", "-n", str(script)], check=True)
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", script.read_text(), re.MULTILINE))
-    assert (asked["signal"], int(asked["ntasks-per-node"])) == ("B:TERM@300", int(asked["gpus-per-node"]))
+    assert (asked["signal"], int(asked["ntasks-per-node"])) == ("TERM@300", int(asked["gpus-per-node"]))
 
 
 def test_the_command_of_the_pods_is_one_that_torchrun_knows(tmp_path: Path) -> None:
     text = (LAUNCH / "kubernetes.yaml").read_text()
     arguments = re.findall(r"^ {12}- (\S+)$", text.partition("args:")[2].partition("resources:")[0], re.MULTILINE)
-    run = get_args_parser().parse_args(arguments)
+    run = get_args_parser().parse_args([a.replace("$(JOB_COMPLETION_INDEX)", "3") for a in arguments])
     assert (run.nnodes, run.module, run.training_script) == (
         re.search(r"completions: (\d+)", text).group(1),  # type: ignore[union-attr]
         True,
         "dmt.training",
     )
-    assert run.rdzv_endpoint.startswith("dmt-0.dmt:")
+    assert (run.master_addr, run.node_rank) == ("dmt-0.dmt", 3)
     assert f"nvidia.com/gpu: {run.nproc_per_node}" in text
     (tmp_path / "run.toml").write_text(to_toml(small()))
     assert load_config(tmp_path / "run.toml", run.training_script_args[1:]).train.output_dir == "/runs/first"
@@ -70,7 +72,7 @@ def test_the_command_of_the_pods_is_one_that_torchrun_knows(tmp_path: Path) -> N
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_a_job_that_slurm_stops_is_queued_again_and_goes_on(tmp_path: Path) -> None:
-    """Two machines of one rank. The script is told as Slurm would, while the job trains."""
+    """Two machines of one rank. The tasks are told as Slurm would, while the job trains."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(f"#!{sys.executable}{text}")
         (tmp_path / name).chmod(0o755)
@@ -93,7 +95,8 @@ def test_a_job_that_slurm_stops_is_queued_again_and_goes_on(tmp_path: Path) -> N
         job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=said, stderr=said)
         try:
             assert wait_until(lambda: curve.exists() and len(curve.read_text().splitlines()) > 2, 200)
-            job.send_signal(signal.SIGTERM)
+            for task in (tmp_path / "tasks").read_text().split():
+                os.kill(int(task), signal.SIGTERM)
             assert job.wait(100) == EXIT_CODE, (tmp_path / "said").read_text()[-3000:]
         finally:
             job.kill()

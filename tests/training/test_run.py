@@ -147,7 +147,7 @@ def test_hosts_other_than_those_of_torchrun_are_told(
     assert (
         caplog.messages
         == [
-            "torchrun runs 4 ranks per machine, but the topology has hosts of 2, so bytes are "
+            "The job runs 4 ranks per machine, but the topology has hosts of 2, so bytes are "
             "counted for other links. Set topology.ranks_per_host=4."
         ]
         * told

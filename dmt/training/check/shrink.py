@@ -167,8 +167,8 @@ def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
     """Returns the topology with at most ``max_ranks``: two replicas, fewer ranks per tower, fewer towers on the mesh.
 
     Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
-    least 4 (8 with replicas) there are two towers where there were two or more. Hosts of several towers, and towers of
-    several hosts, stay such where that leaves more than one host.
+    least 4 (8 with replicas) there are two towers where there were two or more. Hosts of several towers stay such where
+    that leaves more than one host, towers of several hosts where the ranks left can be divided so.
     """
     towers, ranks, replicas = topology.num_towers, topology.ranks_per_tower, min(topology.num_replicas, _REPLICAS)
     max_ranks //= replicas

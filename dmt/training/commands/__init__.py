@@ -99,7 +99,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
 @click.option("--towers", type=int, help="Number of towers.")
 @click.option("--strategy", default="coherent", show_default=True, help="coherent, diverse, both or interactions.")
-@click.option("--tower-module", help="dcn or dlrm, for interactions; by default that of --checkpoint.")
+@click.option("--tower-module", help="dcn, dlrm or dlrm-products, for interactions; by default that of --checkpoint.")
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
 @click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, entities, together, limits.")
 @click.option(

@@ -73,7 +73,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     if data is not None:
         settings += step_settings(checked.train_rows, ranks)
     shared = [*settings, *map(current_override, overrides)]
-    flat_arch = arch.removeprefix("dmt-")
+    flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
 
     check_rows(load_config("demo", shared), ranks, rows_at_most(config, checked))
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
