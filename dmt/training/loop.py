@@ -287,7 +287,8 @@ class Trainer:
 
         The tables update in their backward pass, and the pipeline is detached: call it when all is trained and saved.
         """
-        batch = next(self._batches("train", self._config.batch_size)).to(self._device)
+        # Of one batch, every rank reads what it needs by itself.
+        batch = next(self._batches("train", self._config.batch_size, is_shared=False)).to(self._device)
         self.detach()
         meter = TrafficMeter(host_of=self._mesh.topology.host)
         self._optimizer.zero_grad()
@@ -298,7 +299,14 @@ class Trainer:
         return meter.total(self._mesh.global_group)
 
     def _batches(
-        self, split: Split, batch_size: int, epoch: int = 0, start_row: int = 0, bookmark: Any = None
+        self,
+        split: Split,
+        batch_size: int,
+        epoch: int = 0,
+        start_row: int = 0,
+        bookmark: Any = None,
+        *,
+        is_shared: bool = True,
     ) -> Iterator[ClickBatch]:
         batches = self._data.batches(
             split,
@@ -308,7 +316,7 @@ class Trainer:
             epoch=epoch,
             start_row=start_row,
             bookmark=bookmark,
-            group=self._mesh.global_group,
+            group=self._mesh.global_group if is_shared else None,
         )
         # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
         return (batch.pin_memory() for batch in batches) if self._device.type == "cuda" else batches

@@ -177,10 +177,11 @@ class DataConfig(Section):
     ``eval_path`` or ``split_column``, and no ``max_train_rows``: both count rows in the order of the files."""
     reading: Literal["sharded", "shared"] = "sharded"
     """Reading of files by the ranks of a run: each row is parsed by one of them and sent to the one that trains on it
-    (``sharded``), or all ranks parse all rows (``shared``). Batches are the same, bit for bit."""
+    (``sharded``), or all ranks parse all rows (``shared``; also if a file is gzip or has a row group of more than 2**20
+    rows). Batches are the same, bit for bit."""
     workers: int = Field(default=0, ge=0, le=256)
     """Processes of each rank that read, check and hash rows ahead of training; 0: none, the rank does so itself between
-    steps."""
+    steps, as with gzip and such row groups."""
     skip_bad_lines: bool = False
     """Leave out and count rows that are malformed instead of stopping at the first."""
     validate_rows: int = Field(default=1_000_000, ge=-1)

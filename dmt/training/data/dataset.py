@@ -23,7 +23,7 @@ from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder
-from dmt.training.data.passes import FilePass, Split, make_reader, row_layout
+from dmt.training.data.passes import FilePass, Split, check_same, make_reader, row_layout
 from dmt.training.data.pieces import Piece, pieces_of
 from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, skip
 from dmt.training.data.schema import expand_path, resolve_columns
@@ -274,8 +274,8 @@ class ClickData:
             start_row: training rows left out at the start of this epoch's shuffled stream. If less than a global batch
                 is left there is no batch: that epoch is over.
             bookmark: of ``start_row``, by `bookmark`.
-            group: the W ranks, which then share the reading of files unless ``data.reading`` is ``"shared"``. All must
-                ask for their batches at the same points: it is collective.
+            group: the W ranks, which then read files as ``data.reading`` and ``data.workers`` say. All must ask for
+                their batches at the same points: it is collective. None: this rank reads alone, without workers.
 
         Raises:
             InputError: an argument is out of range; no row, or, from row 0, too few to train on; a malformed row or an
@@ -337,7 +337,7 @@ class ClickData:
                 checked[split] += block.num_rows
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in _SPLITS:
-            first = limit(self._file_pass(split, None, None, quiet=True).blocks(), 1)
+            first = limit(self._file_pass(split).blocks(), 1)
             self._check_not_empty(split, sum(block.num_rows for block in first))
         if rank == 0:
             logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
@@ -403,7 +403,13 @@ class ClickData:
         if self._clicks is not None:
             blocks = limit(self._draw(split), most)
         else:
-            there = self._passes[split] = self._file_pass(split, epoch, group, quiet=rank != 0)
+            workers = 0 if group is None else self.config.workers
+            if self.config.reading == "shared" or world_size == 1:
+                group = None
+            if group is not None:
+                check_same(lambda: self._pieces_of(split), group)
+            there = self._file_pass(split, epoch, group, workers=workers, quiet=rank != 0)
+            self._passes[split] = there
             self._bad_lines[split], is_in_turns = there.bad_lines, there.is_in_turns
             before = there.start_at(bookmark, first)
             seen = 0 if before is None else first
@@ -451,16 +457,23 @@ class ClickData:
             self._pieces[split] = pieces_of(files)
         return self._pieces[split]
 
-    def _file_pass(self, split: Split, epoch: int | None, group: dist.ProcessGroup | None, *, quiet: bool) -> FilePass:
-        """Prepares a pass over the files of a split; without an epoch, this rank looks at them alone."""
-        config = self.config
+    def _file_pass(
+        self,
+        split: Split,
+        epoch: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        workers: int = 0,
+        quiet: bool = True,
+    ) -> FilePass:
+        """Prepares a pass over the files of a split; by default, this rank looks at them alone."""
         return FilePass(
-            config if epoch is not None else config.model_copy(update={"workers": 0}),
+            self.config.model_copy(update={"workers": workers}),
             self._encoder,
             self._pieces_of(split),
             split=split,
             epoch=epoch if split == "train" else None,
-            group=group if config.reading == "sharded" and group is not None and group.size() > 1 else None,
+            group=group,
             warned=None if quiet else self._warned,
             values_met=self._splits_seen,
         )
@@ -478,7 +491,7 @@ class ClickData:
         files = self._files[split] or self._files["train"]
         why = "Give more data."
         if self.config.split_column:
-            value = self._file_pass(split, None, None, quiet=True).split_value
+            value = self._file_pass(split).split_value
             met = ", ".join(repr(v) for v in sorted(self._splits_seen)) or "none"
             why = f"None has {self.config.split_column} == {value!r} (values met: {met}). Set {split}_split."
         elif not self.config.eval_path:

@@ -38,7 +38,7 @@ class RowLayout:
     is_bag: tuple[bool, ...]
     """For each feature, True if it is one of the M, False if one of the S."""
     wide: bool
-    """True: an id takes two words, since some table has 2**31 rows or more."""
+    """True: an id takes two words, since some table has more than 2**31 rows."""
 
     @property
     def num_words(self) -> int:
@@ -94,8 +94,12 @@ class RowLayout:
 
     def empty(self) -> PackedRows:
         """Returns no rows."""
-        none = np.zeros(0, np.int64)
-        return PackedRows(np.zeros((0, self.num_words), np.int32), none.astype(self.id_type), none)
+        return self.zeros(0)
+
+    def zeros(self, number: int) -> PackedRows:
+        """Returns rows of zeros and empty bags."""
+        words = np.zeros((number, self.num_words), np.int32)
+        return PackedRows(words, np.zeros(0, self.id_type), np.zeros(number, np.int64))
 
     def _places(self, words: NDArray[np.int32]) -> list[NDArray[np.int64]]:
         """Places of each bag feature's ids among those of all: row after row, the bags of a row in order of features.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from dmt.collectives import gather_objects
+from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder
@@ -21,7 +22,9 @@ from dmt.training.data.readers import ColumnReader, CriteoReader, FileReader
 from dmt.training.data.rows import Block, spread_split
 from dmt.training.data.sharing import PieceReader, read_in_turns
 
-__all__ = ["Bookmark", "FilePass", "Split", "make_reader", "row_layout"]
+__all__ = ["Bookmark", "FilePass", "Split", "check_same", "make_reader", "row_layout"]
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["train", "eval"]
 
@@ -43,6 +46,16 @@ class Bookmark:
     """Rows of the split before it."""
     bad: Mapping[str, int] = field(default_factory=dict)
     """Malformed rows left out before it, by the number of their file in the order of names."""
+
+
+class _Mark(NamedTuple):
+    """A place that the pass has come by: what its piece does not tell."""
+
+    piece: int
+    raw: int
+    kept: int
+    bad: int
+    """Malformed rows in the piece before."""
 
 
 def make_reader(config: DataConfig, encoder: Encoder, split_value: str | None = None, **shared: Any) -> FileReader:
@@ -96,16 +109,21 @@ class FilePass:
         self._files = {file: number for number, file in enumerate(dict.fromkeys(piece.file for piece in pieces))}
         shuffles = epoch is not None and config.shuffle_pieces
         self._pieces = shuffled_pieces(pieces, seed=(config.shuffle_seed, epoch or 0)) if shuffles else list(pieces)
+        self._has_long = any(piece.is_long for piece in pieces)
         self._first = self._raw = self._kept = 0
-        self._bookmarks: list[Bookmark] = []
-        self._bad: dict[str, int] = {}  # of the pieces before the latest bookmark
+        self._marks: list[_Mark] = []
+        self._bad: dict[str, int] = {}  # malformed rows before the first of these marks, by file
+        self._noted: dict[str, int] = {}  # and before the last
         self.bad_lines = dict.fromkeys(self._files, 0)
         """Malformed rows left out so far, by file."""
 
     @property
     def is_in_turns(self) -> bool:
-        """True if blocks are `HeldRows`, to be shared out by `shares`; False if they are decoded when asked for."""
-        return self.group is not None or self._config.workers > 0
+        """True if blocks are `HeldRows`, to be shared out by `shares`; False if they are decoded when asked for.
+
+        Pieces that are long (`Piece.is_long`) are not read in one go: every rank reads all files in small parts.
+        """
+        return (self.group is not None or self._config.workers > 0) and not self._has_long
 
     def start_at(self, saved: Mapping[str, Any] | None, before: int) -> int | None:
         """Makes the pass start at a saved bookmark, if that lies at or before row ``before`` of this split and fits.
@@ -115,28 +133,51 @@ class FilePass:
         """
         if saved is None:
             return None
-        mark = Bookmark(**saved)
-        piece = self._pieces[mark.piece] if mark.piece < len(self._pieces) else None
-        fits = piece is not None and (mark.file, mark.start) == (Path(piece.file).name, piece.start)
-        if not fits or mark.epoch != self._epoch or mark.kept > before:
+        try:
+            mark, files = Bookmark(**saved), list(self._files)
+            piece, bad = self._pieces[mark.piece], {files[int(number)]: count for number, count in mark.bad.items()}
+            if (mark.epoch, mark.file, mark.start) != (self._epoch, Path(piece.file).name, piece.start):
+                raise ValueError("it is of other pieces")
+            if not (0 <= mark.kept <= before and mark.kept <= mark.raw and mark.piece >= 0):
+                raise ValueError("it is of other rows")
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            if self._warned is not None:
+                logger.warning("The bookmark %s does not fit (%s): files are read from their start.", saved, error)
             return None
         self._first, self._raw, self._kept = mark.piece, mark.raw, mark.kept
-        files, self._bad = list(self._files), dict(mark.bad)
-        self.bad_lines |= {files[int(number)]: count for number, count in mark.bad.items()}
+        self._bad, self._noted = bad, dict(bad)
+        self.bad_lines |= bad
         return mark.kept
 
     def bookmark(self, epoch: int, before: int) -> dict[str, Any] | None:
         """Returns the last bookmark at or before row ``before`` that the pass has come by, as plain data, or None."""
-        found = [mark for mark in self._bookmarks if mark.epoch == epoch and mark.kept <= before]
+        found = sum(mark.kept <= before for mark in self._marks)
+        if epoch != self._epoch or not found:
+            return None
         # Training does not go back: earlier ones are needed no more.
-        self._bookmarks = [mark for mark in self._bookmarks if not found or mark.kept >= found[-1].kept]
-        return asdict(found[-1]) if found else None
+        for mark in self._marks[:found]:
+            if mark.bad:
+                file = self._pieces[mark.piece - 1].file
+                self._bad[file] = self._bad.get(file, 0) + mark.bad
+        mark = self._marks[found - 1]
+        self._marks[:found] = [mark._replace(bad=0)]
+        piece = self._pieces[mark.piece]
+        bookmark = Bookmark(
+            epoch=epoch,
+            piece=mark.piece,
+            file=Path(piece.file).name,
+            start=piece.start,
+            raw=mark.raw,
+            kept=mark.kept,
+            bad={str(self._files[file]): count for file, count in self._bad.items()},
+        )
+        return asdict(bookmark)
 
     def blocks(self) -> Iterator[Block]:
         """Yields the rows of the split from the start on; collective over the group.
 
         Raises:
-            InputError: see `FileReader.blocks`; on all ranks of the group. Also if they would read other pieces.
+            InputError: see `FileReader.blocks`; on all ranks of the group.
         """
         blocks: Iterator[Block] = self._in_turns() if self.is_in_turns else self._alone()
         if not (self._config.eval_path or self._config.split_column):
@@ -167,8 +208,6 @@ class FilePass:
     def _in_turns(self) -> Iterator[Block]:
         rank, world_size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         pieces = self._pieces[self._first :]
-        if self.group is not None:
-            self._check_same(pieces, self.group)
         open_reader = partial(make_reader, self._config, self._encoder, self.split_value)
         read = PieceReader(open_reader, row_layout(self._encoder))
         own = pieces[rank::world_size]
@@ -188,36 +227,36 @@ class FilePass:
 
     def _pass_by(self, number: int) -> None:
         """Notes where the next piece begins."""
-        piece = self._pieces[number]
-        if number > self._first:  # only the piece before can have added to the counts
+        bad = 0
+        if number > self._first:
             earlier = self._pieces[number - 1].file
-            if count := self.bad_lines[earlier]:
-                self._bad = {**self._bad, str(self._files[earlier]): count}
-            if earlier != piece.file and not self._config.shuffle_pieces:
+            bad = self.bad_lines[earlier] - self._noted.get(earlier, 0)
+            self._noted[earlier] = self.bad_lines[earlier]
+            if earlier != self._pieces[number].file and not self._config.shuffle_pieces:
                 self._warn([earlier])
-        self._bookmarks.append(
-            Bookmark(
-                epoch=self._epoch,
-                piece=number,
-                file=Path(piece.file).name,
-                start=piece.start,
-                raw=self._raw,
-                kept=self._kept,
-                bad=self._bad,
-            )
-        )
+        if self._split == "train":
+            self._marks.append(_Mark(number, self._raw, self._kept, bad))
 
     def _warn(self, files: Sequence[str]) -> None:
         options: dict[str, Any] = {"counts": self.bad_lines, "warned": set() if self._warned is None else self._warned}
         make_reader(self._config, self._encoder, **options).warn(files, quiet=self._warned is None)
 
-    def _check_same(self, pieces: Sequence[Piece], group: dist.ProcessGroup) -> None:
-        told = [(Path(piece.file).name, piece.start, piece.stop) for piece in pieces]
-        sums = gather_objects((len(told), zlib.crc32(repr(told).encode())), group)
-        for rank, other in enumerate(sums):
-            if other != sums[0]:
-                raise InputError(
-                    f"Rank {rank} would read other pieces of the files than rank 0, {other[0]} and {sums[0][0]} from "
-                    "here on. Give every host the same files, which must not change in training, or set "
-                    "data.reading='shared'."
-                )
+
+def check_same(pieces: Callable[[], Sequence[Piece]], group: dist.ProcessGroup) -> None:
+    """Checks that all ranks of the group would read the same pieces; collective.
+
+    Raises:
+        InputError: they would not, or a file cannot be read on some rank; on all ranks.
+    """
+
+    def told() -> tuple[int, int]:
+        named = [replace(piece, file=Path(piece.file).name) for piece in pieces()]
+        return len(named), zlib.crc32(repr(named).encode())
+
+    sums = run_on_all_or_raise(told, group)
+    for rank, other in enumerate(sums):
+        if other != sums[0]:
+            raise InputError(
+                f"Rank {rank} would read other pieces of the files than rank 0, {other[0]} and {sums[0][0]} of them. "
+                "Give every host the same files, which must not change in training, or set data.reading='shared'."
+            )

@@ -23,6 +23,8 @@ PIECE_BYTES = 4 << 20
 """Bytes of a piece of text: some 17,000 of Criteo's rows."""
 PIECE_ROWS = 1 << 15
 """Rows of a piece of Parquet, at least, where row groups are smaller; a larger one is a piece by itself."""
+LONG_ROWS = 1 << 20
+"""Rows of a piece of Parquet that is not read in one go any more."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Piece:
     """Rows of a file: its row groups ``start`` to ``stop``, or its lines that begin at bytes ``start`` to ``stop``.
 
     Example:
-        >>> Piece("day_0.tsv", 0, 4_194_304)
-        Piece(file='day_0.tsv', start=0, stop=4194304)
+        >>> print(Piece("day_0.tsv", 0, 4_194_304))
+        day_0.tsv, from byte 0 to 4194304
     """
 
     file: str
@@ -39,7 +41,23 @@ class Piece:
     start: int = 0
     """First row group or byte."""
     stop: int | None = None
-    """End, exclusive; None: that of the file."""
+    """End, exclusive; None: that of the file. That of a gzip file is its number of bytes."""
+    first_row: int = 1
+    """Number of the first row, counted from 1, in a Parquet file."""
+    num_rows: int | None = None
+    """Rows of Parquet; None: of text, which is not read to find out."""
+    is_gzip: bool = False
+    """True: it is a whole gzip file, which cannot be cut."""
+
+    @property
+    def is_long(self) -> bool:
+        """True if it may take long to read, and much memory: gzip, or a row group of more than 2**20 rows."""
+        return self.is_gzip or (self.num_rows or 0) > LONG_ROWS
+
+    def __str__(self) -> str:
+        """Returns the place, for messages."""
+        unit = "byte" if self.num_rows is None else "row group"
+        return f"{self.file}, from {unit} {self.start} to {'the end' if self.stop is None else self.stop}"
 
 
 def pieces_of(files: Sequence[str]) -> list[Piece]:
@@ -53,27 +71,27 @@ def pieces_of(files: Sequence[str]) -> list[Piece]:
     pieces = []
     for file in files:
         try:
-            cuts = _cuts(file)
+            pieces += _cut(file) or [Piece(file)]
         except OSError as error:
             raise InputError(f"{file}: cannot be read ({error.strerror or error}).") from error
-        pieces += [Piece(file, *span) for span in pairwise(cuts)] if cuts else [Piece(file)]
     return pieces
 
 
-def _cuts(file: str) -> list[int]:
-    """Returns the bounds of a file's pieces; none if it cannot be cut or is empty."""
+def _cut(file: str) -> list[Piece]:
+    """Returns the pieces of a file; none if it is empty."""
     if is_parquet(file):
         metadata = parquet_file(file).metadata
-        cuts, rows = [0], 0
+        pieces, start, before, rows = [], 0, 0, 0
         for group in range(metadata.num_row_groups):
             rows += metadata.row_group(group).num_rows
-            if rows >= PIECE_ROWS:
-                cuts, rows = [*cuts, group + 1], 0
-        return list(dict.fromkeys([*cuts, metadata.num_row_groups])) if metadata.num_row_groups else []
-    if is_gzip(file):
-        return []
+            if rows >= PIECE_ROWS or group + 1 == metadata.num_row_groups:
+                pieces.append(Piece(file, start, group + 1, first_row=before + 1, num_rows=rows))
+                start, before, rows = group + 1, before + rows, 0
+        return pieces
     size = os.path.getsize(file)
-    return [*range(0, size, PIECE_BYTES), size] if size else []
+    if is_gzip(file):
+        return [Piece(file, 0, size, is_gzip=True)]
+    return [Piece(file, *span) for span in pairwise([*range(0, size, PIECE_BYTES), size])] if size else []
 
 
 def shuffled_pieces(pieces: Sequence[Piece], *, seed: Sequence[int]) -> list[Piece]:

@@ -173,11 +173,11 @@ class ColumnReader(FileReader):
         check_types(columns, schema, path, self.config)
         text = [n for n in self._used() if pa.types.is_string(schema.field(n).type)]
         file = parquet_file(path, dictionaries=[n for n in text if n not in self.encoder.multi_hot])
-        groups = range(file.metadata.num_row_groups)
-        start = 1 + sum(file.metadata.row_group(group).num_rows for group in groups[: piece.start])
+        groups = range(file.metadata.num_row_groups)[piece.start : piece.stop]
+        start = piece.first_row
         options = {"batch_size": _BATCH_ROWS, "columns": self._used(), "use_threads": False}
         try:
-            for batch in file.iter_batches(row_groups=list(groups[piece.start : piece.stop]), **options):
+            for batch in file.iter_batches(row_groups=list(groups), **options):
                 yield _readable(pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows))
                 start += batch.num_rows
         except (OSError, pa.ArrowException) as error:

@@ -6,8 +6,10 @@ import csv
 import fnmatch
 import glob
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -114,11 +116,20 @@ def parquet_file(path: str, *, dictionaries: Sequence[str] = ()) -> pq.ParquetFi
         InputError: the file cannot be read or is not Parquet.
     """
     try:
-        file = pq.ParquetFile(path, read_dictionary=list(dictionaries), pre_buffer=False)
+        # The footer of a file with many row groups takes long to parse, and its pieces are read one by one.
+        found = os.stat(path)
+        footer = _footer(path, found.st_size, found.st_mtime_ns)
+        file = pq.ParquetFile(path, metadata=footer, read_dictionary=list(dictionaries), pre_buffer=False)
         _ = file.schema_arrow.names  # which pyarrow decodes here
         return file
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as Parquet ({error}).") from error
+
+
+@lru_cache(maxsize=8)
+def _footer(path: str, size: int, changed: int) -> pq.FileMetaData:
+    """Reads the footer of a Parquet file of this size and time of change."""
+    return pq.read_metadata(path)
 
 
 def csv_header(path: str, separator: str) -> list[str]:

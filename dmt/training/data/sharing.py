@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dmt.collectives import run_on_all_or_raise, start_exchange
 from dmt.errors import InputError
+from dmt.training.data.encode import FileBlock
 from dmt.training.data.packed import PackedRows, RowLayout
 from dmt.training.data.pieces import Piece
 from dmt.training.data.readers import FileReader
@@ -31,6 +32,9 @@ Chunk = tuple[list[Block], NDArray[np.int64]]
 """Blocks of rows, and the order in which they come; see `dmt.training.data.rows.shuffled`."""
 
 _EXCHANGE_ROWS = 1 << 14  # of each rank, at least, in one exchange
+_UNFIT = np.iinfo(np.uint16).max  # in the place of a rank
+# To find the rows of a piece that cannot be encoded; one takes some 15. After the last, rows near one pass for one.
+_MOST_TRIES = 256
 _TAG = 1 << 20  # of the messages, which may pass those of a training step
 
 
@@ -39,7 +43,7 @@ class PieceReport:
     """Report on a piece, which the rank that has read it makes for all ranks."""
 
     num_rows: int = 0
-    """Well-formed rows."""
+    """Well-formed rows, of those before the fault."""
     num_bad: int = 0
     """Malformed rows that were left out."""
     requests: NDArray[np.int64] | None = None
@@ -47,7 +51,9 @@ class PieceReport:
     values_met: frozenset[str] = frozenset()
     """Some values of the split column, if there is one."""
     fault: str | None = None
-    """The message of an `InputError`, which is raised when the stream comes to the piece."""
+    """The message of an `InputError` after these rows, which is raised when the stream comes to the place."""
+    unfit: tuple[tuple[int, int, str], ...] = ()
+    """Rows that cannot be encoded, from one to another, with a message that is raised if one of them is used."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +68,50 @@ class PieceReader:
     def __call__(self, piece: Piece) -> tuple[PieceReport, PackedRows]:
         """Returns the report and the rows of a piece; faults of the data are in the report."""
         reader = self.open_reader()
-        rows, requests = [], []
+        rows, requests, unfit, fault = [self.layout.empty()], [np.zeros(0, np.int64)], _Unfit(), None
         by_request = reader.encoder.group_by is not None
         try:
             for block in reader.piece_blocks(piece):
-                rows.append(self.layout.pack(block.rows(every_row(block))))
                 requests += [block.requests] if by_request else []
+                rows += self._packed(block, every_row(block), unfit)
         except InputError as error:
-            return PieceReport(fault=str(error)), self.layout.empty()
-        found = PackedRows.concat(rows or [self.layout.empty()])
+            fault = str(error)
+        except Exception as error:
+            raise RuntimeError(f"{piece}: cannot be read ({type(error).__name__}: {error})") from error
+        found = PackedRows.concat(rows)
         report = PieceReport(
             num_rows=len(found.words),
             num_bad=reader.counts[piece.file],
-            requests=np.concatenate([np.zeros(0, np.int64), *requests]) if by_request else None,
+            requests=np.concatenate(requests) if by_request else None,
             values_met=frozenset(getattr(reader, "splits_seen", ())),
+            fault=fault,
+            unfit=tuple(unfit.found),
         )
         return report, found
+
+    def _packed(self, block: FileBlock, index: NDArray[np.int64], unfit: _Unfit) -> list[PackedRows]:
+        """Encodes and packs rows; those that cannot be encoded are noted and become zeros."""
+        try:
+            packed = self.layout.pack(block.rows(index))
+        except InputError as error:
+            unfit.tries += 1
+            if len(index) > 1 and unfit.tries < _MOST_TRIES:
+                half = len(index) // 2
+                return self._packed(block, index[:half], unfit) + self._packed(block, index[half:], unfit)
+            unfit.found.append((unfit.row, unfit.row + len(index), str(error)))
+            packed = self.layout.zeros(len(index))
+        unfit.row += len(index)
+        return [packed]
+
+
+@dataclass
+class _Unfit:
+    """Rows of a piece that cannot be encoded."""
+
+    row: int = 0
+    """The rows until now."""
+    tries: int = 0
+    found: list[tuple[int, int, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -88,7 +122,7 @@ class HeldRows:
     """That rank."""
     report: PieceReport
     packed: PackedRows | None = field(repr=False)
-    """The rows; None on other ranks."""
+    """Those rows; None on other ranks."""
 
     @property
     def num_rows(self) -> int:
@@ -102,7 +136,7 @@ class HeldRows:
         return self.report.requests
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
-        """Refuses to decode rows one by one: `shares` does so."""
+        """Refuses to decode the rows: most are on other ranks."""
         raise NotImplementedError("rows of a piece are shared out, see shares()")
 
 
@@ -135,9 +169,9 @@ def read_in_turns(
         for holder, report in enumerate(reports):
             if report is None:
                 return
+            yield HeldRows(holder, report, packed[0] if holder == rank else None)
             if report.fault is not None:
                 raise InputError(report.fault)
-            yield HeldRows(holder, report, packed[0] if holder == rank else None)
 
 
 def shares(
@@ -156,19 +190,31 @@ def shares(
 
     Yields:
         The rows of this rank, in stream order, as one part or none; and how many rows of the stream that covers.
+
+    Raises:
+        InputError: the stream has come to rows that cannot be read or encoded; on all ranks.
     """
     waiting: list[Chunk] = []
     covered = at = 0
     enough = 1 if group is None else world_size * _EXCHANGE_ROWS
     stream = _Stream(rank, world_size, batch_size, layout, group)
-    for chunk in chunks:
-        waiting.append(chunk)
-        covered += len(chunk[1])
-        if covered >= enough:
-            yield stream.own_rows(waiting, at - start_row), covered
+    chunks, fault, more = iter(chunks), None, True
+    while more:
+        try:
+            waiting.append(next(chunks))
+            covered += len(waiting[-1][1])
+        except StopIteration:
+            more = False
+        except InputError as error:  # on all ranks: the rows before it come first
+            fault, more = error, False
+        if waiting and (covered >= enough or not more):
+            rows, usable, message = stream.own_rows(waiting, at - start_row)
+            yield rows, usable
+            if message is not None:
+                raise InputError(message)
             waiting, covered, at = [], 0, at + covered
-    if waiting:
-        yield stream.own_rows(waiting, at - start_row), covered
+    if fault is not None:
+        raise fault
 
 
 @dataclass(frozen=True)
@@ -179,22 +225,28 @@ class _Stream:
     layout: RowLayout
     group: dist.ProcessGroup | None
 
-    def own_rows(self, chunks: Sequence[Chunk], start: int) -> list[Rows]:
-        """Returns this rank's rows of consecutive chunks, as one part or none; their first row is row ``start``.
+    def own_rows(self, chunks: Sequence[Chunk], start: int) -> tuple[list[Rows], int, str | None]:
+        """Shares consecutive chunks out, the first row of which is row ``start``; rows before row 0 are nobody's.
 
-        Rows before row 0 are nobody's.
+        Returns:
+            This rank's rows, as one part or none; the number of rows covered: all, or those before one that cannot be
+            encoded; and then the message of that one.
         """
         held: dict[int, tuple[int, PackedRows]] = {}  # pieces of this rank, each with the place of its first row
-        holders, places = zip(*(self._rows_of(chunk, held) for chunk in chunks), strict=True)
+        messages: list[str] = []
+        holders, places = zip(*(self._rows_of(chunk, held, messages) for chunk in chunks), strict=True)
         holder, place = np.concatenate(holders), np.concatenate(places)
-        begin = max(-start, 0)
-        holder, place = holder[begin:], place[begin:]
+        begin, end, message = max(-start, 0), len(holder), None
+        if messages and len(unfit := np.flatnonzero(holder[begin:] == _UNFIT)):
+            end = begin + int(unfit[0])
+            message = messages[place[end]]
+        holder, place = holder[begin:end], place[begin:end]
         position = np.arange(start + begin, start + begin + len(holder))
         taker = (position // self.batch_size % self.world_size).astype(np.uint16)
         mine = np.flatnonzero(taker == self.rank)
         source = PackedRows.concat([packed for _, packed in held.values()] or [self.layout.empty()])
         if self.group is None:
-            return [self.layout.unpack(source.take(place[mine]))] if len(mine) else []
+            return ([self.layout.unpack(source.take(place[mine]))] if len(mine) else []), end, message
         sent = np.flatnonzero(holder == self.group.rank())
         sent = sent[np.argsort(taker[sent], kind="stable")]
         by_holder = np.argsort(holder[mine], kind="stable")
@@ -205,12 +257,15 @@ class _Stream:
         )
         order = np.empty(len(mine), np.int64)
         order[by_holder] = np.arange(len(mine))
-        return [self.layout.unpack(arrived.take(order))] if len(mine) else []
+        return ([self.layout.unpack(arrived.take(order))] if len(mine) else []), end, message
 
     def _rows_of(
-        self, chunk: Chunk, held: dict[int, tuple[int, PackedRows]]
+        self, chunk: Chunk, held: dict[int, tuple[int, PackedRows]], messages: list[str]
     ) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-        """Returns for each row of a chunk the rank that holds it, and its place among those of this rank [n]."""
+        """Returns for each row of a chunk the rank that holds it, and its place among those of this rank [n].
+
+        Rows that cannot be encoded are held by ``_UNFIT``, and their place is that of their message.
+        """
         blocks, order = chunk
         holders, places = [], []
         for block in blocks:
@@ -219,15 +274,18 @@ class _Stream:
                 index = block.index if index is None else block.index[index]
                 block = block.block
             assert isinstance(block, HeldRows), f"{type(block).__name__} was not read in turns"
-            number = block.num_rows if index is None else len(index)
-            holders.append(np.full(number, block.holder, np.uint16))
-            if block.packed is None:
-                places.append(np.zeros(number, np.int64))
-                continue
-            if id(block.packed) not in held:
-                first = sum(len(packed.words) for _, packed in held.values())
-                held[id(block.packed)] = first, block.packed
-            places.append(held[id(block.packed)][0] + (np.arange(number) if index is None else index))
+            index = every_row(block) if index is None else index
+            holders.append(np.full(len(index), block.holder, np.uint16))
+            places.append(np.zeros(len(index), np.int64))
+            if block.packed is not None:
+                if id(block.packed) not in held:
+                    first = sum(len(packed.words) for _, packed in held.values())
+                    held[id(block.packed)] = first, block.packed
+                places[-1] = held[id(block.packed)][0] + index
+            for start, stop, message in block.report.unfit:
+                is_unfit = (start <= index) & (index < stop)
+                holders[-1][is_unfit], places[-1][is_unfit] = _UNFIT, len(messages)
+                messages.append(message)
         return np.concatenate(holders)[order], np.concatenate(places)[order]
 
     def _exchange(self, sent: PackedRows, counts: NDArray[np.int64], expected: NDArray[np.int64]) -> PackedRows:

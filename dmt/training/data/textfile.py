@@ -40,8 +40,8 @@ class TextFormat:
     """Description of a good line, for messages."""
 
 
-# By file: a byte at which a line begins, and the number of lines before it. Pieces of a file are read in order.
-_COUNTED: dict[str, tuple[int, int]] = {}
+# By file: line ends before some of its bytes. Pieces may be asked for in any order.
+_COUNTED: dict[str, dict[int, int]] = {}
 
 
 def is_gzip(path: str) -> bool:
@@ -52,18 +52,17 @@ def is_gzip(path: str) -> bool:
 
 def lines_before(path: str, start: int) -> int:
     """Counts the lines of a plain text file that begin before a byte, and reads the file up to there to do so."""
-    place, lines = _COUNTED.get(path, (0, 0))
-    if place > start:
-        place, lines = 0, 0
+    counted = _COUNTED.setdefault(path, {0: 0})
+    place = max(byte for byte in counted if byte <= start)
+    ends = counted[place]
     with open(path, "rb") as file:
-        # The line that a byte in its middle cuts begins before it.
         file.seek(place)
-        while place < start and (piece := file.read(min(_BLOCK_BYTES, start - place))):
-            place, lines, ended = place + len(piece), lines + piece.count(b"\n"), piece.endswith(b"\n")
-            if place == start and not ended:
-                return lines + 1
-    _COUNTED[path] = place, lines
-    return lines
+        while place < start and (text := file.read(min(_BLOCK_BYTES, start - place))):
+            place, ends = place + len(text), ends + text.count(b"\n")
+            counted[place] = ends
+        # The line that a byte in its middle cuts begins before it.
+        file.seek(max(place - 1, 0))
+        return ends + (place > 0 and file.read(1) != b"\n")
 
 
 def text_blocks(
@@ -93,7 +92,7 @@ def text_blocks(
     line = 1
     rest: list[bytes] = []
     try:
-        for piece in _pieces(path, block_bytes, start, stop):
+        for piece in _parts(path, block_bytes, start, stop):
             cut = piece.rfind(b"\n") + 1
             if not cut:
                 rest.append(piece)
@@ -167,8 +166,8 @@ def parse_block(block: bytes, form: TextFormat) -> tuple[pa.Table, NDArray[np.in
     return table, lines, {**cut_wrong, **unreadable}
 
 
-def _pieces(path: str, size: int, start: int, stop: int | None) -> Iterator[bytes]:
-    """Yields the decompressed file in pieces, or the lines that begin at bytes ``start`` to ``stop`` of a plain one."""
+def _parts(path: str, size: int, start: int, stop: int | None) -> Iterator[bytes]:
+    """Yields the decompressed file in parts, or the lines that begin at bytes ``start`` to ``stop`` of a plain one."""
     with open(path, "rb") as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from dmt.errors import InputError
 from dmt.testing.ranks import end_with
 from dmt.training.data.packed import PackedRows
 from dmt.training.data.pieces import Piece
@@ -49,9 +50,17 @@ def read_ahead(
 ) -> Iterator[tuple[PieceReport, PackedRows]]:
     """Reads pieces in ``num_workers`` processes, each at most two pieces ahead; yields what ``read`` returns, in order.
 
-    What else goes wrong in a worker is raised here as the same kind of error, with the worker's traceback. Closing the
-    generator ends the workers.
+    What else goes wrong in a worker is raised here, with its traceback. Closing the generator ends the workers.
+
+    Raises:
+        InputError: this process may not start others.
+        RuntimeError: a worker has died.
     """
+    if mp.current_process().daemon:
+        raise InputError(
+            f"data.workers={num_workers}: this process is daemonic (multiprocessing started it with daemon=True), and "
+            "such a process may start no others. Set data.workers=0."
+        )
     _start_server()
     loader = DataLoader(
         _Pieces(read),
@@ -66,21 +75,35 @@ def read_ahead(
     )
     others = mp.active_children()
     iterator = iter(loader)
-    end = partial(_kill, [process for process in mp.active_children() if process not in others])
+    workers = [process for process in mp.active_children() if process not in others]
+    end = partial(_kill, workers)
     # At the end of a program that an error ends, Python would wait for them before it lets go of the iterator.
     atexit.register(end)
     try:
-        while (sent := next(iterator, None)) is not None:
-            report, parts = sent
-            words, ids, lengths = (part.numpy() for part in parts)
+        for piece in pieces:
+            try:
+                report, parts = next(iterator)
+            except RuntimeError as error:
+                if all(process.is_alive() for process in workers):
+                    raise
+                raise RuntimeError(
+                    f"{piece}: a worker process (data.workers={num_workers}) died while it read this piece or one soon "
+                    "after. Was it killed for want of memory, or is /dev/shm full? Set fewer data.workers, or write "
+                    "smaller row groups."
+                ) from error
+            # Copies: a tensor that came through shared memory holds its place there and an open file.
+            words, ids, lengths = (part.numpy().copy() for part in parts)
+            del parts
             yield report, PackedRows(words, ids, lengths)
     finally:
-        del iterator  # which tells them to end, and waits for it
         end()
+        del iterator  # which waits for them
         atexit.unregister(end)
 
 
 def _follow(rank: int, worker: int) -> None:
+    # If someone else has started the fork server, it is not deaf to it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     # PyTorch's own watch is on a worker's parent, which is the fork server.
     end_with(rank)
 

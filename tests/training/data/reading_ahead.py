@@ -10,15 +10,20 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dmt.errors import InputError
 from dmt.training.data import pieces
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder
 from dmt.training.data.passes import make_reader, row_layout
+from dmt.training.data.readers import CriteoReader
 from dmt.training.data.sharing import PieceReader
 from dmt.training.data.workers import read_ahead
 
@@ -64,6 +69,35 @@ def main() -> None:
     next(early)
     early.close()
     tell(closed=True)
+    _MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.1,)  # after which it looks for dead ones
+    before = descendants(os.getpid())
+    early = read_ahead(read, cut, 2)
+    next(early)
+    os.kill(max(set(descendants(os.getpid())) - set(before)), signal.SIGKILL)
+    tell(
+        error=error_of(lambda: [*early]),
+        mistake=error_of(lambda: [*read_ahead(replace(read, open_reader=wrong), cut, 1)]),
+    )
+
+
+def error_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+class Wrong(CriteoReader):
+    """A reader with a mistake."""
+
+    def _check(self, part: Any) -> Any:
+        return 1 / 0
+
+
+def wrong() -> CriteoReader:
+    columns: dict[str, Any] = {"dense": ["I1"], "num_embeddings": {"C1": 1000}, "multi_hot": frozenset()}
+    return Wrong(encoder=Encoder(**columns, list_separator="|", id_mode="hash", signed_log1p=False))
 
 
 if __name__ == "__main__":

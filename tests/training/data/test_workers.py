@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def test_workers_read_what_the_rank_would_read_and_end_with_the_generator(tmp_pa
     with started(tmp_path, "read") as program:
         printed, errors = program.communicate(timeout=120)
     assert program.returncode == 0, errors
-    began, read, closed = map(json.loads, printed.splitlines())
+    began, read, closed, died = map(json.loads, printed.splitlines())
     assert len(began["pids"]) == 3, "a fork server and two workers"
     assert read["same"]
     assert read["number"] > 10
@@ -61,9 +62,15 @@ def test_workers_read_what_the_rank_would_read_and_end_with_the_generator(tmp_pa
     # Those that were told to stop by SIGTERM read on to the end; then only the server is left, until the rank ends.
     assert read["pids"] == closed["pids"] == began["pids"][:1]
     assert all_end(began["pids"])
+    # A worker that is killed, for want of memory say.
+    place = rf"{tmp_path}/a\.tsv, from byte \d+ to \d+: "
+    assert re.match(place + r"a worker process \(data\.workers=2\) died .* Set fewer data\.workers", died["error"])
+    # And one that fails by a mistake in this library.
+    assert re.search(place + r"cannot be read \(ZeroDivisionError: ", died["mistake"])
 
 
-@pytest.mark.parametrize("way", ["error", pytest.param("kill", marks=pytest.mark.slow), "interrupt"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["error", "kill", "interrupt"])
 def test_no_process_is_left_after_an_error_a_kill_or_ctrl_c(way: str, tmp_path: Path) -> None:
     with started(tmp_path, "error" if way == "error" else "wait") as program:
         assert program.stdout is not None
