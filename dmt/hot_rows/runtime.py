@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import check_agreement, gather_objects
+from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.hot_rows.costs import has_single_ids, saved_bytes
@@ -41,10 +41,11 @@ class HotRows:
     """Keeps copies of the rows that are read most on every rank, where that saves bytes between hosts.
 
     Make it after ``DistributedModelParallel``, and call `step` after every training step of every rank. Training stays
-    what it is: each copy is updated with the mean gradient of all ranks by the optimizer of its table. Tables,
-    ``state_dict`` and checkpoints hold the trained rows whenever they are read; after loading through
-    ``load_state_dict`` of the model or of its optimizer the copies are read again by themselves, after other changes in
-    place call `restart`.
+    what it is: each copy is updated with the mean gradient of all ranks by the optimizer of its table. Whoever asks the
+    model for its ``state_dict``, parameters or ``fused_optimizer`` is given tables with the trained rows. Tensors that
+    were obtained before a training step lack that step: ask again, or call `write_back`; so do those of TorchRec's
+    collection inside the sharded module. After loading through ``load_state_dict`` of the model or of its optimizer the
+    copies are read again by themselves, after other changes in place call `restart`.
 
     Tables that cannot have copies are left out, see `left_out`. Bags of several ids gain nothing (`docs/hot_rows.md`),
     so `refresh` chooses no rows for them; `replicate` takes any rows.
@@ -182,7 +183,7 @@ class HotRows:
             if of_table[0] < 0 or of_table[-1] >= num_rows:
                 worst = of_table[0] if of_table[0] < 0 else of_table[-1]
                 raise InputError(f"HotRows: table {name!r} has {num_rows} rows, and none has the number {worst}.")
-        self._module.write_back()
+        run_on_all_or_raise(self._module.write_back, self._groups.whole)
         self._copies = HotCopies(
             self._module,
             homes,
@@ -194,8 +195,18 @@ class HotRows:
         self._module.replicate(self._copies)
 
     def restart(self) -> None:
-        """Reads the copies from the tables again, for tables that were changed in place. Every rank calls it."""
+        """Reads the copies from the tables again, for tables that were changed in place. Collective.
+
+        Raises:
+            InputError: what was changed had not been obtained since the last training step.
+        """
+        # Copies that the tables do not have yet are not lost; the tables were changed by others than them, or not at all.
+        run_on_all_or_raise(self._copies.write_back, self._groups.whole)
         self._copies.read_again()
+
+    def write_back(self) -> None:
+        """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""
+        self._copies.write_back()
 
     def _count(self, ids: KeyedJaggedTensor) -> None:
         if not self._module.training:

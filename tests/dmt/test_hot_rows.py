@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +29,7 @@ from dmt.hot_rows.runtime import HotRows, choose_rows, why_no_copies
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.sptt.hot import HomeTable, HotCopies
 from dmt.testing import gather_plain_state
+from dmt.training.health import SoundnessCheck
 from tests.parity import LR, PipelinedBatch, Trained, load_ramps, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import OPTIMIZERS, TOLERANCE, Case, build, check_worst, parity_on_rank, shard
@@ -159,34 +163,112 @@ def test_copies_are_read_again_after_a_load(kind: str) -> None:
     run_ranks(load_on_rank, 4, kind)
 
 
-def change_on_rank(rank: int, restarted: bool) -> str:
-    """Doubles all weights in place; what comes of it, on a rank that has some of the rows."""
+def double(state: dict[str, Any]) -> None:
+    """Doubles all weights of a state in place."""
+    for part in local_parts(state):
+        part.mul_(2)
+
+
+def local_parts(state: dict[str, Any]) -> list[Tensor]:
+    """This rank's own live tensors in a state."""
+    return [
+        tensor
+        for value in state.values()
+        for tensor in ([s.tensor for s in value.local_shards()] if isinstance(value, ShardedTensor) else [value])
+    ]
+
+
+def told_by(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def change_on_rank(rank: int) -> list[str]:
+    """Doubles weights in place: with a restart, on one rank without, and through tensors of before a step."""
     mesh = TowerMesh(TWO_BY_TWO)
     training, plain = (Training(rank, FLAT, mesh) for _ in range(2))
     hot = HotRows(training.model, mesh, refresh_every=None)
     hot.replicate(training.some_rows(hot, 2))
     training.step(0)
     plain.step(0)
+    held = training.model.state_dict()
+    hot.restart()  # nothing was changed yet, and nothing is lost
     for one in (training, plain):
-        for value in one.model.state_dict().values():
-            for part in value.local_shards() if isinstance(value, ShardedTensor) else [value]:
-                (part.tensor if isinstance(value, ShardedTensor) else part).mul_(2)
-    if restarted:
-        hot.restart()
+        double(one.model.state_dict())
+    hot.restart()
     ids = FLAT.batches().draw(rank, 1, training.tables)[0]
-    try:
-        ours = training.model(ids)[0].values()
-    except InputError as error:
-        return str(error)
-    # Both were trained; bounds as in `tests.sptt_case`, doubled.
-    return f"{(ours - plain.model(ids)[0].values()).abs().max() < 2 * TOLERANCE}"
+    with torch.no_grad():
+        apart = (training.model(ids)[0].values() - plain.model(ids)[0].values()).abs().max()
+    assert apart < 2 * TOLERANCE, "both were trained; the bound of `tests.sptt_case`, doubled"
+    training.step(1)
+    plain.step(1)
+    hot.restart()  # the step is not lost, though `held` is from before it
+    assert close(gather_plain_state(training.model), gather_plain_state(plain.model), 2 * TOLERANCE)
+    weights = [part for name, part in held.items() if "embedding_bags" in name]
+    for number, ask in enumerate((hot.write_back, lambda: training.model.fused_optimizer.param_groups)):
+        training.step(7 + number)
+        before = [part.clone() for part in local_parts(dict(enumerate(weights)))]
+        ask()
+        after = local_parts(dict(enumerate(weights)))
+        assert not all(map(torch.equal, before, after)), "no hot row came back to its table"
+    check, found = SoundnessCheck(training.model, mesh.global_group), []
+    training.model.state_dict()
+    if rank == 0:
+        double(held)
+    found.append(told_by(lambda: training.step(2)))
+    hot.restart()
+    training.step(3)
+    if rank == 0:
+        double(held)
+    found.append(told_by(hot.restart))
+    found.append(told_by(lambda: hot.replicate({})))
+    found.append(told_by(lambda: check.check(1)))
+    return found
 
 
 @pytest.mark.ranks
-def test_a_change_in_place_is_noticed() -> None:
-    assert run_ranks(change_on_rank, 4, True) == ["True"] * 4
-    told = run_ranks(change_on_rank, 4, False, fresh=True)  # where the others wait for it, they are not used again
-    assert all("were changed in their tables" in text and "call restart() of the HotRows" in text for text in told)
+def test_changes_in_place_are_read_or_refused_on_all_ranks() -> None:
+    for changed, *too in run_ranks(change_on_rank, 4):
+        assert "were changed in their tables" in changed
+        assert "call restart() of the HotRows" in changed
+        assert all("Get the tensors again through state_dict() before changing them" in text for text in too)
+
+
+def flight_on_rank(rank: int) -> list[str]:
+    """Copies that go out of use with a batch, and a backward pass that fails on one rank."""
+    mesh = TowerMesh(TWO_BY_TWO)
+    training = Training(rank, FLAT, mesh)
+    hot = HotRows(training.model, mesh, refresh_every=None)
+    hot.replicate(training.some_rows(hot, 2))
+    batch, found = FLAT.batches().draw(rank, 1, training.tables), []
+    loss = loss_of(training.model(batch[0])[1], batch[1])
+    before = weakref.ref(hot._copies)
+    hot.replicate(training.some_rows(hot, 3))
+    found.append(told_by(loss.backward))
+    gc.disable()
+    try:
+        assert before() is not None
+        del loss
+        assert before() is None, "copies out of use wait for the garbage collector"
+    finally:
+        gc.enable()
+    lookup = hot._copies._lookup
+    with patch.object(lookup, "_finish", side_effect=InputError("fault")) if rank == 1 else nullcontext():
+        found.append(told_by(lambda: training.step(2)))
+    if rank == 1:
+        assert found.pop() == "fault"
+        found.append(told_by(lambda: training.step(3)))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_batch_that_does_not_come_to_its_end_with_its_copies_is_refused() -> None:
+    for changed, unfinished in run_ranks(flight_on_rank, 4):
+        assert "the hot rows changed between the forward and the backward pass" in changed
+        assert "raised an error on some ranks only" in unfinished
 
 
 def pipeline_on_rank(rank: int) -> None:
