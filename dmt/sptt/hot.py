@@ -40,8 +40,8 @@ _CHANGED = (
     "changing weights in place, call restart() of the HotRows on every rank."
 )
 _CHANGED_TOO = (
-    "HotRows: rows were changed in place through tensors that were obtained before the last steps, so they lack what the "
-    "rows' copies have learned in them. Get the tensors again through state_dict() before changing them."
+    "HotRows: rows were changed in place through tensors that were obtained before the last steps, so they lack what "
+    "their copies have learned in these. Get the tensors again through state_dict() before changing them."
 )
 
 

@@ -86,6 +86,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
+    # What cannot be planned is known before training, even if hot rows change the numbers in its course.
+    complexity, sharding = count_model(job), sharding_result(job)
 
     # The start, and the records.
     start = find_start(job, mesh)
@@ -150,10 +152,11 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 
     # Report.
     result = {
-        **_result(job, metrics=metrics, complexity=count_model(job), time=time, traffic=traffic),
+        **_result(job, metrics=metrics, complexity=complexity, time=time, traffic=traffic),
         **_replica_result(config, replicas, mesh),
         **unique,
-        **_tables_result(job, trainer.hot_rows),
+        **sharding,
+        **_hot_result(job, trainer.hot_rows),
     }
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
@@ -222,14 +225,14 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
     }
 
 
-def _tables_result(job: Job, hot: HotRows | None) -> dict[str, Any]:
-    """The result's sections on the tables' sharding and on hot rows, as they were at the end."""
-    sharding = sharding_result(job, hot)
+def _hot_result(job: Job, hot: HotRows | None) -> dict[str, Any]:
+    """The result's section on hot rows, as they were at the end, and that on sharding, which they change."""
     if hot is None:
-        return sharding
+        return {}
     by_table = {name: len(rows) for name, rows in hot.rows.items()}
     of_all = {"rows": sum(by_table.values()), "bytes_per_rank": hot.num_bytes}
-    return {**sharding, "hot_rows": {**of_all, "rows_by_table": by_table, "left_out": hot.left_out}}
+    left_out = {**hot.left_out, **hot.not_chosen}
+    return {**sharding_result(job, hot), "hot_rows": {**of_all, "rows_by_table": by_table, "left_out": left_out}}
 
 
 def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:
