@@ -20,7 +20,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
-from dmt.models import Complexity
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
@@ -87,7 +86,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
     # What cannot be planned is known before training, even if hot rows change the numbers in its course.
-    complexity, sharding = count_model(job), sharding_result(job)
+    planned = asdict(count_model(job)) | sharding_result(job)
 
     # The start, and the records.
     start = find_start(job, mesh)
@@ -138,7 +137,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     if trainer.stopped_by is not None:
         return _stopped(record, config.train, trainer.position.step, trainer.stopped_by)
 
-    unique = _unique_result(config, model, mesh)
+    planned |= _unique_result(config, model, mesh)
 
     # Evaluate and measure. Tables change in the measured pass: it comes last.
     metrics = trainer.evaluate()
@@ -151,13 +150,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     traffic = trainer.measure_traffic()
 
     # Report.
-    result = {
-        **_result(job, metrics=metrics, complexity=complexity, time=time, traffic=traffic),
-        **_replica_result(config, replicas, mesh),
-        **unique,
-        **sharding,
-        **_hot_result(job, trainer.hot_rows),
-    }
+    result = _result(job, metrics=metrics, time=time, traffic=traffic) | planned
+    result |= _replica_result(config, replicas, mesh) | _hot_result(job, trainer.hot_rows)
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
     for text in result_warnings(result) if mesh.rank == 0 else ():
@@ -193,9 +187,7 @@ def _settle_gradient_buckets(job: Job, mesh: TowerMesh, model: DistributedModelP
             optimizer.zero_grad()
 
 
-def _result(
-    job: Job, *, metrics: MetricValues, complexity: Complexity, time: TrainingTime, traffic: Traffic
-) -> dict[str, Any]:
+def _result(job: Job, *, metrics: MetricValues, time: TrainingTime, traffic: Traffic) -> dict[str, Any]:
     rows = job.config.train.batch_size * job.topology.world_size
     return {
         "arch": job.config.model.name,
@@ -203,7 +195,6 @@ def _result(
         "world_size": job.topology.world_size,
         "device": job.device_type,
         **{f"eval_{name}": value for name, value in asdict(metrics).items()},
-        **asdict(complexity),
         **asdict(time),
         "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
         "bad_lines": job.data.bad_lines,
