@@ -1,6 +1,7 @@
-"""Bytes across towers of a flat model, by how its tables are served: what a profile says that each way would send.
+"""Bytes between hosts of a flat model, by how its tables are served: what a profile says that each way would send.
 
 Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, p share of accesses that a row has.
+Where a host holds several towers, or a tower several hosts (``ranks_per_host``), only what leaves a host is counted.
 
 A rank of another tower is sent an output [N] of each of its bags and sends back its gradient; ids are 8 bytes each. A
 replicated row is sent to nobody; its gradient is summed inside each host and then once between hosts, 2 (T - 1) / T of
@@ -24,13 +25,11 @@ from dmt.plan.topology import TowerTopology
 __all__ = ["TableBytes", "has_single_ids", "saved_bytes", "table_bytes"]
 
 _ID_BYTES = 8
-# A bag that nearly always has one id is told from one that never has another.
-_SINGLE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableBytes:
-    """Bytes that all ranks of a replica send to other towers in a step for one table: ids, outputs and gradients."""
+    """Bytes that all ranks of a replica send to other hosts in a step for one table: ids, outputs and gradients."""
 
     name: str
     """Table."""
@@ -58,7 +57,7 @@ class TableBytes:
 
 
 def table_bytes(profile: AccessProfile, topology: TowerTopology, *, batch_size: int) -> list[TableBytes]:
-    """Estimates the bytes across towers of each table of a profile.
+    """Estimates the bytes between hosts of each table of a profile.
 
     Hot rows pay for single ids only: of a bag of several, the sum over its cold rows is as long as that over all.
 
@@ -86,41 +85,48 @@ def table_bytes(profile: AccessProfile, topology: TowerTopology, *, batch_size: 
 
 
 def has_single_ids(profile: AccessProfile, table: TableSpec) -> bool:
-    """Returns whether each bag of a table has one id; of others the sum over the cold rows is as long as the whole."""
-    return abs(profile.ids_per_sample(table) - 1) <= _SINGLE
+    """Returns whether bags of a table have at most one id on average, as those have of which a copy saves the whole.
+
+    Of a bag of several ids the sum over its cold rows is as long as the whole.
+    """
+    return profile.ids_per_sample(table) <= 1
 
 
 def saved_bytes(
-    counts: RowCounts, table: TableSpec, topology: TowerTopology, *, batch_size: int, distinct: bool
+    counts: RowCounts, table: TableSpec, topology: TowerTopology, *, num_ids: float, distinct: bool
 ) -> NDArray[np.float64]:
-    """Returns the bytes across towers that a copy of each counted row on every rank saves in a step, float64 [n].
+    """Returns the bytes between hosts that a copy of each counted row on every rank saves in a step, float64 [n].
 
     A row pays if they are above zero.
 
     Args:
         counts: accesses of the table's rows.
-        table: the table, whose bags have one id.
+        table: the table, whose bags have at most one id.
         topology: towers and ranks of a replica.
-        batch_size: samples of a rank, B.
+        num_ids: ids of a feature in a rank's batch: B, if no bag is empty.
         distinct: True if each rank sends its distinct ids only (``sharding.unique``).
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
         >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-        >>> saved_bytes(RowCounts.of([1, 7, 7, 7]), table, topology, batch_size=4, distinct=False)
+        >>> saved_bytes(RowCounts.of([1, 7, 7, 7]), table, topology, num_ids=4, distinct=False)
         array([ 80., 368.])
     """
     away, sent, copied = _prices(table, topology)
-    uses = counts.chances(batch_size) if distinct else batch_size * counts.counts / max(counts.total, 1)
+    uses = counts.chances(num_ids) if distinct else num_ids * counts.counts / max(counts.total, 1)
     return np.asarray(away * sent * uses - copied)
 
 
-def _prices(table: TableSpec, topology: TowerTopology) -> tuple[int, int, int]:
-    """Features times ranks whose bags leave their tower, bytes that one such bag sends, and bytes of a row's copies."""
-    hosts, ranks = topology.num_towers, topology.ranks_per_tower
+def _prices(table: TableSpec, topology: TowerTopology) -> tuple[float, int, int]:
+    """Features times ranks whose bags leave a host, bytes that one such bag sends, and bytes of a row's copies."""
+    towers, ranks = topology.num_towers, topology.ranks_per_tower
+    # To the peer in the table's tower, and there to the rank that has the row, which may be on another host.
+    away = (towers - 1) * ranks * topology.share_across_hosts(topology.peer_groups())
+    away += towers * (ranks - 1) * topology.share_across_hosts(topology.tower_groups())
+    hosts = len({topology.host(rank) for rank in topology.sharding_groups()[0]})
     # Outputs and gradients are FP32, whatever the table is kept in.
     row = 4 * table.embedding_dim
-    return (hosts - 1) * ranks * len(table.feature_names), 2 * row + _ID_BYTES, 2 * (hosts - 1) * row
+    return away * len(table.feature_names), 2 * row + _ID_BYTES, 2 * (hosts - 1) * row
 
 
 def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology, batch_size: int) -> TableBytes:
@@ -139,18 +145,18 @@ def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology,
             unique_hot=None,
             unique_hot_rows=0,
         )
-    shares = counts.counts / max(counts.total, 1)
+    shares, num_ids = counts.counts / max(counts.total, 1), batch_size * bag
     pays, pays_distinct = (
-        saved_bytes(counts, table, topology, batch_size=batch_size, distinct=distinct) > 0 for distinct in (False, True)
+        saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct) > 0 for distinct in (False, True)
     )
     return TableBytes(
         name=table.name,
         plain=plain,
-        unique=away * sent * counts.expected_distinct(batch_size),
+        unique=away * sent * counts.expected_distinct(num_ids),
         data_parallel=whole,
-        hot=copied * int(pays.sum()) + away * sent * batch_size * (1 - float(shares[pays].sum())),
+        hot=copied * int(pays.sum()) + away * sent * num_ids * (1 - float(shares[pays].sum())),
         hot_rows=int(pays.sum()),
         unique_hot=copied * int(pays_distinct.sum())
-        + away * sent * counts.expected_distinct(batch_size, cold=~pays_distinct),
+        + away * sent * counts.expected_distinct(num_ids, cold=~pays_distinct),
         unique_hot_rows=int(pays_distinct.sum()),
     )

@@ -74,12 +74,12 @@ class RowCounts:
         """
         return float(self.descending[:rows].sum() / max(self.total, 1))
 
-    def chances(self, batch_size: int) -> NDArray[np.float64]:
+    def chances(self, batch_size: float) -> NDArray[np.float64]:
         """Returns the chance of each counted row to be read by ``batch_size`` independent accesses, float64 [n]."""
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
         return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))
 
-    def expected_distinct(self, batch_size: int, *, cold: NDArray[np.bool_] | None = None) -> float:
+    def expected_distinct(self, batch_size: float, *, cold: NDArray[np.bool_] | None = None) -> float:
         """Returns the distinct rows expected among ``batch_size`` accesses that are drawn independently.
 
         Accesses of rows that are not counted are taken for distinct ones, as they nearly are. Ids that come in groups,

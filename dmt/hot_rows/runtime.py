@@ -7,6 +7,7 @@ to their tables with their optimizer states, rows that come are read from there.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import check_agreement, gather_objects
+from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.hot_rows.costs import has_single_ids, saved_bytes
@@ -41,10 +42,11 @@ class HotRows:
     """Keeps copies of the rows that are read most on every rank, where that saves bytes between hosts.
 
     Make it after ``DistributedModelParallel``, and call `step` after every training step of every rank. Training stays
-    what it is: each copy is updated with the mean gradient of all ranks by the optimizer of its table. Tables,
-    ``state_dict`` and checkpoints hold the trained rows whenever they are read; after loading through
-    ``load_state_dict`` of the model or of its optimizer the copies are read again by themselves, after other changes in
-    place call `restart`.
+    what it is: each copy is updated with the mean gradient of all ranks by the optimizer of its table. Whoever asks the
+    model for its ``state_dict``, parameters or ``fused_optimizer`` is given tables with the trained rows. Tensors that
+    were obtained before a training step lack that step: ask again, or call `write_back`; so do those of TorchRec's
+    collection inside the sharded module. After loading through ``load_state_dict`` of the model or of its optimizer the
+    copies are read again by themselves, after other changes in place call `restart`.
 
     Tables that cannot have copies are left out, see `left_out`. Bags of several ids gain nothing (`docs/hot_rows.md`),
     so `refresh` chooses no rows for them; `replicate` takes any rows.
@@ -81,6 +83,11 @@ class HotRows:
     ) -> None:
         arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": _digest(profile)}
         check_agreement("HotRows", arguments, mesh.global_group)
+        if profile is not None and not isinstance(profile, AccessProfile):
+            raise InputError(
+                f"HotRows: profile={profile!r} must be an AccessProfile. Read the file of `dmt profile --out` with "
+                "dmt.training.access.load_profile."
+            )
         if isinstance(extra_memory, bool) or not isinstance(extra_memory, int | float) or not 0 < extra_memory <= 1:
             raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0, at most 1.")
         is_number = isinstance(refresh_every, int) and not isinstance(refresh_every, bool)
@@ -90,6 +97,8 @@ class HotRows:
         homes = self._module.home_tables
         self.left_out: dict[str, str] = why_no_copies(homes)
         """Tables that have no copies, with the reason."""
+        self.not_chosen: dict[str, str] = {}
+        """Tables of which the last choice took no row because of their bags, with the reason."""
         if len(self.left_out) == len(homes):
             name, reason = next(iter(self.left_out.items()))
             raise InputError(f"HotRows: no table can have copies; of table {name!r}, {reason}.")
@@ -102,6 +111,8 @@ class HotRows:
                 "tables). Collect it from the same model and data."
             )
         self._refresh_every, self._profile = refresh_every, profile
+        # A profile chooses as soon as a batch was counted.
+        self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
         self._steps = self._batches = self._samples = 0
         self._counts = AccessProfile(self._tables)
         topology = mesh.topology
@@ -124,38 +135,48 @@ class HotRows:
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes that a rank hands to the sum over all ranks in a step: gradients, learning rates, numbers of steps."""
-        return self.num_bytes + 8 * len(self._copies.rows)
+        """Bytes that a rank hands to the sum over all ranks in a step: gradients, and two numbers for each table.
+
+        Those are learning rate and number of steps; two more say whether something is wrong on the rank.
+        """
+        tables = len(self._copies.rows)
+        return self.num_bytes + 8 * (tables + 1) if tables else 0
 
     def step(self) -> None:
         """To be called after every training step: chooses rows when it is time. Collective over the job."""
         self._steps += 1
         every = self._refresh_every
-        if self._profile is not None:
-            first = 1
-        elif every is None:
-            return
-        else:
-            first = min(_FIRST_STEPS, every)
-        if self._steps == first or (every is not None and self._steps % every == 0):
+        is_due = self._steps == self._first or (every is not None and self._steps % every == 0)
+        if is_due or self._profile is not None:
             self.refresh()
 
     def refresh(self) -> None:
-        """Chooses rows by what was counted, or by the profile if it was not used yet, and copies them. Collective."""
+        """Chooses rows by what was counted, or by the profile if it was not used yet, and copies them. Collective.
+
+        Before the first training batch it does nothing: the choice depends on the size of a batch.
+        """
         num_batches = max(self._batches, 1)
         total_samples = sum(gather_objects(self._samples / num_batches, self._groups.whole))
-        if self._profile is None and not total_samples:
+        if not total_samples:
             return
         batch_size = max(round(total_samples / self._groups.whole.size()), 1)
         profile, self._profile = self._profile or self._summed_counts(batch_size), None
         topology, distinct = self._mesh.topology, self._module.unique != "off"
-        chosen = None
-        if self._groups.whole.rank() == 0:
-            # One rank chooses: processors of another kind may round a row's gain otherwise.
-            chosen = choose_rows(
-                profile, self._tables, topology, batch_size=batch_size, distinct=distinct, max_bytes=self._budget
-            )
-        self.replicate(gather_objects(chosen, self._groups.whole)[0])
+        self.not_chosen = _why_not_chosen(profile, self._tables)
+        choose = functools.partial(
+            choose_rows,
+            profile,
+            self._tables,
+            topology,
+            batch_size=batch_size,
+            distinct=distinct,
+            max_bytes=self._budget,
+        )
+        # One rank chooses: processors of another kind may round a row's gain otherwise.
+        is_first = self._groups.whole.rank() == 0
+        chosen: Rows | None = run_on_all_or_raise(lambda: choose() if is_first else None, self._groups.whole)[0]
+        assert chosen is not None, "the first rank has chosen"
+        self.replicate(chosen)
         # Counts of before would keep rows that nobody reads any more; even one step has thousands of ids.
         self._counts = AccessProfile(self._tables)
         self._batches = self._samples = 0
@@ -167,10 +188,12 @@ class HotRows:
             rows: for each table the rows that shall have copies, whole numbers, the same on all ranks.
 
         Raises:
-            InputError: a table is unknown or left out, a row is outside it, or ranks were given others.
+            InputError: a table is unknown or left out, a row is outside it or no whole number, or ranks were given
+                others.
         """
-        wanted = {name: np.unique(np.asarray(of_table, dtype=np.int64)) for name, of_table in rows.items()}
-        wanted = {name: of_table for name, of_table in sorted(wanted.items()) if len(of_table)}
+        wanted: Rows = {}
+        # Also an array that NumPy cannot read must not leave the other ranks waiting.
+        run_on_all_or_raise(lambda: wanted.update(_row_numbers(rows)), self._groups.whole)
         digest = hashlib.sha256(b"".join(name.encode() + of_table.tobytes() for name, of_table in wanted.items()))
         check_agreement("HotRows.replicate", {"rows": digest.hexdigest()}, self._groups.whole)
         homes = self._module.home_tables
@@ -182,7 +205,7 @@ class HotRows:
             if of_table[0] < 0 or of_table[-1] >= num_rows:
                 worst = of_table[0] if of_table[0] < 0 else of_table[-1]
                 raise InputError(f"HotRows: table {name!r} has {num_rows} rows, and none has the number {worst}.")
-        self._module.write_back()
+        run_on_all_or_raise(self._module.write_back, self._groups.whole)
         self._copies = HotCopies(
             self._module,
             homes,
@@ -194,21 +217,34 @@ class HotRows:
         self._module.replicate(self._copies)
 
     def restart(self) -> None:
-        """Reads the copies from the tables again, for tables that were changed in place. Every rank calls it."""
+        """Reads the copies from the tables again, for tables that were changed in place. Collective.
+
+        Raises:
+            InputError: what was changed had not been obtained since the last training step.
+        """
+        # What the copies have learned since they were written back is not lost.
+        run_on_all_or_raise(self._copies.write_back, self._groups.whole)
         self._copies.read_again()
+
+    def write_back(self) -> None:
+        """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""
+        self._copies.write_back()
 
     def _count(self, ids: KeyedJaggedTensor) -> None:
         if not self._module.training:
             return
         self._batches += 1
         self._samples += ids.stride()
-        # TorchRec does not take an empty batch apart.
-        by_feature = ids.to_dict() if ids.stride() else {}
+        if not ids.stride():  # TorchRec does not take an empty batch apart
+            return
+        # The device is waited for once, not for every feature.
+        ends = np.cumsum(ids.length_per_key())[:-1]
+        by_feature = dict(zip(ids.keys(), np.split(ids.values().cpu().numpy(), ends), strict=True))
         read = {}
         for table in self._tables:
-            for feature in table.feature_names if by_feature else ():
-                values = by_feature[feature].values()
-                read[feature] = values[(values >= 0) & (values < table.num_embeddings)].cpu().numpy()
+            for feature in table.feature_names:
+                values = by_feature[feature]
+                read[feature] = values[(values >= 0) & (values < table.num_embeddings)]
         self._counts.add(read, num_samples=ids.stride())
 
     def _summed_counts(self, batch_size: int) -> AccessProfile:
@@ -224,7 +260,8 @@ class HotRows:
         for table in self._tables:
             own = mine[table.name]
             most = RowCounts(own.rows, own.counts * group.size(), totals[table.name])
-            gain = saved_bytes(most, table, topology, batch_size=batch_size, distinct=distinct)
+            num_ids = batch_size * totals[table.name] / max(summed.num_samples * len(table.feature_names), 1)
+            gain = saved_bytes(most, table, topology, num_ids=num_ids, distinct=distinct)
             candidates[table.name] = own.rows[gain >= 0]
         of_ranks = gather_objects(candidates, group)
         rows = {name: np.unique(np.concatenate([of_rank[name] for of_rank in of_ranks])) for name in names}
@@ -279,7 +316,8 @@ def choose_rows(
         counts = profile[table.name]
         if not has_single_ids(profile, table):
             continue
-        gain = saved_bytes(counts, table, topology, batch_size=batch_size, distinct=distinct)
+        num_ids = batch_size * profile.ids_per_sample(table)
+        gain = saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct)
         pays, size = gain > 0, 4 * table.embedding_dim
         rows = counts.rows[pays]
         found.append((gain[pays] / size, np.full(len(rows), number), rows, np.full(len(rows), size)))
@@ -290,6 +328,29 @@ def choose_rows(
     kept = order[np.cumsum(sizes[order]) <= max_bytes]
     by_table = {table.name: np.sort(rows[kept][numbers[kept] == number]) for number, table in enumerate(tables)}
     return {name: of_table for name, of_table in by_table.items() if len(of_table)}
+
+
+def _row_numbers(rows: Mapping[str, Any]) -> Rows:
+    """Returns the rows of each table that has some, int64 [n], ascending."""
+    found = {}
+    for name, of_table in sorted(rows.items()):
+        numbers = np.asarray(of_table)
+        if numbers.size and numbers.dtype.kind not in "iu":
+            raise InputError(
+                f"HotRows: the rows of table {name!r} are {numbers.dtype}, but must be whole numbers. Of a mask give "
+                "np.flatnonzero(mask)."
+            )
+        if numbers.size:
+            found[name] = np.unique(numbers.astype(np.int64))
+    return found
+
+
+def _why_not_chosen(profile: AccessProfile, tables: Sequence[TableSpec]) -> dict[str, str]:
+    means = {table.name: profile.ids_per_sample(table) for table in tables if not has_single_ids(profile, table)}
+    return {
+        name: f"its bags have {mean:.3g} ids on average, and the sum over the cold ids of a bag is as long as the whole"
+        for name, mean in means.items()
+    }
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
@@ -346,8 +407,8 @@ def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingB
 
 
 def _digest(profile: AccessProfile | None) -> Any:
-    if profile is None:
-        return None
+    if not isinstance(profile, AccessProfile):
+        return repr(profile)
     digest = hashlib.sha256()
     for table in profile.tables:
         counts = profile[table.name]

@@ -112,10 +112,10 @@ class DataParallelOptimizer(FusedOptimizer):
         first = self.state[weight][f"{name}.momentum1"]
         if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
             first.add_(grad.square().mean(dim=1))
-            return grad / (first.sqrt() + eps).unsqueeze(1)
+            return _quotient(grad, (first.sqrt() + eps).unsqueeze(1), eps)
         if kind is EmbOptimType.EXACT_ADAGRAD:
             first.add_(grad.square())
-            return grad / (first.sqrt() + eps)
+            return _quotient(grad, first.sqrt() + eps, eps)
         second, steps = (self.state[weight][f"{name}.{part}"] for part in ("momentum2", "iter"))
         steps += 1
         rows = grad.ne(0).any(dim=1, keepdim=True)
@@ -126,6 +126,11 @@ class DataParallelOptimizer(FusedOptimizer):
         mean = first / (1 - beta1 ** int(steps))
         root = (second / (1 - beta2 ** int(steps))).sqrt()
         return torch.where(rows, mean / (root + eps), 0.0)
+
+
+def _quotient(grad: Tensor, root: Tensor, eps: float) -> Tensor:
+    # With eps=0 a row that was never read is 0 / 0; FBGEMM does not visit it.
+    return grad / root if eps else torch.where(grad == 0, grad, grad / root)
 
 
 def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:

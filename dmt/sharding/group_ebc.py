@@ -45,7 +45,7 @@ __all__ = [
     "row_starts",
 ]
 
-StartMean = Callable[[Tensor], Callable[[], None]]
+StartMean = Callable[[Tensor], Callable[[bool], None]]
 """Starts the mean of a gradient over ranks, in place, and returns what ends it."""
 
 
@@ -213,7 +213,8 @@ class DataParallelTables(nn.Module):
         weights: [rows, columns] of each table, views of the lookup's own parameters.
         settings: of the fused optimizer of each table.
         start_mean: starts the mean of a parameter's gradient over the ranks that hold the rows, in place, and returns
-            what ends it; it is called on each of them, in the backward pass.
+            what ends it, given whether the rows will be updated: not after a backward pass that raised. It is called on
+            each of them, in the backward pass.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class DataParallelTables(nn.Module):
         self.module = lookup
         self.optimizer = DataParallelOptimizer(weights, settings)
         self._start_mean = start_mean
-        self._pending: list[tuple[Tensor, Callable[[], None]]] = []
+        self._pending: list[tuple[Tensor, Callable[[bool], None]]] = []
         for weight in weights.values():
             mark_updated_in_backward(weight, self.optimizer)
         # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
@@ -237,9 +238,12 @@ class DataParallelTables(nn.Module):
 
     def forward(self, *features: Any) -> Tensor:
         """Looks up; nothing is sent."""
-        # What a backward pass left that did not come to its end, because something raised.
-        self._end_pending()
+        self.settle()
         return self.module(*features)
+
+    def settle(self) -> None:
+        """Ends what a backward pass left that did not come to its end, because something raised."""
+        self._end_pending()
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
         """Yields the lookup's tables: TorchRec 1.9 unwraps only DDP itself, and asks this module."""
@@ -262,13 +266,15 @@ class DataParallelTables(nn.Module):
             self._end_pending(update=True)
 
     def _end_pending(self, *, update: bool = False) -> None:
-        for _, end in self._pending:
-            end()
-        if update:
-            self.optimizer.update()
-        for parameter, _ in self._pending:
-            parameter.grad = None
-        self._pending = []
+        pending, self._pending = self._pending, []
+        try:
+            for _, end in pending:
+                end(update)
+            if update:
+                self.optimizer.update()
+        finally:
+            for parameter, _ in pending:
+                parameter.grad = None
 
 
 class GroupMean:
@@ -277,11 +283,11 @@ class GroupMean:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
-    def __call__(self, gradient: Tensor) -> Callable[[], None]:
+    def __call__(self, gradient: Tensor) -> Callable[[bool], None]:
         """Starts the mean in place, and returns what ends it."""
         work, size = start_sum(gradient, self._group), self._group.size()
 
-        def end() -> None:
+        def end(_: bool) -> None:
             work.wait()
             gradient.div_(size)
 

@@ -14,6 +14,7 @@ Legend: F features, B samples of this rank, n hot rows of a table, N its columns
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,15 @@ from dmt.sptt.dataflow import Piece, SPTTModule
 from dmt.sptt.state import checksum, table_tensors
 
 __all__ = ["HomeTable", "HotBags", "HotCopies", "HotGroups"]
+
+_CHANGED = (
+    "HotRows: rows that have copies were changed in their tables, which the copies do not know of. After loading or "
+    "changing weights in place, call restart() of the HotRows on every rank."
+)
+_CHANGED_TOO = (
+    "HotRows: rows were changed in place through tensors that were obtained before the last steps, so they lack what "
+    "their copies have learned in these. Get the tensors again through state_dict() before changing them."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +132,7 @@ class HotCopies:
         self._is_hot_feature = torch.tensor([name in rows for name in names], device=device)
         self._parts: list[_HomePart] = []
         self._sums: list[int] = []
-        self._is_newer = self._is_exposed = False
+        self._is_newer = self._is_exposed = self._is_changed = False
         self._must_read = True
         self._tensors: dict[tuple[str, str], Tensor] = {}
         if rows:
@@ -146,6 +156,7 @@ class HotCopies:
         self._count(ids)
         if not self.rows:
             return ids, None
+        self._lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
         lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()
         bag_of = torch.arange(num_bags, device=values.device).repeat_interleave(lengths, output_size=values.numel())
@@ -181,14 +192,20 @@ class HotCopies:
             pieces: name and columns of each feature, from left to right.
 
         Raises:
-            InputError: rows of a table were changed in place since they were handed out.
+            InputError: rows of a table on this rank were changed in place since they were handed out. With gradients it
+                is raised in the backward pass instead, on all ranks: none must wait for one that has left.
         """
         if self._must_read:
             self.read()
         elif self._is_exposed:
-            self._check_home()
-            self._is_exposed = False
+            self._is_changed = self._home_changed()
+            if self._is_changed and not torch.is_grad_enabled():
+                raise InputError(_CHANGED)
+            self._is_exposed = self._is_changed
         found = self._lookup(bags.ids, bags.offsets, bags.weights)
+        if found.requires_grad:
+            # It also keeps these copies alive as long as something may go back to them.
+            found.register_hook(self._check_in_use)
         by_feature = dict(zip(self._features, found.split(self._widths, dim=1), strict=True))
         nothing = {width for name, width in pieces if name not in by_feature}
         zeros = {width: found.new_zeros(len(found), width) for width in nothing}
@@ -199,10 +216,11 @@ class HotCopies:
         """Brings the tables of this rank up to date, for someone who is given their tensors.
 
         Raises:
-            InputError: rows of a table were changed in place since they were handed out.
+            InputError: rows of a table on this rank were changed in place, and so were their copies by training.
         """
         if self._is_newer:
-            self._check_home()
+            if self._home_changed():
+                raise InputError(_CHANGED_TOO)
             for part in self._parts:
                 part.write()
             self._note_home()
@@ -228,7 +246,7 @@ class HotCopies:
         ]
         for work in works:
             work.wait()
-        self._must_read = self._is_newer = self._is_exposed = False
+        self._must_read = self._is_newer = self._is_exposed = self._is_changed = False
         self._note_home()
 
     def _make_lookup(self, tables: Mapping[str, HomeTable], names: Sequence[str]) -> DataParallelTables:
@@ -245,7 +263,15 @@ class HotCopies:
             for i, name in enumerate(names)
         }
         settings = {name: tables[name].settings for name in names}
-        lookup = DataParallelTables(kernel, weights, settings, self._start_mean)
+        # Weakly: copies that went out of use are freed at once, and not when the garbage collector runs.
+        living = weakref.WeakMethod(self._start_mean)
+
+        def start_mean(gradient: Tensor) -> Callable[[bool], None]:
+            method = living()
+            assert method is not None, "a graph keeps the copies that it goes back to"
+            return method(gradient)
+
+        lookup = DataParallelTables(kernel, weights, settings, start_mean)
         states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
         self._weights = kernel.weights.detach()
         """Weights of all copies, one after the other."""
@@ -278,31 +304,45 @@ class HotCopies:
                 parts.append(_HomePart(one.tensor, copy, where, own.to(self._device), columns, is_told))
         return parts
 
-    def _start_mean(self, gradient: Tensor) -> Callable[[], None]:
+    def _start_mean(self, gradient: Tensor) -> Callable[[bool], None]:
         """Starts the mean of the copies' gradient over all ranks; with it go the settings of the tables' next update.
 
         A rank that holds no part of a table does not know its learning rate, which a schedule may change at any time.
         """
+        now = {name: value for own in self._module.collections for name, value in own.settings_now().items()}
+        names, told = list(self.rows), torch.zeros(len(self.rows) + 1, 2)
+        for name in self._owned:
+            told[names.index(name)] = torch.tensor(now[name])
+        told[-1, 0] = self._is_changed
+
+        def end(is_update: bool) -> None:
+            told[-1, 1] = not is_update
+            numbers = torch.cat([gradient.view(-1), told.to(gradient).flatten()])
+            sums = sum_over_hosts(numbers, self._groups.inside, self._groups.across)
+            summed, settings = sums.split([gradient.numel(), told.numel()])
+            gradient.copy_(summed.view_as(gradient)).div_(self._groups.whole.size())
+            *of_each, (changed, unfinished) = settings.view(-1, 2).tolist()
+            if changed:
+                raise InputError(_CHANGED)
+            if 0 < unfinished < self._groups.whole.size():
+                raise InputError(
+                    "HotRows: the backward pass of a batch raised an error on some ranks only, which would not have "
+                    "updated their copies. Go on from the last checkpoint."
+                )
+            if not is_update:
+                return
+            of_tables = zip(names, of_each, strict=True)
+            self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in of_tables})
+            self._is_newer = True
+
+        return end
+
+    def _check_in_use(self, _: Tensor) -> None:
         if self._module.hot is not self:
             raise InputError(
                 "HotRows: the hot rows changed between the forward and the backward pass of a batch. Call step() and "
                 "refresh() between the backward pass of one batch and the forward pass of the next."
             )
-        now = {name: value for own in self._module.collections for name, value in own.settings_now().items()}
-        names, told = list(self.rows), torch.zeros(len(self.rows), 2)
-        for name in self._owned:
-            told[names.index(name)] = torch.tensor(now[name])
-
-        def end() -> None:
-            numbers = torch.cat([gradient.view(-1), told.to(gradient).flatten()])
-            sums = sum_over_hosts(numbers, self._groups.inside, self._groups.across)
-            summed, settings = sums.split([gradient.numel(), told.numel()])
-            gradient.copy_(summed.view_as(gradient)).div_(self._groups.whole.size())
-            of_tables = zip(names, settings.view(-1, 2).tolist(), strict=True)
-            self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in of_tables})
-            self._is_newer = True
-
-        return end
 
     def _flush(self) -> None:
         for collection in self._module.collections:
@@ -313,13 +353,9 @@ class HotCopies:
         self._sums = [part.home_sum() for part in self._parts]
         self._is_newer = False
 
-    def _check_home(self) -> None:
+    def _home_changed(self) -> bool:
         self._flush()
-        if self._sums != [part.home_sum() for part in self._parts]:
-            raise InputError(
-                "HotRows: rows that have copies were changed in their tables, which the copies do not know of. After "
-                "loading or changing weights in place, call restart() of the HotRows on every rank."
-            )
+        return self._sums != [part.home_sum() for part in self._parts]
 
 
 class _HomePart(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import torch
@@ -338,6 +338,18 @@ class _TowerOptimizer(CombinedOptimizer):
         """The tables' optimizer states, by weight."""
         self._owner.write_back()
         return super().state
+
+    @property
+    def param_groups(self) -> Collection[Mapping[str, Any]]:
+        """The tables' weights with their settings."""
+        self._owner.write_back()
+        return super().param_groups
+
+    @property
+    def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
+        """The optimizers of the sharded collections."""
+        self._owner.write_back()
+        return super().optimizers
 
     def post_load_state_dict(self) -> None:
         """Called by TorchRec once states were loaded."""

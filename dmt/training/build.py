@@ -22,7 +22,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
+from dmt.collectives import run_on_all_or_raise
 from dmt.formatting import human_bytes
+from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import (
     DCN,
@@ -153,9 +155,13 @@ def is_tower_module(name: str) -> bool:
 
 
 def check_model(job: Job) -> None:
-    """Raises `InputError` if the model of a job cannot be built, or its exchange has no kernels for its device."""
+    """Raises `InputError` if the model of a job cannot be built, or its exchange has no kernels for its device.
+
+    Or if the profile of its hot rows cannot be read.
+    """
     job.config.sharding.precision.check_device(torch.device(job.device_type))
     build_model(job, device="meta")
+    _access_profile(job)
 
 
 def check_rank_memory(job: Job) -> None:
@@ -388,8 +394,15 @@ def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
     own = job.config.hot_rows
     if own.extra_memory == 0:
         return None
-    profile = None if own.profile is None else load_profile(Path(own.profile))
-    return HotRows(model, mesh, extra_memory=own.extra_memory, refresh_every=own.refresh_every, profile=profile)
+    read: list[AccessProfile | None] = []
+    # A rank whose file is gone must not leave the others waiting.
+    run_on_all_or_raise(lambda: read.append(_access_profile(job)), mesh.global_group)
+    return HotRows(model, mesh, extra_memory=own.extra_memory, refresh_every=own.refresh_every, profile=read[0])
+
+
+def _access_profile(job: Job) -> AccessProfile | None:
+    path = job.config.hot_rows.profile
+    return None if path is None else load_profile(Path(path))
 
 
 def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:

@@ -416,11 +416,12 @@ class TrainingConfig(Section):
     def _check_hot_rows(self) -> None:
         own = self.hot_rows
         if own.extra_memory == 0:
-            if own.profile is not None:
-                raise InputError(
-                    f"hot_rows.profile={own.profile!r} needs hot_rows.extra_memory, the share of the tables that "
-                    "copies may have. Set it to 0.01, or leave the profile out."
-                )
+            for key, field in HotRowsConfig.model_fields.items():
+                if (value := getattr(own, key)) != field.default:
+                    raise InputError(
+                        f"hot_rows.{key}={value!r} needs hot_rows.extra_memory, the share of the tables that copies "
+                        f"may have. Set it to 0.01, or leave the {key} out."
+                    )
             return
         obstacle = ""
         if self.model.has_towers:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dmt.collectives import check_agreement, gather_objects
+from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.sptt.dataflow import SPTTModule
@@ -100,12 +100,12 @@ class SoundnessCheck:
         """Raises the same error on every rank if something was noted or copies differ; collective over the group.
 
         Raises:
-            InputError: training has diverged.
+            InputError: training has diverged, or tables were changed in place.
             ReplicaMismatchError: copies of a parameter differ.
         """
+        run_on_all_or_raise(self._write_back, self._group)
         copies = dict(self._copies)
         for module in self._towers:
-            module.write_back()
             copies |= {} if module.hot is None else module.hot.tensors
         sums = {name: checksum(copy) for name, copy in copies.items()}
         ranks = gather_objects((int(self._since.min()), self._reads_finite(), sums), self._group)
@@ -125,6 +125,10 @@ class SoundnessCheck:
                 "saved. Look for a fault of the memory or the network of these ranks; run again, and training goes on "
                 "from the last checkpoint."
             )
+
+    def _write_back(self) -> None:
+        for module in self._towers:
+            module.write_back()
 
     def _reads_finite(self) -> bool:
         numbers = 0

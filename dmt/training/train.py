@@ -20,7 +20,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
-from dmt.models import Complexity
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
@@ -86,6 +85,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
+    # What cannot be planned is known before training, even if hot rows change the numbers in its course.
+    planned = asdict(count_model(job)) | sharding_result(job)
 
     # The start, and the records.
     start = find_start(job, mesh)
@@ -136,7 +137,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     if trainer.stopped_by is not None:
         return _stopped(record, config.train, trainer.position.step, trainer.stopped_by)
 
-    unique = _unique_result(config, model, mesh)
+    planned |= _unique_result(config, model, mesh)
 
     # Evaluate and measure. Tables change in the measured pass: it comes last.
     metrics = trainer.evaluate()
@@ -149,12 +150,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     traffic = trainer.measure_traffic()
 
     # Report.
-    result = {
-        **_result(job, metrics=metrics, complexity=count_model(job), time=time, traffic=traffic),
-        **_replica_result(config, replicas, mesh),
-        **unique,
-        **_tables_result(job, trainer.hot_rows),
-    }
+    result = _result(job, metrics=metrics, time=time, traffic=traffic) | planned
+    result |= _replica_result(config, replicas, mesh) | _hot_result(job, trainer.hot_rows)
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
     for text in result_warnings(result) if mesh.rank == 0 else ():
@@ -190,9 +187,7 @@ def _settle_gradient_buckets(job: Job, mesh: TowerMesh, model: DistributedModelP
             optimizer.zero_grad()
 
 
-def _result(
-    job: Job, *, metrics: MetricValues, complexity: Complexity, time: TrainingTime, traffic: Traffic
-) -> dict[str, Any]:
+def _result(job: Job, *, metrics: MetricValues, time: TrainingTime, traffic: Traffic) -> dict[str, Any]:
     rows = job.config.train.batch_size * job.topology.world_size
     return {
         "arch": job.config.model.name,
@@ -200,7 +195,6 @@ def _result(
         "world_size": job.topology.world_size,
         "device": job.device_type,
         **{f"eval_{name}": value for name, value in asdict(metrics).items()},
-        **asdict(complexity),
         **asdict(time),
         "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
         "bad_lines": job.data.bad_lines,
@@ -222,14 +216,14 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
     }
 
 
-def _tables_result(job: Job, hot: HotRows | None) -> dict[str, Any]:
-    """The result's sections on the tables' sharding and on hot rows, as they were at the end."""
-    sharding = sharding_result(job, hot)
+def _hot_result(job: Job, hot: HotRows | None) -> dict[str, Any]:
+    """The result's section on hot rows, as they were at the end, and that on sharding, which they change."""
     if hot is None:
-        return sharding
+        return {}
     by_table = {name: len(rows) for name, rows in hot.rows.items()}
     of_all = {"rows": sum(by_table.values()), "bytes_per_rank": hot.num_bytes}
-    return {**sharding, "hot_rows": {**of_all, "rows_by_table": by_table, "left_out": hot.left_out}}
+    left_out = {**hot.left_out, **hot.not_chosen}
+    return {**sharding_result(job, hot), "hot_rows": {**of_all, "rows_by_table": by_table, "left_out": left_out}}
 
 
 def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:

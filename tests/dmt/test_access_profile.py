@@ -135,6 +135,39 @@ def test_a_lone_rank_of_a_tower_gains_nothing_from_hot_rows_on_top_of_unique_ids
     assert found.unique_hot == pytest.approx(found.unique, rel=8 / 72)
 
 
+def test_bytes_are_those_between_hosts_wherever_towers_are() -> None:
+    ids = zipf_ids(200, 50_000, seed=1)
+
+    def of(towers: int, ranks: int, per_host: int | None) -> TableBytes:
+        topology = TowerTopology(num_towers=towers, ranks_per_tower=ranks, ranks_per_host=per_host)
+        return table_bytes(profile_of(ids, 200), topology, batch_size=64)[0]
+
+    # Two towers on a host: of the three other towers, two are on the other one; two hosts sum gradients, not four.
+    apart, shared = of(4, 2, None), of(4, 2, 4)
+    assert shared.plain == pytest.approx(apart.plain * 2 / 3)
+    assert shared.data_parallel == apart.data_parallel / 3
+    assert shared.hot_rows > apart.hot_rows
+    # A tower on two hosts, as of two: a bag comes to the tower on its own host, and half of the time goes on to the
+    # other. Everything on one host: nothing leaves it.
+    assert of(1, 4, 2).plain == pytest.approx(of(2, 2, None).plain)
+    one = of(4, 2, 8)
+    assert (one.plain, one.hot, one.hot_rows) == (0, 0, 0)
+
+
+def test_empty_bags_do_not_hide_single_ids() -> None:
+    profile = AccessProfile([table("t", 50)])
+    profile.add({"t": np.repeat([1, 2], [60, 20])}, num_samples=100)
+    (found,) = table_bytes(profile, TowerTopology(num_towers=2, ranks_per_tower=2), batch_size=10)
+    sent, copied = 2 * (2 * 8 * 4 + 8), 2 * 8 * 4  # of an id from the two ranks of the other host; of a copy
+    assert found.hot_rows == 2
+    assert found.hot == pytest.approx(2 * copied)
+    # A row of 1 % of the samples is read 0.1 times by a rank: less than a copy costs.
+    profile.add({"t": [3]}, num_samples=1)
+    (found,) = table_bytes(profile, TowerTopology(num_towers=2, ranks_per_tower=2), batch_size=10)
+    assert found.hot_rows == 2
+    assert found.hot == pytest.approx(2 * copied + sent * 10 / 101)
+
+
 def test_bags_of_several_ids_are_left_alone() -> None:
     profile = AccessProfile([table("t", 50)])
     profile.add({"t": np.arange(30)}, num_samples=10)

@@ -12,8 +12,8 @@ from tests.sptt_case import Case, check_worst, parity_on_rank
 FLAT = Case(towers=2, ranks=2, kind="flat", hot=True)
 CASES = {
     "2x2": replace(FLAT, sizes=(9, 7, 8, 9)),
-    "2x3-row-wise-multi-hot": replace(
-        FLAT, ranks=3, plan=((0, 2), (3, 1)), scheme="row_wise", max_bag=3, sizes=(9, 7, 8, 9, 1, 6)
+    "2x3-row-wise-multi-hot-weighted": replace(
+        FLAT, ranks=3, plan=((0, 2), (3, 1)), scheme="row_wise", max_bag=3, weighted=True, sizes=(9, 7, 8, 9, 1, 6)
     ),
     "3x2-mixed-dims-weighted": replace(
         FLAT, towers=3, plan=((2,), (3, 0), (1,)), dims=(8, 16, 4, 12), max_bag=3, weighted=True
@@ -35,9 +35,7 @@ def case_on_rank(rank: int, case: Case) -> None:
 
 DAILY = (
     "2x2",
-    "2x3-row-wise-multi-hot",
-    "3x2-mixed-dims-weighted",
-    "2x2-mixed-adagrad",
+    "2x3-row-wise-multi-hot-weighted",
     "2x2-unique-multi-hot-in-micro-batches",
 )
 

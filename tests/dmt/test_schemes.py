@@ -353,6 +353,15 @@ def test_adam_of_data_parallel_tables_visits_the_rows_of_the_batch() -> None:
     torch.testing.assert_close(ours, plain.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD])
+def test_rows_that_were_never_read_stay_without_an_epsilon(kind: EmbOptimType) -> None:
+    weight = torch.ones(2, 4)
+    optimizer = DataParallelOptimizer({"t": weight}, {"t": {**FUSED, "optimizer": kind, "eps": 0.0}})
+    weight.grad = torch.tensor([[0.0] * 4, [2.0] * 4])
+    optimizer.update()
+    torch.testing.assert_close(weight, torch.tensor([[1.0] * 4, [1.0 - LR] * 4]))
+
+
 def test_optimizers_that_data_parallel_tables_do_not_have_are_named() -> None:
     weight = {"t_ad": torch.zeros(2, 4)}
     with pytest.raises(InputError, match=r"Table 't_ad' is data-parallel, but its optimizer is lamb"):

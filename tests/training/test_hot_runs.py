@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state
 from dmt.training import build
 from dmt.training.access import save_profile
+from dmt.training.check.shrink import with_values
 from dmt.training.checkpoints import load_plain
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
@@ -76,7 +78,11 @@ def profiled_on_rank(rank: int, folder: str) -> dict[str, int]:
     config = config_of(Path(folder), "profiled", hot_rows={"extra_memory": 0.5, "profile": f"{folder}/access.parquet"})
     job = resolve(config, 4)
     mesh = TowerMesh(job.topology)
-    hot = build.hot_rows(job, model := build.shard_model(job, mesh), mesh)
+    model = build.shard_model(job, mesh)
+    gone = with_values(config, "hot_rows", profile="gone") if rank == 1 else config
+    with pytest.raises(InputError, match="Access profile gone: cannot be read"):
+        build.hot_rows(replace(job, config=gone), model, mesh)
+    hot = build.hot_rows(job, model, mesh)
     assert hot is not None
     batch = next(iter(job.data.batches("train", rank=rank, world_size=4, batch_size=16)))
     model(batch)[0].backward()
@@ -93,6 +99,12 @@ def test_a_profile_file_chooses_the_first_rows(tmp_path: Path) -> None:
     for chosen in run_ranks(profiled_on_rank, 4, str(tmp_path)):
         assert set(chosen.values()) == {3}
         assert len(chosen) == 6
+
+
+def test_a_profile_that_cannot_be_read_ends_a_run_before_it_begins(tmp_path: Path) -> None:
+    hot = {"extra_memory": 0.5, "profile": str(tmp_path / "absent.parquet")}
+    with pytest.raises(InputError, match=r"Access profile .*absent.parquet: cannot be read"):
+        resolve(config_of(tmp_path, "absent", hot_rows=hot), 4)
 
 
 def unsound_on_rank(rank: int, folder: str) -> str:
@@ -148,6 +160,7 @@ def test_dmt_check_copies_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "needs sharding.table_precision='fp32'"),
         ({"topology": {"num_replicas": 2}}, "needs topology.num_replicas=1, but this run has 2"),
         ({"hot_rows": {"extra_memory": 0.0, "profile": "x"}}, "hot_rows.profile='x' needs hot_rows.extra_memory"),
+        ({"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
     ],
 )
 def test_what_cannot_be_is_refused(sections: dict[str, Any], message: str) -> None:
