@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Lockstep", "collect_affinity"]
 
-# Float64 elements of normalised embeddings held at a time (64 MiB): a batch is worked through in blocks of samples.
+# Float64 elements of normalised embeddings, or of CKA's gram matrices, in a block of samples (64 MiB; CKA holds up to
+# three such at a time): a batch is worked through in blocks.
 BLOCK_ELEMENTS = 2**23
 # CKA compares each sample of a block with each other one: with more of them, its work grows and its noise hardly falls.
 _CKA_ROWS = 256
