@@ -37,12 +37,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Lockstep", "collect_affinity"]
 
-# Float64 elements of normalised embeddings held at a time (64 MiB): a batch is worked through in blocks of samples.
+# Float64 elements of normalised embeddings, or of CKA's gram matrices, in a block of samples (64 MiB; CKA holds up to
+# three such at a time): a batch is worked through in blocks.
 BLOCK_ELEMENTS = 2**23
 # CKA compares each sample of a block with each other one: with more of them, its work grows and its noise hardly falls.
 _CKA_ROWS = 256
 # The unbiased estimator divides by n - 3.
 _CKA_LEAST_ROWS = 4
+# A centred gram this small, squared and relative to the uncentred one, is the rounding of cosines that are all equal.
+_CKA_ROUNDING = 1e-12
 
 
 def collect_affinity(
@@ -140,7 +143,9 @@ class _Measured:
         self.features: tuple[str, ...] = ()
         self.measure: Literal["cosine", "cka"] = "cosine"
         self.sum_FF = torch.zeros(0, 0, dtype=torch.float64)
+        self.uncentred_F = torch.zeros(0, dtype=torch.float64)
         self.num_samples = 0
+        self.num_rows = 0  # samples that ids were counted in: CKA leaves out those of small batches
         self.num_ids: dict[str, int] | None = {}
         self.error: Exception | None = None
 
@@ -155,6 +160,7 @@ class _Measured:
             self._add_cosines(embeddings)
         else:
             self._add_cka(embeddings)
+        self.num_rows += len(embeddings[self.features[0]])
         # Ids of each embedding add up as long as every input could be read.
         for watch in watches:
             if self.num_ids is None or watch.output is None:
@@ -182,8 +188,9 @@ class _Measured:
             if (n := len(at)) < _CKA_LEAST_ROWS:
                 continue
             block = slice(int(at[0]), int(at[-1]) + 1)
-            grams = [_centred_gram(_normalise(embeddings[name][block].double())) for name in self.features]
-            gram_FX = torch.stack(grams).reshape(num_features, -1)
+            grams = [_gram(_normalise(embeddings[name][block].double())) for name in self.features]
+            self.uncentred_F += torch.stack([gram.square().sum() for gram in grams]) / (n - 3)
+            gram_FX = torch.stack([_centred(gram) for gram in grams]).reshape(num_features, -1)
             # Each sample counts alike, whatever the size of its block.
             self.sum_FF.addmm_(gram_FX, gram_FX.T, alpha=1 / (n - 3))
             self.num_samples += n
@@ -191,6 +198,7 @@ class _Measured:
     def start_sum(self, features: Sequence[str], device: torch.device) -> None:
         self.features = tuple(features)
         self.sum_FF = torch.zeros(len(features), len(features), dtype=torch.float64, device=device)
+        self.uncentred_F = self.sum_FF.new_zeros(len(features))
 
     def tables(self) -> tuple[TableSpec, ...]:
         """Tables of the features, or none if they do not fit them one to one."""
@@ -274,22 +282,24 @@ def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | No
         # A sum of no samples, on the device of the embeddings.
         weights = (weight for collection in measured.collections for weight in collection.module.parameters())
         measured.start_sum(features, next(weights, measured.sum_FF).device)
-    sum_FF = measured.sum_FF
+    sum_FF, uncentred_F = measured.sum_FF, measured.uncentred_F
     has_ids = all(known for _, _, known, _ in everyone)
     counts = dict.fromkeys(features, 0) | (measured.num_ids or {})
-    num_ids_F = torch.tensor([counts[name] for name in features], dtype=torch.float64, device=sum_FF.device)
+    own_counts = [*(counts[name] for name in features), measured.num_rows]
+    counted = torch.tensor(own_counts, dtype=torch.float64, device=sum_FF.device)
     if group is not None:
         from dmt.collectives import sum_over_ranks
 
         sum_FF = sum_over_ranks(sum_FF, group)
-        num_ids_F = sum_over_ranks(num_ids_F, group)
+        uncentred_F = sum_over_ranks(uncentred_F, group)
+        counted = sum_over_ranks(counted, group)
     return FeatureAffinity(
-        matrix=(_cka(sum_FF) if measure == "cka" else (sum_FF / num_samples).abs_()).cpu().numpy(),
+        matrix=(_cka(sum_FF, uncentred_F) if measure == "cka" else (sum_FF / num_samples).abs_()).cpu().numpy(),
         features=features,
         num_samples=num_samples,
         measure=measure,
         tables=measured.tables(),
-        pooling_factors=tuple((num_ids_F / num_samples).tolist()) if has_ids else None,
+        pooling_factors=tuple((counted[:-1] / counted[-1]).tolist()) if has_ids else None,
     )
 
 
@@ -300,21 +310,26 @@ def _normalise(embeddings: Tensor) -> Tensor:
     return nn.functional.normalize(scaled, dim=-1)
 
 
-def _centred_gram(unit_BN: Tensor) -> Tensor:
-    """Cosines of the samples with each other, [B, B], centred so that unrelated features have a mean product of 0.
+def _gram(unit_BN: Tensor) -> Tensor:
+    """Cosines of the samples with each other, [B, B], and 0 for each with itself."""
+    return (unit_BN @ unit_BN.T).fill_diagonal_(0.0)
+
+
+def _centred(gram_BB: Tensor) -> Tensor:
+    """Centres a gram matrix in place, so that unrelated features have a mean product of 0.
 
     This is the U-centring of Szekely and Rizzo (arXiv 1310.2926, equation 2.3), which makes the estimate unbiased.
     """
-    gram_BB = (unit_BN @ unit_BN.T).fill_diagonal_(0.0)
     n, of_row_B = len(gram_BB), gram_BB.sum(dim=1)
     gram_BB -= (of_row_B[:, None] + of_row_B) / (n - 2)
     gram_BB += of_row_B.sum() / ((n - 1) * (n - 2))
     return gram_BB.fill_diagonal_(0.0)
 
 
-def _cka(sum_FF: Tensor) -> Tensor:
+def _cka(sum_FF: Tensor, uncentred_F: Tensor) -> Tensor:
     """Sums of inner products to CKA in 0..1; below 0 is noise, and a feature that is the same in all samples has 0."""
-    scale_F = sum_FF.diagonal().sqrt()
+    square_F = sum_FF.diagonal()
+    scale_F = torch.where(square_F > _CKA_ROUNDING * uncentred_F, square_F, 0.0).sqrt()
     cka_FF = sum_FF / (scale_F[:, None] * scale_F)
     return torch.where(cka_FF.isfinite(), cka_FF, 0.0).clamp(0.0, 1.0)
 

@@ -34,7 +34,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         The norm before clipping, a scalar, the same on every rank.
 
     Raises:
-        InputError: ``max_norm`` is not above 0.
+        InputError: ``max_norm`` is not above 0, or the model's towers are on several meshes.
 
     Example::
 
@@ -45,20 +45,29 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     if not max_norm > 0:
         raise InputError(f"clip_grad_norm: max_norm={max_norm!r} must be above 0.")
     collections = [part for part in model.modules() if isinstance(part, ShardedTowerCollection)]
+    if len({id(part.mesh) for part in collections}) > 1:
+        raise InputError(
+            "clip_grad_norm: the model has towers on several meshes, so that no group of ranks holds each once. "
+            "Give all its tower collections one TowerMesh."
+        )
     of_towers = {id(parameter) for part in collections for parameter in part.interactions.parameters()}
     trained = [p for _, p in in_backward_optimizer_filter(model.named_parameters()) if p.grad is not None]
-    dense = _square(p for p in trained if id(p) not in of_towers)
+    device = next((p.device for p in trained), torch.device("cpu"))
+    dense = _square((p for p in trained if id(p) not in of_towers), device)
     total = dense
     if collections:
         # The peers of a rank hold one copy of each tower.
         mesh: TowerMesh = collections[0].mesh
-        total = dense + sum_over_ranks(_square(p for p in trained if id(p) in of_towers).to(dense), mesh.peer_group)
+        own = _square((p for p in trained if id(p) in of_towers), device)
+        total = dense + sum_over_ranks(own.to(dense), mesh.peer_group)
     norm = total.sqrt()
     clip_grads_with_norm_(trained, max_norm, norm)
     return norm
 
 
-def _square(parameters: Iterable[nn.Parameter]) -> Tensor:
+def _square(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """Returns the square of the norm of gradients, float64, so that what ranks add up hardly rounds."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return get_total_norm(gradients).double().square() if gradients else torch.zeros((), dtype=torch.float64)
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return get_total_norm(gradients).double().square()

@@ -202,7 +202,8 @@ class Trainer:
         self._bookmark = start.bookmark
         self._warm_up = start.step + _WARM_UP_STEPS
         self._interval = interval = 1 if replicas is None else replicas.interval
-        self._stop = StopRequest(mesh.global_group)
+        self.stop = StopRequest(mesh.global_group)
+        """Takes signals while it is entered, by the caller: until all is saved."""
         self.stopped_by: int | None = None
         """The signal for which training ended before its time, after the step that a `StopRequest` named."""
         changes = replicas is not None and replicas.delays_states
@@ -221,7 +222,8 @@ class Trainer:
     def train(self, save: Callable[[], object] | None = None) -> TrainingTime:
         """Trains for the epochs or steps of the config, evaluating and saving at the intervals it gives.
 
-        On SIGTERM or Ctrl-C all ranks end it after the same step; the caller is to save, and `stopped_by` is set.
+        On SIGTERM or Ctrl-C, where `stop` is entered, all ranks end it after the same step; the caller is to save, and
+        `stopped_by` is set.
 
         Args:
             save: called on every rank where `SaveTimes` says so, between steps; not at the end.
@@ -232,7 +234,7 @@ class Trainer:
         """
         config, began, resumed = self._config, time.perf_counter(), self._step
         bar = progress_bar(initial=resumed, total=self._total_steps(), enabled=self._mesh.rank == 0)
-        with bar, self._stop, suppress(_StoppedError):
+        with bar, suppress(_StoppedError):
             while self._epoch < config.epochs and self._budget() > 0:
                 batches = self._training_batches()
                 while (budget := self._budget()) > 0:
@@ -250,13 +252,13 @@ class Trainer:
                         if save is not None and self._saves.is_due(self._step):
                             self._check()
                             save()
+                            self._saves.restart()
                     self._last_step_ended = time.perf_counter()
                     self._stretch_ends = self._step + budget
                     for logits, labels, _ in self._progress(self._stretch(first, batches)):
                         self._end_step(logits, labels, bar)
         self._check()
-        if self._replicas is not None:
-            self._replicas.sync()
+        self.sync_replicas()
         if self._step == 0:
             raise InputError(
                 f"No training step was possible: the data has fewer rows than one step of "
@@ -265,6 +267,19 @@ class Trainer:
         rows = config.batch_size * self._mesh.topology.world_size
         speed = rows * self._timed_steps / self._timed_seconds if self._timed_steps else math.nan
         return TrainingTime(steps=self._step, seconds=time.perf_counter() - began, samples_per_second=speed)
+
+    def sync_replicas(self) -> None:
+        """Averages the replicas, if there are any that this step has not made equal; collective.
+
+        The mean of equal values is not always exact: another one would let a save change what comes after it.
+        """
+        replicas = self._replicas
+        if replicas is None:
+            return
+        if replicas.delays_states or self._step % self._interval:
+            replicas.sync()
+        else:
+            replicas.wait()
 
     def evaluate(self) -> MetricValues:
         """Evaluates on the evaluation rows of all ranks; collective."""
@@ -402,8 +417,8 @@ class Trainer:
             self._record.scalars(self._step, {"train/loss": mean})
             self._log_rate()
             self._last_step_ended = time.perf_counter()
-        if self._stop.is_due(self._step, self._interval):
-            self.stopped_by = self._stop.signal
+        if self.stop.is_due(self._step, self._interval):
+            self.stopped_by = self.stop.signal
             raise _StoppedError
 
     def _log_rate(self) -> None:

@@ -46,13 +46,17 @@ class SaveTimes:
         self._at = self._rounded(step + _AHEAD)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save now, after ``step`` steps; if so, the time to the next one begins."""
+        """Returns whether to save now, after ``step`` steps; call `restart` after that save."""
         if self._every is not None:
             return step % self._every == 0
         if step != self._at:
             return False
-        self._at, self._began = None, time.monotonic()
+        self._at = None
         return True
+
+    def restart(self) -> None:
+        """Begins the time to the next save, after one that may have taken long."""
+        self._began = time.monotonic()
 
     def steps_left(self, step: int) -> int:
         """Number of steps from here to the next save, as far as it is named."""

@@ -41,8 +41,9 @@ class StopRequest:
     """Takes SIGTERM and Ctrl-C while it is entered, and says after which step all ranks stop.
 
     Ranks are told at different steps. Each notes in the store that it was; once all have, rank 0 names the step. Until
-    a signal comes nothing is sent. A rank that is told alone ends, as it would without this. One that was told goes on
-    taking the signal, so that a second one does not end what is saved.
+    a signal comes nothing is sent. A rank that is told alone ends, as it would without this. One that stops goes on
+    taking the signal, so that a second one does not end what is saved. A signal that comes too late for a step has its
+    usual effect as soon as this is left.
 
     Args:
         group: all ranks.
@@ -57,6 +58,7 @@ class StopRequest:
         self._noted: float | None = None
         self._asked = 0
         self._at: int | None = None
+        self._has_stopped = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -66,9 +68,12 @@ class StopRequest:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.signal is None:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+        if self._has_stopped:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self.signal is not None and error[0] is None:
+            signal.raise_signal(self.signal)
 
     def is_due(self, step: int, interval: int = 1) -> bool:
         """Returns whether all ranks stop after this step, the same on every rank; to be asked after every step.
@@ -93,8 +98,10 @@ class StopRequest:
                 self._at = int(self._store.get(self._at_key))
                 assert step <= self._at, f"step {step} is done, but all ranks were to stop after step {self._at}"
             elif self._asked > _PATIENCE_STEPS and time.monotonic() - self._noted > _PATIENCE_S:
+                self._has_stopped = True
                 raise SystemExit(128 + self.signal)
-        return step == self._at
+        self._has_stopped = step == self._at
+        return self._has_stopped
 
     def _note(self, number: int, frame: object) -> None:
         self.signal = number

@@ -123,15 +123,16 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 
     def save() -> bool:
         if replicas is not None:
-            replicas.sync()
+            trainer.sync_replicas()
             replicas.check()
         at = trainer.position
         progress = {"epoch": at.epoch, "row": at.row, "files": start.files, "bookmark": at.bookmark}
         return saver.save(model, optimizer, step=at.step, progress=progress)
 
     try:
-        time = trainer.train(save)
-        is_saved = save() and saver.wait()
+        with trainer.stop:
+            time = trainer.train(save)
+            is_saved = save() and saver.wait()
     finally:
         saver.close()
     if trainer.stopped_by is not None:

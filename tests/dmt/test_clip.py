@@ -13,7 +13,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dmt import InputError, ReplicaSync, TowerCollectionSharder, TowerMesh, TowerShardingPlanner, TowerTopology
+from dmt.sptt import clip
 from dmt.sptt.clip import clip_grad_norm
+from dmt.sptt.towers import ShardedTowerCollection
 from dmt.testing import load_plain_state
 from tests.ranks import run_ranks
 
@@ -109,3 +111,18 @@ def test_gradients_are_clipped_as_in_one_process(sizes: dict[str, Any], max_norm
 def test_a_norm_that_is_not_above_zero_is_refused() -> None:
     with pytest.raises(InputError, match=r"max_norm=0\.0 must be above 0"):
         clip_grad_norm(nn.Linear(1, 1), 0.0)
+
+
+def test_towers_on_several_meshes_are_refused() -> None:
+    parts = nn.ModuleList()
+    for _ in range(2):
+        part = ShardedTowerCollection.__new__(ShardedTowerCollection)
+        nn.Module.__init__(part)
+        part.mesh = object()  # type: ignore[assignment]
+        parts.append(part)
+    with pytest.raises(InputError, match="towers on several meshes"):
+        clip_grad_norm(parts, 1.0)
+
+
+def test_a_rank_without_dense_gradients_adds_up_on_its_device() -> None:
+    assert clip._square([], torch.device("meta")).device.type == "meta"

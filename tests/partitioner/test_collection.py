@@ -185,6 +185,25 @@ def test_tables_of_different_widths_are_measured_by_cka(generator, monkeypatch):
     assert not FeatureAffinity.collect(model, batches).matrix[3].any()
 
 
+def test_cka_of_a_feature_that_never_changes_is_0(generator):
+    model = FlatModel(collection(["a", "b"]), collection(["c", "d"], dim=16))
+    with torch.no_grad():
+        for name, ebc in (("a", "ebc_0"), ("c", "ebc_1")):
+            weight = model.sparse_arch[ebc].embedding_bags[f"t_{name}"].weight
+            weight.copy_(torch.randn(weight.shape[1], generator=generator))
+    matrix = FeatureAffinity.collect(model, [batch(NAMES, 256, generator=generator) for _ in range(3)]).matrix
+    assert not matrix[[0, 2]].any()
+    np.testing.assert_allclose(matrix.diagonal()[[1, 3]], 1, rtol=0, atol=1e-12)
+
+
+def test_ids_of_samples_that_cka_leaves_out_raise_no_pooling_factor(generator):
+    model = FlatModel(collection(["a", "b"]), collection(["c", "d"], dim=16))
+    # One id in every bag.
+    affinity = FeatureAffinity.collect(model, [batch(NAMES, n, generator=generator) for n in (8, 3, 3)])
+    assert affinity.num_samples == 8
+    assert affinity.pooling_factors == (1.0,) * 4
+
+
 def ids_of_all(one):
     from torchrec.sparse.jagged_tensor import JaggedTensor
 

@@ -441,6 +441,25 @@ def test_a_rank_ends_with_the_process_that_started_it_though_it_died_meanwhile(m
     assert ends_with == [parent]
 
 
+def test_a_demo_that_is_stopped_by_ctrl_c_waits_until_its_ranks_have_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo = importlib.import_module("dmt.training.commands.demo")  # the package has a command of that name
+    # As torchrun and its ranks: they take their time, and SIGTERM or their parent's end would end them.
+    saves = """
+        import os, signal, sys, time
+        for seconds in (0.5, 0.3):
+            os.kill(int(sys.argv[1]), signal.SIGINT)
+            time.sleep(seconds)
+        open(sys.argv[-1], "w").close()
+        """
+    monkeypatch.setattr(demo, "_TORCHRUN", textwrap.dedent(saves))
+    with pytest.raises(KeyboardInterrupt):
+        demo._torchrun(tmp_path / "saved", 2, tmp_path / "log")
+    assert (tmp_path / "saved").exists()
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 @pytest.mark.slow
 def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> None:
     dies = textwrap.dedent("""
@@ -496,6 +515,7 @@ def test_a_stopped_command_leaves_no_process_behind(
             assert stopped.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
         finally:
             stopped.kill()
-    assert wait_until(lambda: not left(), 30), left()
+    # A rank that still imports ends when it has.
+    assert wait_until(lambda: not left(), 120), left()
     if (command, number) == ("check", signal.SIGTERM):
         assert not [*tmp_path.iterdir()], "temporary folders are removed"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from dmt.replicas.sync import ReplicaSync
 from dmt.training import save_times
 from dmt.training.checkpoints import checkpoints, newest, read_manifest
 from dmt.training.config import TrainConfig
+from dmt.training.loop import Trainer
 from dmt.training.save_times import SaveTimes
 from tests.training.test_records import board
 from tests.training.test_resume import STEPS, attempt, config, losses
@@ -42,8 +45,10 @@ def test_the_clock_of_rank_0_decides(clock: list[float]) -> None:
         assert saves.is_due(54)
         assert not saves.is_due(54)
         assert saves.steps_left(54) > 2**40
+    clock[0] += 300.0  # the save itself
+    leader.restart()
     clock[0] += 119.0
-    assert not leader.asks()  # counted from the save
+    assert not leader.asks()  # counted from the end of the save
     clock[0] += 1.0
     assert leader.asks()
     leader.agree(60)
@@ -63,6 +68,16 @@ def test_steps_decide_where_they_are_asked_for_or_a_save_changes_results(clock: 
     averaged = times(interval=3)
     averaged.agree(2)
     assert averaged.steps_left(2) == 4
+
+
+def test_replicas_that_a_step_has_averaged_are_not_averaged_again_to_be_saved() -> None:
+    def averaged(step: int, *, delayed: bool = False) -> bool:
+        replicas = Mock(spec=ReplicaSync, delays_states=delayed)
+        Trainer.sync_replicas(Mock(_replicas=replicas, _step=step, _interval=3))
+        return replicas.sync.called
+
+    assert [averaged(step) for step in (5, 6, 7)] == [True, False, True]
+    assert averaged(6, delayed=True)
 
 
 @pytest.mark.ranks

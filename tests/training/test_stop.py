@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dmt.training import stop
 from dmt.training import train as run
-from dmt.training.checkpoints import newest, read_manifest
+from dmt.training.checkpoints import Checkpointer, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.loop import Trainer
 from dmt.training.records import read_curves
@@ -88,6 +88,12 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
     assert result["eval_loss"] == whole["eval_loss"]
 
 
+def told_too_late(saved: list[bool]) -> None:
+    with StopRequest(dist.group.WORLD):
+        os.kill(os.getpid(), signal.SIGINT)
+        saved.append(True)
+
+
 def told_alone_on_rank(rank: int) -> list[Any]:
     stop._PATIENCE_S = 0.05
     answers: list[Any] = []
@@ -95,6 +101,13 @@ def told_alone_on_rank(rank: int) -> list[Any]:
     with StopRequest(dist.group.WORLD) as request:
         assert {signal.getsignal(number) for number in SIGNALS} == {request._note}
     assert [signal.getsignal(number) for number in SIGNALS] == before
+    # Too late for a step: what is saved is not ended, and then the signal is not lost.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    saved: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        told_too_late(saved)
+    assert saved
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     with StopRequest(dist.group.WORLD) as request:
         answers.append(request.is_due(1))
         if rank == 1:
@@ -107,6 +120,32 @@ def told_alone_on_rank(rank: int) -> list[Any]:
                     break
                 time.sleep(0.1)
     return answers
+
+
+def told_in_the_last_save_on_rank(rank: int, values: dict[str, Any]) -> bool:
+    save = Checkpointer.save
+
+    def told(self: Checkpointer, *args: Any, **settings: Any) -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        return save(self, *args, **settings)
+
+    run._process_group = lambda backends: nullcontext(dist.group.WORLD)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    Checkpointer.save = told  # type: ignore[method-assign]
+    try:
+        run.train(TrainingConfig.model_validate(values))
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.ranks
+def test_a_signal_in_the_last_save_does_not_lose_it(tmp_path: Path) -> None:
+    values = config(tmp_path, topology={"num_towers": 1, "ranks_per_tower": 1})
+    assert run_ranks(told_in_the_last_save_on_rank, 1, values, fresh=True) == [True]
+    saved = newest(tmp_path / "checkpoint")
+    assert saved is not None
+    assert not (tmp_path / "result.json").exists()
 
 
 @pytest.mark.ranks

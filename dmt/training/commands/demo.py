@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
 _STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
+# torchrun kills ranks that have not saved 30 s after Ctrl-C.
+_SAVING_S = 40.0
 # A demo that is killed takes torchrun along, which takes its ranks along. It says who it is: asked for its parent,
 # a process that is still starting when the demo ends would name the one that adopts orphans.
 _TORCHRUN = (
@@ -202,7 +206,15 @@ def _torchrun(config: Path, ranks: int, log: Path) -> int:
     with log.open("w") as stdout, subprocess.Popen(command, stdout=stdout, env=environment) as run:
         try:
             return run.wait()
+        except KeyboardInterrupt:
+            # The terminal has told torchrun too: its ranks save what they have trained, and a second signal would end
+            # them before.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(_SAVING_S)
+            signal.signal(signal.SIGINT, before)
+            run.terminate()  # nothing, where it has ended
+            raise
         except BaseException:
-            # As Ctrl-C would: it stops its ranks and waits for them.
             run.terminate()
             raise
