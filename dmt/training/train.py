@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -129,12 +129,9 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         progress = {"epoch": at.epoch, "row": at.row, "files": start.files, "bookmark": at.bookmark}
         return saver.save(model, optimizer, step=at.step, progress=progress)
 
-    try:
-        with trainer.stop:
-            time = trainer.train(save)
-            is_saved = save() and saver.wait()
-    finally:
-        saver.close()
+    with closing(saver), trainer.stop:
+        time = trainer.train(save)
+        is_saved = save() and saver.wait()
     if trainer.stopped_by is not None:
         return _stopped(record, config.train, trainer.position.step, trainer.stopped_by)
 
