@@ -202,8 +202,7 @@ class Trainer:
         self._bookmark = start.bookmark
         self._warm_up = start.step + _WARM_UP_STEPS
         self._interval = interval = 1 if replicas is None else replicas.interval
-        self.stop = StopRequest(mesh.global_group)
-        """Takes signals while it is entered, by the caller: until all is saved."""
+        self._stop = StopRequest(mesh.global_group)
         self.stopped_by: int | None = None
         """The signal for which training ended before its time, after the step that a `StopRequest` named."""
         changes = replicas is not None and replicas.delays_states
@@ -218,6 +217,14 @@ class Trainer:
         """Position in training."""
         bookmark = self._data.bookmark("train", epoch=self._epoch, row=self._row)
         return Position(step=self._step, epoch=self._epoch, row=self._row, bookmark=bookmark)
+
+    def __enter__(self) -> Trainer:
+        """Takes SIGTERM and Ctrl-C from here on; the caller leaves when all is saved."""
+        self._stop.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.__exit__(*error)
 
     def train(self, save: Callable[[], object] | None = None) -> TrainingTime:
         """Trains for the epochs or steps of the config, evaluating and saving at the intervals it gives.
@@ -417,8 +424,8 @@ class Trainer:
             self._record.scalars(self._step, {"train/loss": mean})
             self._log_rate()
             self._last_step_ended = time.perf_counter()
-        if self.stop.is_due(self._step, self._interval):
-            self.stopped_by = self.stop.signal
+        if self._stop.is_due(self._step, self._interval):
+            self.stopped_by = self._stop.signal
             raise _StoppedError
 
     def _log_rate(self) -> None:

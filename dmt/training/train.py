@@ -129,7 +129,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         progress = {"epoch": at.epoch, "row": at.row, "files": start.files, "bookmark": at.bookmark}
         return saver.save(model, optimizer, step=at.step, progress=progress)
 
-    with closing(saver), trainer.stop:
+    with closing(saver), trainer:
         time = trainer.train(save)
         is_saved = save() and saver.wait()
     if trainer.stopped_by is not None:

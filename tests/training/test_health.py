@@ -296,6 +296,6 @@ def test_a_rank_whose_rows_end_before_those_of_others_says_so(shorter: int, read
     files = [str(rows(tmp_path / str(rank) / "day.csv", list(range(n)))) for rank, n in enumerate(lengths)]
     message = rf"Rank {shorter} on host \S+ has come to the end of epoch 0, 3 batches after row 0, .* files.*day\.csv"
     if reading == "sharded":
-        message = r"Rank 1 would read other pieces of the files than rank 0, 1 and 1 from here on\. Give every host"
+        message = r"Rank 1 finds other pieces in its files \(1\) than rank 0 \(1\)\. Give every host"
     with pytest.raises(InputError, match=message):
         run_ranks(ends_early_on_rank, 2, files, reading, fresh=True, timeout_s=30)

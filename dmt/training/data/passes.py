@@ -257,6 +257,6 @@ def check_same(pieces: Callable[[], Sequence[Piece]], group: dist.ProcessGroup) 
     for rank, other in enumerate(sums):
         if other != sums[0]:
             raise InputError(
-                f"Rank {rank} would read other pieces of the files than rank 0, {other[0]} and {sums[0][0]} of them. "
-                "Give every host the same files, which must not change in training, or set data.reading='shared'."
+                f"Rank {rank} finds other pieces in its files ({other[0]}) than rank 0 ({sums[0][0]}). Give "
+                "every host the same files, which must not change in training, or set data.reading='shared'."
             )
