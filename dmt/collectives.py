@@ -30,7 +30,7 @@ __all__ = [
     "start_exchange",
     "start_mean",
     "start_sum",
-    "sum_over_hosts",
+    "start_sum_over_hosts",
     "sum_over_ranks",
     "wait_for_all",
 ]
@@ -215,17 +215,29 @@ def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
-def sum_over_hosts(value: Tensor, inside: dist.ProcessGroup, across: dist.ProcessGroup) -> Tensor:
-    """Returns the sum of a tensor [n] over all ranks of all hosts, which crosses between hosts once.
+def start_sum_over_hosts(
+    value: Tensor, inside: dist.ProcessGroup, across: dist.ProcessGroup, *, dtype: torch.dtype | None = None
+) -> Callable[[], Tensor]:
+    """Starts the sum of a tensor [n] over all ranks of all hosts, which crosses between hosts once.
 
     Args:
         value: of this rank.
         inside: ranks of this host.
         across: one rank of each host, this one of its own.
+        dtype: in which the sum of a host travels to the others; by default that of the value.
+
+    Returns:
+        Waits and returns the sum, in the dtype of the value.
     """
-    part = scatter_sum(nn.functional.pad(value, (0, -value.numel() % inside.size())), inside)
-    start_sum(part, across).wait()
-    return gather_parts(part, inside)[: value.numel()]
+    size, own = value.numel(), value.dtype
+    part = scatter_sum(nn.functional.pad(value, (0, -size % inside.size())), inside).to(dtype or own)
+    work = start_sum(part, across)
+
+    def end() -> Tensor:
+        work.wait()
+        return gather_parts(part.to(own), inside)[:size]
+
+    return end
 
 
 def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:

@@ -8,16 +8,17 @@ Legend: W ranks, H hosts, n numbers of a DDP bucket.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from dmt._torchrec import add_dense_hook, at_end_of_backward
-from dmt.collectives import check_agreement, gather_parts, scatter_sum, start_sum
+from dmt.collectives import check_agreement, start_sum_over_hosts
 from dmt.errors import InputError
 from dmt.number_formats import SyncPrecision
 from dmt.sptt.mesh import TowerMesh
@@ -103,17 +104,16 @@ class _HierarchicalReduce:
         self._inside = inside
         self._across = across
         self._in_bf16 = in_bf16
-        self._pending: list[tuple[Tensor, Tensor, Any]] = []
-        """The gradients of a bucket, this rank's part of them, and the all-reduce of it."""
+        self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        """The gradients of a bucket, and what waits for their mean."""
 
     def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        gradients, size = bucket.buffer(), self._inside.size()
+        gradients = bucket.buffer()
         with torch.profiler.record_function("## dmt:dense_reduce ##"):
             # Divided first, as DDP does: a sum of FP16 gradients may be beyond what FP16 holds.
-            share = gradients / (size * self._across.size())
-            part = scatter_sum(nn.functional.pad(share, (0, -share.numel() % size)), self._inside)
-            part = part.bfloat16() if self._in_bf16 else part
-            self._pending.append((gradients, part, start_sum(part, self._across)))
+            share = gradients / (self._inside.size() * self._across.size())
+            dtype = torch.bfloat16 if self._in_bf16 else None
+            self._pending.append((gradients, start_sum_over_hosts(share, self._inside, self._across, dtype=dtype)))
         at_end_of_backward(self._finish)
         # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(gradients))
@@ -122,10 +122,8 @@ class _HierarchicalReduce:
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, []
-        for gradients, part, work in pending:
-            work.wait()
-            mean = gather_parts(part.to(gradients.dtype), self._inside)
-            gradients.copy_(mean[: gradients.numel()])
+        for gradients, end in pending:
+            gradients.copy_(end())
 
 
 def _devices(tensor: Tensor) -> Any:

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import start_sum, sum_over_hosts
+from dmt.collectives import start_sum, start_sum_over_hosts
 from dmt.errors import InputError
 from dmt.sharding.data_parallel import UpdateSettings
 from dmt.sharding.group_ebc import DataParallelTables
@@ -318,7 +318,7 @@ class HotCopies:
         def end(is_update: bool) -> None:
             told[-1, 1] = not is_update
             numbers = torch.cat([gradient.view(-1), told.to(gradient).flatten()])
-            sums = sum_over_hosts(numbers, self._groups.inside, self._groups.across)
+            sums = start_sum_over_hosts(numbers, self._groups.inside, self._groups.across)()
             summed, settings = sums.split([gradient.numel(), told.numel()])
             gradient.copy_(summed.view_as(gradient)).div_(self._groups.whole.size())
             *of_each, (changed, unfinished) = settings.view(-1, 2).tolist()

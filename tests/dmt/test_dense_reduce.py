@@ -11,8 +11,7 @@ from torch import nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter
-from dmt.replicas import dense_reduce
+from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter, collectives
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.traffic import Traffic
 from tests.ranks import run_ranks
@@ -121,13 +120,13 @@ def check_several_buckets(rank: int, mesh: TowerMesh) -> None:
     """Four steps: DDP arranges its buckets anew after the second, and reduces several in each of the others."""
     model, plain = distributed(make_wide(), HierarchicalDataParallel(mesh)), make_wide()
     calls: list[int] = []
-    scatter = dense_reduce.scatter_sum
+    scatter = collectives.scatter_sum
 
     def counted(value: torch.Tensor, group: Any) -> torch.Tensor:
         calls[-1] += 1
         return scatter(value, group)
 
-    dense_reduce.scatter_sum = counted
+    collectives.scatter_sum = counted
     try:
         for step in range(STEPS):
             calls.append(0)
@@ -143,7 +142,7 @@ def check_several_buckets(rank: int, mesh: TowerMesh) -> None:
                     found -= 0.01 * value.grad
                     value -= 0.01 * value.grad
     finally:
-        dense_reduce.scatter_sum = scatter
+        collectives.scatter_sum = scatter
     assert min(calls[2:]) > 1, f"{calls} buckets: nothing was under way together with another"
 
 

@@ -397,7 +397,7 @@ class Unmoved:
 
     @staticmethod
     def no_all_reduce() -> Any:
-        return patch.object(dmt.sptt.hot, "sum_over_hosts", lambda value, *_: value)
+        return patch.object(dmt.sptt.hot, "start_sum_over_hosts", lambda value, *_: lambda: value)
 
     @staticmethod
     def no_states() -> Any:
