@@ -454,6 +454,8 @@ def test_a_demo_that_is_stopped_by_ctrl_c_waits_until_its_ranks_have_saved(
         open(sys.argv[-1], "w").close()
         """
     monkeypatch.setattr(demo, "_TORCHRUN", textwrap.dedent(saves))
+    # A shell starts what runs in its background deaf to Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
         demo._torchrun(tmp_path / "saved", 2, tmp_path / "log")
     assert (tmp_path / "saved").exists()

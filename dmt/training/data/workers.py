@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -83,7 +84,10 @@ def read_ahead(
         for piece in pieces:
             try:
                 report, parts = next(iterator)
-            except RuntimeError as error:
+            # Tensors are fetched over a socket of their worker, which resets, refuses or ends once it is dead.
+            except (RuntimeError, OSError, EOFError) as error:
+                if not isinstance(error, RuntimeError):
+                    wait([process.sentinel for process in workers], timeout=1.0)
                 if all(process.is_alive() for process in workers):
                     raise
                 raise RuntimeError(
