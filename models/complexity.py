@@ -10,6 +10,7 @@ These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ __all__ = [
     "compression_ratio",
     "count_complexity",
     "count_on_meta",
+    "dense_weight_bytes",
+    "is_tower_module",
     "paper_complexity",
     "tower_modules",
 ]
@@ -112,6 +115,25 @@ def tower_modules(model: nn.Module) -> list[Any]:
         and all(hasattr(tower, "interaction") for tower in towers)
         for tower in towers
     ]
+
+
+def is_tower_module(name: str) -> bool:
+    """Returns whether a parameter, by its name in the unsharded model, belongs to a tower module."""
+    return re.search(r"\.towers\.\d+\.interaction\.", name) is not None
+
+
+def dense_weight_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of all tower modules, and of the dense parts that every rank holds."""
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    towers = sum(size for name, size in sizes.items() if is_tower_module(name))
+    # A model of one's own has its tables, or their stand-ins, anywhere.
+    tables = {
+        f"{path}.{name}"
+        for path, part in model.named_modules()
+        if isinstance(part, MetaTables)
+        for name, _ in part.named_parameters()
+    }
+    return towers, sum(size for name, size in sizes.items() if name not in tables and not is_tower_module(name))
 
 
 def complexity_of(

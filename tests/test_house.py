@@ -179,8 +179,8 @@ def test_file_sizes() -> None:
 
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
-    assert len(SOURCES) <= 147
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 31_700
+    assert len(SOURCES) <= 148
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 31_750
 
 
 def test_function_sizes_and_arguments() -> None:

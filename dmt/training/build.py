@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,15 +35,13 @@ from dmt.models import (
     flat_sparse_arch,
     tower_sparse_arch,
 )
-from dmt.models.complexity import MetaTables, MetaTowers, compression_ratio, count_on_meta, tower_modules
+from dmt.models.complexity import MetaTables, MetaTowers, count_on_meta, dense_weight_bytes, is_tower_module
 from dmt.models.sparse import JoinedShards
-from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import feature_names
-from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.replicas.sync import ReplicaSync
-from dmt.sharding.costs import CostModel, StepWorkload
+from dmt.sharding.costs import StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sharding.schemes import Scheme
@@ -60,6 +56,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import check_memory
 from dmt.training.device import DeviceType, current_device
 from dmt.training.distinct import InputGroup, distinct_inputs_of
+from dmt.training.exchanges import step_exchanges
 from dmt.training.factory import make_model
 from dmt.training.factory import without_tables as replace_tables
 from dmt.training.job import Job, check_table_optimizer
@@ -76,7 +73,6 @@ __all__ = [
     "fused_params",
     "hot_rows",
     "in_micro_batches",
-    "is_tower_module",
     "replica_sync",
     "shard_model",
     "sharding_result",
@@ -90,7 +86,6 @@ DENSE_OPTIMIZERS = {
 }
 # Schemes that TorchRec's flat dataflow is given to choose from.
 _FLAT_SCHEMES: list[Scheme] = ["table_wise", "column_wise"]
-_ID_BYTES = 8  # an id, and a length
 
 
 class ClickTask(nn.Module):
@@ -149,11 +144,6 @@ def count_model(job: Job) -> Complexity:
     return count_on_meta(build_model(job, device="meta", without_tables=True), job.num_dense)
 
 
-def is_tower_module(name: str) -> bool:
-    """Returns whether a parameter, by its name in the unsharded model, belongs to a tower module."""
-    return re.search(r"\.towers\.\d+\.interaction\.", name) is not None
-
-
 def check_model(job: Job) -> None:
     """Raises `InputError` if the model of a job cannot be built, or its exchange has no kernels for its device.
 
@@ -170,7 +160,7 @@ def check_rank_memory(job: Job) -> None:
     Counted are its share of the tables, the dense weights with their gradients, and a batch with its embeddings.
     """
     config, topology = job.config, job.topology
-    towers, dense = _dense_weights(build_model(job, device="meta", without_tables=True))
+    towers, dense = dense_weight_bytes(build_model(job, device="meta", without_tables=True))
     if job.sharding is None:
         tables = sum(table.num_bytes for table in job.tables) / (topology.num_towers * topology.ranks_per_tower)
     else:
@@ -344,51 +334,6 @@ def _codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
     return None if codecs is None else {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
 
 
-def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> Traffic:
-    """Returns the bytes that all ranks send in one step of a job with the tower dataflow, as `TrafficMeter` counts.
-
-    Hosts are as `TowerTopology.host` says. Ids and lengths follow the pooling factors of the plan; embeddings or tower
-    outputs and their gradients the formats of the config; data-parallel tables, tower modules and dense parts are
-    reduced in rings. Not counted: the sizes that ranks tell each other before an exchange, rows that pad small number
-    formats to full groups, that the rows of a row-wise table are not read equally often, and the sync of replicas.
-    With ``distinct``, what `distinct_inputs_of` counted, each distinct input is sent once, otherwise every sample.
-    """
-    sharding, own = job.sharding, job.config.sharding
-    assert sharding is not None, "the flat dataflow has no sharding plan"
-    topology = sharding.topology
-    replicas = topology.num_replicas
-    costs = CostModel(topology=topology, workload=sharding.workload, hardware=sharding.hardware)
-    loads = [
-        (table, load) for table in job.split_tables for _, load in costs.shards(table, sharding.placements[table.name])
-    ]
-    ids, local_ids = _id_bytes(job, costs, loads)
-    model = build_model(job, device="meta", without_tables=True)
-    outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
-    numbers = outputs / sharding.hardware.exchange_bytes
-    tower_ids = replicas * sum(load.id_bytes for _, load in loads) + local_ids
-    tower_outputs = replicas * sum(load.output_bytes for _, load in loads)
-    if distinct is not None:
-        ids, numbers, tower_ids, tower_outputs = _distinct_traffic(job, distinct, model)
-    forward = numbers * NUMBER_FORMATS[own.forward_precision].num_bytes
-    backward = numbers * NUMBER_FORMATS[own.backward_precision].num_bytes
-    of_towers, of_all = _dense_weights(model)
-    tables_ring = replicas * sum(load.reduced_bytes for _, load in loads)
-    all_across, all_inside = _dense_bytes(topology, job.config.train, of_all)
-    tower_ring = 2 * (replicas * topology.ranks_per_tower - 1) * of_towers + tables_ring
-    tower_across = tower_ring * _share_across(topology, topology.tower_module_groups()[0])
-    # Peers may share a host, and a tower may span several.
-    peers = topology.share_across_hosts(topology.peer_groups())
-    inner = topology.share_across_hosts(topology.tower_groups())
-    inside = (1 - peers) * (ids + forward + backward) + (1 - inner) * (tower_ids + 2 * tower_outputs)
-    return Traffic(
-        ids=round(peers * ids + inner * tower_ids),
-        forward=round(peers * forward + inner * tower_outputs),
-        backward=round(peers * backward + inner * tower_outputs),
-        dense=round(all_across + tower_across),
-        inside=round(inside + all_inside + tower_ring - tower_across),
-    )
-
-
 def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
     """Returns the copies of hot rows of a sharded model, None where the config has none."""
     own = job.config.hot_rows
@@ -403,6 +348,14 @@ def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
 def _access_profile(job: Job) -> AccessProfile | None:
     path = job.config.hot_rows.profile
     return None if path is None else load_profile(Path(path))
+
+
+def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> Traffic:
+    """Returns the bytes that all ranks send in one step of a job with the tower dataflow, as `TrafficMeter` counts.
+
+    What is counted, and ``distinct``, are those of `step_exchanges`.
+    """
+    return step_exchanges(job, build_model(job, device="meta", without_tables=True), distinct).traffic()
 
 
 def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:
@@ -434,80 +387,3 @@ def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:
             **shares,
         }
     }
-
-
-def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module) -> tuple[float, float, float, float]:
-    """Between towers: bytes of ids, numbers of a forward pass. Inside: bytes of ids, of outputs. For the peer route."""
-    sharding = job.sharding
-    assert sharding is not None, "the flat dataflow has no sharding plan"
-    topology, modules = sharding.topology, tower_modules(model)
-    columns = {name: table.embedding_dim for table in job.split_tables for name in table.feature_names}
-    sent = numbers = 0.0
-    # Inside a tower, groups with fewer rows than others are filled up with empty bags.
-    rows: list[float] = [0.0] * topology.num_towers
-    ids: dict[str, float] = {}
-    tower_of: dict[str, int] = {}
-    for group in distinct:
-        found, tower = group.distinct, group.tower
-        width = modules[tower].out_features if modules else sum(columns[name] for name in group.features)
-        sent += found.rows * len(group.features) + sum(found.ids)
-        numbers += found.rows * width
-        rows[tower] = max(rows[tower], found.rows)
-        ids.update(zip(group.features, found.ids, strict=True))
-        tower_of.update(dict.fromkeys(group.features, tower))
-    pooling = {name: max(number, 1e-9) / rows[tower_of[name]] for name, number in ids.items()}
-    workload = replace(sharding.workload, pooling_factors=pooling)
-    costs = CostModel(topology=topology, workload=workload, hardware=sharding.hardware)
-    tower_ids = tower_outputs = 0.0
-    for table in job.split_tables:
-        share = topology.num_replicas * rows[tower_of[table.feature_names[0]]] / workload.batch_size
-        for _, load in costs.shards(table, sharding.placements[table.name]):
-            tower_ids += share * load.id_bytes
-            tower_outputs += share * load.output_bytes
-    away = topology.world_size * (1 - 1 / topology.num_towers)
-    return away * sent * _ID_BYTES, away * numbers, tower_ids, tower_outputs
-
-
-def _dense_weights(model: nn.Module) -> tuple[int, int]:
-    """Bytes of all tower modules, and of the dense parts that every rank holds."""
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    towers = sum(size for name, size in sizes.items() if is_tower_module(name))
-    # A model of one's own has its tables, or their stand-ins, anywhere.
-    tables = {
-        f"{path}.{name}"
-        for path, part in model.named_modules()
-        if isinstance(part, MetaTables)
-        for name, _ in part.named_parameters()
-    }
-    return towers, sum(size for name, size in sizes.items() if name not in tables and not is_tower_module(name))
-
-
-def _id_bytes(job: Job, costs: CostModel, loads: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
-    """Bytes of ids and lengths between towers, and what must be added to the plan's bytes inside them."""
-    replicas, away = costs.topology.num_replicas, 1 - 1 / costs.topology.num_towers
-    if job.config.sharding.id_route == "peer":
-        numbers = sum(costs.pooling(table) + len(table.feature_names) for table in job.split_tables)
-        return away * replicas * costs.global_batch * numbers * _ID_BYTES, 0.0
-    ids = sum((load.lookups + costs.global_batch * len(table.feature_names)) * _ID_BYTES for table, load in loads)
-    # In one hop, only a tower's own samples send it their ids inside it; the plan counts those of all samples there.
-    return away * replicas * ids, -away * replicas * sum(load.id_bytes for _, load in loads)
-
-
-def _dense_bytes(topology: TowerTopology, train: TrainConfig, of_all: int) -> tuple[float, float]:
-    """Bytes that averaging the dense part's gradients sends between hosts, and inside them."""
-    if train.dense_reduce == "hierarchical":
-        hosts, size = topology.num_hosts, topology.host_size
-        # Every rank of a host has an equal part; all gradients are taken as one bucket.
-        numbers = math.ceil(of_all / NUMBER_FORMATS["fp32"].num_bytes / size) * size
-        across = 2 * (hosts - 1) * numbers * NUMBER_FORMATS[train.dense_reduce_precision].num_bytes
-        # Each host sums its own gradients, and hands the means out again.
-        return across, 2 * (size - 1) * hosts * numbers * NUMBER_FORMATS["fp32"].num_bytes
-    ring = 2 * (topology.world_size - 1) * of_all
-    across = ring * _share_across(topology, range(topology.world_size))
-    return across, ring - across
-
-
-def _share_across(topology: TowerTopology, ranks: Sequence[int]) -> float:
-    """The share of the links of a ring in host order that lead to another host: one from each host to the next."""
-    hosts = len({topology.host(rank) for rank in ranks})
-    return hosts / len(ranks) if hosts > 1 else 0.0

@@ -22,9 +22,10 @@ from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt.errors import InputError
+from dmt.models.complexity import is_tower_module
 from dmt.testing.plain import PlainTraining, is_table, table_name, warmup_share
 from dmt.testing.state import TableLayout
-from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, is_tower_module
+from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params
 from dmt.training.check.rounding import as_sent
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig

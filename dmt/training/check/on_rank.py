@@ -16,6 +16,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.runtime import HotRows
+from dmt.models.complexity import is_tower_module
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing.plain import is_table
@@ -26,7 +27,6 @@ from dmt.training.build import (
     build_model,
     build_optimizer,
     in_micro_batches,
-    is_tower_module,
     replica_sync,
     shard_model,
 )
