@@ -18,6 +18,7 @@ from dmt.formatting import shorten
 __all__ = [
     "PendingExchange",
     "RankError",
+    "all_to_all_evenly",
     "broadcast_module",
     "broadcast_tensor",
     "check_agreement",
@@ -190,6 +191,13 @@ def start_exchange(
         dist.P2POp(call, part, group=group, group_peer=other, tag=tag) for call, part, other in wanted if part.numel()
     ]
     return PendingExchange(dist.batch_isend_irecv(calls) if calls else [], [*sent, *arriving]), arriving
+
+
+def all_to_all_evenly(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns what the ranks of the group sent to this one: [n] -> [n], of which each rank has an equal part."""
+    received = torch.empty_like(value)
+    dist.all_to_all_single(received, value, group=group)
+    return received
 
 
 def is_in_one(tensor: Tensor) -> bool:

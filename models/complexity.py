@@ -14,7 +14,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,12 @@ __all__ = [
     "Complexity",
     "MetaTables",
     "MetaTowers",
+    "PartFlops",
     "complexity_of",
     "compression_ratio",
     "count_complexity",
     "count_on_meta",
+    "count_parts",
     "dense_weight_bytes",
     "is_tower_module",
     "paper_complexity",
@@ -82,17 +84,53 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
     num_samples = dense_features.shape[0]
     if num_samples < 1:
         raise InputError("count_complexity: dense_features has no row; give a batch of at least one sample.")
+    return Complexity(
+        mflops_per_sample=_count(model, dense_features, sparse_features).get_total_flops() / num_samples / 1e6,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        compression_ratio=compression_ratio(model),
+    )
+
+
+def _count(model: nn.Module, dense_features: Tensor, sparse_features: Any) -> FlopCounterMode:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         output = model(dense_features, sparse_features)
         if trained:
             # Not backward(): it would add to .grad and set off optimizers that are fused into the backward pass.
             torch.autograd.grad(output.sum(), trained, allow_unused=True)
-    return Complexity(
-        mflops_per_sample=counter.get_total_flops() / num_samples / 1e6,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        compression_ratio=compression_ratio(model),
-    )
+    return counter
+
+
+class PartFlops(NamedTuple):
+    """FLOPs of one training step for one sample, by part of the model."""
+
+    towers: tuple[float, ...]
+    """FLOPs of each tower module; none in a flat model."""
+    dense_arch: float
+    """FLOPs of the bottom MLP, which needs no embeddings; 0 of a model that names no part so."""
+    rest: float
+
+
+def count_parts(model: nn.Module, dense_in_features: int) -> PartFlops:
+    """Counts the parts of a model on the meta device whose tables are `MetaTables` or `MetaTowers`.
+
+    Parts are told apart in the forward pass, and have the same shares of the backward pass.
+    """
+    batch = _meta_batch(dense_in_features)
+    # In a backward pass the counter would book under a part whose input needs no gradient all that comes after it.
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(*batch)
+    flops = {name.partition(".")[2]: sum(by.values()) for name, by in counter.get_flop_counts().items()}
+    whole, names = counter.get_total_flops(), {id(module): name for name, module in model.named_modules()}
+    per_sample = _count(model, *batch).get_total_flops() / _COUNTED_SAMPLES / max(whole, 1)
+    towers = tuple(per_sample * flops.get(names[id(module)], 0) for module in tower_modules(model))
+    dense_arch = per_sample * flops.get("dense_arch", 0)
+    return PartFlops(towers, dense_arch, per_sample * whole - dense_arch - sum(towers))
+
+
+def _meta_batch(dense_in_features: int) -> tuple[Tensor, Tensor]:
+    dense_features = torch.empty(_COUNTED_SAMPLES, dense_in_features, device="meta")
+    return dense_features, torch.empty(_COUNTED_SAMPLES, dtype=torch.long, device="meta")
 
 
 def compression_ratio(model: nn.Module) -> float:
@@ -183,8 +221,7 @@ def complexity_of(
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
     """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
-    dense_features = torch.empty(_COUNTED_SAMPLES, dense_in_features, device="meta")
-    return count_complexity(model, dense_features, torch.empty(_COUNTED_SAMPLES, dtype=torch.long, device="meta"))
+    return count_complexity(model, *_meta_batch(dense_in_features))
 
 
 def paper_complexity(

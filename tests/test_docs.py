@@ -202,6 +202,11 @@ def check_dmt(arguments: list[str]) -> None:
 
 
 def check_torchrun(arguments: list[str]) -> None:
+    if "--no-python" in arguments:
+        program, *rest = arguments[arguments.index("--no-python") + 1 :]
+        assert program == "dmt", program
+        check_dmt(rest)
+        return
     if "-m" not in arguments:
         script = next(argument for argument in arguments if argument.endswith(".py"))
         assert (ROOT / script).exists(), script

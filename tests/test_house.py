@@ -54,10 +54,11 @@ ROOMS = {
     "sptt": {"plan", "sharding"},
     "replicas": {"plan", "sharding", "sptt"},
     "hot_rows": {"plan", "sharding", "sptt"},
+    "simulator": {"plan"},
     "testing": {"plan", "sharding", "sptt", "replicas"},
     "partitioner": {"plan", "sharding", "sptt"},
     "models": {"plan"},
-    "training": {"plan", "sharding", "sptt", "replicas", "testing", "partitioner", "models", "hot_rows"},
+    "training": {"plan", "sharding", "sptt", "replicas", "testing", "partitioner", "models", "hot_rows", "simulator"},
 }
 
 
@@ -179,8 +180,8 @@ def test_file_sizes() -> None:
 
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
-    assert len(SOURCES) <= 148
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 31_750
+    assert len(SOURCES) <= 156
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 33_050
 
 
 def test_function_sizes_and_arguments() -> None:

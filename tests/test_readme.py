@@ -59,7 +59,7 @@ def test_the_snippet_runs_and_keeps_the_plain_modules_result(tmp_path: Path) -> 
 
 
 def test_the_commands_exist() -> None:
-    named = set(re.findall(r"^dmt (\w+) ", README.read_text(), re.M))
+    named = set(re.findall(r"^dmt ([\w-]+) ", README.read_text(), re.M))
     assert named == set(main.commands)
     makefile = (ROOT / "Makefile").read_text()
     for target in ("demo", "test", "install"):

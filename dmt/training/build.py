@@ -56,7 +56,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import check_memory
 from dmt.training.device import DeviceType, current_device
 from dmt.training.distinct import InputGroup, distinct_inputs_of
-from dmt.training.exchanges import step_exchanges
+from dmt.training.exchanges import flat_exchanges, step_exchanges
 from dmt.training.factory import make_model
 from dmt.training.factory import without_tables as replace_tables
 from dmt.training.job import Job, check_table_optimizer
@@ -351,11 +351,13 @@ def _access_profile(job: Job) -> AccessProfile | None:
 
 
 def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> Traffic:
-    """Returns the bytes that all ranks send in one step of a job with the tower dataflow, as `TrafficMeter` counts.
+    """Returns the bytes that all ranks send in one step of a job, as `TrafficMeter` counts.
 
-    What is counted, and ``distinct``, are those of `step_exchanges`.
+    What is counted, and ``distinct``, are those of `step_exchanges`, or of `flat_exchanges` with the flat dataflow.
     """
-    return step_exchanges(job, build_model(job, device="meta", without_tables=True), distinct).traffic()
+    model = build_model(job, device="meta", without_tables=True)
+    exchanges = flat_exchanges(job, model)[0] if job.sharding is None else step_exchanges(job, model, distinct)
+    return exchanges.traffic()
 
 
 def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dmt.training.config import TrainConfig
 from dmt.training.distinct import InputGroup
 from dmt.training.job import Job
 
-__all__ = ["Exchange", "StepExchanges", "step_exchanges"]
+__all__ = ["Exchange", "StepExchanges", "flat_exchanges", "step_exchanges"]
 
 _ID_BYTES = 8  # an id, and a length
 
@@ -114,6 +114,37 @@ def step_exchanges(job: Job, model: nn.Module, distinct: Sequence[InputGroup] | 
 
 def _split(size: float, across: float) -> Exchange:
     return Exchange(across * size, (1 - across) * size)
+
+
+def flat_exchanges(job: Job, model: nn.Module) -> tuple[StepExchanges, float]:
+    """Returns the bytes of one step of TorchRec's flat dataflow, and the busiest rank's share of tables over the mean.
+
+    Ids, outputs and gradients go to and from all ranks. Table-wise, whole tables are shared out by their columns,
+    largest first; column-wise and by ``"auto"`` evenly. Arguments and what is left out are as of `step_exchanges`.
+    """
+    topology, own = job.topology, job.config.sharding
+    ranks, batch = topology.world_size, job.config.train.batch_size
+    world = topology.share_across_hosts([list(range(ranks))])
+    sent = batch * (ranks - 1)  # samples, of all ranks, that a table's owner has from and for others
+    held = [0] * ranks
+    ids = numbers = 0.0
+    for table in sorted(job.tables, key=lambda table: -table.embedding_dim * len(table.feature_names)):
+        width = table.embedding_dim * len(table.feature_names)
+        held[held.index(min(held))] += width
+        numbers += sent * width
+        ids += sent * sum(_ID_BYTES * (own.pooling_factors.get(name, 1.0) + 1) for name in table.feature_names)
+    nothing = Exchange(0.0, 0.0)
+    _, of_all = dense_weight_bytes(model)
+    exchanges = StepExchanges(
+        peer_ids=_split(ids, world),
+        tower_ids=nothing,
+        tower_outputs=nothing,
+        peer_outputs=_split(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes, world),
+        peer_gradients=_split(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes, world),
+        tower_weights=nothing,
+        dense_weights=Exchange(*_dense_bytes(topology, job.config.train, of_all)),
+    )
+    return exchanges, max(held) * ranks / sum(held) if own.scheme == "table_wise" else 1.0
 
 
 def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module) -> tuple[float, float, float, float]:

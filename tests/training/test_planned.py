@@ -65,6 +65,11 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "topology": {"num_towers": 1, "ranks_per_tower": 4, "ranks_per_host": 2},
         },
     ),
+    "TorchRec's tables": ("dlrm", {"sharding": {"dataflow": "flat", "scheme": "table_wise"}}),
+    "TorchRec's columns, 16 bits": (
+        "dcn",
+        {"sharding": {"dataflow": "flat", "forward_precision": "fp16", "backward_precision": "bf16"}},
+    ),
     "two towers on four hosts": (
         "dlrm",
         {"sharding": {"scheme": "column_wise"}, "topology": {"ranks_per_host": 1}},
@@ -201,7 +206,9 @@ def test_more_ids_than_planned_are_told_and_pooling_factors_mend_it() -> None:
     assert traffic_warning(with_factors, with_factors) == ""
 
 
-@pytest.mark.parametrize("name", [name for name, (_, s) in CASES.items() if "id_route" not in s.get("sharding", {})])
+@pytest.mark.parametrize(
+    "name", [name for name, (_, s) in CASES.items() if {"id_route", "dataflow"}.isdisjoint(s.get("sharding", {}))]
+)
 def test_where_no_input_repeats_as_much_is_planned_as_without_looking(name: str, tmp_path: Path) -> None:
     CUT.save(tmp_path / "towers.json")
     job = open_job(config_of(name, str(tmp_path)))

@@ -171,6 +171,44 @@ def plan(
         print_sharding(found, everything=everything, out=out)
 
 
+@main.command("what-if", epilog="Example: dmt what-if CONFIG.toml topology.num_towers=16 --cluster a100")
+@click.argument("config")
+@click.argument("overrides", nargs=-1)
+@click.option("--cluster", required=True, metavar="FILE", help="File of `dmt bench-comms`, or v100, a100, h100.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every alternative.")
+def what_if(config: str, overrides: tuple[str, ...], *, cluster: str, as_json: bool) -> None:
+    """Predicts a training step on a described cluster: of a run, flat, in towers, compressed.
+
+    CONFIG names data, model, batch size and topology; nothing is trained. OVERRIDES are section.key=value.
+    """
+    from dmt.training.commands.what_if import print_what_if, run_what_if
+
+    found = run_what_if(config, overrides, cluster)
+    if as_json:
+        click.echo(json.dumps(found.to_record(), indent=1))
+    else:
+        print_what_if(found)
+
+
+@main.command("bench-comms", epilog="Example: dmt bench-comms --out my.toml, behind torchrun --no-python")
+@click.option("--out", type=click.Path(path_type=Path), default="cluster.toml", show_default=True)
+@click.option("--name", default="measured", show_default=True, help="Name of the cluster in the file.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--megabytes", type=float, multiple=True, help="Bytes of a rank per collective [1, 4, 16].")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_comms(*, out: Path, as_json: bool, **options: Any) -> None:
+    """Measures this job's ranks and links, under torchrun on every host, and writes them for `dmt what-if`."""
+    from dmt.training.commands.bench_comms import print_measured, run_bench_comms
+
+    found = run_bench_comms(out, **options)
+    if found is None:  # not the first rank
+        return
+    if as_json:
+        click.echo(json.dumps(found.to_record(), indent=1))
+    else:
+        print_measured(found, out)
+
+
 @main.command(epilog="Example: dmt profile demo topology.num_towers=4 --rows 100000 --out access.parquet")
 @click.argument("config")
 @click.argument("overrides", nargs=-1)

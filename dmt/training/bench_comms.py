@@ -1,0 +1,242 @@
+"""`measure_cluster`: the speed of the ranks and links of a running job, as the library uses them.
+
+It is PARAM's idea (Neo, appendix A): the collectives of a training step, over the groups of its mesh, by size.
+
+Legend: H hosts, L ranks on each, W = H L ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor, nn
+
+from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, start_sum
+from dmt.plan.topology import TowerTopology
+from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates
+from dmt.sptt.mesh import TowerMesh
+
+__all__ = ["MEGABYTES", "Timing", "measure_cluster"]
+
+MEGABYTES = (1.0, 4.0, 16.0)
+"""Sizes of what a rank sends in timed collectives by default, in 10^6 bytes."""
+_SMALL_REPEATS, _REPEATS = 20, 5
+_WIDTH, _SAMPLES = 1024, 2048  # of the layers that are timed
+_ROWS, _COLUMNS, _LOOKUPS = 200_000, 128, 65_536
+_MOVED = 64_000_000  # bytes, more than caches hold
+_UNUSED = 1e12  # rate of links that one rank alone never uses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One collective at one size, over all groups of its kind at once."""
+
+    collective: CollectiveKind
+    group: Literal["hosts", "host"]
+    """Ranks of different hosts, or those of one host."""
+    bytes_per_rank: int
+    """Bytes of the tensor of each rank."""
+    uplink_bytes: float
+    """Bytes that a host sends to others."""
+    inside_bytes: float
+    """Bytes that a rank sends to others of its host."""
+    seconds: float
+    """Median over repetitions, of the slowest rank each."""
+    least: float
+    most: float
+    core_s: float
+    """Seconds that the cores of a rank worked in one; mean over ranks."""
+
+
+def measure_cluster(
+    name: str, ranks_per_host: int, device: torch.device, *, megabytes: Sequence[float] = MEGABYTES
+) -> tuple[Cluster, list[Timing]]:
+    """Measures the job that this rank is part of; collective, every rank gets the same result.
+
+    Args:
+        name: of the cluster.
+        ranks_per_host: L; W must be a multiple.
+        device: of this rank.
+        megabytes: sizes of the timed collectives.
+
+    Returns:
+        The description, and every collective that was timed.
+
+    Raises:
+        InputError: ``ranks_per_host`` does not divide the ranks of the job.
+    """
+    hosts = max(1, dist.get_world_size() // ranks_per_host)
+    # A tower is a host here, so peers are one rank of each host.
+    mesh = TowerMesh(TowerTopology(num_towers=hosts, ranks_per_tower=ranks_per_host))
+    sizes = [round(1e6 * size) for size in megabytes]
+    timings = [timing for kind in _COLLECTIVES for timing in _time_collective(kind, mesh, device, sizes)]
+    rates = {kind: _rates([t for t in timings if t.collective == kind], ranks_per_host) for kind in _COLLECTIVES}
+    cluster = Cluster(
+        name=name,
+        hosts=hosts,
+        ranks_per_host=ranks_per_host,
+        matmul_flops=_speed(_time_layers(device), mesh, device),
+        memory_bytes_per_s=_speed(_time_copies(device), mesh, device),
+        lookup_bytes_per_s=_speed(_time_lookups(device), mesh, device),
+        all_to_all=rates["all_to_all"],
+        exchange=rates["exchange"],
+        all_reduce=rates["all_reduce"],
+        source="measured by dmt bench-comms",
+    )
+    return cluster, timings
+
+
+def _all_to_all(group: dist.ProcessGroup, value: Tensor) -> None:
+    all_to_all_evenly(value, group)
+
+
+def _exchange(group: dist.ProcessGroup, value: Tensor) -> None:
+    parts = list(value.split(len(value) // group.size()))
+    pending, _ = start_exchange(parts, [len(part) for part in parts], group)
+    pending.wait()
+
+
+def _all_reduce(group: dist.ProcessGroup, value: Tensor) -> None:
+    start_sum(value, group).wait()
+
+
+_COLLECTIVES: dict[CollectiveKind, Callable[[dist.ProcessGroup, Tensor], None]] = {
+    "all_to_all": _all_to_all,
+    "exchange": _exchange,
+    "all_reduce": _all_reduce,
+}
+
+
+def _time_collective(kind: CollectiveKind, mesh: TowerMesh, device: torch.device, sizes: Sequence[int]) -> list[Timing]:
+    run, hosts = _COLLECTIVES[kind], mesh.topology.num_hosts
+    wide = mesh.peer_group if kind == "exchange" else mesh.global_group
+    groups: list[tuple[Literal["hosts", "host"], dist.ProcessGroup]] = [("hosts", wide), ("host", mesh.tower_group)]
+    timings = []
+    for name, group in groups:
+        if group.size() == 1 or (name == "hosts" and hosts == 1):
+            continue
+        # First next to nothing: a number for every rank.
+        for size in (4 * group.size(), *sizes):
+            value = torch.zeros(size // 4 // group.size() * group.size(), device=device)
+            repeats = _REPEATS if size in sizes else _SMALL_REPEATS
+            seconds, core = _time(partial(run, group, value), repeats, mesh, device)
+            uplink, inside = _sent(kind, name, value.nbytes, hosts, mesh.topology.ranks_per_tower)
+            timings.append(
+                Timing(
+                    collective=kind,
+                    group=name,
+                    bytes_per_rank=value.nbytes,
+                    uplink_bytes=uplink,
+                    inside_bytes=inside,
+                    seconds=statistics.median(seconds),
+                    least=min(seconds),
+                    most=max(seconds),
+                    core_s=core,
+                )
+            )
+    return timings
+
+
+def _sent(kind: CollectiveKind, group: str, size: int, hosts: int, ranks: int) -> tuple[float, float]:
+    """Bytes that a host sends to others, and a rank to others of its host; of a reduction those of a ring."""
+    if group == "host":
+        return 0.0, size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+    if kind == "exchange":
+        return size * ranks * (hosts - 1) / hosts, 0.0
+    world = hosts * ranks
+    if kind == "all_reduce":
+        return 2 * size * (world - 1) / world, 2 * size * (world - 1) / world * (ranks - 1) / ranks
+    return size * ranks * (world - ranks) / world, size * (ranks - 1) / world
+
+
+def _time(work: Callable[[], Any], repeats: int, mesh: TowerMesh, device: torch.device) -> tuple[list[float], float]:
+    """Seconds of every repetition, of the slowest rank; and seconds of the cores of a rank in one, the mean."""
+    work()  # the first one opens connections and touches memory
+    spans, core = [], 0.0
+    for _ in range(repeats):
+        _settle(device)
+        dist.barrier(mesh.global_group)
+        begin, cpu = time.perf_counter(), time.process_time()
+        work()
+        _settle(device)
+        core += time.process_time() - cpu
+        spans.append(time.perf_counter() - begin)
+    everyone = gather_objects((spans, core / repeats), mesh.global_group)
+    slowest = [max(of_ranks) for of_ranks in zip(*(spans for spans, _ in everyone), strict=True)]
+    return slowest, statistics.mean(core for _, core in everyone)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _rates(timings: Sequence[Timing], ranks: int) -> CollectiveRates:
+    """Rates at the largest size, less the latency, which is the time of the smallest."""
+    across, within = ([t for t in timings if t.group == group] for group in ("hosts", "host"))
+    if not timings:
+        return CollectiveRates(latency_s=0.0, uplink_bytes_per_s=_UNUSED, host_bytes_per_s=_UNUSED)
+    first, last = (across or within)[0], (across or within)[-1]
+    # Where there are no links of a kind, those of the other kind are taken.
+    uplink = _rate(across, "uplink_bytes") or _rate(within, "inside_bytes")
+    return CollectiveRates(
+        latency_s=first.seconds,
+        uplink_bytes_per_s=uplink,
+        host_bytes_per_s=_rate(within, "inside_bytes") or uplink,
+        core_s_per_byte=max(last.core_s - first.core_s, 0.0) / (last.uplink_bytes / ranks + last.inside_bytes),
+    )
+
+
+def _rate(timings: Sequence[Timing], counted: str) -> float:
+    """Bytes per second; 0 without timings."""
+    if not timings:
+        return 0.0
+    small, large = timings[0], timings[-1]
+    more: float = getattr(large, counted) - getattr(small, counted)
+    return more / max(large.seconds - small.seconds, 1e-9)
+
+
+def _time_layers(device: torch.device) -> tuple[Callable[[], Any], float]:
+    """A forward and backward pass of two layers, and its FLOPs."""
+    layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH)).to(device)
+    batch = torch.randn(_SAMPLES, _WIDTH, device=device, requires_grad=True)
+    return lambda: layers(batch).sum().backward(), 2 * 3 * 2 * _SAMPLES * _WIDTH * _WIDTH
+
+
+def _time_copies(device: torch.device) -> tuple[Callable[[], Any], float]:
+    """A copy, and the bytes that it reads and writes."""
+    source = torch.zeros(_MOVED // 4, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2 * source.nbytes
+
+
+def _time_lookups(device: torch.device) -> tuple[Callable[[], Any], float]:
+    """A lookup with the update of its rows by row-wise AdaGrad, and the bytes of rows that are read and written."""
+    on_gpu = device.type == "cuda"
+    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [(_ROWS, _COLUMNS, *place)], optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=0.01, device=device
+    )
+    ids = torch.randint(_ROWS, (_LOOKUPS,), device=device)
+    offsets = torch.arange(_LOOKUPS + 1, device=device)
+    return lambda: tables(ids, offsets).sum().backward(), 3 * _LOOKUPS * _COLUMNS * 4
+
+
+def _speed(made: tuple[Callable[[], Any], float], mesh: TowerMesh, device: torch.device) -> float:
+    """Units per second of a rank while all ranks work."""
+    work, units = made
+    seconds, _ = _time(work, _REPEATS, mesh, device)
+    return units / statistics.median(seconds)

@@ -1,0 +1,215 @@
+"""The work of a job's step for the simulator: `step_work`, and its time on a described cluster: `predict_step`.
+
+Legend: B samples per rank, T towers, H hosts, W ranks, N columns of an embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from dmt.models.complexity import PartFlops, compression_ratio, count_parts, dense_weight_bytes
+from dmt.plan.tables import TableSpec, feature_names
+from dmt.sharding.costs import replica_costs
+from dmt.simulator.cluster import Cluster
+from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
+from dmt.simulator.timeline import Timeline, simulate
+from dmt.training.build import build_model
+from dmt.training.config import TrainingConfig
+from dmt.training.exchanges import Exchange, flat_exchanges, step_exchanges
+from dmt.training.job import Job, make_job
+
+__all__ = ["Alternative", "CountedModel", "Prediction", "alternatives", "count", "predict_step", "step_work"]
+
+_RATIOS = (2, 4, 8, 16)
+_MICRO_BATCHES = (1, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The step of a job on a cluster, predicted."""
+
+    timeline: Timeline
+    uplink_bytes: float
+    """Bytes that the busiest host sends to others in a step."""
+    samples_per_s: float
+    """Samples per second of the whole job."""
+
+
+def predict_step(job: Job, cluster: Cluster, model: CountedModel | None = None) -> Prediction:
+    """Predicts one training step of a job on a cluster.
+
+    Args:
+        job: the run; its topology may be of another size than the cluster that was measured.
+        cluster: speed of its ranks and links.
+        model: what `count` found; the number formats, micro-batches and the like of the config do not change it.
+    """
+    work, train = step_work(job, model or count(job)), job.config.train
+    if job.sharding is None:
+        operations = flat_step(work, cluster, job.topology, prefetch=train.prefetch_ids)
+    else:
+        operations = tower_step(
+            work, cluster, job.topology, micro_batches=train.micro_batches, prefetch=train.prefetch_ids
+        )
+    timeline = simulate(operations)
+    return Prediction(
+        timeline=timeline,
+        uplink_bytes=work.uplink_bytes,
+        samples_per_s=train.batch_size * job.topology.world_size / timeline.seconds,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedModel:
+    """A job's model on the meta device, and its cost."""
+
+    model: nn.Module
+    flops: PartFlops
+    dense_bytes: int
+    ratio: float
+    """Compression ratio."""
+
+
+def count(job: Job) -> CountedModel:
+    """Builds a job's model on the meta device and counts it."""
+    model = build_model(job, device="meta", without_tables=True)
+    flops, (_, dense_bytes) = count_parts(model, job.num_dense), dense_weight_bytes(model)
+    return CountedModel(model=model, flops=flops, dense_bytes=dense_bytes, ratio=compression_ratio(model))
+
+
+def step_work(job: Job, model: CountedModel) -> StepWork:
+    """Returns the work of one step of a job, of the busiest rank where ranks differ by plan."""
+    batch, factors = job.config.train.batch_size, job.config.sharding.pooling_factors
+    columns = {feature: table.embedding_dim for table in job.split_tables for feature in table.feature_names}
+    rows_read = sum(factors.get(feature, 1.0) * width for feature, width in columns.items())
+    tower_flops, wide = 0.0, 1.0
+    if job.sharding is None:
+        exchanges, skew = flat_exchanges(job, model.model)
+    else:
+        exchanges, skew = step_exchanges(job, model.model), job.sharding.imbalance
+        tower_flops = len(model.flops.towers) * max(model.flops.towers, default=0.0)
+        assert job.towers is not None, "a sharding plan is made for towers"
+        own = [sum(columns[name] for name in tower) for tower in job.towers.to_lists()]
+        wide = max(own) * len(own) / sum(own)
+    loads = {name: _load(exchange, job) for name, exchange in vars(exchanges).items()}
+    # Inside a tower its busiest rank has most to send; of a flat model, the host that holds it.
+    for name in ("peer_outputs", "peer_gradients") if job.sharding is None else ("tower_outputs",):
+        loads[name] = Load(*(skew * size for size in loads[name]))
+    return StepWork(
+        lookup_bytes=3 * 4 * batch * rows_read * skew,
+        embedding_bytes=4 * batch * sum(columns.values()) * wide,
+        output_bytes=4 * batch * sum(columns.values()) / model.ratio,
+        tower_flops=batch * tower_flops,
+        early_flops=batch * model.flops.dense_arch,
+        dense_flops=batch * model.flops.rest,
+        dense_bytes=model.dense_bytes,
+        replicas=_replicas(job),
+        **loads,
+    )
+
+
+def _load(exchange: Exchange, job: Job) -> Load:
+    """Returns what a host and a rank send of the bytes of all ranks."""
+    return Load(exchange.across / job.topology.num_hosts, exchange.inside / job.topology.world_size)
+
+
+def _replicas(job: Job) -> Load:
+    """A step's share of the ring all-reduces that average the replicas."""
+    topology, own = job.topology, job.config.replicas
+    if job.sharding is None or topology.num_replicas == 1:
+        return Load(0.0, 0.0)
+    costs = replica_costs(job.sharding, job.split_tables, precision=own.precision, sync_every=own.sync_every)
+    sent = 2 * (topology.num_replicas - 1) * costs.sent_bytes / own.sync_every
+    across = topology.share_across_hosts(topology.replica_groups())
+    return _load(Exchange(across * sent, (1 - across) * sent), job)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another way to train the same tables."""
+
+    overrides: tuple[str, ...]
+    """Settings that make it of the config, as ``section.key=value``."""
+    ratio: float
+    """Compression ratio; 1.0 where the model computes what the flat one does."""
+    prediction: Prediction
+
+
+def alternatives(
+    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, cluster: Cluster
+) -> list[Alternative]:
+    """Predicts a step flat, in towers, and compressed by them, with the runtime's options; fastest first.
+
+    Towers are strided: how features are grouped hardly changes what is sent. A tower is a host or a rank; where there
+    are more hosts than features, it spans as many hosts as it takes.
+
+    Args:
+        config: the run: its batch size, its dense parts, its ranks, and the hosts that its topology has.
+        tables: the tables, uncut.
+        num_dense: dense columns.
+        cluster: speed of ranks and links.
+
+    Raises:
+        InputError: the tables cannot be placed.
+    """
+    found = []
+    columns = max(table.embedding_dim for table in tables)
+    for base in _models(config, len(feature_names(tables)), columns):
+        job = _job(config, base, tables, num_dense)
+        model = count(job)
+        for options in _options(job.sharding is not None):
+            changed = _changed(config, (*base, *options))
+            prediction = predict_step(replace(job, config=changed), cluster, model)
+            found.append(Alternative(overrides=(*base, *options), ratio=model.ratio, prediction=prediction))
+    # Of equally fast ones, that which compresses less.
+    return sorted(found, key=lambda one: (one.prediction.timeline.seconds, one.ratio))
+
+
+def _models(config: TrainingConfig, num_features: int, columns: int) -> Iterator[tuple[str, ...]]:
+    """Overrides of the flat model in both dataflows, and of towers with several compression ratios."""
+    topology = config.topology.build()
+    hosts, size = topology.num_hosts, topology.host_size
+    family = "dcn" if "dcn" in config.model.arch else "dlrm"
+    whole = (f"topology.num_towers={hosts}", f"topology.ranks_per_tower={size}", "topology.num_replicas=1")
+    yield (f"model.arch={family}", "sharding.dataflow=flat", *whole)
+    towers_of_hosts = max(towers for towers in range(1, hosts + 1) if hosts % towers == 0 and towers <= num_features)
+    shapes = [(towers_of_hosts, hosts * size // towers_of_hosts)]
+    if size > 1 and hosts * size <= num_features:
+        shapes.append((hosts * size, 1))
+    for towers, ranks in shapes:
+        own = (f"topology.num_towers={towers}", f"topology.ranks_per_tower={ranks}", f"topology.ranks_per_host={size}")
+        yield (f"model.arch={family}", "sharding.dataflow=sptt", *own, "topology.num_replicas=1")
+        for ratio in _RATIOS:
+            if columns % ratio == 0:
+                yield (
+                    f"model.arch=dmt-{family}",
+                    f"model.tower_dim={columns // ratio}",
+                    *own,
+                    "topology.num_replicas=1",
+                )
+
+
+def _options(has_towers: bool) -> Iterator[tuple[str, ...]]:
+    for precision in ("fp32", "fp16"):
+        formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
+        if not has_towers:
+            yield formats
+            continue
+        for parts in _MICRO_BATCHES:
+            yield (*formats, "train.dense_reduce=hierarchical", f"train.micro_batches={parts}")
+
+
+def _changed(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig:
+    values = config.model_dump(mode="json", exclude_none=True)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, _, name = key.partition(".")
+        values[section][name] = int(value) if value.isdecimal() else value
+    values["towers"] = {"plan": "strided"}
+    return TrainingConfig.model_validate(values)
+
+
+def _job(config: TrainingConfig, overrides: Sequence[str], tables: Sequence[TableSpec], num_dense: int) -> Job:
+    return make_job(_changed(config, overrides), tables, num_dense)

@@ -1,0 +1,77 @@
+"""Descriptions of clusters, and what is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmt.errors import InputError
+from dmt.simulator.cluster import load_cluster, save_cluster, shipped_clusters
+
+A100 = load_cluster("a100")
+
+
+def test_shipped_clusters_are_whole_and_say_where_their_numbers_are_from() -> None:
+    assert shipped_clusters() == ["a100", "h100", "v100"]
+    clusters = [load_cluster(name) for name in ("v100", "a100", "h100")]
+    flops = [cluster.matmul_flops for cluster in clusters]
+    assert flops == sorted(flops)
+    assert all("DMT Table 1" in cluster.source and cluster.ranks_per_host == 8 for cluster in clusters)
+
+
+def test_a_file_brings_back_what_was_written(tmp_path: Path) -> None:
+    cluster = replace(A100, name='two "hosts"\n🙂', memory_bytes=None, uplink_by_ranks={})
+    save_cluster(cluster, tmp_path / "a" / "cluster.toml")
+    assert load_cluster(tmp_path / "a" / "cluster.toml") == cluster
+
+
+def test_larger_groups_reach_less_of_the_uplink() -> None:
+    shares = [A100.share_of_uplink(ranks) for ranks in (2, 8, 32, 128, 512, 4096)]
+    assert shares == pytest.approx([1.0, 1.0, 0.8335, 0.667, 0.5, 0.5])
+    assert replace(A100, uplink_by_ranks={}).share_of_uplink(512) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("matmul_flops = 0", r"matmul_flops=0\.0 must be a positive number"),
+        ("matmul_flops = inf", r"matmul_flops=inf must be a positive number"),
+        ("matmul_flops = nan", r"matmul_flops=nan must be a positive number"),
+        ("step_s = -1.0", r"step_s=-1\.0 must be zero or a positive number"),
+        ("hosts = 2.5", r"hosts: Input should be a valid integer.*got 2\.5"),
+        ("ranks_per_host = -1", r"ranks_per_host=-1 must be a positive number"),
+        ("matmul_flop = 1.0", r"key 'matmul_flop' is unknown\. Did you mean 'matmul_flops'\?"),
+        ("[exchange]\nlatency_s = -1e-6", r"exchange\.latency_s=-1e-06 must be zero or a positive number"),
+        ("[all_reduce]\nhost_bytes_per_s = 0.0", r"all_reduce\.host_bytes_per_s=0\.0 must be a positive number"),
+        ("[uplink_by_ranks]\nmany = 0.5", r"uplink_by_ranks\.many=0\.5 must have a number of ranks as its key"),
+        ("[uplink_by_ranks]\n8 = 1.5", r"uplink_by_ranks\.8=1\.5 must have .* a share of at most 1"),
+    ],
+)
+def test_nonsense_is_named(line: str, words: str, tmp_path: Path) -> None:
+    save_cluster(A100, tmp_path / "c.toml")
+    lines = (tmp_path / "c.toml").read_text().splitlines()
+    header, own = line.split("\n") if line.startswith("[") else ("", line)
+    start = lines.index(header) + 1 if header else 0
+    key = own.partition(" ")[0]
+    end = next((i for i in range(start, len(lines)) if lines[i].startswith("[")), len(lines))
+    kept = [old for i, old in enumerate(lines) if not (start <= i < end and old.partition(" ")[0] == key)]
+    kept.insert(start, own)
+    (tmp_path / "c.toml").write_text("\n".join(kept))
+    with pytest.raises(InputError, match=words):
+        load_cluster(tmp_path / "c.toml")
+
+
+def test_a_missing_part_a_missing_file_and_a_typo_are_told(tmp_path: Path) -> None:
+    save_cluster(A100, tmp_path / "c.toml")
+    text = (tmp_path / "c.toml").read_text()
+    start = text.index("[exchange]")
+    (tmp_path / "c.toml").write_text(text[:start] + text[text.index("[all_reduce]") :])
+    with pytest.raises(InputError, match=r"c\.toml: exchange: Field required.*dmt bench-comms"):
+        load_cluster(tmp_path / "c.toml")
+    missing: list[Any] = ["a10", tmp_path / "none.toml"]
+    for path in missing:
+        with pytest.raises(InputError, match=r"neither a file nor one that is shipped \(a100, h100, v100\)"):
+            load_cluster(path)

@@ -1,0 +1,95 @@
+"""Steps of the dataflows on a cluster with round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dmt.plan.topology import TowerTopology
+from dmt.simulator.cluster import Cluster, CollectiveRates
+from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
+from dmt.simulator.timeline import simulate
+
+RATES = CollectiveRates(latency_s=0.0, uplink_bytes_per_s=10.0, host_bytes_per_s=100.0)
+CLUSTER = Cluster(
+    name="round",
+    hosts=2,
+    ranks_per_host=2,
+    matmul_flops=1.0,
+    memory_bytes_per_s=1e9,
+    lookup_bytes_per_s=1.0,
+    all_to_all=RATES,
+    exchange=RATES,
+    all_reduce=RATES,
+)
+TOPOLOGY = TowerTopology(num_towers=2, ranks_per_tower=2)
+NOTHING = Load(0.0, 0.0)
+WORK = StepWork(
+    lookup_bytes=3.0,
+    embedding_bytes=0.0,
+    output_bytes=0.0,
+    tower_flops=6.0,
+    early_flops=3.0,
+    dense_flops=12.0,
+    dense_bytes=0.0,
+    peer_ids=Load(5.0, 0.0),
+    tower_ids=Load(0.0, 50.0),
+    tower_outputs=Load(0.0, 100.0),
+    peer_outputs=Load(40.0, 0.0),
+    peer_gradients=Load(80.0, 0.0),
+    tower_weights=NOTHING,
+    dense_weights=NOTHING,
+    replicas=NOTHING,
+)
+
+
+def test_a_step_without_options_is_a_sum_but_for_the_bottom_mlp() -> None:
+    found = simulate(tower_step(WORK, CLUSTER, TOPOLOGY))
+    # Ids .5 and .5, lookup 1, inside 1, towers 2, the outputs 4 with the bottom MLP (1) in them, over 4 and 8, the
+    # gradients 8 with 2 in them, towers 4, inside 1, update 2.
+    assert found.seconds == pytest.approx(0.5 + 0.5 + 1 + 1 + 2 + 4 + 4 + 8 + 8 + 4 + 1 + 2)
+    assert found.exposed["ids"] == pytest.approx(1.0)
+    assert found.exposed["embeddings"] == pytest.approx(1 + (4 - 1) + (8 - 2) + 1)
+    assert list(found.spans)[-1] in ("update", "update of tables")
+
+
+def test_prefetched_ids_travel_during_the_step() -> None:
+    plain, ahead = (simulate(tower_step(WORK, CLUSTER, TOPOLOGY, prefetch=p)).seconds for p in (False, True))
+    assert plain - ahead == pytest.approx(1.0)
+
+
+def test_micro_batches_hide_what_the_dense_part_takes() -> None:
+    seconds = [simulate(tower_step(WORK, CLUSTER, TOPOLOGY, micro_batches=k)).seconds for k in (1, 2, 4, 16)]
+    assert seconds == sorted(seconds, reverse=True)
+    # Never below the cores' work, nor below the way of ids, embeddings, outputs and gradients.
+    assert seconds[-1] >= 1 + 2 + 1 + 4 + 8 + 2 + 4 + 2
+    slow = replace(CLUSTER, exchange=replace(RATES, latency_s=1.0))
+    assert simulate(tower_step(WORK, slow, TOPOLOGY, micro_batches=16)).seconds > seconds[0]
+
+
+def test_a_flat_step_has_its_collectives_over_all_ranks() -> None:
+    flat = replace(WORK, tower_flops=0.0, tower_ids=NOTHING, tower_outputs=NOTHING)
+    assert simulate(flat_step(flat, CLUSTER, TOPOLOGY)).seconds == pytest.approx(0.5 + 1 + 4 + 4 + 8 + 8 + 2)
+    # Of larger groups the uplink is slower: 4 ranks of a flat model, 2 peers of towers.
+    crowded = replace(CLUSTER, uplink_by_ranks={"2": 1.0, "4": 0.5})
+    more = [simulate(flat_step(flat, c, TOPOLOGY)).exposed["embeddings"] for c in (CLUSTER, crowded)]
+    assert more[1] - more[0] == pytest.approx(4 + 8)
+    assert (
+        simulate(tower_step(WORK, crowded, TOPOLOGY)).seconds == simulate(tower_step(WORK, CLUSTER, TOPOLOGY)).seconds
+    )
+
+
+def test_cores_that_serve_collectives_slow_what_computes() -> None:
+    rates = replace(RATES, core_s_per_byte=0.1)
+    busy = replace(CLUSTER, exchange=rates)
+    # The bottom MLP runs beside the outputs: a rank's 20 of the host's 40 bytes are 2 s of its cores.
+    plain, slower = (simulate(tower_step(WORK, cluster, TOPOLOGY)) for cluster in (CLUSTER, busy))
+    assert slower.spans["dense arch"][1] - slower.spans["dense arch"][0] == pytest.approx(2.0)
+    assert slower.seconds == pytest.approx(plain.seconds)
+
+
+def test_replicas_come_last_and_no_step_is_shorter_than_its_program() -> None:
+    found = simulate(tower_step(replace(WORK, replicas=Load(20.0, 0.0)), CLUSTER, TOPOLOGY))
+    assert found.exposed["replicas"] == pytest.approx(2.0)
+    assert simulate(tower_step(WORK, replace(CLUSTER, step_s=100.0), TOPOLOGY)).seconds == 100.0

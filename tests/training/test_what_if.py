@@ -1,0 +1,157 @@
+"""``dmt what-if`` and ``dmt bench-comms``: predictions of a job's step, and the measurement they rest on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from dmt.errors import InputError
+from dmt.models.complexity import count_on_meta, count_parts
+from dmt.models.presets import criteo_1tb_tables
+from dmt.plan.tables import TableSpec
+from dmt.simulator.cluster import load_cluster
+from dmt.training.bench_comms import measure_cluster
+from dmt.training.build import build_model, expected_traffic
+from dmt.training.commands import main
+from dmt.training.commands.bench_comms import run_bench_comms
+from dmt.training.config import load_config
+from dmt.training.job import make_job, open_job
+from dmt.training.what_if import alternatives, count, predict_step, step_work
+from tests.ranks import run_ranks
+from tests.training.small import small
+
+A100 = load_cluster("a100")
+SMALL = replace(A100, ranks_per_host=2)
+
+
+def test_the_parts_of_a_model_are_all_of_it() -> None:
+    job = open_job(small("dmt-dlrm"))
+    model = build_model(job, device="meta", without_tables=True)
+    parts = count_parts(model, job.num_dense)
+    # Forward: each tower maps its three features from 8 to 4 columns; 3 -> 6 -> 4 in the bottom MLP; seven vectors of
+    # 4 interact, and 21 products and 4 columns go through 4 and 1.
+    forward = [3 * 8 * 4, 3 * 8 * 4, 3 * 6 + 6 * 4, 7 * 7 * 4 + 25 * 4 + 4]
+    found = [*parts.towers, parts.dense_arch, parts.rest]
+    assert [n / sum(found) for n in found] == pytest.approx([n / sum(forward) for n in forward])
+    assert sum(found) == pytest.approx(1e6 * count_on_meta(model, job.num_dense).mflops_per_sample)
+    flat = count_parts(build_model(open_job(small("dlrm")), device="meta", without_tables=True), job.num_dense)
+    assert flat.towers == ()
+
+
+@pytest.mark.parametrize("dataflow", ["flat", "sptt"])
+def test_a_host_sends_what_is_planned(dataflow: str) -> None:
+    job = open_job(small("dlrm", dataflow=dataflow))
+    planned = expected_traffic(job)
+    work = step_work(job, count(job))
+    assert work.uplink_bytes * job.topology.num_hosts == pytest.approx(planned.across)
+
+
+def test_replicas_cost_their_average_and_less_of_it_if_they_wait() -> None:
+    topology = {"num_replicas": 2, "num_towers": 2, "ranks_per_tower": 2}
+    loads = []
+    for steps in (1, 10):
+        whole = {"scheme": "table_wise"}
+        job = open_job(small("dmt-dlrm", topology=topology, replicas={"sync_every": steps}, sharding=whole))
+        loads.append(step_work(job, count(job)).replicas.uplink)
+    # Six tables of 11 rows x 8 and a moment each; a ring of two sends all of them each way, from four hosts.
+    assert loads[0] == pytest.approx(2 * 6 * 11 * 9 * 4 / 4)
+    assert loads[1] == pytest.approx(loads[0] / 10)
+
+
+def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
+    config = load_config("demo", ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=4096"])
+    tables = criteo_1tb_tables(64)
+    found = alternatives(config, tables, 13, SMALL)
+    seconds = [one.prediction.timeline.seconds for one in found]
+    assert seconds == sorted(seconds)
+    assert {round(one.ratio) for one in found} == {1, 2, 4, 8, 16}
+    for one in (found[0], found[-1], found[len(found) // 2]):
+        again = load_config("demo", [*one.overrides, "train.batch_size=4096"])
+        job = make_job(again, tables, 13)
+        assert predict_step(job, SMALL).timeline.seconds == pytest.approx(one.prediction.timeline.seconds)
+    towers = {o for one in found for o in one.overrides if o.startswith("topology.num_towers")}
+    assert towers == {"topology.num_towers=4", "topology.num_towers=8"}
+
+
+def test_towers_span_hosts_where_there_are_more_hosts_than_features() -> None:
+    config = load_config("demo", ["topology.num_towers=12", "topology.ranks_per_tower=2", "model.embedding_dim=16"])
+    tables = [TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=16, feature_names=(f"f{i}",)) for i in range(5)]
+    found = alternatives(config, tables, 3, SMALL)
+    shapes = {one.overrides[2:4] if "dmt" in one.overrides[0] else None for one in found} - {None}
+    assert shapes == {("topology.num_towers=4", "topology.ranks_per_tower=6")}
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main, ["what-if", *arguments], env={"COLUMNS": "140"})
+
+
+def test_the_command_predicts_the_config_and_its_alternatives() -> None:
+    shape = ["topology.num_towers=2", "topology.ranks_per_tower=8"]
+    found = run("demo", *shape, "--cluster", "h100")
+    assert found.exit_code == 0, found.output
+    words = " ".join(found.output.split())
+    assert "2 hosts x 8 ranks, 512 samples a rank, on h100" in words
+    for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16", "The fastest: model.arch="):
+        assert name in words
+    record = json.loads(run("demo", *shape, "--cluster", "h100", "--json").output)
+    assert record["own"]["seconds"] == pytest.approx(sum(record["own"]["exposed"].values()))
+    assert record["cluster"]["name"] == "h100"
+    assert len(record["alternatives"]) == 2 + 2 * 5 * 6
+
+
+def test_hosts_of_another_size_than_the_clusters_are_refused() -> None:
+    found = run("demo", "--cluster", "a100")
+    assert found.exit_code == 2
+    assert "Hosts of the run have 2 ranks, those of cluster 'a100' have 8" in found.output
+    assert "topology.ranks_per_host=8" in found.output
+    assert "neither a file" in run("demo", "--cluster", "none.toml").output
+
+
+def measured_on_rank(rank: int, folder: str) -> list[Any]:
+    cluster, timings = measure_cluster("ranks", 2, torch.device("cpu"), megabytes=(0.05,))
+    return [cluster, timings]
+
+
+@pytest.mark.ranks
+def test_ranks_measure_their_collectives_and_all_get_the_same() -> None:
+    results = run_ranks(measured_on_rank, 4, "")
+    cluster, timings = results[0]
+    assert all(result == results[0] for result in results)
+    assert (cluster.hosts, cluster.ranks_per_host) == (2, 2)
+    counted = {(t.collective, t.group, t.bytes_per_rank): (t.uplink_bytes, t.inside_bytes) for t in timings}
+    # All-to-all over 4 ranks: half of what a rank has goes to the other host, a quarter to its neighbour.
+    assert counted["all_to_all", "hosts", 50_000] == (50_000, 12_500)
+    assert counted["exchange", "hosts", 50_000] == (50_000, 0)
+    assert counted["exchange", "host", 50_000] == (0, 25_000)
+    assert counted["all_reduce", "hosts", 50_000] == (75_000, 37_500)
+    assert len(counted) == 3 * 2 * 2
+    assert all(t.least <= t.seconds <= t.most for t in timings)
+
+
+@pytest.mark.parametrize(
+    ("environment", "megabytes", "words"),
+    [
+        ({}, (), "measures the job that it is part of.*torchrun --nnodes 2"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            (),
+            "has 3 ranks, but 2 on this",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (0.0,), "--megabytes 0: give"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(
+    environment: dict[str, str], megabytes: tuple[float, ...], words: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(InputError, match=words):
+        run_bench_comms(tmp_path / "c.toml", name="x", device="cpu", megabytes=megabytes)
