@@ -24,6 +24,7 @@ __all__ = [
     "check_agreement",
     "gather_objects",
     "gather_parts",
+    "max_over_ranks",
     "profiler_range",
     "reason_of",
     "run_on_all_or_raise",
@@ -221,6 +222,13 @@ def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = part.new_empty(part.numel() * group.size())
     dist.all_gather_into_tensor(whole, part, group=group)
     return whole
+
+
+def max_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the largest of each number over the group, on every rank, in place."""
+    if group.size() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return value
 
 
 def start_sum_over_hosts(

@@ -4,10 +4,17 @@ Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, 
 Where a host holds several towers, or a tower several hosts (``ranks_per_host``), only what leaves a host is counted.
 
 A rank of another tower is sent an output [N] of each of its bags and sends back its gradient; ids are 8 bytes each. A
-replicated row is sent to nobody; its gradient is summed inside each host and then once between hosts, 2 (T - 1) / T of
-it from each host. Hence a row pays if more than one of its uses would leave a host in a step: if p B L > 1 where every
-use is sent, p B W > T; if L (1 - (1 - p)^B) > 1 where each rank sends its distinct ids. OPER's own rule, f * B > 1
-for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts.
+replicated row is sent to nobody; its gradient is summed inside each host and then between hosts, in a step that touched
+it (`dmt.sptt.hot_sum`): between two hosts each sends the rows that it touched itself, between more all of them send,
+2 (T - 1) / T times, the rows that any rank touched. Hence, with p B uses by a rank, a copy saves in a step
+
+- where every use is sent       (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t,
+- where each rank sends its distinct ids, the same with 1 - (1 - p)^B for p B,
+
+where the chance t that the row is touched is 1 - (1 - p)^(B L) between two hosts, and 1 - (1 - p)^(B W) otherwise.
+Between many hosts that is the rule p B L > 1: more than one of the row's uses would leave a host. OPER's own rule,
+f * B > 1 for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts, and takes a
+row to be touched in every step.
 """
 
 from __future__ import annotations
@@ -25,6 +32,9 @@ from dmt.plan.topology import TowerTopology
 __all__ = ["TableBytes", "has_single_ids", "saved_bytes", "table_bytes"]
 
 _ID_BYTES = 8
+# Between two hosts nearly every row saves a little, but its copy's gradient is set to zero, looked through and added to
+# the weights in every step. Memory is taken to be 300 times as fast as the link between hosts.
+_HELD = 1 / 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +85,7 @@ def table_bytes(profile: AccessProfile, topology: TowerTopology, *, batch_size: 
         >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
         >>> found = table_bytes(profile, TowerTopology(num_towers=2, ranks_per_tower=2), batch_size=4)[0]
         >>> found.plain, found.hot_rows, found.hot, found.data_parallel
-        (576.0, 2, 128.0, 640.0)
+        (576.0, 2, 121.591796875, 640.0)
     """
     if batch_size < 1:
         raise InputError(f"table_bytes: batch_size={batch_size} must be at least 1.")
@@ -97,7 +107,7 @@ def saved_bytes(
 ) -> NDArray[np.float64]:
     """Returns the bytes between hosts that a copy of each counted row on every rank saves in a step, float64 [n].
 
-    A row pays if they are above zero.
+    A row pays if they are above zero. The work of holding a copy counts as a 300th of the bytes of its gradient.
 
     Args:
         counts: accesses of the table's rows.
@@ -110,15 +120,24 @@ def saved_bytes(
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
         >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
         >>> saved_bytes(RowCounts.of([1, 7, 7, 7]), table, topology, num_ids=4, distinct=False)
-        array([ 80., 368.])
+        array([ 86.19389323, 367.78764323])
     """
     away, sent, copied = _prices(table, topology)
     uses = counts.chances(num_ids) if distinct else num_ids * counts.counts / max(counts.total, 1)
-    return np.asarray(away * sent * uses - copied)
+    return away * sent * uses - _sum_bytes(counts, table, topology, num_ids=num_ids) - _HELD * copied
+
+
+def _sum_bytes(counts: RowCounts, table: TableSpec, topology: TowerTopology, *, num_ids: float) -> NDArray[np.float64]:
+    """Returns the bytes between hosts that are expected for the sum of the gradients of each row's copies, [n]."""
+    _, _, copied = _prices(table, topology)
+    ranks = topology.sharding_groups()[0]
+    hosts = len({topology.host(rank) for rank in ranks})
+    touching = len(ranks) / hosts if hosts == 2 else len(ranks)
+    return copied * counts.chances(num_ids * len(table.feature_names) * touching)
 
 
 def _prices(table: TableSpec, topology: TowerTopology) -> tuple[float, int, int]:
-    """Features times ranks whose bags leave a host, bytes that one such bag sends, and bytes of a row's copies."""
+    """Features times ranks whose bags leave a host, bytes that one such bag sends, and bytes of a row's dense sum."""
     towers, ranks = topology.num_towers, topology.ranks_per_tower
     # To the peer in the table's tower, and there to the rank that has the row, which may be on another host.
     away = (towers - 1) * ranks * topology.share_across_hosts(topology.peer_groups())
@@ -146,6 +165,7 @@ def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology,
             unique_hot_rows=0,
         )
     shares, num_ids = counts.counts / max(counts.total, 1), batch_size * bag
+    summed = _sum_bytes(counts, table, topology, num_ids=num_ids)
     pays, pays_distinct = (
         saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct) > 0 for distinct in (False, True)
     )
@@ -154,9 +174,9 @@ def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology,
         plain=plain,
         unique=away * sent * counts.expected_distinct(num_ids),
         data_parallel=whole,
-        hot=copied * int(pays.sum()) + away * sent * num_ids * (1 - float(shares[pays].sum())),
+        hot=float(summed[pays].sum()) + away * sent * num_ids * (1 - float(shares[pays].sum())),
         hot_rows=int(pays.sum()),
-        unique_hot=copied * int(pays_distinct.sum())
+        unique_hot=float(summed[pays_distinct].sum())
         + away * sent * counts.expected_distinct(num_ids, cold=~pays_distinct),
         unique_hot_rows=int(pays_distinct.sum()),
     )

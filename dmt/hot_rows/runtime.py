@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
-from dmt.formatting import shorten
-from dmt.hot_rows.costs import has_single_ids, saved_bytes
+from dmt.hot_rows.choice import choose_rows, why_no_copies, why_not_chosen
+from dmt.hot_rows.costs import saved_bytes
 from dmt.hot_rows.profile import AccessProfile, RowCounts
-from dmt.plan.tables import TableSpec, table_specs
-from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
+from dmt.plan.tables import table_specs
+from dmt.plan.topology import TowerTopology
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection
-from dmt.sptt.hot import HomeTable, HotCopies, HotGroups
+from dmt.sptt.hot import HotCopies, HotGroups
 from dmt.sptt.mesh import TowerMesh
 
-__all__ = ["HotRows", "choose_rows", "why_no_copies"]
+__all__ = ["HotRows"]
 
 Rows = dict[str, NDArray[np.int64]]
 
@@ -61,7 +62,7 @@ class HotRows:
 
     Raises:
         InputError: an argument is out of range or not the same on all ranks; the model has no such collection, several,
-            or towers; it has replicas or the global id route; no table can have copies.
+            or towers; it has the global id route; no table can have copies.
 
     Example::
 
@@ -117,9 +118,10 @@ class HotRows:
         self._counts = AccessProfile(self._tables)
         topology = mesh.topology
         # Groups of their own: nothing else on them can come in another order on another rank.
-        hosts = topology.host_groups()
-        groups = (hosts, [list(ranks) for ranks in zip(*hosts, strict=True)], topology.sharding_groups())
+        groups = (*_host_groups(topology), topology.sharding_groups(), topology.replica_groups())
         self._groups = HotGroups(*(mesh.new_group(ranks) for ranks in groups))
+        # Replicas count and choose together: data-parallel tables of all have one gradient.
+        self._everyone = mesh.new_group([list(range(topology.world_size))])
         self._owned = self._owned_tables()
         self.replicate({})
 
@@ -134,13 +136,21 @@ class HotRows:
         return sum(4 * table.embedding_dim * len(self._copies.rows.get(table.name, ())) for table in self._tables)
 
     @property
-    def reduced_bytes(self) -> int:
-        """Bytes that a rank hands to the sum over all ranks in a step: gradients, and two numbers for each table.
+    def reduced_bytes(self) -> dict[str, float]:
+        """Bytes that all ranks sent in the last step to sum the copies' gradients, by names of `dmt.traffic.Traffic`.
 
-        Those are learning rate and number of steps; two more say whether something is wrong on the rank.
+        Replicas are taken to send what this rank's does. What a rank reads again after an averaging of the replicas is
+        not counted.
         """
-        tables = len(self._copies.rows)
-        return self.num_bytes + 8 * (tables + 1) if tables else 0
+        if not self._copies.rows:
+            return {}
+        topology = self._mesh.topology
+        sent = {kind: float(topology.num_replicas * number) for kind, number in self._copies.sum.sent.items()}
+        size, groups = self._copies.replica_bytes, topology.replica_groups()
+        of_replicas, share = 2 * (topology.num_replicas - 1) * len(groups) * size, topology.share_across_hosts(groups)
+        sent["dense"] += share * of_replicas
+        sent["inside"] += (1 - share) * of_replicas
+        return sent
 
     def step(self) -> None:
         """To be called after every training step: chooses rows when it is time. Collective over the job."""
@@ -156,13 +166,13 @@ class HotRows:
         Before the first training batch it does nothing: the choice depends on the size of a batch.
         """
         num_batches = max(self._batches, 1)
-        total_samples = sum(gather_objects(self._samples / num_batches, self._groups.whole))
+        total_samples = sum(gather_objects(self._samples / num_batches, self._everyone))
         if not total_samples:
             return
-        batch_size = max(round(total_samples / self._groups.whole.size()), 1)
+        batch_size = max(round(total_samples / self._everyone.size()), 1)
         profile, self._profile = self._profile or self._summed_counts(batch_size), None
         topology, distinct = self._mesh.topology, self._module.unique != "off"
-        self.not_chosen = _why_not_chosen(profile, self._tables)
+        self.not_chosen = why_not_chosen(profile, self._tables)
         choose = functools.partial(
             choose_rows,
             profile,
@@ -173,8 +183,8 @@ class HotRows:
             max_bytes=self._budget,
         )
         # One rank chooses: processors of another kind may round a row's gain otherwise.
-        is_first = self._groups.whole.rank() == 0
-        chosen: Rows | None = run_on_all_or_raise(lambda: choose() if is_first else None, self._groups.whole)[0]
+        is_first = self._everyone.rank() == 0
+        chosen: Rows | None = run_on_all_or_raise(lambda: choose() if is_first else None, self._everyone)[0]
         assert chosen is not None, "the first rank has chosen"
         self.replicate(chosen)
         # Counts of before would keep rows that nobody reads any more; even one step has thousands of ids.
@@ -193,9 +203,9 @@ class HotRows:
         """
         wanted: Rows = {}
         # Also an array that NumPy cannot read must not leave the other ranks waiting.
-        run_on_all_or_raise(lambda: wanted.update(_row_numbers(rows)), self._groups.whole)
+        run_on_all_or_raise(lambda: wanted.update(_row_numbers(rows)), self._everyone)
         digest = hashlib.sha256(b"".join(name.encode() + of_table.tobytes() for name, of_table in wanted.items()))
-        check_agreement("HotRows.replicate", {"rows": digest.hexdigest()}, self._groups.whole)
+        check_agreement("HotRows.replicate", {"rows": digest.hexdigest()}, self._everyone)
         homes = self._module.home_tables
         for name, of_table in wanted.items():
             if name not in homes or name in self.left_out:
@@ -205,7 +215,7 @@ class HotRows:
             if of_table[0] < 0 or of_table[-1] >= num_rows:
                 worst = of_table[0] if of_table[0] < 0 else of_table[-1]
                 raise InputError(f"HotRows: table {name!r} has {num_rows} rows, and none has the number {worst}.")
-        run_on_all_or_raise(self._module.write_back, self._groups.whole)
+        run_on_all_or_raise(self._module.write_back, self._everyone)
         self._copies = HotCopies(
             self._module,
             homes,
@@ -223,7 +233,7 @@ class HotRows:
             InputError: what was changed had not been obtained since the last training step.
         """
         # What the copies have learned since they were written back is not lost.
-        run_on_all_or_raise(self._copies.write_back, self._groups.whole)
+        run_on_all_or_raise(self._copies.write_back, self._everyone)
         self._copies.read_again()
 
     def write_back(self) -> None:
@@ -249,7 +259,7 @@ class HotRows:
 
     def _summed_counts(self, batch_size: int) -> AccessProfile:
         """Accesses on all ranks of those rows that may pay; of a row that pays, one rank has 1 / W at least."""
-        group, mine = self._groups.whole, self._counts
+        group, mine = self._everyone, self._counts
         names = [table.name for table in self._tables]
         parts = gather_objects(({name: mine[name].total for name in names}, mine.num_samples), group)
         summed = AccessProfile(self._tables)
@@ -278,58 +288,6 @@ class HotRows:
         return [name for name in mine if name not in before]
 
 
-def choose_rows(
-    profile: AccessProfile,
-    tables: Sequence[TableSpec],
-    topology: Any,
-    *,
-    batch_size: int,
-    distinct: bool,
-    max_bytes: float,
-) -> Rows:
-    """Chooses the rows whose copies save bytes between hosts, those that save most for their size first.
-
-    Args:
-        profile: accesses.
-        tables: those that may have copies.
-        topology: towers and ranks of a replica.
-        batch_size: samples of a rank.
-        distinct: True if each rank sends its distinct ids only.
-        max_bytes: bytes of the weights of the copies of a rank.
-
-    Returns:
-        For each table with such rows their numbers, int64, ascending.
-
-    Example:
-        >>> from dmt import TowerTopology
-        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
-        >>> profile = AccessProfile([table])
-        >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
-        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-        >>> settings = {"batch_size": 4, "distinct": False}
-        >>> chosen = [choose_rows(profile, [table], topology, **settings, max_bytes=size) for size in (64, 63)]
-        >>> [{name: rows.tolist() for name, rows in one.items()} for one in chosen]
-        [{'t': [1, 7]}, {'t': [7]}]
-    """
-    found = []
-    for number, table in enumerate(tables):
-        counts = profile[table.name]
-        if not has_single_ids(profile, table):
-            continue
-        num_ids = batch_size * profile.ids_per_sample(table)
-        gain = saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct)
-        pays, size = gain > 0, 4 * table.embedding_dim
-        rows = counts.rows[pays]
-        found.append((gain[pays] / size, np.full(len(rows), number), rows, np.full(len(rows), size)))
-    if not found:
-        return {}
-    gains, numbers, rows, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    order = np.lexsort((rows, numbers, -gains))
-    kept = order[np.cumsum(sizes[order]) <= max_bytes]
-    by_table = {table.name: np.sort(rows[kept][numbers[kept] == number]) for number, table in enumerate(tables)}
-    return {name: of_table for name, of_table in by_table.items() if len(of_table)}
-
-
 def _row_numbers(rows: Mapping[str, Any]) -> Rows:
     """Returns the rows of each table that has some, int64 [n], ascending."""
     found = {}
@@ -343,42 +301,6 @@ def _row_numbers(rows: Mapping[str, Any]) -> Rows:
         if numbers.size:
             found[name] = np.unique(numbers.astype(np.int64))
     return found
-
-
-def _why_not_chosen(profile: AccessProfile, tables: Sequence[TableSpec]) -> dict[str, str]:
-    means = {table.name: profile.ids_per_sample(table) for table in tables if not has_single_ids(profile, table)}
-    return {
-        name: f"its bags have {mean:.3g} ids on average, and the sum over the cold ids of a bag is as long as the whole"
-        for name, mean in means.items()
-    }
-
-
-def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
-    """Returns the tables whose rows cannot have copies that train alike, with the reason.
-
-    Args:
-        tables: all tables of a collection, by name.
-    """
-    users: dict[str, list[str]] = {}
-    for name, table in tables.items():
-        for feature in table.config.feature_names:
-            users.setdefault(feature, []).append(name)
-    reasons = {name: _why_no_copies(table, users) for name, table in tables.items()}
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
-    config = table.config
-    if "MEAN" in str(config.pooling):
-        return "its bags are averaged, and the rank that sums the cold ids of a bag does not know how many are hot"
-    if "FP32" not in str(config.data_type):
-        return f"its weights are {config.data_type}, and copies are FP32"
-    if table.scheme == "column_wise" and optimizer_name(table.settings) == "rowwise_adagrad":
-        return "it is cut by columns, and row-wise AdaGrad has a state of its own for each part of a row"
-    for feature in config.feature_names:
-        if len(users[feature]) > 1:
-            return f"its feature {feature!r} is also looked up in {shorten(users[feature], ', ')}"
-    return data_parallel_obstacle(table.settings).replace("data-parallel tables", "copies")
 
 
 def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingBagCollection:
@@ -396,14 +318,21 @@ def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingB
     module = found[0]
     if module.hot is not None:
         raise InputError("HotRows: this model has a HotRows already; use that one.")
-    if mesh.topology.num_replicas > 1:
-        raise InputError(
-            f"HotRows: num_replicas={mesh.topology.num_replicas}, but copies are kept equal within one replica only. "
-            "Use num_replicas=1, or leave HotRows out."
-        )
     if module.id_route == "global":
         raise InputError("HotRows needs id_route='peer'; the global route sends every sample's ids and outputs.")
     return module
+
+
+def _host_groups(topology: TowerTopology) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns the ranks of each host, and those at the same place on all hosts, of each replica by itself."""
+    inside, across = [], []
+    for ranks in topology.sharding_groups():
+        hosts = [list(of_host) for _, of_host in itertools.groupby(ranks, key=topology.host)]
+        if len({len(of_host) for of_host in hosts}) > 1:
+            hosts = [[rank] for rank in ranks]
+        inside += hosts
+        across += [list(at_place) for at_place in zip(*hosts, strict=True)]
+    return inside, across
 
 
 def _digest(profile: AccessProfile | None) -> Any:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, start_mean
+from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, run_on_all_or_raise, start_mean
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.number_formats import SyncPrecision
@@ -113,6 +113,7 @@ class ReplicaSync:
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False, precision=precision)
         self._states = RunningMean(states, mesh.replica_group, delayed=self._delayed, precision=precision)
         self._steps = self._passes = 0
+        self._is_unread = False
         for module in self._modules:
             module.replicas_ready = self._before_tables_are_read
         self.restart()
@@ -143,11 +144,13 @@ class ReplicaSync:
         """
         self._weights.forget()
         self._states.forget()
+        self._write_back()
         for one in self._tensors:
             broadcast_tensor(one.tensor, self._mesh.replica_group)
         self._weights.rebase()
         self._states.rebase()
         self._steps, self._passes = steps, 0
+        self._read_again()
         self._set_drifted(False)
 
     def step(self) -> None:
@@ -167,7 +170,7 @@ class ReplicaSync:
         Call it before saving, or at the end of training; it does not count as a step.
         """
         self._start()
-        self._weights.finish()
+        self.wait()
         self._states.finish()
         self._set_drifted(False)
 
@@ -176,6 +179,8 @@ class ReplicaSync:
         self._weights.finish()
         if not self._delayed:
             self._states.finish()
+        if self._is_unread:
+            self._read_again()
 
     def check(self) -> None:
         """Checks what must hold after `sync`: replicas have the same bits, and shards cover every table.
@@ -225,6 +230,7 @@ class ReplicaSync:
 
     def _start(self) -> None:
         self.wait()
+        self._write_back()
         for module in self._modules:
             for collection in module.collections:
                 collection.flush()
@@ -232,6 +238,23 @@ class ReplicaSync:
         self._states.finish()
         self._weights.start()
         self._states.start()
+        # Not asked of the collectives: a rank without tables has none, and reads copies with the others.
+        self._is_unread = self._mesh.topology.num_replicas > 1
+
+    def _write_back(self) -> None:
+        """Brings tables up to date with copies of their hot rows, on all ranks or, if that fails on one, on none."""
+        if any(module.hot is not None for module in self._modules):
+            run_on_all_or_raise(self._write_back_here, self._mesh.global_group)
+
+    def _write_back_here(self) -> None:
+        for module in self._modules:
+            module.write_back()
+
+    def _read_again(self) -> None:
+        """Tells copies of hot rows that the tables were averaged."""
+        self._is_unread = False
+        for module in self._modules:
+            module.read_again()
 
 
 @dataclass

@@ -26,11 +26,12 @@ from torch.distributed import ProcessGroup
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import start_sum, start_sum_over_hosts
+from dmt.collectives import start_sum, sum_over_ranks
 from dmt.errors import InputError
 from dmt.sharding.data_parallel import UpdateSettings
 from dmt.sharding.group_ebc import DataParallelTables
 from dmt.sptt.dataflow import Piece, SPTTModule
+from dmt.sptt.hot_sum import TouchedRowsSum
 from dmt.sptt.state import checksum, table_tensors
 
 __all__ = ["HomeTable", "HotBags", "HotCopies", "HotGroups"]
@@ -65,7 +66,9 @@ class HotGroups(NamedTuple):
     across: ProcessGroup
     """One rank of each host."""
     whole: ProcessGroup
-    """All ranks that have copies."""
+    """All ranks of a replica, whose copies are equal."""
+    replicas: ProcessGroup
+    """Ranks at the same place in all replicas; this one alone without replicas."""
 
 
 class HotBags(NamedTuple):
@@ -106,6 +109,7 @@ class HotCopies:
         self._module = module
         self._groups = groups
         self._owned = [name for name in rows if name in owned]
+        self._is_replicated = [tables[name].scheme != "data_parallel" for name in rows]
         self._device = device = module.device
         table_of = {feature: table.config for table in tables.values() for feature in table.config.feature_names}
         self._features = [feature for feature in module.features if table_of[feature].name in rows]
@@ -141,8 +145,17 @@ class HotCopies:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Live weights [n, N] and optimizer states of all copies, by name; the same bits on every rank."""
-        return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
+        """Live weights [n, N] and optimizer states of all copies, by name; the same bits on every rank of a replica."""
+        topology = self._module.mesh.topology
+        where = f" in replica {self._module.mesh.replica}" if topology.num_replicas > 1 else ""
+        return {f"the hot rows of {table}.{part}{where}": tensor for (table, part), tensor in self._tensors.items()}
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes that a rank hands to the mean over replicas in a step: gradients of data-parallel tables' rows."""
+        shared = [self._spans[name] for name, own in zip(self.rows, self._is_replicated, strict=True) if not own]
+        numbers = sum(span.stop - span.start for span in shared)
+        return 4 * (numbers + 2) if shared and self._groups.replicas.size() > 1 else 0
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags | None]:
         """Takes the ids of hot rows out of a batch; no gradient.
@@ -273,6 +286,10 @@ class HotCopies:
 
         lookup = DataParallelTables(kernel, weights, settings, start_mean)
         states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
+        self._spans = {name: slice(ends[i], ends[i + 1]) for i, name in enumerate(names)}
+        """Numbers of each table among those of the gradient."""
+        self.sum = TouchedRowsSum(specs, self._groups.inside, self._groups.across, device=self._device)
+        """Sum of the copies' gradients over ranks."""
         self._weights = kernel.weights.detach()
         """Weights of all copies, one after the other."""
         self._tensors = {(name, "weight"): weight.detach() for name, weight in weights.items()}
@@ -317,25 +334,46 @@ class HotCopies:
 
         def end(is_update: bool) -> None:
             told[-1, 1] = not is_update
-            numbers = torch.cat([gradient.view(-1), told.to(gradient).flatten()])
-            sums = start_sum_over_hosts(numbers, self._groups.inside, self._groups.across)()
-            summed, settings = sums.split([gradient.numel(), told.numel()])
+            summed, settings = self.sum.start(gradient.view(-1), told.to(gradient).flatten())()
             gradient.copy_(summed.view_as(gradient)).div_(self._groups.whole.size())
-            *of_each, (changed, unfinished) = settings.view(-1, 2).tolist()
+            *of_each, flags = settings.view(-1, 2)
+            (changed, unfinished), num_ranks = self._mean_over_replicas(gradient, flags), self._groups.whole.size()
             if changed:
                 raise InputError(_CHANGED)
-            if 0 < unfinished < self._groups.whole.size():
+            if 0 < unfinished < num_ranks:
                 raise InputError(
                     "HotRows: the backward pass of a batch raised an error on some ranks only, which would not have "
                     "updated their copies. Go on from the last checkpoint."
                 )
             if not is_update:
                 return
-            of_tables = zip(names, of_each, strict=True)
+            of_tables = ((name, one.tolist()) for name, one in zip(names, of_each, strict=True))
             self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in of_tables})
             self._is_newer = True
 
         return end
+
+    def _mean_over_replicas(self, gradient: Tensor, flags: Tensor) -> list[float]:
+        """Averages, in place, the gradients of data-parallel tables' rows, which train alike in all replicas.
+
+        Args:
+            gradient: mean over the ranks of this replica.
+            flags: of this replica's ranks, summed.
+
+        Returns:
+            The flags, the mean over replicas where there is anything to average.
+        """
+        flat, count = gradient.view(-1), self._groups.replicas.size()
+        shared = [flat[self._spans[name]] for name, own in zip(self.rows, self._is_replicated, strict=True) if not own]
+        if count == 1 or not shared:
+            return list(flags.tolist())
+        # With the flags: a replica that raises an error must not leave the others waiting.
+        *means, flags = (sum_over_ranks(torch.cat([*shared, flags]), self._groups.replicas) / count).split(
+            [*map(len, shared), len(flags)]
+        )
+        for part, mean in zip(shared, means, strict=True):
+            part.copy_(mean)
+        return list(flags.tolist())
 
     def _check_in_use(self, _: Tensor) -> None:
         if self._module.hot is not self:

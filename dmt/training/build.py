@@ -376,9 +376,8 @@ def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:
     groups = distinct_inputs_of(job, copied) if unique or copied else None
     planned = asdict(expected_traffic(job, groups))
     if hot is not None:
-        hosts, ranks, size = job.topology.num_hosts, job.topology.host_size, hot.reduced_bytes
-        planned["dense"] += 2 * (hosts - 1) * size
-        planned["inside"] += 2 * hosts * (ranks - 1) * size
+        for kind, number in hot.reduced_bytes.items():
+            planned[kind] += number
     shares = {} if groups is None else {"distinct": [asdict(group) for group in groups]}
     return {
         "sharding": {

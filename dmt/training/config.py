@@ -435,8 +435,6 @@ class TrainingConfig(Section):
             obstacle = "sharding.id_route='peer', but this run has 'global', which sends every sample"
         elif self.sharding.table_precision != "fp32":
             obstacle = f"sharding.table_precision='fp32', but this run has {self.sharding.table_precision!r}"
-        elif self.topology.num_replicas > 1:
-            obstacle = f"topology.num_replicas=1, but this run has {self.topology.num_replicas}"
         if obstacle:
             raise InputError(
                 f"hot_rows.extra_memory={own.extra_memory} needs {obstacle}. Change that, or leave hot_rows out."

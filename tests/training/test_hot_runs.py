@@ -136,10 +136,16 @@ def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
         assert "the hot rows of" in told
 
 
+REPLICAS = {"topology": {"num_replicas": 2, "ranks_per_tower": 1}, "replicas": {"sync_every": 2}}
+
+
 @pytest.mark.ranks
-def test_dmt_check_copies_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sections", [{"sharding": {"unique": "rank"}}, REPLICAS], ids=["unique", "replicas"])
+def test_dmt_check_copies_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, dict[str, Any]]
+) -> None:
     monkeypatch.setattr("dmt.training.check.run_on_ranks", run_ranks)
-    config = small("dlrm", "sptt", sharding={"unique": "rank"}, hot_rows={"extra_memory": 0.01})
+    config = small("dlrm", "sptt", **sections, hot_rows={"extra_memory": 0.01})
     (tmp_path / "run.toml").write_text(to_toml(config))
     run = CliRunner().invoke(main, ["check", str(tmp_path / "run.toml"), "--steps", "3", "--json"])
     assert run.exit_code == 0, run.output
@@ -158,7 +164,6 @@ def test_dmt_check_copies_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt', but this run has 'flat'"),
         ({"sharding": {"dataflow": "sptt", "id_route": "global"}}, "needs sharding.id_route='peer'"),
         ({"sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "needs sharding.table_precision='fp32'"),
-        ({"topology": {"num_replicas": 2}}, "needs topology.num_replicas=1, but this run has 2"),
         ({"hot_rows": {"extra_memory": 0.0, "profile": "x"}}, "hot_rows.profile='x' needs hot_rows.extra_memory"),
         ({"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
     ],
