@@ -141,7 +141,8 @@ def measure(rank: int, profile: AccessProfile, unique: Literal["off", "rank"]) -
     """Bytes without hot rows, with those of each rule, and where other rows become popular."""
     job = _Job(rank, unique)
     found: dict[str, Any] = {"none": {"rows": 0, "bytes": job.mean(0)}}
-    hot = HotRows(job.model, job.mesh, extra_memory=1.0, refresh_every=None, profile=profile)
+    # Choices are made here, not by the number of steps.
+    hot = HotRows(job.model, job.mesh, extra_memory=1.0, refresh_every=10**9, profile=profile)
     job.step(9)
     hot.step()
     own = hot.rows

@@ -23,6 +23,7 @@ __all__ = [
     "broadcast_tensor",
     "check_agreement",
     "gather_objects",
+    "gather_on_first",
     "gather_parts",
     "max_over_ranks",
     "profiler_range",
@@ -64,6 +65,13 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Collects one small picklable object from every rank of the group, by group rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_on_first(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Collects one picklable object from every rank on the group's first, by group rank; others get an empty list."""
+    values: list[Any] = [None] * group.size() if group.rank() == 0 else []
+    dist.gather_object(value, values or None, group=group, group_dst=0)
     return values
 
 

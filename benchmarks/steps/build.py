@@ -14,11 +14,12 @@ from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
 from benchmarks.steps.flat import SmallTables, flat_plan, flat_sharders
-from benchmarks.steps.inputs import Batches, benchmark_tables
+from benchmarks.steps.inputs import Batches, access_profile, benchmark_tables
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.torchrec_towers import NOTES, startable_on_cpu, tower_plan_by_hand, tower_sharders
 from benchmarks.steps.towers import own_planner, own_sharders, own_topology, own_towers, own_wrapper
 from dmt import ReplicaSync, TowerMesh, TowerTopology, run_in_micro_batches
+from dmt.hot_rows.runtime import HotRows
 from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
 from dmt.models.presets import CRITEO_DENSE_FEATURES
 from dmt.training.build import ClickTask, build_optimizer, fused_params
@@ -61,6 +62,8 @@ class Built:
     """Averages only when asked to."""
     small_tables: SmallTables | None
     """The data-parallel tables of a flat contender."""
+    hot_rows: HotRows | None
+    """Chosen in the first step."""
     notes: str
 
     def step(self) -> Any:
@@ -70,6 +73,8 @@ class Built:
             self.small_tables.step()
         if self.replicas is not None:
             self.replicas.step()
+        if self.hot_rows is not None:
+            self.hot_rows.step()
         return output
 
     def finish(self) -> None:
@@ -152,6 +157,10 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
     is_flat = contender.family == "flat"
     small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if is_flat else None
     optimizer = build_optimizer(OPTIMIZER, sharded)
+    hot_rows = None
+    if contender.has_hot_rows and mesh is not None:
+        profile = access_profile(setting)
+        hot_rows = HotRows(sharded, mesh, extra_memory=1.0, refresh_every=None, profile=profile)
     pipeline = TrainPipelineSparseDist if contender.prefetch else TrainPipelineBase
     # The interval is beyond any run: the benchmark averages when it wants to measure that.
     has_replicas = mesh is not None and contender.num_replicas > 1
@@ -165,5 +174,6 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         topology=topology,
         replicas=ReplicaSync(sharded, mesh, interval=10**9) if has_replicas and mesh is not None else None,
         small_tables=small_tables,
+        hot_rows=hot_rows,
         notes=NOTES if contender.family == "etc" else "",
     )

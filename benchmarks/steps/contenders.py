@@ -20,6 +20,7 @@ name                    what it is
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
 ``...+unique``          each distinct input of a rank crosses hosts once (part of ``+all``, where enough repeat)
+``...+hot``             hot rows on every rank, by a profile (`dmt.hot_rows.runtime`); for ``sptt``
 ``...+global``          ids take the global route (`dmt.sptt.input_dist`)
 ======================  ==============================================================================================
 """
@@ -48,7 +49,7 @@ FLAT_SCHEMES = {
     "grid": "grid_shard",
     "planner": "planner",
 }
-OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "unique", "global")
+OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "unique", "hot", "global")
 """Options that only this library's contenders have; see `benchmarks.steps.towers`."""
 _RATIOS = (2, 4, 8, 16)
 _NAME = re.compile(
@@ -116,6 +117,11 @@ class Contender:
         return "unique" in self.options or ("all" in self.options and self.family == "sptt")
 
     @property
+    def has_hot_rows(self) -> bool:
+        """True if rows that are read most are on every rank."""
+        return "hot" in self.options
+
+    @property
     def dense_precision(self) -> Literal["fp32", "bf16"]:
         """Number format of dense gradients between hosts."""
         return "bf16" if "bf16-dense" in self.options else "fp32"
@@ -152,6 +158,8 @@ def parse_contender(name: str) -> Contender:
     if "bf16-dense" in extras and "fp16" not in extras:
         # It would appear among contenders whose numbers travel as they are.
         raise InputError(f"Contender {name!r}: +bf16-dense goes with +fp16 only.")
+    if "hot" in extras and family != "sptt":
+        raise InputError(f"Contender {name!r}: +hot is for sptt only; with tower modules copies save nothing.")
     if found["small"] and (family != "flat" or found["scheme"] == "planner"):
         raise InputError(f"Contender {name!r}: -dp is for flat only, and its planner chooses by itself.")
     if found["replicas"] and not is_ours:

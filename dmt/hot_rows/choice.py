@@ -101,6 +101,8 @@ def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
         return f"its weights are {config.data_type}, and copies are FP32"
     if table.scheme == "column_wise" and optimizer_name(table.settings) == "rowwise_adagrad":
         return "it is cut by columns, and row-wise AdaGrad has a state of its own for each part of a row"
+    if "FP32" not in str(table.settings.get("output_dtype", "FP32")).upper():
+        return f"its lookup makes {table.settings['output_dtype']}, and that of copies FP32"
     for feature in config.feature_names:
         if len(users[feature]) > 1:
             return f"its feature {feature!r} is also looked up in {shorten(users[feature], ', ')}"

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
+from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.hot_rows.choice import choose_rows, why_no_copies, why_not_chosen
 from dmt.hot_rows.costs import saved_bytes
@@ -31,9 +32,26 @@ from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection
 from dmt.sptt.hot import HotCopies, HotGroups
 from dmt.sptt.mesh import TowerMesh
 
-__all__ = ["HotRows"]
+__all__ = ["HotRows", "HotRowsState"]
 
 Rows = dict[str, NDArray[np.int64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotRowsState:
+    """What `HotRows` knows between two steps, besides the tables."""
+
+    rows: Rows
+    """Rows of each table that have copies."""
+    counts: AccessProfile
+    """Accesses since the last choice, of all ranks together."""
+    steps: int
+    """Training steps so far."""
+    batches: int
+    """Batches that were counted, on all ranks."""
+    samples: int
+    """Samples of these batches."""
+
 
 # Steps that are counted before rows are chosen for the first time.
 _FIRST_STEPS = 100
@@ -57,7 +75,7 @@ class HotRows:
         mesh: the groups.
         extra_memory: bytes that the copies of a rank may have, as a share of the weights of all tables.
         refresh_every: training steps from one choice of rows to the next; the first choice comes after 100 steps at the
-            latest. None: rows stay as ``profile`` or `replicate` say.
+            latest. None: rows stay as ``profile`` or `replicate` say, and nothing is counted.
         profile: accesses to make the first choice by, after the first step; the same on all ranks.
 
     Raises:
@@ -164,12 +182,19 @@ class HotRows:
         """Chooses rows by what was counted, or by the profile if it was not used yet, and copies them. Collective.
 
         Before the first training batch it does nothing: the choice depends on the size of a batch.
+
+        Raises:
+            InputError: nothing was counted, because of ``refresh_every=None``.
         """
-        num_batches = max(self._batches, 1)
-        total_samples = sum(gather_objects(self._samples / num_batches, self._everyone))
-        if not total_samples:
+        if self._refresh_every is None and self._profile is None:
+            raise InputError(
+                "HotRows.refresh: nothing is counted with refresh_every=None. Give it a number of steps, or choose the "
+                "rows yourself with replicate()."
+            )
+        samples, batches = map(sum, zip(*gather_objects((self._samples, self._batches), self._everyone), strict=True))
+        if not samples:
             return
-        batch_size = max(round(total_samples / self._everyone.size()), 1)
+        batch_size = max(round(samples / batches), 1)
         profile, self._profile = self._profile or self._summed_counts(batch_size), None
         topology, distinct = self._mesh.topology, self._module.unique != "off"
         self.not_chosen = why_not_chosen(profile, self._tables)
@@ -236,6 +261,38 @@ class HotRows:
         run_on_all_or_raise(self._copies.write_back, self._everyone)
         self._copies.read_again()
 
+    def state(self) -> HotRowsState:
+        """Returns what a run needs to go on as if it had not been interrupted; collective.
+
+        Take it where a checkpoint of the model is taken. The first rank is given the counts of all, others none.
+        """
+        summed = AccessProfile(self._tables)
+        for table in self._tables:  # one by one: those of all tables and ranks may be many
+            for counts in gather_on_first(self._counts[table.name], self._everyone):
+                summed.put(table.name, counts)
+        parts = gather_objects((self._batches, self._samples, self._counts.num_samples), self._everyone)
+        batches, samples, summed.num_samples = map(sum, zip(*parts, strict=True))
+        return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batches=batches, samples=samples)
+
+    def load_state(self, state: HotRowsState) -> None:
+        """Goes on from a `state`, maybe on other ranks or of other tables, which are left out; collective.
+
+        Load the model's state before. A profile is not used after it. With as many ranks all that follows has the bits
+        of an uninterrupted run, as long as no table of more than 2^20 rows was read in more of them since the last
+        choice: the counts of those are estimates, which depend on how they are added up.
+        """
+        names = {table.name for table in self._tables if table in state.counts.tables}
+        self._steps, self._profile = state.steps, None
+        # All on one rank: a choice sums over ranks.
+        is_first = self._everyone.rank() == 0
+        self._batches, self._samples = (state.batches, state.samples) if is_first else (0, 0)
+        self._counts = AccessProfile(self._tables)
+        if is_first:
+            self._counts.num_samples = state.counts.num_samples
+            for name in names:
+                self._counts.put(name, state.counts[name])
+        self.replicate({name: rows for name, rows in state.rows.items() if name in names})
+
     def write_back(self) -> None:
         """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""
         self._copies.write_back()
@@ -245,7 +302,7 @@ class HotRows:
             return
         self._batches += 1
         self._samples += ids.stride()
-        if not ids.stride():  # TorchRec does not take an empty batch apart
+        if not ids.stride() or self._refresh_every is None:  # TorchRec does not take an empty batch apart
             return
         # The device is waited for once, not for every feature.
         ends = np.cumsum(ids.length_per_key())[:-1]

@@ -312,6 +312,9 @@ class SPTTModule(TowerState):
         if ctx.split_by is not self.hot:
             # Hot rows are others than when the batch was split.
             dist_input = self._exchanged_again(ctx)
+        if self.hot is not None and ctx.ids is not None:
+            # Here, and not where they are sent: a checkpoint between the two has batches of the steps before only.
+            self.hot.count(ctx.ids)
         if isinstance(self._route, GlobalIdRoute):
             return self._arranged(ctx, dist_input[0], num_micro_batches)
         if len(ctx.parts) != num_micro_batches:

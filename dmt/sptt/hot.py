@@ -91,7 +91,7 @@ class HotCopies:
         rows: for each table with hot rows their numbers, int64 [n], ascending, not empty.
         groups: the ranks.
         owned: tables whose learning rate this rank tells the others; each is owned by one rank.
-        count: called with the ids of each batch before they are split.
+        count: called with all ids of each batch that comes to its forward pass.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class HotCopies:
         count: Callable[[KeyedJaggedTensor], None],
     ) -> None:
         self.rows = dict(rows)
-        self._count = count
+        self.count = count
         self._module = module
         self._groups = groups
         self._owned = [name for name in rows if name in owned]
@@ -166,7 +166,6 @@ class HotCopies:
         Returns:
             The cold ids, in as many bags, and the hot ones; None if there are no copies.
         """
-        self._count(ids)
         if not self.rows:
             return ids, None
         self._lookup.settle()  # before anything is sent: other ranks may wait for it

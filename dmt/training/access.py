@@ -20,10 +20,19 @@ from dmt.plan.tables import TableSpec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from dmt.hot_rows.runtime import HotRowsState
     from dmt.training.data import ClickData
     from dmt.training.data.batch import ClickBatch
 
-__all__ = ["add_batch", "collect_profile", "load_profile", "save_profile", "sum_profiles"]
+__all__ = [
+    "add_batch",
+    "collect_profile",
+    "load_hot_rows",
+    "load_profile",
+    "save_hot_rows",
+    "save_profile",
+    "sum_profiles",
+]
 
 _FORMAT = 1
 _BATCH_ROWS = 256  # training batches are whole: fewer rows than this are left out at the end
@@ -41,6 +50,8 @@ class _Header:
     missed: tuple[int, ...]
 
 
+# Files of a checkpoint.
+_COUNTS, _ROWS, _NUMBERS = "hot_rows_counts.parquet", "hot_rows.parquet", "hot_rows.json"
 _SCHEMA = pa.schema([("table", pa.int32()), ("row", pa.int64()), ("accesses", pa.int64())])
 
 
@@ -148,3 +159,47 @@ def load_profile(path: Path) -> AccessProfile:
             raise InputError(f"{place}: its counts of table {spec.name!r} do not fit together. {remedy}")
         profile.put(spec.name, found)
     return profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Numbers:
+    """The numbers of `HotRowsState`."""
+
+    steps: int
+    batches: int
+    samples: int
+
+
+def save_hot_rows(state: HotRowsState, folder: Path) -> None:
+    """Writes what `HotRows` knows into the folder of a checkpoint."""
+    tables = state.counts.tables
+    rows = AccessProfile(tables, most_rows=max(table.num_embeddings for table in tables))
+    for name, of_table in state.rows.items():
+        rows.put(name, RowCounts(of_table, np.ones_like(of_table), len(of_table)))
+    save_profile(state.counts, folder / _COUNTS)
+    save_profile(rows, folder / _ROWS)
+    numbers = _Numbers(steps=state.steps, batches=state.batches, samples=state.samples)
+    (folder / _NUMBERS).write_text(json.dumps(asdict(numbers)), encoding="utf-8")
+
+
+def load_hot_rows(folder: Path) -> HotRowsState | None:
+    """Reads what `save_hot_rows` wrote; None from a checkpoint of a run without hot rows.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    from dmt.hot_rows.runtime import HotRowsState
+
+    path = folder / _NUMBERS
+    if not path.exists():
+        return None
+    remedy = "Start from another checkpoint."
+    record = parse_json(path.read_text(encoding="utf-8"), place=str(path), remedy=remedy)
+    numbers = from_record(_Numbers, record, place=str(path), remedy=remedy)
+    rows = load_profile(folder / _ROWS)
+    chosen = {table.name: rows[table.name].rows for table in rows.tables}
+    return HotRowsState(
+        rows={name: of_table for name, of_table in chosen.items() if len(of_table)},
+        counts=load_profile(folder / _COUNTS),
+        **asdict(numbers),
+    )

@@ -157,7 +157,8 @@ def check_model(job: Job) -> None:
 def check_rank_memory(job: Job) -> None:
     """Raises `InputError` if a rank needs more memory than this machine has, by a lower bound.
 
-    Counted are its share of the tables, the dense weights with their gradients, and a batch with its embeddings.
+    Counted are its share of the tables, the copies of hot rows that it may have, the dense weights with their
+    gradients, and a batch with its embeddings.
     """
     config, topology = job.config, job.topology
     towers, dense = dense_weight_bytes(build_model(job, device="meta", without_tables=True))
@@ -165,12 +166,16 @@ def check_rank_memory(job: Job) -> None:
         tables = sum(table.num_bytes for table in job.tables) / (topology.num_towers * topology.ranks_per_tower)
     else:
         tables = max(rank.memory for rank in job.sharding.ranks)
+    # Of each copy the weight, its gradient and states; AdaGrad's single numbers of rows are left out.
+    states = {"adagrad": 1, "adam": 2}.get(config.optimizer.sparse, 0)
+    copies = (2 + states) * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables)
+    hot = f"{human_bytes(copies)} for copies of hot rows (hot_rows.extra_memory), " if copies else ""
     columns = job.num_dense + sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
     batch = max(config.train.batch_size, config.train.eval_batch_size) * columns * 4
     check_memory(
-        tables + 2 * (dense + towers / topology.num_towers) + batch,
-        f"A rank, with {human_bytes(tables)} of tables, dense layers (model: dense_arch, over_arch, tower_dim, c, p, "
-        "cross_rank) and batches (train: batch_size, eval_batch_size),",
+        tables + copies + 2 * (dense + towers / topology.num_towers) + batch,
+        f"A rank, with {human_bytes(tables)} of tables, {hot}dense layers (model: dense_arch, over_arch, tower_dim, c, "
+        "p, cross_rank) and batches (train: batch_size, eval_batch_size),",
     )
 
 

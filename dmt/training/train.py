@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.hot_rows.runtime import HotRows
+from dmt.hot_rows.runtime import HotRows, HotRowsState
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic
+from dmt.training.access import load_hot_rows, save_hot_rows
 from dmt.training.build import (
     build_optimizer,
     check_rank_memory,
@@ -39,7 +41,7 @@ from dmt.training.config import TrainConfig, TrainingConfig, to_toml
 from dmt.training.device import backend, current_device, device_type, take_device
 from dmt.training.health import check_same_input
 from dmt.training.job import Job, compare_hosts, resolve, validate_rows
-from dmt.training.loop import MetricValues, Trainer, TrainingTime
+from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
 from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, print_settings, result_warnings
 from dmt.training.resume import checkpoint_folder, find_start, folder_lock, restart_safe_store
@@ -118,7 +120,9 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         position=start.position,
         replicas=replicas,
     )
-    trainer.hot_rows = hot_rows(job, model, mesh)
+    trainer.hot_rows = hot = hot_rows(job, model, mesh)
+    if hot is not None and start.folder is not None and start.position != Position():
+        _resume_hot_rows(hot, start.folder, mesh)
     saver = _make_saver(job, mesh)
 
     def save() -> bool:
@@ -127,7 +131,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             replicas.check()
         at = trainer.position
         progress = {"epoch": at.epoch, "row": at.row, "files": start.files, "bookmark": at.bookmark}
-        return saver.save(model, optimizer, step=at.step, progress=progress)
+        describe = None if hot is None else partial(save_hot_rows, hot.state())
+        return saver.save(model, optimizer, step=at.step, progress=progress, describe=describe)
 
     with closing(saver), trainer:
         time = trainer.train(save)
@@ -160,6 +165,13 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             "the warning above). Make room and run again: it continues from the checkpoint before."
         )
     return result
+
+
+def _resume_hot_rows(hot: HotRows, folder: Path, mesh: TowerMesh) -> None:
+    read: list[HotRowsState | None] = []
+    run_on_all_or_raise(lambda: read.append(load_hot_rows(folder)), mesh.global_group)
+    if (state := read[0]) is not None:
+        hot.load_state(state)
 
 
 def _stopped(record: RunRecord, config: TrainConfig, step: int, signal: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -355,6 +355,8 @@ def profile_on_rank(rank: int) -> list[dict[str, list[int]]]:
     profile.add({f"f{i}": [3] * 990 + list(range(10)) for i in range(4)}, num_samples=1000)
     hot = HotRows(training.model, mesh, profile=profile, extra_memory=1.0)
     hot.refresh()  # too early: nobody knows the size of a batch yet
+    uncounted = HotRows(Training(rank, FLAT, mesh).model, mesh, refresh_every=None)
+    assert "nothing is counted with refresh_every=None" in told_by(uncounted.refresh)
     found = []
     with patch("dmt.hot_rows.runtime._FIRST_STEPS", 2):
         for step in range(3):
@@ -556,6 +558,8 @@ def test_tables_that_cannot_have_copies_are_left_out() -> None:
 
     configs = make_tables([8, 8, 8, 8, 8])
     configs[4].feature_names = ["f3"]
+    assert "makes fp16, and that of copies FP32" in why_no_copies({"t0": home(0, output_dtype=SparseType.FP16)})["t0"]
+    assert why_no_copies({"t0": home(0, output_dtype=SparseType.FP32)}) == {}
     tables = {"t0": home(0, "column_wise"), "t1": home(1, weight_decay=0.1), "t2": home(2, "row_wise")}
     found = why_no_copies({**tables, "t3": home(3), "t4": home(4)})
     assert set(found) == {"t0", "t1", "t3", "t4"}

@@ -39,29 +39,41 @@ def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> TrainingCo
     return small("dlrm", "sptt", synthetic=data, train=train, **sections)
 
 
-def runs_on_rank(rank: int, folder: str) -> tuple[dict[str, Any], dict[str, Any], float]:
+REPLICAS = {"topology": {"num_replicas": 2, "ranks_per_tower": 1}, "replicas": {"sync_every": 2}}
+PROFILED = {"sharding": {"unique": "rank"}, "optimizer": {"sparse": "adagrad"}}
+
+
+def runs_on_rank(rank: int, folder: str, sections: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
     """The results of a run with hot rows, interrupted half way, and of one without, and how far their weights are."""
     path, weights, results = Path(folder), [], []
+    # Half way one of the three steps between two choices was counted, and batches of later ones are on their way.
     hot = {"extra_memory": 0.25, "refresh_every": 3}
-    for name, sections in (
+    for name, settings in (
         ("plain", {}),
+        ("whole", {"hot_rows": hot}),
         ("hot", {"hot_rows": hot, "train": {"max_steps": 4}}),
         ("hot", {"hot_rows": hot}),
     ):
-        config = config_of(path, name, **sections)
+        config = config_of(path, name, **sections, **settings)
         job = resolve(config, 4)
         results.append(train_job(job, TowerMesh(job.topology)))
         # The saved weights are read in one process, by the names of the plain model.
         task = plain(config)
         load_plain(task, checkpoint_folder(config))
         weights.append({key: value.clone() for key, value in task.state_dict().items()})
-    unlike, _, ours = weights
-    return results[2], results[0], max(float((ours[key] - unlike[key]).abs().max()) for key in unlike)
+    unlike, whole, _, ours = weights
+    assert all(torch.equal(ours[key], whole[key]) for key in ours), "an interrupted run has other bits"
+    return results[-1], results[0], max(float((ours[key] - unlike[key]).abs().max()) for key in unlike)
 
 
 @pytest.mark.ranks
-def test_a_run_with_hot_rows_learns_the_same_and_sends_what_was_planned(tmp_path: Path) -> None:
-    hot, unlike, apart = run_ranks(runs_on_rank, 4, str(tmp_path))[0]
+@pytest.mark.parametrize(
+    "sections", [{}, REPLICAS, pytest.param(PROFILED, marks=pytest.mark.slow)], ids=["2x2", "2x2x1", "unique"]
+)
+def test_a_run_with_hot_rows_learns_the_same_and_sends_what_was_planned(
+    tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    hot, unlike, apart = run_ranks(runs_on_rank, 4, str(tmp_path), sections)[0]
     # Gradients are added up in another order; Adam's first steps divide small ones by their own size.
     assert 0 < apart < 1e-4
     assert hot["eval_loss"] == pytest.approx(unlike["eval_loss"], abs=1e-4)
@@ -72,6 +84,15 @@ def test_a_run_with_hot_rows_learns_the_same_and_sends_what_was_planned(tmp_path
     planned, measured = hot["sharding"]["planned_bytes_per_sample"], hot["bytes_per_sample"]
     assert traffic_warning(planned, measured) == "", (planned, measured)
     assert measured["dense"] == planned["dense"]
+
+
+def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(tmp_path, "large", hot_rows={"extra_memory": 0.25}, optimizer={"sparse": "adagrad"})
+    job = resolve(config, 4)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": 4096}[name])
+    # Weights, gradients and states of a quarter of 6 tables with 400 rows of 32 bytes.
+    with pytest.raises(InputError, match=r"of tables, 57.6 kB for copies of hot rows \(hot_rows.extra_memory\), dense"):
+        build.check_rank_memory(job)
 
 
 def profiled_on_rank(rank: int, folder: str) -> dict[str, int]:
@@ -134,9 +155,6 @@ def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
     for told in run_ranks(unsound_on_rank, 4, str(tmp_path)):
         assert ".weight of rank 2 differs from that of rank 0" in told
         assert "the hot rows of" in told
-
-
-REPLICAS = {"topology": {"num_replicas": 2, "ranks_per_tower": 1}, "replicas": {"sync_every": 2}}
 
 
 @pytest.mark.ranks

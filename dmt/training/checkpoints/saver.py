@@ -113,6 +113,7 @@ class Checkpointer:
         step: int,
         progress: Mapping[str, Any],
         moment_scales: Mapping[str, float] | None = None,
+        describe: Callable[[Path], None] | None = None,
     ) -> bool:
         """Saves the current state, between two training steps; collective over the job.
 
@@ -122,6 +123,7 @@ class Checkpointer:
             step: training steps so far; an older checkpoint of the same step is replaced.
             progress: what the caller needs to go on; JSON takes it. Rank 0's is saved.
             moment_scales: factor c of the moments of this rank's tables, where it is not 1; None takes the model's.
+            describe: adds files of this checkpoint, as that of the constructor does.
 
         Returns:
             True if the checkpoint is whole and in place, the same on every rank; always True if saving is asynchronous
@@ -177,7 +179,7 @@ class Checkpointer:
                 column_shards=column_shards,
                 moment_scales=scales_of(model) if moment_scales is None else moment_scales,
             )
-            job = partial(self._write, pieces, manifest)
+            job = partial(self._write, pieces, manifest, describe or _nothing_more)
             if self._thread is not None:
                 self._pending = self._thread.submit(job)
             else:
@@ -228,7 +230,7 @@ class Checkpointer:
                 now,
             )
 
-    def _write(self, pieces: Sequence[Piece], manifest: Manifest) -> str | None:
+    def _write(self, pieces: Sequence[Piece], manifest: Manifest, describe: Callable[[Path], None]) -> str | None:
         """Writes on the ranks of replica 0 what each has; returns why it failed."""
         scratch = None
         try:
@@ -241,7 +243,8 @@ class Checkpointer:
                 {k: v for part in parts for k, v in part.items()} for parts in zip(*ranks, strict=True)
             )
             manifest = replace(manifest, files=files, column_shards=column_shards, moment_scales=scales)
-            run_on_all_or_raise(partial(self._finish, scratch, manifest) if self._leads else _nothing, self._writers)
+            finish = partial(self._finish, scratch, manifest, describe)
+            run_on_all_or_raise(finish if self._leads else _nothing, self._writers)
         except Exception as error:
             if self._leads and scratch is not None:
                 try:
@@ -251,7 +254,8 @@ class Checkpointer:
             return reason_of(error)
         return None
 
-    def _finish(self, scratch: Path, manifest: Manifest) -> None:
+    def _finish(self, scratch: Path, manifest: Manifest, describe: Callable[[Path], None]) -> None:
+        describe(scratch)
         if self._describe is not None:
             self._describe(scratch)
         if unseen := [name for name, record in manifest.files.items() if not _is_seen(scratch / name, record)]:
@@ -273,6 +277,10 @@ class Checkpointer:
 
 
 def _nothing() -> None:
+    return None
+
+
+def _nothing_more(_: Path) -> None:
     return None
 
 
