@@ -28,12 +28,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.steps.contenders import EMBEDDING_DIM
 from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, criteo_skews
 from benchmarks.steps.setting import Setting
+from dmt.hot_rows.profile import AccessProfile
 from dmt.models import criteo_1tb_tables
 from dmt.models.presets import CRITEO_DENSE_FEATURES
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["Batches", "benchmark_tables", "distinct_inputs", "random_batch"]
+__all__ = ["Batches", "access_profile", "benchmark_tables", "distinct_inputs", "random_batch"]
 
 
 # A prime, larger than any table: the most frequent ids, which come first, are spread over the rows of their table.
@@ -68,6 +69,17 @@ def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> Cli
         labels=torch.randint(0, 2, (batch_size,), generator=generator).float(),
         weights=torch.ones(batch_size),
     )
+
+
+def access_profile(setting: Setting) -> AccessProfile:
+    """Accesses of the whole job in 25 steps of other ids than those that are trained on, the same on all ranks."""
+    tables, size = benchmark_tables(setting), 25 * setting.batch_size * setting.world_size
+    profile, generator = AccessProfile(tables), torch.Generator().manual_seed(setting.seed + 1)
+    for i, table in enumerate(tables):
+        ids = _ids(setting, i, table.num_embeddings, size, 0, generator)
+        profile.add({feature: ids.numpy() for feature in table.feature_names}, num_samples=0)
+    profile.num_samples = size
+    return profile
 
 
 def distinct_inputs(setting: Setting, features: Sequence[str], host: int) -> int:

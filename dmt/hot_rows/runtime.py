@@ -39,7 +39,7 @@ Rows = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True, kw_only=True)
 class HotRowsState:
-    """What `HotRows` knows between two steps, besides the tables."""
+    """State of `HotRows` between two steps, besides the tables."""
 
     rows: Rows
     """Rows of each table that have copies."""

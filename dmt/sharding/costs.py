@@ -153,13 +153,18 @@ class CostModel:
         """P, ids per sample of a table, over all its features."""
         return sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
 
-    def shard(self, table: Any, scheme: Scheme, rows: int, columns: int) -> ShardLoad:
-        """Returns the load of a shard of ``rows`` x ``columns`` on its rank, for one step."""
+    def shard(self, table: Any, scheme: Scheme, rows: int, columns: int, *, share: float | None = None) -> ShardLoad:
+        """Returns the load of a shard of ``rows`` x ``columns`` on its rank, for one step.
+
+        ``share`` is that of the table's lookups; by default all of a table or of its columns, 1 / L of its rows.
+        """
         ranks, samples, pooling = self.topology.ranks_per_tower, self.global_batch, self.pooling(table)
         features, number = len(table.feature_names), number_bytes(table)
         remote = (ranks - 1) / ranks
         # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
-        lookups = samples * pooling / (1 if scheme in ("table_wise", "column_wise") else ranks)
+        if share is None:
+            share = 1.0 if scheme in ("table_wise", "column_wise") else 1 / ranks
+        lookups = samples * pooling * share
         touched = _LOOKUP_PASSES * lookups * columns * number
         state = self._state_bytes(rows, columns)
         memory = rows * columns * number + state

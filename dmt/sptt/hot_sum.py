@@ -138,11 +138,29 @@ class TouchedRowsSum:
             "inside": (ranks - 1) * (4 * (sum(filled) + gathered) + hosts * told_bits),
         }
 
+    def _tables(self, numbers: Tensor) -> list[Tensor]:
+        """Views of numbers of all rows, [rows, columns] of each table."""
+        parts = numbers.split([rows * columns for rows, columns in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def _picked(self, numbers: Tensor, rows: Tensor) -> Tensor:
+        """Numbers of some rows, bool [n]."""
+        of_tables = rows.split([height for height, _ in self._shapes])
+        return torch.cat([table[own].flatten() for table, own in zip(self._tables(numbers), of_tables, strict=True)])
+
+    def _add(self, total: Tensor, rows: Tensor, picked: Tensor) -> None:
+        """Adds what was picked of the same rows to numbers of all rows, in place."""
+        first = 0
+        for table, own in zip(self._tables(total), rows.split([height for height, _ in self._shapes]), strict=True):
+            places = own.nonzero().flatten()
+            size = len(places) * table.shape[1]
+            table.index_add_(0, places, picked[first : first + size].view(-1, table.shape[1]))
+            first += size
+
     def _touched_by_host(self, gradient: Tensor) -> Tensor:
         """Rows that each host touched, bool [H, n]."""
-        parts = gradient.split([rows * columns for rows, columns in self._shapes])
         # NaN is not equal to zero either: it must not get lost.
-        touched = torch.cat([part.view(shape).ne(0).any(1) for part, shape in zip(parts, self._shapes, strict=True)])
+        touched = torch.cat([table.ne(0).any(1) for table in self._tables(gradient)])
         touched = max_over_ranks(touched.to(torch.uint8), self._inside)
         ranks = self._inside.size()
         bits = nn.functional.pad(touched, (0, -len(touched) % (_BITS * ranks))).view(-1, _BITS)
@@ -156,23 +174,25 @@ class TouchedRowsSum:
     def _start_all_reduce(
         self, gradient: Tensor, rows: Tensor | None, told: Tensor
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        where = None if rows is None else rows.repeat_interleave(self._widths)
-        sent = gradient if where is None else gradient[where]
+        sent = gradient if rows is None else self._picked(gradient, rows)
         end_sum = start_sum_over_hosts(torch.cat([sent, told]), self._inside, self._across)
 
         def end() -> tuple[Tensor, Tensor]:
             summed, told_sum = end_sum().split([len(sent), len(told)])
-            return (summed if where is None else torch.zeros_like(gradient).masked_scatter_(where, summed)), told_sum
+            if rows is None:
+                return summed, told_sum
+            total = torch.zeros_like(gradient)
+            self._add(total, rows, summed)
+            return total, told_sum
 
         return end
 
     def _start_exchange(
         self, gradient: Tensor, by_host: Tensor, of_hosts: Sequence[int], told: Tensor
     ) -> Callable[[], tuple[Tensor, Tensor]]:
-        wheres = [rows.repeat_interleave(self._widths) for rows in by_host]
         own, ranks = self._across.rank(), self._inside.size()
         sizes = [number + len(told) for number in of_hosts]
-        sent = torch.cat([gradient[wheres[own]], told])
+        sent = torch.cat([self._picked(gradient, by_host[own]), told])
         part = scatter_sum(nn.functional.pad(sent, (0, -len(sent) % ranks)), self._inside)
         pending, arriving = start_exchange([part] * len(sizes), [-(-size // ranks) for size in sizes], self._across)
 
@@ -180,9 +200,9 @@ class TouchedRowsSum:
             pending.wait()
             total, told_sum = torch.zeros_like(gradient), torch.zeros_like(told)
             # In the order of the hosts, on all of them.
-            for where, piece, number in zip(wheres, arriving, of_hosts, strict=True):
+            for rows, piece, number in zip(by_host, arriving, of_hosts, strict=True):
                 summed = gather_parts(piece, self._inside)
-                total[where] += summed[:number]
+                self._add(total, rows, summed[:number])
                 told_sum += summed[number : number + len(told)]
             return total, told_sum
 

@@ -144,6 +144,7 @@ def partition(**options: Any) -> None:
 @click.argument("overrides", nargs=-1)
 @click.option("--sync-gb-per-s", type=float, help="Rate at which a rank sends to its replicas, GB/s.")
 @click.option("--distinct", is_flag=True, help="Read a batch of every rank and count what repeats in it.")
+@click.option("--profile", type=click.Path(path_type=Path), help="Lookups by row, a file of dmt profile --out.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the plan as JSON.")
 @click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -153,6 +154,7 @@ def plan(
     *,
     sync_gb_per_s: float | None,
     distinct: bool,
+    profile: Path | None,
     out: Path | None,
     everything: bool,
     as_json: bool,
@@ -164,7 +166,7 @@ def plan(
     """
     from dmt.training.commands.plan import print_sharding, run_plan
 
-    found = run_plan(config, overrides, sync_gb_per_s=sync_gb_per_s, distinct=distinct, out=out)
+    found = run_plan(config, overrides, sync_gb_per_s=sync_gb_per_s, distinct=distinct, profile=profile, out=out)
     if as_json:
         click.echo(json.dumps(found.to_record(), indent=1))
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,10 @@ from rich.text import Text
 
 from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes, natural, shorten
+from dmt.hot_rows.row_access import plan_by_access
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.access import load_profile
 from dmt.training.config import load_config
 from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
@@ -67,11 +69,13 @@ def run_plan(
     *,
     sync_gb_per_s: float | None = None,
     distinct: bool = False,
+    profile: Path | None = None,
     out: Path | None = None,
 ) -> PlannedTables:
     """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
 
-    With ``distinct``, the distinct inputs of the first global batch are counted, for which rows are read.
+    With ``distinct``, the distinct inputs of the first global batch are counted, for which rows are read. With a
+    ``profile`` of ``dmt profile --out``, lookups of row-wise shards are its, which are cut by it where that helps.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
@@ -86,10 +90,14 @@ def run_plan(
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
     job = open_job(run)
     assert job.sharding is not None, "the tower dataflow has a plan"
+    planned = job.sharding
+    if profile is not None:
+        planned = plan_by_access(planned, job.split_tables, load_profile(profile))
+        job = replace(job, sharding=planned)
     replicas = None
     if sync_gb_per_s is not None or job.topology.num_replicas > 1:
         replicas = replica_costs(
-            job.sharding,
+            planned,
             job.split_tables,
             precision=run.replicas.precision,
             sync_every=run.replicas.sync_every,
@@ -97,8 +105,8 @@ def run_plan(
         )
     counted = _distinct_bytes(job) if distinct else None
     if out:
-        job.sharding.save(out)
-    return PlannedTables(job.sharding, replicas, counted)
+        planned.save(out)
+    return PlannedTables(planned, replicas, counted)
 
 
 def _distinct_bytes(job: Job) -> DistinctBytes:

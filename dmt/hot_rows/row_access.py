@@ -1,0 +1,188 @@
+"""`plan_by_access`: what an access profile changes about a sharding plan: lookups of row-wise shards, and their cuts.
+
+The planner cuts a row-wise table into equal blocks and takes its rows to be read equally often. Popular rows are not
+spread evenly: a block that has them is read several times as often as another (OPER, section 3.2). Unequal contiguous
+blocks may even that out, at the price of rows: the ranks of rare rows then hold most of the table. They are taken only
+where the busiest rank of the tower gains at least a twentieth and every rank still fits its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.formatting import counted
+from dmt.hot_rows.costs import has_single_ids, saved_bytes
+from dmt.hot_rows.profile import AccessProfile, RowCounts
+from dmt.sharding.costs import CostModel, ShardLoad
+from dmt.sharding.plan import RankLoad, TableSharding, TowerShardingPlan
+from dmt.sharding.schemes import TablePlacement, table_shards
+
+__all__ = ["access_heights", "access_shares", "plan_by_access"]
+
+_GAIN = 0.05
+# Between equal rows and equal accesses: the way of the cut from one to the other.
+_MIXES = (0.25, 0.5, 0.75, 1.0)
+# Fields of `RankLoad` that a shard adds to; what a rank of a row-wise table sends is ids and outputs.
+_FIELDS = ("seconds", "memory", "lookups", "bytes_sent")
+
+
+def access_shares(counts: RowCounts, rows: int, heights: Sequence[int]) -> NDArray[np.float64]:
+    """Returns the share of a table's accesses that goes to each of its contiguous blocks, float64 [blocks].
+
+    Accesses of rows that are not counted are spread evenly.
+
+    Args:
+        counts: accesses of the table's rows.
+        rows: of the table.
+        heights: rows of each block, from the first row on.
+
+    Example:
+        >>> access_shares(RowCounts.of([0, 0, 0, 5]), 6, [3, 3])
+        array([0.75, 0.25])
+    """
+    ends = np.concatenate([[0], np.cumsum(heights)])
+    if not counts.total:
+        return np.diff(ends) / rows
+    before = np.concatenate([[0], np.cumsum(counts.counts)])
+    rest = counts.total - before[-1]
+    return np.diff(before[np.searchsorted(counts.rows, ends)] + rest * ends / rows) / counts.total
+
+
+def access_heights(counts: RowCounts, rows: int, num_blocks: int, *, mix: float) -> list[int]:
+    """Returns the heights of contiguous blocks that have equal parts of rows and accesses, at least one row each.
+
+    Args:
+        counts: accesses of the table's rows.
+        rows: of the table, at least ``num_blocks``.
+        num_blocks: how many.
+        mix: weight of accesses, 0 to 1; rows have the rest.
+
+    Example:
+        >>> [access_heights(RowCounts.of([0, 0, 0, 5]), 6, 2, mix=mix) for mix in (0, 1)]
+        [[3, 3], [1, 5]]
+    """
+    ends = [0]
+    for block in range(1, num_blocks):
+        low, high = ends[-1] + 1, rows - (num_blocks - block)
+        while low < high:
+            middle = (low + high) // 2
+            share = mix * access_shares(counts, rows, [middle, rows - middle])[0] + (1 - mix) * middle / rows
+            low, high = (low, middle) if share >= block / num_blocks - 1e-12 else (middle + 1, high)
+        ends.append(low)
+    return np.diff([*ends, rows]).tolist()
+
+
+def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: AccessProfile) -> TowerShardingPlan:
+    """Returns a plan with the lookups of a profile, and with unequal row-wise shards where those help.
+
+    Args:
+        plan: of these tables. Shards whose sizes it gives stay as they are.
+        tables: ``EmbeddingBagConfig`` or `TableSpec`.
+        profile: accesses; tables that it does not have are taken to be read evenly.
+    """
+    by_name = {table.name: table for table in tables}
+    known = {one.name for one in profile.tables if one.num_embeddings == _rows(by_name.get(one.name))}
+    planned = {entry.name: entry for entry in plan.tables}
+    ranks: list[RankLoad] = []
+    for tower in plan.towers:
+        own = [rank for rank in plan.ranks if rank.tower == tower.tower]
+        loads = np.array([[getattr(rank, name) for name in _FIELDS] for rank in own], dtype=np.float64)
+        of_tower = [entry for entry in plan.tables if entry.tower == tower.tower and entry.name in known]
+        row_wise = [entry for entry in of_tower if entry.placement.scheme == "row_wise"]
+        for entry in row_wise:
+            even = _numbers(plan, by_name[entry.name], entry.placement, None)
+            loads += _numbers(plan, by_name[entry.name], entry.placement, profile[entry.name]) - even
+        for entry in sorted(row_wise, key=lambda entry: -entry.seconds):
+            planned[entry.name], loads = _cut(plan, by_name[entry.name], entry, profile, loads)
+        ranks += [
+            replace(rank, seconds=float(s), memory=round(m), lookups=float(n), bytes_sent=float(b))
+            for rank, (s, m, n, b) in zip(own, loads, strict=True)
+        ]
+    towers = [
+        replace(tower, imbalance=_imbalance([rank.seconds for rank in ranks if rank.tower == tower.tower]))
+        for tower in plan.towers
+    ]
+    absent = len(plan.tables) - len(known)
+    note = f"{counted(absent, 'table')} not in the profile: taken to be read evenly." if absent else ""
+    return replace(
+        plan,
+        tables=tuple(planned[entry.name] for entry in plan.tables),
+        ranks=tuple(ranks),
+        towers=tuple(towers),
+        notes=(*plan.notes, note) if note else plan.notes,
+    )
+
+
+def _cut(
+    plan: TowerShardingPlan,
+    table: Any,
+    entry: TableSharding,
+    profile: AccessProfile,
+    loads: NDArray[np.float64],
+) -> tuple[TableSharding, NDArray[np.float64]]:
+    """Returns a row-wise table's entry, cut otherwise where that helps, and the loads of its tower's ranks, [L, 4]."""
+    counts, rows, placement = profile[table.name], table.num_embeddings, entry.placement
+    heights = [shard.rows for shard in table_shards(table, placement)]
+    others = loads - _numbers(plan, table, placement, counts)
+    tried = [access_heights(counts, rows, len(heights), mix=mix) for mix in _MIXES] if not placement.sizes else []
+    placements = [replace(placement, sizes=tuple(sizes)) for sizes in tried]
+    ways = {one: others + _numbers(plan, table, one, counts) for one in placements}
+    room = plan.hardware.memory_per_rank or np.inf
+    fitting = {one: way for one, way in ways.items() if way[:, 1].max() <= room}
+    words = f"; by the profile its ranks have {_spread(access_shares(counts, rows, heights), len(heights))} lookups"
+    if (cold := _without_hot(plan, table, profile)) is not None:
+        words += f", {_spread(access_shares(cold, rows, heights), len(heights))} beside hot rows"
+    busiest, best = loads[:, 0].max(), min(fitting, key=lambda one: fitting[one][:, 0].max(), default=None)
+    if best is None:
+        return replace(entry, reason=entry.reason + words), loads
+    gain = fitting[best][:, 0].max() / busiest
+    most = max(best.sizes) * len(heights) / rows
+    words += f"; shards of unequal rows (up to {most:.1f} x the mean) make the busiest rank cost {gain:.2f} x"
+    if gain > 1 - _GAIN:
+        return replace(entry, reason=f"{entry.reason}{words}: not worth it"), loads
+    return replace(entry, placement=best, reason=entry.reason + words), fitting[best]
+
+
+def _numbers(
+    plan: TowerShardingPlan, table: Any, placement: TablePlacement, counts: RowCounts | None
+) -> NDArray[np.float64]:
+    """Returns what a row-wise table adds to `_FIELDS` of the ranks of its tower, [L, 4]; without counts evenly read."""
+    model = CostModel(topology=plan.topology, workload=plan.workload, hardware=plan.hardware)
+    found, shards = np.zeros((plan.topology.ranks_per_tower, len(_FIELDS))), table_shards(table, placement)
+    heights = [shard.rows for shard in shards]
+    shares = [None] * len(heights) if counts is None else access_shares(counts, table.num_embeddings, heights)
+    for shard, share in zip(shards, shares, strict=True):
+        load: ShardLoad = model.shard(table, "row_wise", shard.rows, table.embedding_dim, share=share)
+        found[shard.rank] += (load.seconds, load.memory, load.lookups, load.id_bytes + load.output_bytes)
+    return found
+
+
+def _without_hot(plan: TowerShardingPlan, table: Any, profile: AccessProfile) -> RowCounts | None:
+    """Returns the accesses that are left to a table whose rows that pay have copies; None where none pays."""
+    spec = next(one for one in profile.tables if one.name == table.name)
+    if not has_single_ids(profile, spec):
+        return None
+    counts = profile[table.name]
+    num_ids = plan.workload.batch_size * profile.ids_per_sample(spec)
+    cold = saved_bytes(counts, spec, plan.topology, num_ids=num_ids, distinct=False) <= 0
+    if cold.all():
+        return None
+    left = counts.total - int(counts.counts[~cold].sum())
+    return RowCounts(counts.rows[cold], counts.counts[cold], left, counts.missed)
+
+
+def _spread(shares: NDArray[np.float64], num_ranks: int) -> str:
+    return f"{num_ranks * shares.min():.2f} to {num_ranks * shares.max():.2f} x the mean"
+
+
+def _imbalance(seconds: Sequence[float]) -> float:
+    return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else 1.0
+
+
+def _rows(table: Any) -> int | None:
+    return None if table is None else table.num_embeddings

@@ -1,0 +1,142 @@
+"""Row-wise shards by an access profile: lookups of ranks, cuts that help, and those that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from dmt import TableSpec, TowerTopology
+from dmt.hot_rows.profile import AccessProfile
+from dmt.hot_rows.row_access import access_heights, access_shares, plan_by_access
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.rules import ShardingRules
+from dmt.sharding.schemes import TablePlacement
+from dmt.training.access import save_profile
+from dmt.training.commands import main
+from dmt.training.config import to_toml
+from dmt.training.job import open_data
+from tests.training.small import small
+
+TOPOLOGY = TowerTopology(num_towers=1, ranks_per_tower=4)
+TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
+OTHER = TableSpec(name="u", num_embeddings=900, embedding_dim=8, feature_names=("g",))
+# Lookups cost something beside what is sent.
+SLOW_MEMORY = Hardware(memory_gb_per_s=1.0, intra_tower_gb_per_s=100.0)
+
+
+def profile_of(bag: int) -> AccessProfile:
+    """Row r is read in proportion to 1 / (r + 1)."""
+    profile, shares = AccessProfile([TABLE]), 1 / np.arange(1, 1001)
+    ids = np.random.default_rng(0).choice(1000, size=20_000 * bag, p=shares / shares.sum())
+    profile.add({"f": ids}, num_samples=20_000)
+    return profile
+
+
+def planned(hardware: Hardware, bag: int = 1, placement: TablePlacement | None = None) -> TowerShardingPlan:
+    pins = {} if placement is None else {"t": placement}
+    return plan_tables(
+        [[TABLE, OTHER]],
+        TOPOLOGY,
+        workload=StepWorkload(batch_size=64, pooling_factors={"f": float(bag)}),
+        hardware=hardware,
+        rules=ShardingRules(schemes=("row_wise",), tables=pins),
+    )
+
+
+def test_lookups_of_ranks_are_those_of_the_profile() -> None:
+    profile = profile_of(1)
+    plan = plan_by_access(planned(Hardware()), [TABLE, OTHER], profile)
+    of_rows = np.bincount(np.repeat(profile["t"].rows, profile["t"].counts), minlength=1000).reshape(4, 250).sum(1)
+    # 256 samples of the job; the other table is not in the profile, and every rank has a quarter of its lookups.
+    assert [rank.lookups for rank in plan.ranks] == pytest.approx(256 * of_rows / of_rows.sum() + 64)
+    assert plan.notes[-1] == "1 table not in the profile: taken to be read evenly."
+    assert {rank.memory for rank in plan.ranks} == {rank.memory for rank in planned(Hardware()).ranks}
+    entry = plan.tables[0]
+    assert entry.placement == planned(Hardware()).placements["t"], "single ids cost little beside what is sent"
+    assert "by the profile its ranks have 0.15 to 3.26 x the mean lookups" in entry.reason
+    assert entry.reason.endswith("not worth it")
+    assert plan.tables[1] == planned(Hardware()).tables[1]
+
+
+def test_unequal_shards_are_taken_where_the_busiest_rank_gains() -> None:
+    profile, even = profile_of(20), planned(SLOW_MEMORY, 20)
+    plan = plan_by_access(even, [TABLE, OTHER], profile)
+    sizes = plan.placements["t"].sizes
+    assert sum(sizes) == 1000
+    assert list(sizes) == sorted(sizes)
+    assert sizes[0] < 20
+    # Recomputed from the counts: no rank is far from the mean, where equal blocks had 3.2 times the mean.
+    assert 4 * access_shares(profile["t"], 1000, sizes).max() < 1.2
+    assert max(rank.lookups for rank in plan.ranks) < 1.2 * np.mean([rank.lookups for rank in plan.ranks])
+    equal = plan_by_access(
+        planned(SLOW_MEMORY, 20, TablePlacement(scheme="row_wise", ranks=(0, 1, 2, 3), sizes=(250,) * 4)),
+        [TABLE, OTHER],
+        profile,
+    )
+    assert plan.seconds < 0.95 * equal.seconds
+    assert equal.placements["t"].sizes == (250,) * 4, "what the user says stays"
+    assert "make the busiest rank cost 0." in plan.reasons["t"]
+    assert sum(rank.memory for rank in plan.ranks) == sum(rank.memory for rank in even.ranks)
+    # The plan is one that can be trained by: its own loads come out again where it is pinned.
+    again = plan_tables(
+        [[TABLE, OTHER]],
+        TOPOLOGY,
+        workload=plan.workload,
+        hardware=plan.hardware,
+        rules=ShardingRules(tables=plan.placements),
+    )
+    assert [rank.memory for rank in again.ranks] == [rank.memory for rank in plan.ranks]
+
+
+def test_memory_bounds_the_cut() -> None:
+    most = max(rank.memory for rank in planned(SLOW_MEMORY, 20).ranks)
+    tight = Hardware(memory_per_rank=round(1.3 * most), memory_gb_per_s=1.0, intra_tower_gb_per_s=100.0)
+    plan = plan_by_access(planned(tight, 20), [TABLE, OTHER], profile_of(20))
+    assert max(plan.placements["t"].sizes) > 250
+    assert max(rank.memory for rank in plan.ranks) <= 1.3 * most
+    full = Hardware(memory_per_rank=most, memory_gb_per_s=1.0, intra_tower_gb_per_s=100.0)
+    assert plan_by_access(planned(full, 20), [TABLE, OTHER], profile_of(20)).placements["t"].sizes == ()
+
+
+@pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
+def test_blocks_cover_the_rows(mix: float) -> None:
+    random = np.random.default_rng(1)
+    for _ in range(30):
+        rows, blocks = int(random.integers(5, 60)), int(random.integers(1, 6))
+        profile = AccessProfile([TableSpec(name="t", num_embeddings=rows, embedding_dim=4, feature_names=("f",))])
+        profile.add({"f": random.integers(0, rows, 20) // random.integers(1, 9)}, num_samples=20)
+        heights = access_heights(profile["t"], rows, blocks, mix=mix)
+        assert sum(heights) == rows
+        assert min(heights) >= 1
+        shares = access_shares(profile["t"], rows, heights)
+        ids = np.repeat(profile["t"].rows, profile["t"].counts)
+        own = np.searchsorted(np.cumsum(heights), ids, side="right")
+        assert shares == pytest.approx(np.bincount(own, minlength=blocks) / 20)
+
+
+def test_a_share_of_lookups_scales_them_only() -> None:
+    model = CostModel(topology=TOPOLOGY)
+    even, half = (model.shard(TABLE, "row_wise", 250, 64, share=share) for share in (None, 0.5))
+    assert half.lookups == 2 * even.lookups
+    assert (half.memory, half.output_bytes) == (even.memory, even.output_bytes)
+
+
+def test_dmt_plan_reads_a_profile(tmp_path: Path) -> None:
+    config = small("dlrm", "sptt", sharding={"scheme": "row_wise"})
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    tables = open_data(config)[0].tables
+    profile = AccessProfile(tables)
+    profile.add({feature: [0] * 9 for table in tables for feature in table.feature_names}, num_samples=9)
+    save_profile(profile, tmp_path / "access.parquet")
+    found = CliRunner().invoke(
+        main, ["plan", f"{tmp_path}/run.toml", "--profile", f"{tmp_path}/access.parquet", "--out", f"{tmp_path}/p.json"]
+    )
+    assert found.exit_code == 0, found.output
+    plan = TowerShardingPlan.load(tmp_path / "p.json")
+    assert [rank.lookups > 0 for rank in plan.ranks] == [rank.local == 0 for rank in plan.ranks]
+    assert all("its ranks have 0.00 to 2.00 x the mean lookups" in reason for reason in plan.reasons.values())
