@@ -148,21 +148,25 @@ def rule_rows(shares: np.ndarray) -> list[dict[str, Any]]:
     rows = []
     for hosts, ranks, batch, dim in ((2, 2, 4096, 128), (4, 4, 16384, 64), (16, 8, 4096, 128)):
         sent = (hosts - 1) * ranks * (8 * dim + 8) * batch * shares
-        copied, distinct = 2 * (hosts - 1) * 4 * dim, -np.expm1(batch * np.log1p(-np.minimum(shares, 1 - 1e-12)))
-        once = (hosts - 1) * ranks * (8 * dim + 8) * distinct
+        logs = np.log1p(-np.minimum(shares, 1 - 1e-12))
+        once = (hosts - 1) * ranks * (8 * dim + 8) * -np.expm1(batch * logs)
+        # As in `dmt.hot_rows.costs`: rows that a host touched between two, otherwise those that any rank touched.
+        dense = 2 * (hosts - 1) * 4 * dim
+        copied = dense * -np.expm1((1 if hosts == 2 else hosts) * ranks * batch * logs)
+        held = dense / 300
         most_read = np.argsort(-shares, kind="stable")
         chosen = {
-            "cost rule": sent > copied,
+            "cost rule": sent > copied + held,
             "OPER's rule": batch * shares > 1,
             **{f"{share:.1%} of rows": most_read[: round(share * len(shares))] for share in (0.001, 0.01, 0.05)},
         }
         row: dict[str, Any] = {"hosts": hosts, "ranks_per_host": ranks, "batch_size": batch, "dim": dim}
         for name, hot in chosen.items():
             count = int(np.count_nonzero(hot)) if np.asarray(hot).dtype == bool else len(hot)
-            row[name] = {"rows": count, "times": float(sent.sum() / (sent.sum() - sent[hot].sum() + copied * count))}
+            row[name] = {"rows": count, "times": float(sent.sum() / (sent.sum() - (sent - copied)[hot].sum()))}
         row["unique"] = {"rows": 0, "times": float(sent.sum() / once.sum())}
-        both = once > copied
-        left = once.sum() - once[both].sum() + copied * np.count_nonzero(both)
+        both = once > copied + held
+        left = once.sum() - (once - copied)[both].sum()
         row["unique + hot rows"] = {"rows": int(both.sum()), "times": float(sent.sum() / left)}
         rows.append(row)
     return rows
@@ -223,8 +227,8 @@ def write_page(record: dict[str, Any], path: Path) -> None:
         markdown_table(["way", "memory", "lookups", "links"], ways),
         "## Hot rows in training: bytes between hosts, times fewer than a flat model over SPTT (rows replicated)",
         markdown_table(["hosts x ranks, samples a rank, columns", *names], rules),
-        "Expected bytes of outputs, gradients and ids, with a hierarchical all-reduce of the gradients of hot rows. "
-        "The cost rule replicates a row if that is less to send.",
+        "Expected bytes of outputs, gradients and ids; gradients of hot rows are summed by the way that sends least "
+        "(`dmt.sptt.hot_sum`). The cost rule replicates a row if that is less to send and worth the work.",
     ]
     with atomic_write(path) as scratch:
         scratch.write_text("\n\n".join(parts) + "\n")
