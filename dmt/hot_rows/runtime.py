@@ -164,6 +164,11 @@ class HotRows:
             return {}
         topology = self._mesh.topology
         sent = {kind: float(topology.num_replicas * number) for kind, number in self._copies.sum.sent.items()}
+        # Two flags in a ring, which leaves each host once.
+        hosts, ranks = self._groups.across.size(), self._groups.whole.size()
+        flags, leaving = 2 * 8 * (ranks - 1) / ranks * topology.num_replicas, hosts if hosts > 1 else 0
+        sent["dense"] += flags * leaving
+        sent["inside"] += flags * (ranks - leaving)
         size, groups = self._copies.replica_bytes, topology.replica_groups()
         of_replicas, share = 2 * (topology.num_replicas - 1) * len(groups) * size, topology.share_across_hosts(groups)
         sent["dense"] += share * of_replicas

@@ -326,16 +326,17 @@ class HotCopies:
         A rank that holds no part of a table does not know its learning rate, which a schedule may change at any time.
         """
         now = {name: value for own in self._module.collections for name, value in own.settings_now().items()}
-        names, told = list(self.rows), torch.zeros(len(self.rows) + 1, 2)
+        names, told = list(self.rows), torch.zeros(len(self.rows), 2)
         for name in self._owned:
             told[names.index(name)] = torch.tensor(now[name])
-        told[-1, 0] = self._is_changed
+        # In flight while the rest of the backward pass runs.
+        end_sum = self.sum.start(gradient.view(-1), told.to(gradient).flatten())
 
         def end(is_update: bool) -> None:
-            told[-1, 1] = not is_update
-            summed, settings = self.sum.start(gradient.view(-1), told.to(gradient).flatten())()
+            summed, of_each = end_sum()
             gradient.copy_(summed.view_as(gradient)).div_(self._groups.whole.size())
-            *of_each, flags = settings.view(-1, 2)
+            # Known at the end of the pass only.
+            flags = sum_over_ranks(gradient.new_tensor([self._is_changed, not is_update]), self._groups.whole)
             (changed, unfinished), num_ranks = self._mean_over_replicas(gradient, flags), self._groups.whole.size()
             if changed:
                 raise InputError(_CHANGED)
@@ -346,7 +347,7 @@ class HotCopies:
                 )
             if not is_update:
                 return
-            of_tables = ((name, one.tolist()) for name, one in zip(names, of_each, strict=True))
+            of_tables = zip(names, of_each.view(-1, 2).tolist(), strict=True)
             self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in of_tables})
             self._is_newer = True
 
