@@ -296,7 +296,10 @@ class HotRows:
             self._counts.num_samples = state.counts.num_samples
             for name in names:
                 self._counts.put(name, state.counts[name])
-        self.replicate({name: rows for name, rows in state.rows.items() if name in names})
+        rows = {name: of_table for name, of_table in state.rows.items() if name in names}
+        num_bytes = sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
+        # A run that goes on with less memory has no copies until the next choice.
+        self.replicate(rows if num_bytes <= self._budget else {})
 
     def write_back(self) -> None:
         """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""

@@ -91,7 +91,7 @@ class TouchedRowsSum:
         self._shapes, self._inside, self._across, self._way = list(shapes), inside, across, way
         rows, widths = (torch.tensor(sizes, dtype=torch.int64, device=device) for sizes in zip(*shapes, strict=True))
         self._widths = widths.repeat_interleave(rows)
-        self.sent: dict[str, int] = {}
+        self.sent = {"backward": 0, "dense": 0, "inside": 0}
         """Bytes that all ranks sent in the last sum, by the names of `dmt.traffic.Traffic`."""
         self.taken: Way = "dense"
         """Way of the last sum."""

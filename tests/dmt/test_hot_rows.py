@@ -364,6 +364,17 @@ def profile_on_rank(rank: int) -> list[dict[str, list[int]]]:
             training.step(step)
             hot.step()
     assert hot.num_bytes == sum(len(rows) for rows in found[1].values()) * 32
+    state = hot.state()
+    assert {name: rows.tolist() for name, rows in state.rows.items()} == found[-1]
+    assert (state.steps, state.batches) == (3, 4 * 2), "two batches of each rank since the choice"
+    for memory, kept in ((1.0, found[-1]), (1e-3, {})):
+        other = HotRows(Training(rank, FLAT, mesh).model, mesh, extra_memory=memory)
+        other.load_state(state)
+        assert {name: rows.tolist() for name, rows in other.rows.items()} == kept
+        again = other.state()
+        assert (again.steps, again.batches, again.samples) == (state.steps, state.batches, state.samples)
+        assert all(np.array_equal(again.counts[t.name].counts, state.counts[t.name].counts) for t in training.tables)
+        assert not kept or other.reduced_bytes["dense"] > 0
     return found
 
 
