@@ -14,53 +14,20 @@ The model is built many times, in every process: the function must make the same
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError
 from dmt.models.complexity import MetaTables
 from dmt.models.sparse import embedding_bag_configs
 from dmt.plan.tables import TableSpec, table_specs
+from dmt.training.functions import call_named, load_function
 from dmt.training.job import Job
 
-__all__ = ["load_factory", "make_model", "sparse_parts", "without_tables"]
-
-_ARGUMENTS = ("tables", "num_dense", "options", "towers", "device")
-
-
-def load_factory(name: str) -> Callable[..., Any]:
-    """Imports the function of ``package.module:function``; modules in the current folder are found, too.
-
-    Raises:
-        InputError: the name has another form, or there is no such module or function.
-    """
-    module, colon, function = name.partition(":")
-    place = f"model.factory={name!r}"
-    if not colon or not module or not function.isidentifier():
-        raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        # A program that was installed, such as dmt, does not look there by itself.
-        sys.path.append(here)
-    try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise InputError(
-            f"{place}: {module!r} cannot be imported ({error}). Run from the folder that has it, or set PYTHONPATH."
-        ) from error
-    make = getattr(found, function, None)
-    if not callable(make):
-        names = [own for own, value in vars(found).items() if callable(value) and not own.startswith("_")]
-        raise InputError(f"{place}: {module!r} has no function {function!r}.{did_you_mean(function, names)}")
-    checked: Callable[..., Any] = make
-    return checked
+__all__ = ["make_model", "sparse_parts", "without_tables"]
 
 
 def make_model(job: Job, device: str | None = None) -> nn.Module:
@@ -77,7 +44,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
             f"{place} makes a flat model, but the tower plan {job.config.towers.plan} cuts the table of feature "
             f"{next(iter(job.towers.column_splits))!r} into column shards. Give a plan without shards."
         )
-    make = load_factory(config.factory)
+    make = load_function("model.factory", config.factory)
     given = {
         "tables": embedding_bag_configs(job.split_tables),
         "num_dense": job.num_dense,
@@ -85,17 +52,8 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         "towers": towers,
         "device": None if device is None else torch.device(device),
     }
-    parameters = inspect.signature(make).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    unknown = [p.name for p in parameters if p.name not in given and p.default is p.empty and p.name in names]
-    if unknown:
-        raise InputError(
-            f"{place} takes {unknown[0]!r}, which is none of {', '.join(_ARGUMENTS)}. Put settings of your own into "
-            "[model.options]."
-        )
     with torch.device(device) if device is not None else torch.device("cpu"):
-        model = make(**{name: value for name, value in given.items() if takes_all or name in names})
+        model = call_named(place, make, given, "Put settings of your own into [model.options].")
     if not isinstance(model, nn.Module):
         raise InputError(f"{place} returned a {type(model).__name__}, no torch.nn.Module. Return the model.")
     _check_tables(place, model, job)

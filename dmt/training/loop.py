@@ -309,8 +309,9 @@ class Trainer:
 
         The tables update in their backward pass, and the pipeline is detached: call it when all is trained and saved.
         """
-        # Of one batch, every rank reads what it needs by itself.
-        batch = next(self._batches("train", self._config.batch_size, is_shared=False)).to(self._device)
+        # Of one batch, every rank reads what it needs by itself; but not all shards of a source are its own.
+        is_shared = self._data.config.kind == "source"
+        batch = next(self._batches("train", self._config.batch_size, is_shared=is_shared)).to(self._device)
         self.detach()
         meter = TrafficMeter(host_of=self._mesh.topology.host)
         self._optimizer.zero_grad()

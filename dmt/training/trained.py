@@ -10,6 +10,7 @@ from dmt.errors import InputError
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_override
+from dmt.training.data.config import with_files
 from dmt.training.job import Job, open_data
 
 __all__ = ["checkpoint_of", "trained_model"]
@@ -32,9 +33,10 @@ def checkpoint_of(run: Path, data_path: str | None = None) -> tuple[Path, Traini
     if (checkpoint / "towers.json").exists():
         overrides.append(to_override("towers.plan", checkpoint / "towers.json"))
     if data_path is not None:
-        if load_config(checkpoint / "config.toml", overrides).data.kind == "synthetic":
+        config = load_config(checkpoint / "config.toml", overrides)
+        if config.data.kind == "synthetic":
             raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        overrides.append(to_override("data.train_path", data_path))
+        return checkpoint, config.model_copy(update={"data": with_files(config.data, data_path)})
     return checkpoint, load_config(checkpoint / "config.toml", overrides)
 
 

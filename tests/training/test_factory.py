@@ -26,7 +26,7 @@ from dmt.training.commands import main
 from dmt.training.commands.plan import run_plan
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import DataConfig, open_source
-from dmt.training.factory import load_factory
+from dmt.training.functions import load_function
 from dmt.training.loop import metric_values
 from dmt.training.serving.export import read_manifest
 from tests.training.deepfm_page import SETTINGS
@@ -267,7 +267,7 @@ def test_what_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "made_here.py").write_text("def make(): ...")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
-    assert load_factory("made_here:make").__name__ == "make"
+    assert load_function("model.factory", "made_here:make").__name__ == "make"
     # TorchRec would start them from whatever is in memory, and from zeros.
     for part, name in (("bias", "Bias 'part' has 'bias'"), ("scale", "Scale 'part' has 'scale'")):
         own = {"factory": f"{__name__}:with_a_part", "in_towers": False, "options": {"part": part}}

@@ -51,7 +51,11 @@ def main() -> None:
 
 
 @main.command(epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
-@click.option("--data", metavar="PATH", help="A Criteo TSV, or a Parquet or CSV file with label, c_* and d_* columns.")
+@click.option(
+    "--data",
+    metavar="PATH",
+    help="A Criteo TSV, a Parquet or CSV file with label, c_* and d_* columns, or package.module:function.",
+)
 @click.option("--out", default="demo_output", show_default=True, help="Folder for towers.json, pictures, the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.argument("overrides", nargs=-1)

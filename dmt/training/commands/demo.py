@@ -20,6 +20,7 @@ from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.data.textfile import text_blocks
+from dmt.training.functions import is_function_name
 from dmt.training.job import check_rows, resolve, rows_at_most
 from dmt.training.partition import affinity_of_run
 from dmt.training.records import read_result, result_warnings
@@ -128,9 +129,14 @@ def demo_settings(data: Path) -> list[str]:
     the file whose name has "test" for "train", where there is one. Parquet and CSV files need the columns
     ``label``, ``c_*`` (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
 
+    ``package.module:function`` names rows of the user's own (`dmt.training.data.source`) with such columns.
+
     Raises:
         InputError: the file does not exist or its kind is unknown.
     """
+    if is_function_name(str(data)):
+        columns = ['data.categorical=["c_*"]', 'data.dense=["d_*"]', f"data.num_embeddings={_TABLE_ROWS}"]
+        return [to_override("data.source", data), *columns]
     file = expand_path("--data", str(data), columns=False)[0]
     criteo = _is_criteo(file)
     kind = "criteo_tsv" if criteo else "columns"

@@ -13,11 +13,12 @@ from dmt.files import read_json
 from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, table_specs
 
-__all__ = ["DataConfig", "Section", "SyntheticConfig", "check_memory", "read_tables"]
+__all__ = ["DataConfig", "Section", "SyntheticConfig", "check_memory", "with_files", "read_tables"]
 
 _TABLE_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names")
 _DATA_TYPES = ("FP32", "FP16")
 _MOST_ROWS = 2**40
+_OF_SOURCE = ("source", "source_shards", "options")
 
 
 class Section(BaseModel):
@@ -114,9 +115,18 @@ class DataConfig(Section):
         ('label', 'hash')
     """
 
-    kind: Literal["synthetic", "criteo_tsv", "columns"] = "synthetic"
+    kind: Literal["synthetic", "criteo_tsv", "columns", "source"] = "synthetic"
     """``synthetic``: the built-in generator; ``criteo_tsv``: Criteo's click logs (label, I1-I13, C1-C26; also
-    .gz); ``columns``: .parquet, .csv or .tsv files with named columns (text also .gz)."""
+    .gz); ``columns``: .parquet, .csv or .tsv files with named columns (text also .gz); ``source``: the function that
+    ``source`` names, which sets it."""
+    source: str | None = None
+    """``package.module:function`` that yields batches of named columns
+    ([Rows of your own](training.md#rows-of-your-own)), instead of files."""
+    source_shards: int = Field(default=1, ge=1, le=65_536)
+    """Parts into which the function divides its rows, which ranks read at the same time. The order of rows depends on
+    it, and not on the number of ranks."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the function's own."""
     train_path: str | None = None
     """A file, a directory (all its data files) or a glob; several files are read in the order of their names."""
     eval_path: str | None = None
@@ -192,25 +202,21 @@ class DataConfig(Section):
     synthetic: SyntheticConfig = SyntheticConfig()
     """Settings of ``kind="synthetic"``."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_kind(cls, values: Any) -> Any:
+        """A source takes the place of the synthetic clicks."""
+        if isinstance(values, dict) and values.get("source") and values.get("kind", "synthetic") == "synthetic":
+            return values | {"kind": "source"}
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        if self.kind == "synthetic":
-            # Compared with the defaults, not with what was set: a resolved config that is read again sets everything.
-            of_files = (
-                *("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature", "group_by"),
-                *("shuffle_pieces", "workers"),
-            )
-            given = [
-                name
-                for name in of_files
-                if getattr(self, name) != DataConfig.model_fields[name].get_default(call_default_factory=True)
-            ]
-            if given:
-                raise InputError(
-                    f"{min(given)} has no meaning for kind='synthetic'; use the settings under `synthetic` "
-                    "(rows_per_table, num_rows, num_eval_rows), or set kind."
-                )
+        if self.kind in ("synthetic", "source"):
+            (self._check_synthetic if self.kind == "synthetic" else self._check_source)()
             return self
+        if given := self._given("source", "source_shards", "options"):
+            raise InputError(f"{given[0]} has no meaning for kind={self.kind!r}. Leave out one of them.")
         if not self.train_path:
             raise InputError(f"kind={self.kind!r} needs train_path: a file, a directory or a glob.")
         if self.kind == "criteo_tsv":
@@ -237,6 +243,38 @@ class DataConfig(Section):
                 f"num_embeddings_per_feature: {min(wrong)!r} has {wrong[min(wrong)]} rows; give 1 to {_MOST_ROWS}."
             )
         return self
+
+    def _given(self, *names: str) -> list[str]:
+        """Returns those of the fields that differ from their defaults; a resolved config sets all."""
+        fields = DataConfig.model_fields
+        return [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
+
+    def _check_synthetic(self) -> None:
+        names = ("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature", "group_by")
+        if given := self._given(*names, "shuffle_pieces", "workers", "source_shards", "options"):
+            raise InputError(
+                f"{min(given)} has no meaning for kind='synthetic'; use the settings under `synthetic` "
+                "(rows_per_table, num_rows, num_eval_rows), or set kind."
+            )
+
+    def _check_source(self) -> None:
+        if not self.source:
+            raise InputError("kind='source' needs source: package.module:function.")
+        if given := self._given("train_path", "eval_path", "shuffle_pieces", "workers", "reading", "csv_separator"):
+            raise InputError(
+                f"{given[0]} has no meaning with source={self.source!r}: the function reads as it likes, in "
+                "source_shards parts. Leave out one of them."
+            )
+        if not self.categorical:
+            raise InputError("source needs categorical: names or globs of columns, such as ['c_*'].")
+
+
+def with_files(config: DataConfig, path: str) -> DataConfig:
+    """Returns the settings for files with the columns of a source, or of other files, unchecked."""
+    if config.kind != "source":
+        return config.model_copy(update={"train_path": path})
+    fields = {name: DataConfig.model_fields[name].get_default(call_default_factory=True) for name in _OF_SOURCE}
+    return config.model_copy(update={**fields, "kind": "columns", "train_path": path})
 
 
 def read_tables(path: Path) -> tuple[TableSpec, ...]:

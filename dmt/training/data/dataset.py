@@ -28,6 +28,8 @@ from dmt.training.data.pieces import Piece, pieces_of
 from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, skip
 from dmt.training.data.schema import expand_path, resolve_columns
 from dmt.training.data.sharing import Chunk, shares
+from dmt.training.data.source import RowSource
+from dmt.training.data.source_pass import SourcePass
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks
 
 if TYPE_CHECKING:
@@ -116,12 +118,13 @@ class ClickData:
         self._splits = column_splits or {}
         self._bad_lines: dict[str, dict[str, int]] = {}  # of the latest pass over each split, by file
         self._pieces: dict[Split, list[Piece]] = {}
-        self._passes: dict[Split, FilePass] = {}  # the latest
+        self._passes: dict[Split, FilePass | SourcePass] = {}  # the latest
         self._warned: set[str] = set()
         self._splits_seen: set[str] = set()
         self._num_rows: dict[Split, int] = {}
         self._fingerprints: dict[Split, list[tuple[str, int, int, int]]] = {}
         self._clicks: SyntheticClicks | None = None
+        self._source: RowSource | None = None
         self._files: dict[Split, list[str]] = {"train": [], "eval": []}
         if config.kind == "synthetic":
             self._clicks = SyntheticClicks(config.synthetic)
@@ -130,6 +133,12 @@ class ClickData:
             for split in _SPLITS:
                 rows = self._clicks.num_rows(split)
                 self._num_rows[split] = min(rows, self._most_rows(split) or rows)
+        elif config.kind == "source":
+            self._source = RowSource(config)
+            schema = self._source.first_batch().schema
+            found = resolve_columns(config, f"{self._source.name}, batch 1", schema)
+            self.dense_names, multi_hot = found.dense, found.multi_hot
+            self.num_embeddings = _table_rows(config, found.categorical)
         else:
             columns = config.kind == "columns"
             self._files["train"] = expand_path("train_path", config.train_path or "", columns=columns)
@@ -324,6 +333,8 @@ class ClickData:
             return ValidationReport(0, 0, 0)
         # Splits that share files are checked together: the first rows of the files, whichever split they are in.
         for split in _SPLITS:
+            if self._source is not None and (split == "train" or self._source.has_splits):
+                checked[split] = self._check_source(split, most)
             if not self._files[split]:
                 continue
             shared: dict[str, Any] = {"warned": self._warned, "splits_seen": self._splits_seen}
@@ -337,11 +348,28 @@ class ClickData:
                 checked[split] += block.num_rows
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in _SPLITS:
-            first = limit(self._file_pass(split).blocks(), 1)
+            first = limit(self._pass(split).blocks(), 1)
             self._check_not_empty(split, sum(block.num_rows for block in first))
         if rank == 0:
             logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
         return report
+
+    def _check_source(self, split: Split, most: int) -> int:
+        """Reads the first rows of a split of the source, of both splits where they share a stream; returns how many."""
+        assert self._source is not None, "checked before"
+        undivided = None if not self._source.has_splits else split
+        there = SourcePass(
+            self.config, self._encoder, self._source, split=undivided, epoch=0, group=None, values_met=self._splits_seen
+        )
+        self._bad_lines[split], checked = there.bad_lines, 0
+        for held in there.turns():
+            rows = held.num_rows if most < 0 else min(held.num_rows, most - checked)
+            if unfit := [message for start, _, message in held.report.unfit if start < rows]:
+                raise InputError(unfit[0])
+            checked += rows
+            if checked == most:
+                break
+        return checked
 
     def _batches(
         self,
@@ -406,9 +434,9 @@ class ClickData:
             workers = 0 if group is None else self.config.workers
             if self.config.reading == "shared" or world_size == 1:
                 group = None
-            if group is not None:
+            if group is not None and self._source is None:
                 check_same(lambda: self._pieces_of(split), group)
-            there = self._file_pass(split, epoch, group, workers=workers, quiet=rank != 0)
+            there = self._pass(split, epoch, group, workers=workers, quiet=rank != 0)
             self._passes[split] = there
             self._bad_lines[split], is_in_turns = there.bad_lines, there.is_in_turns
             before = there.start_at(bookmark, first)
@@ -457,7 +485,7 @@ class ClickData:
             self._pieces[split] = pieces_of(files)
         return self._pieces[split]
 
-    def _file_pass(
+    def _pass(
         self,
         split: Split,
         epoch: int | None = None,
@@ -465,8 +493,11 @@ class ClickData:
         *,
         workers: int = 0,
         quiet: bool = True,
-    ) -> FilePass:
-        """Prepares a pass over the files of a split; by default, this rank looks at them alone."""
+    ) -> FilePass | SourcePass:
+        """Prepares a pass over the rows of a split; by default, this rank looks at them alone."""
+        if self._source is not None:
+            shared: dict[str, Any] = {"group": group, "values_met": self._splits_seen}
+            return SourcePass(self.config, self._encoder, self._source, split=split, epoch=epoch or 0, **shared)
         return FilePass(
             self.config.model_copy(update={"workers": workers}),
             self._encoder,
@@ -488,13 +519,13 @@ class ClickData:
     def _check_not_empty(self, split: Split, rows: int) -> None:
         if rows:
             return
-        files = self._files[split] or self._files["train"]
+        files = [self._source.name] if self._source else self._files[split] or self._files["train"]
         why = "Give more data."
         if self.config.split_column:
-            value = self._file_pass(split).split_value
+            value = self._pass(split).split_value
             met = ", ".join(repr(v) for v in sorted(self._splits_seen)) or "none"
             why = f"None has {self.config.split_column} == {value!r} (values met: {met}). Set {split}_split."
-        elif not self.config.eval_path:
+        elif not (self.config.eval_path or (self._source is not None and self._source.has_splits)):
             why = f"Give more data, or change eval_fraction={self.config.eval_fraction}."
         raise InputError(f"The {split} split has no rows in {shorten(files, most=1)}. {why}")
 

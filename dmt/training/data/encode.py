@@ -60,7 +60,11 @@ class Place:
 
     def __call__(self, row: int) -> str:
         """Returns the file and number of the row at this position."""
-        return f"{self.file}, {self.unit} {self.number(int(self.numbers[row]))}"
+        return self.text(int(self.numbers[row]))
+
+    def text(self, counted: int) -> str:
+        """Returns the file and number of a line or row, whose number is counted from ``start``."""
+        return f"{self.file}, {self.unit} {self.number(counted)}"
 
     def number(self, counted: int) -> int:
         """Returns the number in the whole file of a line or row, whose number is counted from ``start``."""

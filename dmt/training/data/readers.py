@@ -35,7 +35,7 @@ from dmt.training.data.schema import (
 )
 from dmt.training.data.textfile import TextFormat, parse_block, text_blocks
 
-__all__ = ["ColumnReader", "CriteoReader", "FileReader"]
+__all__ = ["ColumnReader", "CriteoReader", "FileReader", "Part", "readable_part", "used_columns"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ _CRITEO_RULES = {
 _Checked = tuple[pa.Table, NDArray[np.float64], NDArray[np.bool_]]
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """Rows as they were read, and the lines that could not be read as rows."""
 
     table: pa.Table
@@ -116,11 +116,11 @@ class FileReader(ABC):
         unit, parts = self._open(piece)
         for part in parts:
             table, labels, kept = self._check(part)
-            place = Place(path, unit, part.numbers, piece.start if unit == "line" else 0)
+            place = self._place(piece, unit, part.numbers)
             if part.faults and not self.skip_bad_lines:
                 first = min(part.faults)
                 raise InputError(
-                    f"{path}, {unit} {place.number(first)}: {part.faults[first]}. Fix the {unit}, or set "
+                    f"{place.text(first)}: {part.faults[first]}. Fix the {unit}, or set "
                     "skip_bad_lines=true to leave out and count such rows."
                 )
             self.counts[path] += len(part.faults)
@@ -129,12 +129,15 @@ class FileReader(ABC):
             if len(labels):
                 yield FileBlock(table, labels.astype(np.float32), place, self.encoder)
 
+    def _place(self, piece: Piece, unit: str, numbers: NDArray[np.int64]) -> Place:
+        return Place(piece.file, unit, numbers, piece.start if unit == "line" else 0)
+
     @abstractmethod
-    def _open(self, piece: Piece) -> tuple[str, Iterator[_Part]]:
+    def _open(self, piece: Piece) -> tuple[str, Iterator[Part]]:
         """Opens a piece; returns what its rows are counted in, ``line`` or ``row``, and the rows part by part."""
 
     @abstractmethod
-    def _check(self, part: _Part) -> _Checked:
+    def _check(self, part: Part) -> _Checked:
         """Checks rows, and adds the first fault of each to ``part.faults``.
 
         Returns:
@@ -154,14 +157,13 @@ class ColumnReader(FileReader):
     splits_seen: set[str] = field(default_factory=set)
     """Some values of the split column that were met, for the message when none fits."""
 
-    def _open(self, piece: Piece) -> tuple[str, Iterator[_Part]]:
+    def _open(self, piece: Piece) -> tuple[str, Iterator[Part]]:
         return ("row", self._parquet(piece)) if is_parquet(piece.file) else ("line", self._text(piece))
 
     def _used(self) -> list[str]:
-        other = [name for name in (self.config.label, self.config.split_column, self.encoder.group_by) if name]
-        return list(dict.fromkeys([*other, *self.encoder.dense, *self.encoder.num_embeddings]))
+        return used_columns(self.config, self.encoder)
 
-    def _parquet(self, piece: Piece) -> Iterator[_Part]:
+    def _parquet(self, piece: Piece) -> Iterator[Part]:
         path = piece.file
         schema = parquet_file(path).schema_arrow
         columns = Columns(
@@ -178,12 +180,12 @@ class ColumnReader(FileReader):
         options = {"batch_size": _BATCH_ROWS, "columns": self._used(), "use_threads": False}
         try:
             for batch in file.iter_batches(row_groups=list(groups), **options):
-                yield _readable(pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows))
+                yield readable_part(pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows))
                 start += batch.num_rows
         except (OSError, pa.ArrowException) as error:
             raise InputError(f"{path}, row {start} or soon after: cannot be read as Parquet ({error}).") from error
 
-    def _text(self, piece: Piece) -> Iterator[_Part]:
+    def _text(self, piece: Piece) -> Iterator[Part]:
         path = piece.file
         separator = separator_of(path, self.config)
         names = csv_header(path, separator)
@@ -203,7 +205,7 @@ class ColumnReader(FileReader):
         if absent:
             raise InputError(f"{path}: column {absent[0]!r} is missing; all files must have the columns of the first.")
 
-    def _check(self, part: _Part) -> _Checked:
+    def _check(self, part: Part) -> _Checked:
         table, numbers, faults = part
         labels, good = np.full(table.num_rows, np.nan), np.ones(table.num_rows, dtype=bool)
         # The label first: it tells an empty line from one that merely lacks a dense value.
@@ -242,10 +244,10 @@ class CriteoReader(FileReader):
     All 40 columns of every line are checked, whichever are used.
     """
 
-    def _open(self, piece: Piece) -> tuple[str, Iterator[_Part]]:
+    def _open(self, piece: Piece) -> tuple[str, Iterator[Part]]:
         return "line", _text_parts(piece, _CRITEO_FORMAT)
 
-    def _check(self, part: _Part) -> _Checked:
+    def _check(self, part: Part) -> _Checked:
         table, numbers, faults = part
         good = np.ones(table.num_rows, dtype=bool)
         for name, (pattern, expected) in _CRITEO_RULES.items():
@@ -265,7 +267,13 @@ class CriteoReader(FileReader):
         return table, labels, good
 
 
-def _readable(table: pa.Table, numbers: NDArray[np.int64]) -> _Part:
+def used_columns(config: DataConfig, encoder: Encoder) -> list[str]:
+    """Returns the columns that a run uses, each once."""
+    other = [name for name in (config.label, config.split_column, encoder.group_by) if name]
+    return list(dict.fromkeys([*other, *encoder.dense, *encoder.num_embeddings]))
+
+
+def readable_part(table: pa.Table, numbers: NDArray[np.int64]) -> Part:
     """Leaves out rows with text that is not UTF-8: Parquet's writers need not check it, and its reader does not."""
     faults: dict[int, str] = {}
     for i, name in enumerate(table.column_names):
@@ -280,9 +288,9 @@ def _readable(table: pa.Table, numbers: NDArray[np.int64]) -> _Part:
                 faults.setdefault(int(numbers[row]), f"column {name!r}: expected text in UTF-8")
         table = table.set_column(i, name, column)  # a dictionary would keep what no row has any more
     if not faults:
-        return _Part(table, numbers, faults)
+        return Part(table, numbers, faults)
     good = ~np.isin(numbers, list(faults))
-    return _Part(table.filter(pa.array(good)), numbers[good], faults)
+    return Part(table.filter(pa.array(good)), numbers[good], faults)
 
 
 def _is_valid(column: pa.Array) -> bool:
@@ -293,13 +301,13 @@ def _is_valid(column: pa.Array) -> bool:
     return True
 
 
-def _text_parts(piece: Piece, form: TextFormat, *, header: bool = False) -> Iterator[_Part]:
+def _text_parts(piece: Piece, form: TextFormat, *, header: bool = False) -> Iterator[Part]:
     for first_line, block in text_blocks(piece.file, start=piece.start, stop=piece.stop):
         if header and first_line == 1:
             first_line, block = 2, block.split(b"\n", 1)[1]
         if block:
             table, lines, faults = parse_block(block, form)
-            yield _Part(table, first_line + lines, {first_line + line: text for line, text in faults.items()})
+            yield Part(table, first_line + lines, {first_line + line: text for line, text in faults.items()})
 
 
 def _to_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

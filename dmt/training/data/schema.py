@@ -153,8 +153,8 @@ def csv_header(path: str, separator: str) -> list[str]:
     return names
 
 
-def resolve_columns(config: DataConfig, path: str) -> Columns:
-    """Finds the columns of a configuration in a file.
+def resolve_columns(config: DataConfig, path: str, schema: pa.Schema | None = None) -> Columns:
+    """Finds the columns of a configuration in a file, or in the schema of the batch that ``path`` then names.
 
     Raises:
         InputError: a name or glob matches no column, a column is used twice, or its type does not fit its use.
@@ -171,7 +171,9 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
             categorical=_select("categorical", config.categorical or CRITEO_CATEGORICAL, CRITEO_CATEGORICAL, path),
             multi_hot=frozenset(),
         )
-    if is_parquet(path):
+    if schema is not None:
+        has_types = True
+    elif has_types := is_parquet(path):
         schema = parquet_file(path).schema_arrow
     else:
         schema = pa.schema([(name, pa.string()) for name in csv_header(path, separator_of(path, config))])
@@ -192,10 +194,10 @@ def resolve_columns(config: DataConfig, path: str) -> Columns:
     listed = set(_select("multi_hot", config.multi_hot, categorical, path))
     multi_hot = frozenset(n for n in categorical if n in listed or is_list(schema.field(n).type))
     columns = Columns(dense=dense, categorical=categorical, multi_hot=multi_hot)
-    if is_parquet(path):
+    if has_types:
         check_types(columns, schema, path, config)
     single = tuple(n for n in categorical if n not in multi_hot and _is_text(_plain(schema.field(n).type)))
-    if single:
+    if single and config.kind != "source":
         point_out_lists(path, None if is_parquet(path) else separator_of(path, config), single)
     return columns
 

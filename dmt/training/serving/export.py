@@ -195,7 +195,7 @@ def explicit_data(job: Job) -> DataConfig:
         return config
     changes: dict[str, Any] = {"dense": data.dense_names, "categorical": data.feature_names}
     changes["num_embeddings_per_feature"] = dict(data.num_embeddings)
-    if config.kind == "columns":
+    if config.kind in ("columns", "source"):
         changes["multi_hot"] = tuple(name for name in data.feature_names if name in data.multi_hot)
     return config.model_copy(update=changes)
 

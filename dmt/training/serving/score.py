@@ -15,6 +15,7 @@ from torch import Tensor
 from dmt.errors import InputError
 from dmt.files import atomic_write, explain
 from dmt.training.data import ClickBatch, ClickData, DataConfig, open_source
+from dmt.training.data.config import with_files
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.loop import MetricValues, metric_values
 from dmt.training.serving.export import ServedManifest, explicit_data, load_program, read_manifest
@@ -131,7 +132,8 @@ def _rows_of(config: DataConfig, data_path: str | None) -> DataConfig:
         return config
     if config.kind == "synthetic":
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-    changes: dict[str, Any] = {"train_path": data_path, "eval_path": data_path, "split_column": None}
+    config = with_files(config, data_path)
+    changes: dict[str, Any] = {"eval_path": data_path, "split_column": None}
     # Every row has a prediction, or the first that cannot be read is named.
     changes |= {"max_eval_rows": None, "group_by": None, "skip_bad_lines": False}
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):

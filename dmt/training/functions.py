@@ -1,0 +1,76 @@
+"""Functions of the user's own that a config names as ``package.module:function``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError, did_you_mean
+
+__all__ = ["call_named", "is_function_name", "load_function", "named_arguments"]
+
+
+def is_function_name(text: str) -> bool:
+    """Tells whether a text has the form ``package.module:function`` and is no path of a file that exists.
+
+    Example:
+        >>> is_function_name("my_data:clicks"), is_function_name("clicks.parquet"), is_function_name("s3://clicks")
+        (True, False, False)
+    """
+    module, _, function = text.partition(":")
+    return all(part.isidentifier() for part in (*module.split("."), function)) and not Path(text).exists()
+
+
+def load_function(setting: str, name: str) -> Callable[..., Any]:
+    """Imports the function of ``package.module:function``; modules in the current folder are found, too.
+
+    Raises:
+        InputError: the name, which is the value of ``setting``, has another form, or there is no such module or
+            function.
+    """
+    module, colon, function = name.partition(":")
+    place = f"{setting}={name!r}"
+    if not colon or not module or not function.isidentifier():
+        raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        # A program that was installed, such as dmt, does not look there by itself.
+        sys.path.append(here)
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(
+            f"{place}: {module!r} cannot be imported ({error}). Run from the folder that has it, or set PYTHONPATH."
+        ) from error
+    make = getattr(found, function, None)
+    if not callable(make):
+        names = [own for own, value in vars(found).items() if callable(value) and not own.startswith("_")]
+        raise InputError(f"{place}: {module!r} has no function {function!r}.{did_you_mean(function, names)}")
+    checked: Callable[..., Any] = make
+    return checked
+
+
+def named_arguments(place: str, function: Callable[..., Any], given: Sequence[str], remedy: str) -> list[str]:
+    """Returns those of the given arguments that a function names; all of them if it takes any keyword.
+
+    Raises:
+        InputError: it cannot be called without another one.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    names = [parameter.name for parameter in parameters if parameter.kind not in variable]
+    unknown = [p.name for p in parameters if p.name not in given and p.default is p.empty and p.name in names]
+    if unknown:
+        raise InputError(f"{place} takes {unknown[0]!r}, which is none of {', '.join(given)}. {remedy}")
+    return [name for name in given if takes_all or name in names]
+
+
+def call_named(place: str, function: Callable[..., Any], given: Mapping[str, Any], remedy: str) -> Any:
+    """Calls a function with those of the given arguments that it names; see `named_arguments`."""
+    names = named_arguments(place, function, list(given), remedy)
+    return function(**{name: given[name] for name in names})

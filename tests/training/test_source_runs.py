@@ -1,0 +1,71 @@
+"""Runs on rows of the user's own: training, resume, check, partition, score by a config with ``data.source``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dmt.training.commands.demo import demo_settings
+from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.data.config import with_files
+from dmt.training.serving.score import score
+from tests.training.data.own_rows import columns
+from tests.training.small import small
+from tests.training.test_factory import dmt
+from tests.training.test_resume import attempt, losses
+
+SOURCE = "tests.training.data.own_rows:resumable"
+
+
+def config_of(folder: Path, **train: Any) -> TrainingConfig:
+    names = {"dense": ["d"], "categorical": ["c", "n", "bag", "pair"], "num_embeddings": 23, "shuffle_rows": 32}
+    data = {"source": SOURCE, "source_shards": 3, "options": {"rows": 250}, **names}
+    train = {"batch_size": 4, "eval_batch_size": 4, "log_every": 1, "output_dir": str(folder), **train}
+    config = small(train={"device": "cpu", **train})
+    return TrainingConfig.model_validate(config.model_dump() | {"data": data})
+
+
+@pytest.mark.ranks
+def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) -> None:
+    whole, parts = config_of(tmp_path / "whole"), tmp_path / "parts"
+    result = attempt(whole)
+    assert result is not None
+    assert result["steps"] == 225 // 16
+    # Shuffled by 32 rows, in an epoch of 225: the second attempt begins in the middle of the shards.
+    assert (attempt(config_of(parts, max_steps=7)) or {})["steps"] == 7
+    again = attempt(config_of(parts))
+    assert again is not None
+    assert again["eval_loss"] == result["eval_loss"]
+    assert losses(config_of(parts))[-5:] == losses(whole)[-5:]
+
+    found = score(tmp_path / "whole", tmp_path / "scores.parquet")
+    assert found.num_rows == 25
+    assert found.metrics is not None
+    assert found.metrics.loss == pytest.approx(result["eval_loss"], rel=1e-5)  # sums in another order
+    # A file with the columns of the source does as well.
+    pq.write_table(pa.table(columns(range(40))), tmp_path / "rows.parquet")
+    assert score(tmp_path / "whole", tmp_path / "s.parquet", data_path=str(tmp_path / "rows.parquet")).num_rows == 40
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_the_commands_take_a_source(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(to_toml(config_of(tmp_path / "run")))
+    for command in (("check",), ("profile",), ("plan", "--distinct")):
+        dmt(*command, config)
+    assert attempt(config_of(tmp_path / "run")) is not None
+    dmt("partition", "--checkpoint", tmp_path / "run", "--towers", 2, "--out", tmp_path / "towers.json")
+    assert (tmp_path / "towers.json").exists()
+
+
+def test_a_source_can_be_named_as_the_data_of_a_demo_and_replaced_by_files() -> None:
+    config = load_config("demo", demo_settings(Path("my_data:clicks")))
+    assert (config.data.kind, config.data.source, config.data.categorical) == ("source", "my_data:clicks", ("c_*",))
+    files = with_files(config.data, "a.parquet")
+    assert (files.kind, files.source, files.train_path) == ("columns", None, "a.parquet")
+    files.model_validate(files.model_dump())
