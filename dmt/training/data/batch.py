@@ -18,9 +18,10 @@ from torchrec.streamable import Pipelineable
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.column_shards import split_ids
 from dmt.training.data.encode import out_of_range
+from dmt.training.data.packed import PackedRows, RowLayout
 from dmt.training.data.rows import Rows
 
-__all__ = ["ClickBatch", "check_ids", "make_batch"]
+__all__ = ["ClickBatch", "check_ids", "make_batch", "packed_batch"]
 
 
 @dataclass
@@ -99,6 +100,32 @@ def make_batch(rows: Rows, feature_names: Sequence[str], batch_size: int) -> Cli
         sparse_features=sparse,
         labels=torch.from_numpy(np.pad(rows.labels, (0, fill))),
         weights=torch.from_numpy(np.pad(np.ones(rows.num_rows, dtype=np.float32), (0, fill))),
+    )
+
+
+def packed_batch(rows: PackedRows, layout: RowLayout, feature_names: Sequence[str], batch_size: int) -> ClickBatch:
+    """Makes the batch that `make_batch` makes of the unpacked rows."""
+    if layout.wide or any(layout.is_bag):
+        return make_batch(layout.unpack(rows), feature_names, batch_size)
+    # One id of 32 bits for each feature: in one go.
+    num_rows, first = rows.num_rows, 1 + layout.num_dense
+    labels, dense = np.zeros(batch_size, np.float32), np.zeros((batch_size, layout.num_dense), np.float32)
+    labels[:num_rows] = rows.words[:, 0].view(np.float32)
+    dense[:num_rows] = rows.words[:, 1:first].view(np.float32)
+    ids = np.zeros((len(feature_names), batch_size), np.int64)
+    ids[:, :num_rows] = rows.words[:, first:].T
+    weights = torch.zeros(batch_size)
+    weights[:num_rows] = 1
+    return ClickBatch(
+        dense_features=torch.from_numpy(dense),
+        sparse_features=KeyedJaggedTensor(
+            keys=list(feature_names),
+            values=torch.from_numpy(ids.reshape(-1)),
+            lengths=torch.ones(ids.size, dtype=torch.int64),
+            stride=batch_size,
+        ),
+        labels=torch.from_numpy(labels),
+        weights=weights,
     )
 
 

@@ -23,6 +23,7 @@ from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder
+from dmt.training.data.packed import PackedRows
 from dmt.training.data.passes import FilePass, Split, check_same, make_reader, row_layout
 from dmt.training.data.pieces import Piece, pieces_of
 from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, skip
@@ -374,7 +375,7 @@ class ClickData:
     def _batches(
         self,
         split: Split,
-        own: Iterator[tuple[list[Rows], int]],
+        own: Iterator[tuple[Sequence[Rows | PackedRows], int]],
         batch_size: int,
         start_row: int,
         *,
@@ -382,28 +383,24 @@ class ClickData:
         world_size: int,
     ) -> Iterator[ClickBatch]:
         """Makes batches of this rank's rows, which come with the rows of the stream seen so far."""
-        from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
-
         global_batch = world_size * batch_size
         seen = emitted = 0
-        waiting: list[Rows] = []
+        waiting: list[Rows | PackedRows] = []
         for parts, seen in own:
             waiting.extend(parts)
             ready = max(seen - start_row, 0) // global_batch - emitted
             if ready:
                 # Own rows of an incomplete global batch wait: it may turn out to be the ragged last one.
-                rows = Rows.concat(waiting)
+                rows = _joined(waiting)
                 for i in range(ready):
-                    part = rows.slice(i * batch_size, (i + 1) * batch_size)
-                    yield make_batch(part, self.feature_names, batch_size).split_columns(self._splits)
+                    yield self._batch_of(rows.slice(i * batch_size, (i + 1) * batch_size), batch_size)
                 waiting = [rows.slice(ready * batch_size, rows.num_rows)]
                 emitted += ready
         self._check_not_empty(split, seen)
         self._num_rows[split] = seen
         ragged = max(seen - start_row, 0) - emitted * global_batch
         if split == "eval" and ragged:
-            last = Rows.concat(waiting or [self._no_rows()])
-            yield make_batch(last, self.feature_names, batch_size).split_columns(self._splits)
+            yield self._batch_of(_joined(waiting or [self._no_rows()]), batch_size)
         if split == "train":
             if not emitted and not start_row:
                 raise InputError(
@@ -412,6 +409,15 @@ class ClickData:
                 )
             if ragged and rank == 0:
                 logger.info("Left out the last %d of %d training rows: less than a global batch.", ragged, seen)
+
+    def _batch_of(self, rows: Rows | PackedRows, batch_size: int) -> ClickBatch:
+        from dmt.training.data.batch import make_batch, packed_batch  # TorchRec takes seconds to import
+
+        if isinstance(rows, PackedRows):
+            batch = packed_batch(rows, row_layout(self._encoder), self.feature_names, batch_size)
+        else:
+            batch = make_batch(rows, self.feature_names, batch_size)
+        return batch.split_columns(self._splits)
 
     def _own_rows(
         self,
@@ -423,7 +429,7 @@ class ClickData:
         start_row: int,
         bookmark: Mapping[str, Any] | None,
         group: dist.ProcessGroup | None,
-    ) -> Iterator[tuple[list[Rows], int]]:
+    ) -> Iterator[tuple[Sequence[Rows | PackedRows], int]]:
         """Yields a rank's rows in stream order, some at a time, and the rows of the stream seen by then."""
         seen, first, most = 0, self._first_of_block(split, start_row), self._most_rows(split)
         place = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
@@ -528,6 +534,13 @@ class ClickData:
         elif not (self.config.eval_path or (self._source is not None and self._source.has_splits)):
             why = f"Give more data, or change eval_fraction={self.config.eval_fraction}."
         raise InputError(f"The {split} split has no rows in {shorten(files, most=1)}. {why}")
+
+
+def _joined(parts: Sequence[Rows | PackedRows]) -> Rows | PackedRows:
+    """Returns rows of one kind, one part after another."""
+    kind: Any = type(parts[0])
+    joined: Rows | PackedRows = kind.concat(parts)
+    return joined
 
 
 def fingerprint(file: Path) -> tuple[int, int]:

@@ -29,6 +29,8 @@ __all__ = ["HASH_KEY", "Encoder", "FileBlock", "FractionError", "Place", "hash_r
 
 HASH_KEY = "dmt-category-v01"
 """Key of the hash of categories; another one is another data set to a trained model. SipHash needs 16 bytes."""
+# By salt and rows of the table: the last dictionary that was hashed, and its rows.
+_LATEST: dict[tuple[str, int], tuple[pa.Array, NDArray[np.int64]]] = {}
 _REQUESTS = 2**62  # two requests of a run hardly ever hash alike
 
 
@@ -272,11 +274,24 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     if num_embeddings == 1 or len(values) == 0:
         return np.zeros(len(values), dtype=np.int64)
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    dictionary = encoded.dictionary
+    indices = encoded.indices.fill_null(-1) if encoded.null_count else encoded.indices
+    codes = indices.to_numpy(zero_copy_only=False)
+    dictionary, key = encoded.dictionary, (feature, num_embeddings)
+    latest = _LATEST.get(key)
+    # All parts of a row group of Parquet have its dictionary.
+    if latest is not None and latest[0].equals(dictionary):
+        return latest[1][codes]
     if len(dictionary) > 2 * len(codes):  # few rows of a large dictionary: hash only what they use
         used, codes = np.unique(codes, return_inverse=True)
-        dictionary = dictionary.take(pa.array(used, mask=used < 0))
+        return _hash_values(dictionary.take(pa.array(used, mask=used < 0)), feature, num_embeddings)[codes]
+    rows = _hash_values(dictionary, feature, num_embeddings)
+    if encoded is values:
+        _LATEST[key] = dictionary, rows
+    return rows[codes]
+
+
+def _hash_values(dictionary: pa.Array, feature: str, num_embeddings: int) -> NDArray[np.int64]:
+    """Returns the row of each value, and at the end that of a missing one, which its code -1 reads."""
     text = _text(dictionary, feature)
     missing = pc.is_null(text).to_numpy(zero_copy_only=False)
     words = pc.fill_null(text, "").to_numpy(zero_copy_only=False).astype(object)
@@ -286,8 +301,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     hashed = hash_array(words, hash_key=HASH_KEY, categorize=False)
     salt = hash_array(np.array([feature], dtype=object), hash_key=HASH_KEY, categorize=False)[0]
     rows = 1 + (mix_bits(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
-    # Code -1 (missing) reads the appended last entry.
-    return np.append(np.where(missing, 0, rows), 0)[codes]
+    return np.append(np.where(missing, 0, rows), 0)
 
 
 def _text(values: pa.Array, feature: str) -> pa.Array:

@@ -129,6 +129,19 @@ class PackedRows:
     lengths: NDArray[np.int64]
     """Number of ids in all bags of each row [n]."""
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.words)
+
+    def slice(self, start: int, stop: int) -> PackedRows:
+        """Returns rows start to stop, without a copy."""
+        ids = self.ids
+        if len(ids):
+            first = int(self.lengths[:start].sum())
+            ids = ids[first : first + int(self.lengths[start:stop].sum())]
+        return PackedRows(self.words[start:stop], ids, self.lengths[start:stop])
+
     def take(self, order: NDArray[np.int64]) -> PackedRows:
         """Returns the rows at these positions, in their order."""
         words, lengths = self.words.take(order, axis=0), self.lengths.take(order)
@@ -136,6 +149,20 @@ class PackedRows:
             return PackedRows(words, self.ids, lengths)
         bags = Bags(self.ids, np.concatenate([[0], np.cumsum(self.lengths)])).take(order)
         return PackedRows(words, bags.values, lengths)
+
+    @staticmethod
+    def take_from(parts: Sequence[PackedRows], order: NDArray[np.int64]) -> PackedRows:
+        """Returns the rows at these positions of all parts (at least one), counted one part after another."""
+        if len(parts) == 1 or any(len(part.ids) for part in parts):
+            return PackedRows.concat(parts).take(order)
+        # Without a copy of all parts, of which few rows may be asked for.
+        words = np.empty((len(order), parts[0].words.shape[1]), np.int32)
+        lengths, first = np.zeros(len(order), np.int64), 0
+        for part in parts:
+            own = np.flatnonzero((first <= order) & (order < first + part.num_rows))
+            words[own] = part.words[order[own] - first]
+            first += part.num_rows
+        return PackedRows(words, parts[0].ids, lengths)
 
     @staticmethod
     def concat(parts: Sequence[PackedRows]) -> PackedRows:

@@ -183,7 +183,7 @@ def shares(
     batch_size: int,
     layout: RowLayout,
     group: dist.ProcessGroup | None,
-) -> Iterator[tuple[list[Rows], int]]:
+) -> Iterator[tuple[list[PackedRows], int]]:
     """Yields this rank's rows of the stream, some at a time; collective over the group.
 
     Row g of the stream, counted from ``start_row``, belongs to rank ``g // B mod W``.
@@ -225,7 +225,7 @@ class _Stream:
     layout: RowLayout
     group: dist.ProcessGroup | None
 
-    def own_rows(self, chunks: Sequence[Chunk], start: int) -> tuple[list[Rows], int, str | None]:
+    def own_rows(self, chunks: Sequence[Chunk], start: int) -> tuple[list[PackedRows], int, str | None]:
         """Shares consecutive chunks out, the first row of which is row ``start``; rows before row 0 are nobody's.
 
         Returns:
@@ -244,20 +244,20 @@ class _Stream:
         position = np.arange(start + begin, start + begin + len(holder))
         taker = (position // self.batch_size % self.world_size).astype(np.uint16)
         mine = np.flatnonzero(taker == self.rank)
-        source = PackedRows.concat([packed for _, packed in held.values()] or [self.layout.empty()])
+        source = [packed for _, packed in held.values()] or [self.layout.empty()]
         if self.group is None:
-            return ([self.layout.unpack(source.take(place[mine]))] if len(mine) else []), end, message
+            return ([PackedRows.take_from(source, place[mine])] if len(mine) else []), end, message
         sent = np.flatnonzero(holder == self.group.rank())
         sent = sent[np.argsort(taker[sent], kind="stable")]
         by_holder = np.argsort(holder[mine], kind="stable")
         arrived = self._exchange(
-            source.take(place[sent]),
+            PackedRows.take_from(source, place[sent]),
             np.bincount(taker[sent], minlength=self.world_size),
             np.bincount(holder[mine], minlength=self.world_size),
         )
         order = np.empty(len(mine), np.int64)
         order[by_holder] = np.arange(len(mine))
-        return ([self.layout.unpack(arrived.take(order))] if len(mine) else []), end, message
+        return ([arrived.take(order)] if len(mine) else []), end, message
 
     def _rows_of(
         self, chunk: Chunk, held: dict[int, tuple[int, PackedRows]], messages: list[str]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from dmt.errors import InputError
 from dmt.training.data import pieces, sharing
+from dmt.training.data.batch import make_batch, packed_batch
 from dmt.training.data.config import DataConfig
 from dmt.training.data.dataset import Split, open_source
 from dmt.training.data.packed import PackedRows, RowLayout
@@ -336,6 +337,23 @@ def test_packed_rows_are_unpacked_unchanged(wide: bool) -> None:
     for a, b in zip(found.bags, wanted.bags, strict=True):
         assert a.values.tolist() == b.values.tolist()
         assert a.lengths.tolist() == b.lengths.tolist()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("with_bags", [False, True])
+def test_a_batch_of_packed_rows_is_that_of_the_rows(with_bags: bool, wide: bool) -> None:
+    draw = np.random.default_rng(0)
+    bags = tuple(Bags(draw.integers(0, 2**31, 20)) for _ in range(3))
+    if with_bags:
+        bags = (*bags[:2], Bags(draw.integers(0, 2**31, 40), np.arange(0, 41, 2)))
+    rows = Rows(draw.random(20).astype(np.float32), draw.normal(size=(20, 2)).astype(np.float32), bags)
+    layout = RowLayout(num_dense=2, is_bag=tuple(own.offsets is not None for own in bags), wide=wide)
+    packed, names = layout.pack(rows), ["a", "b", "c"]
+    parts = [packed.slice(0, 7), packed.slice(7, 8), packed.slice(8, 20)]
+    order = draw.permutation(20)[:13]
+    taken = PackedRows.take_from(parts, order)
+    assert same(packed_batch(taken, layout, names, 16), make_batch(rows.rows(order), names, 16))
+    assert same(packed_batch(taken.slice(2, 5), layout, names, 3), make_batch(rows.rows(order[2:5]), names, 3))
 
 
 def test_text_is_cut_at_any_byte_without_losing_a_line(tmp_path: Path) -> None:
