@@ -417,7 +417,7 @@ def test_too_few_rows_are_told_before_training(tmp_path: Path) -> None:
 )
 def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: str, content: str, kind: str) -> None:
     (tmp_path / name).write_text(content)
-    assert f'data.kind="{kind}"' in demo_settings(tmp_path / name)
+    assert f'data.kind="{kind}"' in demo_settings(str(tmp_path / name))
 
 
 def processes_with(setting: str) -> list[str]:

@@ -64,7 +64,7 @@ def test_the_commands_take_a_source(tmp_path: Path) -> None:
 
 
 def test_a_source_can_be_named_as_the_data_of_a_demo_and_replaced_by_files() -> None:
-    config = load_config("demo", demo_settings(Path("my_data:clicks")))
+    config = load_config("demo", demo_settings("my_data:clicks"))
     assert (config.data.kind, config.data.source, config.data.categorical) == ("source", "my_data:clicks", ("c_*",))
     files = with_files(config.data, "a.parquet")
     assert (files.kind, files.source, files.train_path) == ("columns", None, "a.parquet")

@@ -19,6 +19,7 @@ from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_over
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
+from dmt.training.data.storage import file_exists
 from dmt.training.data.textfile import text_blocks
 from dmt.training.functions import is_function_name
 from dmt.training.job import check_rows, resolve, rows_at_most
@@ -62,7 +63,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     if taken:
         raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
     # Each demo is a run of its own, also in a folder that has seen one.
-    settings = ["train.resume=never", *([] if data is None else demo_settings(Path(data)))]
+    settings = ["train.resume=never", *([] if data is None else demo_settings(data))]
     console.print("[bold]1/4[/] checking data and sizes")
     config = load_config("demo", [*settings, *overrides, to_override("train.output_dir", out)])
     arch, ranks = config.model.arch, config.topology.build().world_size
@@ -122,7 +123,7 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     return runs
 
 
-def demo_settings(data: Path) -> list[str]:
+def demo_settings(data: str) -> list[str]:
     """The overrides that point the demo's config at a file of clicks.
 
     Criteo's format (text that is not ``.csv`` and begins with a label) is read as such; its evaluation rows come from
@@ -134,19 +135,20 @@ def demo_settings(data: Path) -> list[str]:
     Raises:
         InputError: the file does not exist or its kind is unknown.
     """
-    if is_function_name(str(data)):
+    if is_function_name(data):
         columns = ['data.categorical=["c_*"]', 'data.dense=["d_*"]', f"data.num_embeddings={_TABLE_ROWS}"]
         return [to_override("data.source", data), *columns]
-    file = expand_path("--data", str(data), columns=False)[0]
+    file = expand_path("--data", data, columns=False)[0]
     criteo = _is_criteo(file)
     kind = "criteo_tsv" if criteo else "columns"
     settings = [f'data.kind="{kind}"', to_override("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
     if criteo:
-        partner = data.with_name(data.name.replace("train", "test"))
-        if partner != data and partner.exists():
+        name = Path(data).name
+        partner = data.removesuffix(name) + name.replace("train", "test")
+        if partner != data and file_exists(partner):
             settings.append(to_override("data.eval_path", partner))
         return settings
-    expand_path("--data", str(data), columns=True)
+    expand_path("--data", data, columns=True)
     settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
     if "split" in (
         parquet_file(file).schema_arrow.names

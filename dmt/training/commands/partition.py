@@ -246,7 +246,7 @@ def _interactions(options: Mapping[str, Any], rules: PartitionRules) -> FeatureI
     if run is not None:
         config = checkpoint_of(run, options["data"])[1]
     else:
-        config = load_config("demo", demo_settings(Path(options["data"])))
+        config = load_config("demo", demo_settings(options["data"]))
 
     def check(features: Sequence[str]) -> None:
         rules.for_features(features)

@@ -128,7 +128,8 @@ class DataConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the function's own."""
     train_path: str | None = None
-    """A file, a directory (all its data files) or a glob; several files are read in the order of their names."""
+    """A file, a directory (all its data files) or a glob, also as a URL that fsspec knows (``s3://clicks/day_*.parquet``);
+    several files are read in the order of their names."""
     eval_path: str | None = None
     """Files for evaluation, like ``train_path``. Without it, rows of ``train_path`` are set apart by
     ``split_column`` or ``eval_fraction``."""

@@ -10,6 +10,7 @@ Legend: W ranks, B rows of a rank's batch, a global batch has W * B rows.
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from dmt.training.data.schema import expand_path, resolve_columns
 from dmt.training.data.sharing import Chunk, shares
 from dmt.training.data.source import RowSource
 from dmt.training.data.source_pass import SourcePass
+from dmt.training.data.storage import file_version, is_remote, remote_fingerprint
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks
 
 if TYPE_CHECKING:
@@ -236,8 +238,8 @@ class ClickData:
         They are those of the first call: files may grow while they are read.
         """
         if split not in self._fingerprints:
-            files = [Path(file) for file in self._files[split]]
-            self._fingerprints[split] = [(file.name, file.stat().st_size, *fingerprint(file)) for file in files]
+            files = self._files[split]
+            self._fingerprints[split] = [(Path(f).name, file_version(f)[0], *fingerprint(f)) for f in files]
         return self._fingerprints[split]
 
     def num_rows(self, split: Split) -> int | None:
@@ -543,14 +545,17 @@ def _joined(parts: Sequence[Rows | PackedRows]) -> Rows | PackedRows:
     return joined
 
 
-def fingerprint(file: Path) -> tuple[int, int]:
+def fingerprint(file: str) -> tuple[int, int]:
     """Returns two CRC-32 of a file: of its first and last 64 KiB, and of 64 blocks of 4 KiB spread evenly over it.
 
     It differs for another day's rows, for rows in another order and for a column with new values. A few changed bytes
-    between the ends are noticed with a chance of 256 KiB / size: always in files up to that size.
+    between the ends are noticed with a chance of 256 KiB / size: always in files up to that size. A remote file has its
+    `remote_fingerprint`.
     """
-    with file.open("rb") as stream:
-        size = file.stat().st_size
+    if is_remote(file):
+        return remote_fingerprint(file)
+    with open(file, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         first = stream.read(_END_BYTES)
         stream.seek(max(0, size - _END_BYTES))
         ends, blocks = zlib.crc32(stream.read(_END_BYTES), zlib.crc32(first)), 0

@@ -11,6 +11,7 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dmt.training.data.storage import open_binary
 from dmt.training.data.textfile import text_blocks
 
 __all__ = ["point_out_lists"]
@@ -68,8 +69,9 @@ def _text_values(path: str, separator: str, columns: Sequence[str]) -> dict[str,
 
 def _parquet_values(path: str, columns: Sequence[str]) -> dict[str, list[str]]:
     try:
-        file = pq.ParquetFile(path)
-        batch = next(islice(file.iter_batches(batch_size=_LOOKED_AT, columns=list(columns)), 1), None)
+        with open_binary(path) as stream:
+            file = pq.ParquetFile(stream)
+            batch = next(islice(file.iter_batches(batch_size=_LOOKED_AT, columns=list(columns)), 1), None)
         return {} if batch is None else {name: [v or "" for v in batch.column(name).to_pylist()] for name in columns}
     except (OSError, pa.ArrowException, UnicodeDecodeError):
         return {}

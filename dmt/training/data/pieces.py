@@ -6,7 +6,6 @@ rows of a pass are those of its pieces, in order, whoever reads them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +14,7 @@ import numpy as np
 
 from dmt.errors import InputError
 from dmt.training.data.schema import is_parquet, parquet_file
+from dmt.training.data.storage import file_version
 from dmt.training.data.textfile import is_gzip
 
 __all__ = ["Piece", "pieces_of", "shuffled_pieces"]
@@ -88,7 +88,7 @@ def _cut(file: str) -> list[Piece]:
                 pieces.append(Piece(file, start, group + 1, first_row=before + 1, num_rows=rows))
                 start, before, rows = group + 1, before + rows, 0
         return pieces
-    size = os.path.getsize(file)
+    size = file_version(file)[0]
     if is_gzip(file):
         return [Piece(file, 0, size, is_gzip=True)]
     return [Piece(file, *span) for span in pairwise([*range(0, size, PIECE_BYTES), size])] if size else []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import fnmatch
-import glob
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +19,7 @@ from dmt.formatting import shorten
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import is_list
 from dmt.training.data.hints import point_out_lists
+from dmt.training.data.storage import file_version, is_remote, matching_files, open_binary
 from dmt.training.data.textfile import text_blocks
 
 __all__ = [
@@ -62,7 +61,7 @@ class Columns:
 
 
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
-    """Lists the files that a file name, directory or glob matches, in the order of their names.
+    """Lists the files that a file name, directory or glob matches, or a URL of these, in the order of their names.
 
     Hidden files of a directory and those that begin with ``_`` are left out; with ``columns`` also those whose ending
     says neither Parquet nor CSV.
@@ -78,19 +77,15 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         ['day_0.tsv', 'day_1.tsv']
     """
     try:
-        path = Path(value).expanduser()
-        if path.is_dir():
-            found = [str(p) for p in path.iterdir() if p.is_file() and p.name[0] not in "._"]
-            files = sorted(f for f in found if not columns or f.endswith(_PARQUET + _TEXT))
-        elif path.is_file():
-            files = [str(path)]
-        else:
-            files = sorted(f for f in glob.glob(str(path), recursive=True) if Path(f).is_file())
+        files, is_folder = matching_files(value)
     except (OSError, RuntimeError) as error:  # a name that is too long, the home of nobody
         raise InputError(f"{setting}={value!r} cannot be read ({error}).") from error
+    if is_folder and columns:
+        files = [file for file in files if file.endswith(_PARQUET + _TEXT)]
     if not files:
-        kind = f" ending in {', '.join(_PARQUET + _TEXT)}" if columns and path.is_dir() else ""
-        raise InputError(f"{setting}={value!r} matches no file{kind} (in {Path.cwd()}).")
+        kind = f" ending in {', '.join(_PARQUET + _TEXT)}" if columns and is_folder else ""
+        place = "" if is_remote(value) else f" (in {Path.cwd()})"
+        raise InputError(f"{setting}={value!r} matches no file{kind}{place}.")
     for file in files:
         if not is_unicode(file):
             raise InputError(f"{setting}: the name of {file!r} is not UTF-8. Rename the file.")
@@ -117,9 +112,10 @@ def parquet_file(path: str, *, dictionaries: Sequence[str] = ()) -> pq.ParquetFi
     """
     try:
         # The footer of a file with many row groups takes long to parse, and its pieces are read one by one.
-        found = os.stat(path)
-        footer = _footer(path, found.st_size, found.st_mtime_ns)
-        file = pq.ParquetFile(path, metadata=footer, read_dictionary=list(dictionaries), pre_buffer=False)
+        footer, remote = _footer(path, *file_version(path)), is_remote(path)
+        place = open_binary(path) if remote else path
+        # From a store, the columns of a row group come in few requests.
+        file = pq.ParquetFile(place, metadata=footer, read_dictionary=list(dictionaries), pre_buffer=remote)
         _ = file.schema_arrow.names  # which pyarrow decodes here
         return file
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -129,7 +125,8 @@ def parquet_file(path: str, *, dictionaries: Sequence[str] = ()) -> pq.ParquetFi
 @lru_cache(maxsize=8)
 def _footer(path: str, size: int, changed: int) -> pq.FileMetaData:
     """Reads the footer of a Parquet file of this size and time of change."""
-    return pq.read_metadata(path)
+    with open_binary(path) as file:
+        return pq.read_metadata(file)
 
 
 def csv_header(path: str, separator: str) -> list[str]:

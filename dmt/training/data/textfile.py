@@ -17,6 +17,7 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
+from dmt.training.data.storage import open_binary
 
 __all__ = ["TextFormat", "is_gzip", "lines_before", "parse_block", "text_blocks"]
 
@@ -46,7 +47,7 @@ _COUNTED: dict[str, dict[int, int]] = {}
 
 def is_gzip(path: str) -> bool:
     """Tells from a file's first bytes whether it is gzip; a file named so that is not is read, and refused, later."""
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         return file.read(2) == b"\x1f\x8b" or path.endswith(".gz")
 
 
@@ -55,7 +56,7 @@ def lines_before(path: str, start: int) -> int:
     counted = _COUNTED.setdefault(path, {0: 0})
     place = max(byte for byte in counted if byte <= start)
     ends = counted[place]
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         file.seek(place)
         while place < start and (text := file.read(min(_BLOCK_BYTES, start - place))):
             place, ends = place + len(text), ends + text.count(b"\n")
@@ -168,7 +169,7 @@ def parse_block(block: bytes, form: TextFormat) -> tuple[pa.Table, NDArray[np.in
 
 def _parts(path: str, size: int, start: int, stop: int | None) -> Iterator[bytes]:
     """Yields the decompressed file in parts, or the lines that begin at bytes ``start`` to ``stop`` of a plain one."""
-    with open(path, "rb") as raw:
+    with open_binary(path) as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
         if not packed and path.endswith(".gz") and raw.read(1):

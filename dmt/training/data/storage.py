@@ -1,0 +1,118 @@
+"""Files of data on this machine or, by a URL such as ``s3://bucket/day_0.parquet``, wherever fsspec reaches."""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dmt.errors import InputError
+
+__all__ = ["file_exists", "file_version", "is_remote", "matching_files", "open_binary", "remote_fingerprint"]
+
+
+def is_remote(path: str) -> bool:
+    """Tells a URL from a path of this machine.
+
+    Example:
+        >>> is_remote("s3://bucket/day_0.parquet"), is_remote("day_0.parquet")
+        (True, False)
+    """
+    return "://" in path
+
+
+def open_binary(path: str) -> BinaryIO:
+    """Opens a file to read.
+
+    Raises:
+        OSError: it cannot be opened.
+        InputError: there is no package for such a URL.
+    """
+    if not is_remote(path):
+        return open(path, "rb")
+    system, inner = _file_system(path)
+    with _as_os_errors():
+        return io.BufferedReader(system.open(inner, "rb"))
+
+
+def file_version(path: str) -> tuple[int, int]:
+    """Returns the bytes of a file, and a number that changes with it; errors are those of `open_binary`."""
+    if not is_remote(path):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns
+    system, inner = _file_system(path)
+    with _as_os_errors():
+        return int(system.size(inner)), remote_fingerprint(path)[0]
+
+
+def remote_fingerprint(path: str) -> tuple[int, int]:
+    """Returns two numbers of a remote file that change with it, by what its store says of it and without reading it."""
+    system, inner = _file_system(path)
+    with _as_os_errors():
+        return zlib.crc32(str(system.ukey(inner)).encode()), 0
+
+
+def file_exists(path: str) -> bool:
+    """Tells whether there is a file or folder; errors are those of `open_binary`."""
+    if not is_remote(path):
+        return Path(path).exists()
+    system, inner = _file_system(path)
+    with _as_os_errors():
+        return bool(system.exists(inner))
+
+
+def matching_files(value: str) -> tuple[list[str], bool]:
+    """Lists the files that a file name, folder or glob matches, in the order of their names; tells if it is a folder.
+
+    Hidden files of a folder and those that begin with ``_`` are left out.
+
+    Raises:
+        OSError: the place cannot be read.
+        RuntimeError: the home of nobody.
+        InputError: there is no package for such a URL.
+    """
+    if is_remote(value):
+        system, inner = _file_system(value)
+        with _as_os_errors():
+            if is_folder := bool(system.isdir(inner)):
+                found = [entry["name"] for entry in system.ls(inner, detail=True) if entry["type"] == "file"]
+            else:
+                found = [inner] if system.isfile(inner) else list(filter(system.isfile, system.glob(inner)))
+            # A single file keeps the name that the user gave it.
+            found = [value] if found == [inner] else [system.unstrip_protocol(name) for name in found]
+    else:
+        path = Path(value).expanduser()
+        if is_folder := path.is_dir():
+            found = [str(p) for p in path.iterdir() if p.is_file()]
+        else:
+            found = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
+            found = [name for name in found if Path(name).is_file()]
+    return sorted(name for name in found if not is_folder or Path(name).name[0] not in "._"), is_folder
+
+
+def _file_system(path: str) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+        system, inner = url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"{path!r} cannot be read: {error}. Install fsspec's package for such URLs, or copy the files to this host."
+        ) from error
+    return system, inner
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Turns the errors of a store's own package into those of files."""
+    try:
+        yield
+    except (InputError, OSError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

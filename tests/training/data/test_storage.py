@@ -1,0 +1,104 @@
+"""Data behind a URL: read as files of this machine are, by one rank and by several, or refused."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from dmt.errors import InputError
+from dmt.training.commands.demo import demo_settings
+from dmt.training.data.config import DataConfig
+from dmt.training.data.dataset import open_source
+from dmt.training.data.textfile import lines_before
+from tests.ranks import run_ranks
+
+from .helpers import criteo_line, numbered_lines, write
+from .test_sharing import config_of, counted_in_small_pieces, group
+from .test_start_row import same
+
+NAMES = {"dense": ("d",), "categorical": ("c", "bag", "b2")}
+
+
+@contextmanager
+def uploaded(folder: Path) -> Iterator[str]:
+    """Copies files into fsspec's store in memory, which each process has for itself."""
+    store = fsspec.filesystem("memory")
+    store.put(f"{folder}/", "/clicks/", recursive=True)
+    store.touch("/clicks/_SUCCESS")
+    store.touch("/clicks/.hidden")
+    try:
+        yield "memory://clicks"
+    finally:
+        store.rm("/clicks", recursive=True)
+
+
+def read_on_rank(rank: int, folder: Path, config: DataConfig, pattern: str) -> list[int]:
+    """Reads a store's files with other ranks, and this machine's alone; returns the rows parsed in both."""
+    place, parsed = {"rank": rank, "world_size": group().size(), "batch_size": 2}, []
+    with uploaded(folder) as url, counted_in_small_pieces() as counted:
+        remote = open_source(config.model_copy(update={"train_path": f"{url}{pattern}"}))
+        for split in ("train", "eval"):
+            counted.clear()
+            wanted = list(open_source(config).batches(split, epoch=1, **place))
+            parsed.append(sum(counted))
+            counted.clear()
+            found = list(remote.batches(split, group=group(), epoch=1, **place))
+            parsed.append(sum(counted))
+            assert len(found) == len(wanted) > 0
+            assert all(same(a, b) for a, b in zip(wanted, found, strict=True))
+        assert [name for name, *_ in remote.files("train")] == [name for name, *_ in open_source(config).files("train")]
+        files = remote.files("train")
+        again = open_source(remote.config)
+        assert again.files("train") == files
+        fsspec.filesystem("memory").pipe(f"/clicks/{files[0][0]}", b"other")
+        other = remote.config.model_copy(update={"kind": "criteo_tsv", "dense": (), "categorical": ()})
+        assert open_source(other).files("train")[0] != files[0]
+    return parsed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["criteo", "csv", "parquet", "gzip"])
+def test_ranks_share_the_files_of_a_store(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, tmp_path, shuffle_rows=16)
+    pattern = {"csv": "/?.csv", "parquet": "/*.parquet", "gzip": ""}.get(kind, "/?.tsv")
+    ranks = run_ranks(read_on_rank, 2, tmp_path, config, pattern)
+    for alone, shared in ((0, 1), (2, 3)):
+        own = [parsed[shared] for parsed in ranks]
+        assert sum(own) == ranks[0][alone] * (2 if kind == "gzip" else 1)
+
+
+def test_faults_of_a_store_name_the_url(tmp_path: Path) -> None:
+    write(tmp_path / "a.tsv", [*numbered_lines(30), criteo_line("7")])
+    (tmp_path / "b.tsv.gz").write_bytes(gzip.compress(b"\n".join([b"x"] * 9))[:-9])
+    (tmp_path / "c.parquet").write_bytes(b"nothing")
+    with uploaded(tmp_path) as url, counted_in_small_pieces():
+        for name, message in (
+            ("a.tsv", f"^{url}/a.tsv, line 31: column label: expected 0 or 1, found '7'"),
+            ("b.tsv.gz", f"^{url}/b.tsv.gz, line 1 or soon after: the gzip file is cut off or damaged"),
+            ("z.tsv", f"^train_path='{url}/z.tsv' matches no file.$"),
+        ):
+            with pytest.raises(InputError, match=message):
+                open_source(DataConfig(kind="criteo_tsv", train_path=f"{url}/{name}")).validate()
+        with pytest.raises(InputError, match=f"^{url}/c.parquet: cannot be read as Parquet"):
+            open_source(DataConfig(kind="columns", train_path=f"{url}/c.parquet", **NAMES))
+        assert demo_settings(f"{url}/a.tsv")[:2] == ['data.kind="criteo_tsv"', f'data.train_path="{url}/a.tsv"']
+        # Beyond what was counted before for a file of this name.
+        assert lines_before(f"{url}/a.tsv", 2**20) == 31
+
+
+@pytest.mark.parametrize("url", ["nowhere://a/b.parquet", "s3://bucket/a.parquet"])
+def test_a_store_without_its_package_is_refused(url: str, monkeypatch: Any) -> None:
+    if url.startswith("s3"):
+        monkeypatch.setattr(fsspec.core, "get_filesystem_class", _needs_s3fs)
+    with pytest.raises(InputError, match=r"cannot be read: .*Install fsspec's package for such URLs"):
+        open_source(DataConfig(kind="columns", train_path=url, **NAMES))
+
+
+def _needs_s3fs(protocol: str) -> None:
+    raise ImportError("Install s3fs to access S3")
