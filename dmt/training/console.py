@@ -77,14 +77,14 @@ class _Lines(io.TextIOBase):
         return len(text)
 
 
-def progress_bar(*, initial: int, total: int | None, enabled: bool) -> Any:
+def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = "train", unit: str = "step") -> Any:
     """Returns the bar of a training run, tqdm's: with an estimate of the time left where the ``total`` is known.
 
     Without a terminal it is a line every 30 seconds.
     """
     from tqdm import tqdm
 
-    options: dict[str, Any] = {"desc": "train", "unit": "step", "initial": initial, "total": total}
+    options: dict[str, Any] = {"desc": desc, "unit": unit, "initial": initial, "total": total}
     if sys.stderr.isatty():
         options |= {"mininterval": 1.0}
     else:

@@ -240,6 +240,38 @@ def profile(config: str, overrides: tuple[str, ...], *, everything: bool, as_jso
         print_profile(found, everything=everything, out=options["out"])
 
 
+@main.command(epilog="Example: dmt prepare criteo.toml --out prepared --ids frequency --min-count 3")
+@click.argument("config")
+@click.argument("overrides", nargs=-1)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder; it must not exist.")
+@click.option(
+    "--ids",
+    default="config",
+    show_default=True,
+    type=click.Choice(["config", "frequency"]),
+    help="As training on the raw rows has them (hashed, or as they are), or by frequency.",
+)
+@click.option("--min-count", default=1, show_default=True, help="Rarer values share an id, by frequency.")
+@click.option("--vocabulary", type=click.Path(path_type=Path), help="Use the ids of this prepared folder.")
+@click.option("--ranks", type=int, help="Ranks that will read the rows; by default those of CONFIG.")
+@click.option("--row-group-rows", "group_rows", type=int, help="Rows of a row group; by default 32,768 to 131,072.")
+@click.option("--most-values", default=2**24, show_default=True, help="Values counted of a table at most.")
+@click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
+def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+    """Writes raw rows as Parquet with ids, a manifest and access counts, to train on with data.prepared.
+
+    CONFIG's [data] names the rows, its columns and the most rows of a table; they are read, checked and split as the
+    trainer would. OVERRIDES are section.key=value.
+    """
+    from dmt.training.commands.prepare import print_prepared, run_prepare
+
+    record = run_prepare(config, overrides, **options)
+    if as_json:
+        click.echo(json.dumps(record, indent=1))
+    else:
+        print_prepared(record, options["out"])
+
+
 @main.command(epilog="Example: dmt check cluster.toml sharding.id_route=global --rows 500")
 @click.argument("config")
 @click.argument("overrides", nargs=-1)

@@ -127,6 +127,9 @@ class DataConfig(Section):
     it, and not on the number of ranks."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the function's own."""
+    prepared: str | None = None
+    """A folder that ``dmt prepare`` wrote ([Prepared data](training.md#prepared-data)). When the configuration is read,
+    its paths, columns and rows of tables take the place of this key."""
     train_path: str | None = None
     """A file, a directory (all its data files) or a glob, also as a URL that fsspec knows (``s3://clicks/day_*.parquet``);
     several files are read in the order of their names."""
@@ -206,8 +209,14 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _choose_kind(cls, values: Any) -> Any:
-        """A source takes the place of the synthetic clicks."""
-        if isinstance(values, dict) and values.get("source") and values.get("kind", "synthetic") == "synthetic":
+        """A source, or a prepared folder, takes the place of the synthetic clicks."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("prepared"):
+            from dmt.training.data.prepared import with_prepared
+
+            return with_prepared(values)
+        if values.get("source") and values.get("kind", "synthetic") == "synthetic":
             return values | {"kind": "source"}
         return values
 

@@ -9,11 +9,12 @@ Legend: W ranks, B rows of a rank's batch, a global batch has W * B rows.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _SPLITS: tuple[Split, ...] = ("train", "eval")
 _END_BYTES = 2**16
+_LINE_BYTES = 250  # about, of a line of text such as Criteo's
 _BLOCKS, _BLOCK_BYTES = 64, 2**12
 
 
@@ -241,6 +243,29 @@ class ClickData:
             files = self._files[split]
             self._fingerprints[split] = [(Path(f).name, file_version(f)[0], *fingerprint(f)) for f in files]
         return self._fingerprints[split]
+
+    def rows(self, split: Split) -> Iterator[Rows]:
+        """Yields the rows of a split in the order of a pass (epoch 0), a block at a time; errors as in `batches`."""
+        seen = 0
+        for parts, number in self._own_rows(split, 0, 1, 1, 0, 0, None, None):
+            seen = number
+            for part in parts:
+                yield part if isinstance(part, Rows) else row_layout(self._encoder).unpack(part)
+        self._check_not_empty(split, seen)
+
+    def with_hashes(self, number: int) -> ClickData:
+        """Returns the same data with the values of every feature hashed into as many rows as that; its tables stay."""
+        data, sizes = copy.copy(self), dict.fromkeys(self.num_embeddings, number)
+        data.__dict__["_encoder"] = replace(self._encoder, id_mode="hash", num_embeddings=sizes)
+        return data
+
+    def estimated_rows(self) -> int:
+        """Returns about how many training rows there are, by the size of the files; 0 of a source."""
+        if self._clicks is not None:
+            return self._num_rows["train"]
+        pieces = self._pieces_of("train") if self._files["train"] else []
+        text = sum((piece.stop or 0) - piece.start for piece in pieces if piece.num_rows is None)
+        return sum(piece.num_rows or 0 for piece in pieces) + text // _LINE_BYTES
 
     def num_rows(self, split: Split) -> int | None:
         """Returns the rows of a split if known: of synthetic data at once, of files after a whole pass; else None."""

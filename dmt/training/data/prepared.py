@@ -1,0 +1,65 @@
+"""Folders that ``dmt prepare`` writes: a manifest, and the settings of ``[data]`` that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from dmt.errors import InputError
+from dmt.files import read_json
+
+__all__ = ["FORMAT", "MANIFEST", "PARTS", "prepared_settings", "read_manifest", "with_prepared"]
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+PARTS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
+"""Folders of the Parquet files of either split."""
+
+
+def read_manifest(folder: Path, place: str) -> dict[str, Any]:
+    """Reads the manifest of a folder, and checks that its files are those that it was written for.
+
+    Raises:
+        InputError: ``dmt prepare`` has not written the folder, or a file has gone or has another size; ``place`` names
+            the setting.
+    """
+    remedy = "Name a folder that `dmt prepare` has written."
+    record = read_json(folder / MANIFEST, place=place, remedy=remedy)
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise InputError(f"{place}: its {MANIFEST} is not of format {FORMAT}. {remedy}")
+    try:
+        files = {str(name): int(size) for name, size in record["files"].items()}
+        dict(record["data"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{place}: its {MANIFEST} is damaged ({error!r}). {remedy}") from error
+    for name, size in files.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            text = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise InputError(f"{place}: {file} {text}. Copy the folder whole, or prepare it again.")
+    return record
+
+
+def prepared_settings(folder: str) -> dict[str, Any]:
+    """Returns the settings of ``[data]`` that read a prepared folder; errors are those of `read_manifest`."""
+    record = read_manifest(Path(folder), f"data.prepared={folder!r}")
+    paths = {f"{part}_path": str(Path(folder, part)) for part in PARTS}
+    return {"kind": "columns", **paths, **record["data"]}
+
+
+def with_prepared(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a section ``[data]`` with those of a prepared folder in the place of its name.
+
+    Raises:
+        InputError: see `read_manifest`; or a value contradicts the folder.
+    """
+    found = prepared_settings(str(values["prepared"]))
+    for key, value in found.items():
+        if key in values and values[key] != value and (key, values[key]) != ("kind", "synthetic"):
+            raise InputError(
+                f"{key} has no meaning with prepared={values['prepared']!r}, which says it. Leave out one of them, or "
+                "prepare the data again."
+            )
+    return {key: value for key, value in {**values, **found}.items() if key != "prepared"}
