@@ -1,11 +1,15 @@
-"""Rows per second from files to batches, by ranks and workers, beside a plain scan by PyArrow.
+"""Rows per second from files to batches, and memory, by ranks and workers, beside PyArrow's scan and TorchRec's reader.
 
     OMP_NUM_THREADS=1 python -m benchmarks.reading
 
-Ranks make batches of 1,024 rows of a file in Criteo's format and of a Parquet file with the same columns, and do
-nothing with them. In each round every contender reads every file once, so that what else the machine does meets all of
-them. Time counts from the first batch on, when workers have started. On a busy machine, the CPU time of a rank tells
-more than the clock: it should fall as 1 / ranks.
+Ranks make batches of 1,024 rows and do nothing with them: of a file in Criteo's format, plain and gzip, of Parquet
+with the same columns, of what ``dmt prepare`` makes of that, and of a ``data.source`` that yields its record batches.
+In each round every contender reads every file once, so that what else the machine does meets all of them. Time counts
+from the first batch on, when workers have started. On a busy machine, the CPU time of a rank tells more than the clock:
+it should fall as 1 / ranks. TorchRec's reader of Criteo's lines makes them lists of numbers, without checks or hashing;
+they are made into tensors of 1,024 rows here.
+
+Memory is the most that a rank has used since before it opened the data.
 
 ``wait``: the share of a rank's time that it waits for batches if each step computes for 50 ms and reading a batch takes
 40 ms, without workers and with one (the batch size is set so that it does).
@@ -13,7 +17,10 @@ more than the clock: it should fall as 1 / ranks.
 
 from __future__ import annotations
 
+import gc
+import gzip
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -36,11 +43,13 @@ from dmt.files import atomic_write
 from dmt.testing.ranks import RankPool
 from dmt.training.data.config import DataConfig
 from dmt.training.data.dataset import open_source
+from dmt.training.data.prepare import PrepareOptions, prepare
 from dmt.training.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 
 __all__ = ["main"]
 
 _RESULTS = Path(__file__).parent / "results"
+_COLUMNS: dict[str, Any] = {"kind": "columns", "dense": CRITEO_DENSE, "categorical": CRITEO_CATEGORICAL}
 _BATCH = 1024
 _BLOCK = 1 << 14  # rows of a rank that are read before the first batch
 _STEP_S, _READ_S = 0.050, 0.040
@@ -50,6 +59,8 @@ _CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks, shared": (2, {"reading": "shared"}),
     "1 rank, 1 worker": (1, {"workers": 1}),
 }
+_OTHERS = {"gzip": ("1 rank", "2 ranks"), "prepared": ("1 rank", "2 ranks"), "source": ("1 rank", "2 ranks")}
+_TORCHREC_ROWS = 50_000
 
 
 @click.command()
@@ -58,18 +69,32 @@ _CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
 @click.option("--out", default=str(_RESULTS / "reading.json"), help="The record.")
 def main(rows: int, rounds: int, out: str) -> None:
     """Measures, prints a table, and writes the record."""
+    load = os.getloadavg()[1]
     with tempfile.TemporaryDirectory() as folder, RankPool({}) as pool:
         files = _write_files(Path(folder), rows)
         speeds: dict[str, dict[str, list[float]]] = {kind: {} for kind in files}
         cpu: dict[str, dict[str, list[float]]] = {kind: {} for kind in files}
+        memory: dict[str, dict[str, float]] = {kind: {} for kind in files}
         for _ in range(rounds):
             for kind, path in files.items():
-                speeds[kind].setdefault("plain scan", []).append(rows / _scan(kind, path))
+                if kind != "source":
+                    speeds[kind].setdefault("plain scan", []).append(rows / _scan(kind, path))
+                if kind == "tsv":
+                    speeds[kind].setdefault("TorchRec", []).append(_TORCHREC_ROWS / _read_by_torchrec(path))
                 for name, (ranks, settings) in _CONTENDERS.items():
+                    if name not in _OTHERS.get(kind, _CONTENDERS):
+                        continue
+                    settings = {"source_shards": 2, **settings} if kind == "source" else settings
                     found = pool.run(_read_on_rank, ranks, kind, path, settings, timeout_s=600)
                     read = rows - ranks * _BLOCK
-                    speeds[kind].setdefault(name, []).append(read / max(seconds for seconds, _ in found))
-                    cpu[kind].setdefault(name, []).append(max(used for _, used in found) / read)
+                    speeds[kind].setdefault(name, []).append(read / max(seconds for seconds, _, _ in found))
+                    cpu[kind].setdefault(name, []).append(max(used for _, used, _ in found) / read)
+        for kind, name in [(form, contender) for form in files for contender in cpu[form]]:
+            # Of processes that have read nothing before, which would have kept memory.
+            with RankPool({}) as fresh:
+                ranks, settings = _CONTENDERS[name]
+                found = fresh.run(_read_on_rank, ranks, kind, files[kind], settings, timeout_s=600)
+                memory[kind][name] = max(most for _, _, most in found)
         size = int(statistics.median(speeds["tsv"]["1 rank"]) * _READ_S)
         waits: dict[str, list[float]] = {}
         for _ in range(min(rounds, 3)):
@@ -83,9 +108,11 @@ def main(rows: int, rounds: int, out: str) -> None:
         "processor": processor(),
         "versions": {name: version(name) for name in ("torch", "pyarrow", "numpy")},
         "rows": rows,
+        "load_before_and_after": [load, os.getloadavg()[1]],
         "batch": _BATCH,
         "rows_per_second": speeds,
         "cpu_seconds_of_a_rank_per_row": cpu,
+        "megabytes_of_a_rank": memory,
         "speed_up_of_2_ranks": {
             kind: statistics.median(b / a for a, b in zip(of["1 rank"], of["2 ranks"], strict=True))
             for kind, of in speeds.items()
@@ -97,14 +124,17 @@ def main(rows: int, rounds: int, out: str) -> None:
     for kind, of in medians.items():
         for name, speed in of.items():
             used = statistics.median(cpu[kind].get(name, [float("nan")])) * 1e6
-            share = speed / of["1 rank"]
-            click.echo(f"{kind:8} {name:18} {speed:12,.0f} rows/s  {share:5.2f} of 1 rank  {used:5.2f} us CPU a row")
+            share, most = speed / of["1 rank"], memory[kind].get(name, float("nan"))
+            click.echo(
+                f"{kind:8} {name:18} {speed:12,.0f} rows/s  {share:5.2f} of 1 rank  {used:5.2f} us CPU a row  "
+                f"{most:6,.0f} MB"
+            )
     click.echo(f"median of the rounds' speed-ups of 2 ranks: {record['speed_up_of_2_ranks']}")
     click.echo(f"share of the time waited: { {name: statistics.median(shares) for name, shares in waits.items()} }")
 
 
 def _write_files(folder: Path, rows: int) -> dict[str, str]:
-    """Writes the same rows as Criteo's text and as Parquet in row groups of 32,768; ids are Zipf-distributed."""
+    """Writes the same rows in all forms, Parquet in row groups of 32,768; ids are Zipf-distributed."""
     draw = np.random.default_rng(0)
     table = {"label": draw.integers(0, 2, rows)}
     table |= {name: draw.integers(0, 1000, rows) for name in CRITEO_DENSE}
@@ -115,43 +145,88 @@ def _write_files(folder: Path, rows: int) -> dict[str, str]:
     pq.write_table(columns, folder / "clicks.parquet", row_group_size=1 << 15)
     options = pa.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
     pa.csv.write_csv(columns, folder / "clicks.tsv", options)
-    return {"tsv": str(folder / "clicks.tsv"), "parquet": str(folder / "clicks.parquet")}
+    plain = (folder / "clicks.tsv").read_bytes()
+    (folder / "clicks.tsv.gz").write_bytes(gzip.compress(plain, compresslevel=1))
+    parquet, prepared = str(folder / "clicks.parquet"), folder / "prepared"
+    prepare(DataConfig(train_path=parquet, eval_path=parquet, **_COLUMNS), prepared, PrepareOptions())
+    files = {"tsv": folder / "clicks.tsv", "gzip": folder / "clicks.tsv.gz", "parquet": parquet}
+    return {kind: str(path) for kind, path in {**files, "prepared": prepared, "source": parquet}.items()}
 
 
 def _scan(kind: str, path: str) -> float:
     """Returns the seconds that PyArrow takes to read a file on one thread, unchecked."""
     began = time.perf_counter()
-    if kind == "tsv":
+    if kind in ("tsv", "gzip"):
         read = pa.csv.ReadOptions(use_threads=False, autogenerate_column_names=True)
         parse = pa.csv.ParseOptions(delimiter="\t")
         for _ in pa.csv.open_csv(path, read_options=read, parse_options=parse):
             pass
     else:
-        for _ in pq.ParquetFile(path).iter_batches(use_threads=False):
+        for _ in pq.ParquetFile(path if kind == "parquet" else f"{path}/train/part-00000.parquet").iter_batches(
+            use_threads=False
+        ):
             pass
     return time.perf_counter() - began
 
 
+def _read_by_torchrec(path: str) -> float:
+    """Returns the seconds that TorchRec's reader of Criteo's lines takes for the first rows, made into tensors."""
+    import torch
+    from torchrec.datasets.utils import ReadLinesFromCSV
+
+    began = time.perf_counter()
+    with open(path) as file:  # as CriteoIterDataPipe, which opens files by a package that need not be there
+        rows = map(_numbers, islice(ReadLinesFromCSV([(path, file)], delimiter="\t"), _TORCHREC_ROWS))
+        while batch := list(islice(rows, _BATCH)):
+            _ = [torch.tensor(part) for part in zip(*batch, strict=True)]
+    return time.perf_counter() - began
+
+
+def _numbers(row: list[str]) -> tuple[int, list[int], list[int]]:
+    """Turns a line's columns into numbers, as TorchRec's own conversion to .npy does."""
+    return int(row[0]), [int(x or "0") for x in row[1:14]], [int(x or "0", 16) for x in row[14:]]
+
+
+def batches_of_parquet(shard: int, num_shards: int, options: dict[str, Any]) -> Iterator[pa.RecordBatch]:
+    """Yields every other row group or so of a Parquet file: a ``data.source``."""
+    file = pq.ParquetFile(options["path"])
+    yield from file.iter_batches(1 << 14, row_groups=range(shard, file.num_row_groups, num_shards), use_threads=False)
+
+
 def _batches(kind: str, path: str, batch_size: int, settings: dict[str, Any]) -> Iterator[Any]:
-    columns = {"dense": CRITEO_DENSE, "categorical": CRITEO_CATEGORICAL}
-    shape = {"kind": "criteo_tsv"} if kind == "tsv" else {"kind": "columns", **columns}
-    data = open_source(DataConfig.model_validate({"train_path": path, "eval_path": path, **shape, **settings}))
+    shape: dict[str, Any] = {"train_path": path, "eval_path": path, "kind": "criteo_tsv"}
+    if kind == "source":
+        function = "benchmarks.reading:batches_of_parquet"
+        shape = {**_COLUMNS, "kind": "source", "source": function, "options": {"path": path}, "eval_fraction": 1e-6}
+    elif kind == "prepared":
+        shape = {"prepared": path}
+    elif kind == "parquet":
+        shape |= _COLUMNS
+    data = open_source(DataConfig.model_validate({**shape, **settings}))
     group = dist.group.WORLD
     assert group is not None, "made by the pool"
-    place = {"rank": group.rank(), "world_size": group.size(), "batch_size": batch_size}
+    place: dict[str, Any] = {"rank": group.rank(), "world_size": group.size(), "batch_size": batch_size}
     return data.batches("train", group=group, **place)
 
 
-def _read_on_rank(rank: int, kind: str, path: str, settings: dict[str, Any]) -> tuple[float, float]:
-    """Returns the seconds, by the clock and of this process, from the first batch on."""
+def _read_on_rank(rank: int, kind: str, path: str, settings: dict[str, Any]) -> tuple[float, float, float]:
+    """Returns the seconds, by the clock and of this process, from the first batch on, and the most MB in use."""
     _allow_workers()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
+    before = _megabytes("VmRSS")
     batches = _batches(kind, path, _BATCH, {"shuffle_rows": _BLOCK, **settings})
     next(batches)
     dist.barrier()
     began, used = time.perf_counter(), time.process_time()
     for _ in batches:
         pass
-    return time.perf_counter() - began, time.process_time() - used
+    return time.perf_counter() - began, time.process_time() - used, _megabytes("VmHWM") - before
+
+
+def _megabytes(name: str) -> float:
+    text = Path("/proc/self/status").read_text().partition(f"{name}:")[2]
+    return int(text.split()[0]) / 1000
 
 
 def _wait_on_rank(rank: int, path: str, batch_size: int, workers: int) -> float:
