@@ -12,6 +12,7 @@ from dmt.errors import InputError, did_you_mean
 from dmt.files import read_json
 from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, table_specs
+from dmt.training.data.times import TimePartName
 
 __all__ = ["DataConfig", "Section", "SyntheticConfig", "check_memory", "with_files", "read_tables"]
 
@@ -155,6 +156,13 @@ class DataConfig(Section):
     """Categorical columns, by name or glob, in this order. ``criteo_tsv``: empty is all 26."""
     multi_hot: tuple[str, ...] = ()
     """Categorical columns whose text is a list of values, by name or glob. Parquet lists need no mention."""
+    timestamps: tuple[str, ...] = ()
+    """Columns of dates or times, by name or glob (``columns`` only): Parquet dates and timestamps, or ISO 8601 text.
+    Each becomes the features of ``timestamp_parts``, named ``<column>_hour`` and so on. Times with a zone are turned
+    into UTC."""
+    timestamp_parts: tuple[TimePartName, ...] = Field(default=("hour", "weekday"), min_length=1)
+    """Parts of every time: the categories ``hour``, ``weekday``, ``day`` (of the month) and ``month``, each with a
+    table of just its values, and ``years``, a dense column: seconds since 1970 in mean years of 31,556,952 s."""
     list_separator: str = Field(default="|", min_length=1)
     """Separates the values of a ``multi_hot`` text column."""
     csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
@@ -235,8 +243,10 @@ class DataConfig(Section):
                     "id_mode='index' needs columns of row numbers, but Criteo's categories are hexadecimal text. "
                     "Use id_mode='hash', or kind='columns'."
                 )
-            if self.split_column or self.multi_hot:
-                raise InputError("split_column and multi_hot are for kind='columns'; Criteo's format has neither.")
+            if self.split_column or self.multi_hot or self.timestamps:
+                raise InputError(
+                    "split_column, multi_hot and timestamps are for kind='columns'; Criteo's format has none of them."
+                )
         elif not self.categorical:
             raise InputError("kind='columns' needs categorical: names or globs of columns, such as ['c_*'].")
         if self.shuffle_pieces and (self.max_train_rows or not (self.eval_path or self.split_column)):
@@ -261,7 +271,7 @@ class DataConfig(Section):
 
     def _check_synthetic(self) -> None:
         names = ("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature", "group_by")
-        if given := self._given(*names, "shuffle_pieces", "workers", "source_shards", "options"):
+        if given := self._given(*names, "shuffle_pieces", "workers", "timestamps", "source_shards", "options"):
             raise InputError(
                 f"{min(given)} has no meaning for kind='synthetic'; use the settings under `synthetic` "
                 "(rows_per_table, num_rows, num_eval_rows), or set kind."

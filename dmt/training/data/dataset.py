@@ -35,6 +35,7 @@ from dmt.training.data.source import RowSource
 from dmt.training.data.source_pass import SourcePass
 from dmt.training.data.storage import file_version, is_remote, remote_fingerprint
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks
+from dmt.training.data.times import PART_ROWS, TimePart
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -131,6 +132,8 @@ class ClickData:
         self._clicks: SyntheticClicks | None = None
         self._source: RowSource | None = None
         self._files: dict[Split, list[str]] = {"train": [], "eval": []}
+        self.times: dict[str, TimePart] = {}
+        """Sources of the dense columns and features that are parts of times (`DataConfig.timestamps`)."""
         if config.kind == "synthetic":
             self._clicks = SyntheticClicks(config.synthetic)
             self.dense_names, multi_hot = self._clicks.dense_names, self._clicks.multi_hot
@@ -138,20 +141,23 @@ class ClickData:
             for split in _SPLITS:
                 rows = self._clicks.num_rows(split)
                 self._num_rows[split] = min(rows, self._most_rows(split) or rows)
-        elif config.kind == "source":
-            self._source = RowSource(config)
-            schema = self._source.first_batch().schema
-            found = resolve_columns(config, f"{self._source.name}, batch 1", schema)
-            self.dense_names, multi_hot = found.dense, found.multi_hot
-            self.num_embeddings = _table_rows(config, found.categorical)
         else:
-            columns = config.kind == "columns"
-            self._files["train"] = expand_path("train_path", config.train_path or "", columns=columns)
-            if config.eval_path:
-                self._files["eval"] = expand_path("eval_path", config.eval_path, columns=columns)
-            found = resolve_columns(config, self._files["train"][0])
-            self.dense_names, multi_hot = found.dense, found.multi_hot
-            self.num_embeddings = _table_rows(config, found.categorical)
+            if config.kind == "source":
+                self._source = RowSource(config)
+                schema = self._source.first_batch().schema
+                found = resolve_columns(config, f"{self._source.name}, batch 1", schema)
+            else:
+                columns = config.kind == "columns"
+                self._files["train"] = expand_path("train_path", config.train_path or "", columns=columns)
+                if config.eval_path:
+                    self._files["eval"] = expand_path("eval_path", config.eval_path, columns=columns)
+                found = resolve_columns(config, self._files["train"][0])
+            times = [TimePart(column, part) for column in found.timestamps for part in config.timestamp_parts]
+            self.times = {time.name: time for time in times}
+            numbers = (name for name, time in self.times.items() if time.part not in PART_ROWS)
+            self.dense_names = (*found.dense, *numbers)
+            multi_hot = found.multi_hot
+            self.num_embeddings = _table_rows(config, found.categorical, times)
         _check_features("model.embedding_dims", self._embedding_dims, self.num_embeddings)
         self._table_of = _shared_tables(config, self.num_embeddings)
         for feature in self._splits:
@@ -169,6 +175,7 @@ class ClickData:
             id_mode=config.id_mode,
             signed_log1p=config.dense_transform == "signed_log1p",
             group_by=config.group_by,
+            times=self.times,
             salts={name: table for name, table in self._table_of.items() if table in config.shared_tables},
         )
 
@@ -605,10 +612,17 @@ def table_name(feature: str) -> str:
     return "t_" + feature.replace("%", "%25").replace(".", "%2E")
 
 
-def _table_rows(config: DataConfig, categorical: Iterable[str]) -> dict[str, int]:
-    names = list(categorical)
-    _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, names)
-    return {name: config.num_embeddings_per_feature.get(name, config.num_embeddings) for name in names}
+def _table_rows(config: DataConfig, categorical: Iterable[str], times: Iterable[TimePart]) -> dict[str, int]:
+    parts = {time.name: PART_ROWS[time.part] for time in times if time.part in PART_ROWS}
+    rows = {**dict.fromkeys(categorical, config.num_embeddings), **parts}
+    _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
+    for name, number in config.num_embeddings_per_feature.items():
+        if number < parts.get(name, 0):
+            raise InputError(
+                f"num_embeddings_per_feature: {name!r} has {number} rows, but a table of it has {parts[name]}: one for "
+                "each of its values and one for a missing time. Leave it out."
+            )
+    return {**rows, **config.num_embeddings_per_feature}
 
 
 def _check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ from dmt.errors import InputError
 from dmt.plan.distinct import mix_bits
 from dmt.training.data.rows import Bags, Rows
 from dmt.training.data.textfile import lines_before
+from dmt.training.data.times import TimePart
 
 __all__ = ["HASH_KEY", "Encoder", "FileBlock", "FractionError", "Place", "hash_rows", "is_list", "out_of_range"]
 
@@ -104,6 +105,8 @@ class Encoder:
     """True: dense values x become sign(x) * log(1 + abs(x))."""
     group_by: str | None = None
     """Column that tells the rows of one request."""
+    times: Mapping[str, TimePart] = field(default_factory=dict)
+    """Sources of the dense and categorical columns that are parts of times; the latter hold rows of their tables."""
     salts: Mapping[str, str] = field(default_factory=dict)
     """Texts that salt the hashes of features whose own name does not: features with one salt hash alike."""
 
@@ -161,7 +164,7 @@ class Encoder:
             first = int(wrong.argmax())
             return place(first if rows is None else int(rows[first]))
 
-        if self.id_mode == "hash":
+        if self.id_mode == "hash" and name not in self.times:
             try:
                 return hash_rows(values, feature=self.salts.get(name, name), num_embeddings=num_embeddings)
             except FractionError as error:

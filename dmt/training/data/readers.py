@@ -34,6 +34,7 @@ from dmt.training.data.schema import (
     separator_of,
 )
 from dmt.training.data.textfile import TextFormat, parse_block, text_blocks
+from dmt.training.data.times import EXPECTED, part_values, to_times
 
 __all__ = ["ColumnReader", "CriteoReader", "FileReader", "Part", "readable_part", "used_columns"]
 
@@ -163,16 +164,26 @@ class ColumnReader(FileReader):
     def _used(self) -> list[str]:
         return used_columns(self.config, self.encoder)
 
+    def _read(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the names that are columns of the file, not made of times."""
+        return tuple(name for name in names if name not in self.encoder.times)
+
+    def _times(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(time.column for time in self.encoder.times.values()))
+
+    def _columns(self) -> Columns:
+        return Columns(
+            dense=self._read(self.encoder.dense),
+            categorical=self._read(self.encoder.num_embeddings),
+            multi_hot=self.encoder.multi_hot,
+            timestamps=self._times(),
+        )
+
     def _parquet(self, piece: Piece) -> Iterator[Part]:
         path = piece.file
         schema = parquet_file(path).schema_arrow
-        columns = Columns(
-            dense=tuple(self.encoder.dense),
-            categorical=tuple(self.encoder.num_embeddings),
-            multi_hot=self.encoder.multi_hot,
-        )
         self._require(schema.names, path)
-        check_types(columns, schema, path, self.config)
+        check_types(self._columns(), schema, path, self.config)
         text = [n for n in self._used() if pa.types.is_string(schema.field(n).type)]
         file = parquet_file(path, dictionaries=[n for n in text if n not in self.encoder.multi_hot])
         groups = range(file.metadata.num_row_groups)[piece.start : piece.stop]
@@ -217,7 +228,7 @@ class ColumnReader(FileReader):
                 found = _found(column, int(row))
                 faults[int(numbers[row])] = f"label column {self.config.label!r}: expected 0 or 1, found {found}"
             good = ~wrong
-        for name in self.encoder.dense:
+        for name in self._read(self.encoder.dense):
             column = table.column(name).combine_chunks()
             values, wrong = _to_numbers(column)
             for row in np.flatnonzero(wrong & good):
@@ -225,6 +236,15 @@ class ColumnReader(FileReader):
                 faults[int(numbers[row])] = f"dense column {name!r}: expected a number, found {found}"
             good &= ~wrong
             table = _with_numbers(table, name, values)
+        for name in self._times():
+            column = table.column(name).combine_chunks()
+            times, wrong = to_times(column)
+            for row in np.flatnonzero(wrong & good):
+                found = _found(column, int(row))
+                faults[int(numbers[row])] = f"timestamps column {name!r}: expected {EXPECTED}, found {found}"
+            good &= ~wrong
+            for time in (time for time in self.encoder.times.values() if time.column == name):
+                table = table.append_column(time.name, part_values(times, time.part))
         return table, labels, good if self.split is None else good & self._in_split(table)
 
     def _in_split(self, table: pa.Table) -> NDArray[np.bool_]:
@@ -268,9 +288,10 @@ class CriteoReader(FileReader):
 
 
 def used_columns(config: DataConfig, encoder: Encoder) -> list[str]:
-    """Returns the columns that a run uses, each once."""
+    """Returns the columns that a run uses, each once; of features made of times, those of the times."""
     other = [name for name in (config.label, config.split_column, encoder.group_by) if name]
-    return list(dict.fromkeys([*other, *encoder.dense, *encoder.num_embeddings]))
+    named = [name for name in (*encoder.dense, *encoder.num_embeddings) if name not in encoder.times]
+    return list(dict.fromkeys([*other, *named, *(time.column for time in encoder.times.values())]))
 
 
 def readable_part(table: pa.Table, numbers: NDArray[np.int64]) -> Part:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import fnmatch
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,6 +22,7 @@ from dmt.training.data.encode import is_list
 from dmt.training.data.hints import point_out_lists
 from dmt.training.data.storage import file_version, is_remote, matching_files, open_binary
 from dmt.training.data.textfile import text_blocks
+from dmt.training.data.times import EXPECTED, TimePart
 
 __all__ = [
     "CRITEO_CATEGORICAL",
@@ -58,6 +60,8 @@ class Columns:
     categorical: tuple[str, ...]
     multi_hot: frozenset[str]
     """The categorical columns with bags of ids."""
+    timestamps: tuple[str, ...] = ()
+    """The columns of times, which are none of the others."""
 
 
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
@@ -182,15 +186,14 @@ def resolve_columns(config: DataConfig, path: str, schema: pa.Schema | None = No
     free = [name for name in schema.names if name not in (config.label, config.split_column)]
     dense = _select("dense", config.dense, free, path)
     categorical = _select("categorical", config.categorical, free, path)
-    both = [name for name in dense if name in categorical]
-    if both:
-        raise InputError(f"Column {both[0]!r} is in dense and in categorical; it can be in one of them.")
-    unused = [name for name in free if name not in (*dense, *categorical, config.group_by)]
+    timestamps = _select("timestamps", config.timestamps, free, path)
+    _check_uses({"dense": dense, "categorical": categorical, "timestamps": timestamps}, config, path)
+    unused = [name for name in free if name not in (*dense, *categorical, *timestamps, config.group_by)]
     if unused:
         logger.info("%s: columns not used: %s.", path, ", ".join(unused))
     listed = set(_select("multi_hot", config.multi_hot, categorical, path))
     multi_hot = frozenset(n for n in categorical if n in listed or is_list(schema.field(n).type))
-    columns = Columns(dense=dense, categorical=categorical, multi_hot=multi_hot)
+    columns = Columns(dense=dense, categorical=categorical, multi_hot=multi_hot, timestamps=timestamps)
     if has_types:
         check_types(columns, schema, path, config)
     single = tuple(n for n in categorical if n not in multi_hot and _is_text(_plain(schema.field(n).type)))
@@ -199,13 +202,27 @@ def resolve_columns(config: DataConfig, path: str, schema: pa.Schema | None = No
     return columns
 
 
+def _check_uses(uses: Mapping[str, Sequence[str]], config: DataConfig, path: str) -> None:
+    """Raises `InputError` for a column with two uses, or with the name of a part of a time."""
+    for (first, names), (second, others) in combinations(uses.items(), 2):
+        if both := [name for name in names if name in others]:
+            raise InputError(f"Column {both[0]!r} is in {first} and in {second}; it can be in one of them.")
+    for time in (TimePart(column, part) for column in uses["timestamps"] for part in config.timestamp_parts):
+        if time.name in (*uses["dense"], *uses["categorical"]):
+            raise InputError(
+                f"{path}: column {time.name!r} has the name that the {time.part} of {time.column!r} would have "
+                "(data.timestamps). Leave one of them out, or rename the column."
+            )
+
+
 def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConfig) -> None:
     """Checks that the types of a Parquet file's columns fit their use; the config names the label and split column.
 
     Raises:
         InputError: a column is absent, a dense one is not a number, a categorical one neither text, whole number,
-            boolean nor a list of these, or one is a list here but not in the first file, or the other way round; the
-            label is neither text nor a number, or the split column or ``group_by`` neither of them nor a time.
+            boolean nor a list of these, one of times holds numbers, or one is a list here but not in the first file, or
+            the other way round; the label is neither text nor a number, or the split column or ``group_by`` neither of
+            them nor a time.
 
     Example:
         >>> columns = Columns(dense=("x",), categorical=(), multi_hot=frozenset())
@@ -216,7 +233,8 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
     """
     types = pa.types
     _check_single_values(schema, path, config)
-    for setting, names in (("dense", columns.dense), ("categorical", columns.categorical)):
+    used = (("dense", columns.dense), ("categorical", columns.categorical), ("timestamps", columns.timestamps))
+    for setting, names in used:
         for name in names:
             if name not in schema.names:
                 raise _missing(setting, name, schema.names, path)
@@ -226,8 +244,8 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
             raise InputError(f"{path}: dense column {name!r} is a list ({type_}); lists can only be categorical.")
         if not _is_number(type_):
             raise InputError(
-                f"{path}: dense column {name!r} has type {type_}, expected a number. List it under categorical, or "
-                "leave it out."
+                f"{path}: dense column {name!r} has type {type_}, expected a number. List it under "
+                f"{'timestamps' if _is_time(type_) else 'categorical'}, or leave it out."
             )
     for name in columns.categorical:
         type_ = schema.field(name).type
@@ -237,10 +255,21 @@ def check_types(columns: Columns, schema: pa.Schema, path: str, config: DataConf
         if types.is_decimal(value) or not (_is_text(value) or _is_number(value)):
             raise InputError(
                 f"{path}: categorical column {name!r} has type {type_}, expected text, whole numbers, booleans or "
-                "lists of these."
+                f"lists of these.{' List it under timestamps for its hour and weekday.' if _is_time(type_) else ''}"
             )
         if name in columns.multi_hot and not (is_list(type_) or _is_text(value) or types.is_null(value)):
             raise InputError(f"{path}: multi_hot column {name!r} has type {type_}, expected a list or text.")
+    for name in columns.timestamps:
+        _check_time(_plain(schema.field(name).type), name, path)
+
+
+def _check_time(type_: pa.DataType, name: str, path: str) -> None:
+    if not (_is_time(type_) or _is_text(type_) or pa.types.is_null(type_)):
+        # A number could be seconds, milliseconds or 20261122.
+        raise InputError(
+            f"{path}: timestamps column {name!r} has type {type_}, expected dates, timestamps, or text: {EXPECTED}. "
+            "Convert numbers by their unit, such as with pandas.to_datetime(column, unit='s')."
+        )
 
 
 def _check_single_values(schema: pa.Schema, path: str, config: DataConfig) -> None:
@@ -255,6 +284,10 @@ def _check_single_values(schema: pa.Schema, path: str, config: DataConfig) -> No
 
 def _is_text(type_: pa.DataType) -> bool:
     return pa.types.is_string(type_) or pa.types.is_large_string(type_)
+
+
+def _is_time(type_: pa.DataType) -> bool:
+    return pa.types.is_timestamp(type_) or pa.types.is_date(type_)
 
 
 def _is_number(type_: pa.DataType) -> bool:

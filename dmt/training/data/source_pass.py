@@ -29,7 +29,7 @@ from dmt.training.data.passes import row_layout
 from dmt.training.data.pieces import Piece
 from dmt.training.data.readers import ColumnReader, Part, readable_part, used_columns
 from dmt.training.data.rows import Block, spread_split
-from dmt.training.data.schema import Columns, check_types
+from dmt.training.data.schema import check_types
 from dmt.training.data.sharing import HeldRows, PieceReader, PieceReport, read_in_turns
 from dmt.training.data.source import RowSource, ShardPosition, ShardStream
 
@@ -76,15 +76,10 @@ class _TurnReader(ColumnReader):
         return "row", self._parts(piece.file)
 
     def _parts(self, place: str) -> Iterator[Part]:
-        columns = Columns(
-            dense=tuple(self.encoder.dense),
-            categorical=tuple(self.encoder.num_embeddings),
-            multi_hot=self.encoder.multi_hot,
-        )
         number, row = self.before.batches + 1, self.before.rows + 1
         # Batches of other types are not joined: numbers of a wider type may be rounded.
         for schema, group in groupby(self.tables, key=lambda table: table.schema):
-            check_types(columns, schema, f"{place}, batch {number}", self.config)
+            check_types(self._columns(), schema, f"{place}, batch {number}", self.config)
             same = list(group)
             table = pa.concat_tables(same)
             for start in range(0, table.num_rows, _PART_ROWS):

@@ -57,6 +57,11 @@ class ServedFeature:
     """True where a sample has any number of ids; false where it has one."""
     salt: str
     """Text that salts its hash: the name, or that of a table it shares."""
+    time_column: str = ""
+    """Column of times that it is a part of; empty for other features. Hour h is row 1 + h, Monday is row 1, days and
+    months are the rows of their numbers, and a missing time is row 0."""
+    time_part: str = ""
+    """The part: hour, weekday, day or month."""
     examples: dict[str, int] = field(default_factory=dict)
     """Rows of some texts, by which a server checks its own hashing; none where ids are row numbers."""
 
@@ -160,7 +165,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifes
     features = []
     for table in job.tables:
         for name in table.feature_names:
-            salt = data.salts.get(name, name)
+            salt, time = data.salts.get(name, name), data.times.get(name)
             rows = hash_rows(pa.array(_HASHED_EXAMPLES), feature=salt, num_embeddings=table.num_embeddings)
             features.append(
                 ServedFeature(
@@ -170,7 +175,9 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifes
                     columns=table.embedding_dim,
                     multi_hot=name in data.multi_hot,
                     salt=salt,
-                    examples=dict(zip(_HASHED_EXAMPLES, rows.tolist(), strict=True)) if hashed else {},
+                    time_column="" if time is None else time.column,
+                    time_part="" if time is None else time.part,
+                    examples=dict(zip(_HASHED_EXAMPLES, rows.tolist(), strict=True)) if hashed and not time else {},
                 )
             )
     towers = job.towers if config.model.has_towers else None
@@ -193,9 +200,13 @@ def explicit_data(job: Job) -> DataConfig:
     data, config = job.data, job.config.data
     if config.kind == "synthetic":
         return config
-    changes: dict[str, Any] = {"dense": data.dense_names, "categorical": data.feature_names}
+    dense, features = (
+        tuple(name for name in names if name not in data.times) for names in (data.dense_names, data.feature_names)
+    )
+    changes: dict[str, Any] = {"dense": dense, "categorical": features}
     changes["num_embeddings_per_feature"] = dict(data.num_embeddings)
     if config.kind in ("columns", "source"):
+        changes["timestamps"] = tuple(dict.fromkeys(time.column for time in data.times.values()))
         changes["multi_hot"] = tuple(name for name in data.feature_names if name in data.multi_hot)
     return config.model_copy(update=changes)
 

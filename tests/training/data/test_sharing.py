@@ -38,6 +38,7 @@ def parquet(path: Path, numbers: range, group: int) -> str:
     other = [[f"{i}", None, f"{i}y"][: i % 4] for i in numbers]
     table = {"label": [i % 2 for i in numbers], "d": numbers, "c": [str(i) for i in numbers], "bag": bags, "b2": other}
     table["user"] = [None if i % 7 == 0 else f"u{i // 3 % 11}" for i in numbers]
+    table["time"] = [f"2026-11-{1 + i % 28:02}T{i % 24:02}:15:00" for i in numbers]
     table["part"] = ["test" if i % 5 == 0 else "train" for i in numbers]
     schema = {"bag": pa.list_(pa.string()), "b2": pa.list_(pa.string()), "d": pa.int64(), "label": pa.int64()}
     columns = {name: pa.array(values, schema.get(name, pa.string())) for name, values in table.items()}
@@ -45,9 +46,15 @@ def parquet(path: Path, numbers: range, group: int) -> str:
     return str(path)
 
 
+TIMES = ("", "2026-11-22", "2026-11-22T20:15:00Z")
+
+
 def csv(path: Path, numbers: range) -> str:
-    lines = [f"{i % 2},{i},v{i},{'|'.join(['x'] * (i % 3))},,{'' if i % 7 == 0 else i // 3 % 11},{i}" for i in numbers]
-    return write(path, ["label,d,c,bag,b2,user,part", *lines])
+    lines = [
+        f"{i % 2},{i},v{i},{'|'.join(['x'] * (i % 3))},,{'' if i % 7 == 0 else i // 3 % 11},{i},{TIMES[i % 3]}"
+        for i in numbers
+    ]
+    return write(path, ["label,d,c,bag,b2,user,part,time", *lines])
 
 
 def config_of(kind: str, folder: Path, **settings: Any) -> DataConfig:
@@ -62,6 +69,7 @@ def config_of(kind: str, folder: Path, **settings: Any) -> DataConfig:
         settings = {"train_path": str(folder / "?.tsv"), "skip_bad_lines": True, **settings}
         return DataConfig(kind="criteo_tsv", dense_transform="none", **settings)
     names = {"dense": ("d",), "categorical": ("c", "bag", "b2"), "dense_transform": "none"}
+    names |= {"timestamps": ("time",), "timestamp_parts": ("years", "hour")}
     if kind in ("csv", "gzip"):
         csv(folder / "a.csv", range(57))
         if kind == "gzip":

@@ -27,6 +27,7 @@ def rows(**changes: Any) -> pa.Table:
         "label": [i % 3 == 0 for i in range(ROWS)],
         "c_ad": [f"ad{i % 7}" if i % 5 else None for i in range(ROWS)],
         "c_words": [[f"w{j}" for j in range(i % 4)] for i in range(ROWS)],
+        "time": [f"2026-11-22T{i % 24:02}:00:00" for i in range(ROWS)],
         "d_age": [float(i) for i in range(ROWS)],
         "split": ["train" if i % 2 else "test" for i in range(ROWS)],
     } | changes
@@ -43,6 +44,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train_path": str(folder / "clicks.parquet"),
         "categorical": ["c_*"],
         "dense": ["d_*"],
+        "timestamps": ["time"],
+        "timestamp_parts": ["hour", "years"],
         "split_column": "split",
         "num_embeddings": 30,
     }
@@ -112,12 +115,14 @@ def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
 
 def test_the_manifest_has_examples_of_the_hash(run: Path) -> None:
     manifest = read_manifest(run / "model.pt2")
-    ad, words = manifest.features
+    ad, words, hour = manifest.features
     assert not ad.multi_hot
     assert words.multi_hot
     assert ad.examples.keys() == {"1", "abc"}
     assert ad.examples != words.examples, "the feature is no part of the hash"
     assert manifest.hash_key
     assert all(0 < row < 30 for row in ad.examples.values())
-    assert batch_of(run).sparse_features.keys() == [ad.name, words.name]
+    assert batch_of(run).sparse_features.keys() == [ad.name, words.name, hour.name]
+    assert (hour.name, hour.rows, hour.time_column, hour.time_part) == ("time_hour", 25, "time", "hour")
+    assert (hour.examples, manifest.dense) == ({}, ("d_age", "time_years"))
     assert manifest.data["categorical"] == ["c_ad", "c_words"]
