@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class Traffic:
     def across(self) -> int:
         """All bytes across hosts."""
         return self.ids + self.forward + self.backward + self.dense
+
+    def per_sample(self, rows: int) -> dict[str, float]:
+        """Returns the bytes by name, those of ``across`` first, divided by the rows of the step."""
+        return {name: number / rows for name, number in {"across": self.across, **asdict(self)}.items()}
 
 
 class TrafficMeter(TorchDispatchMode):

@@ -379,17 +379,17 @@ def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:
     copied = {} if hot is None else hot.rows
     unique = job.config.sharding.unique != "off"
     groups = distinct_inputs_of(job, copied) if unique or copied else None
-    planned = asdict(expected_traffic(job, groups))
+    planned = expected_traffic(job, groups)
     if hot is not None:
-        for kind, number in hot.reduced_bytes.items():
-            planned[kind] += number
+        more = {kind: getattr(planned, kind) + number for kind, number in hot.reduced_bytes.items()}
+        planned = replace(planned, **more)
     shares = {} if groups is None else {"distinct": [asdict(group) for group in groups]}
     return {
         "sharding": {
             "imbalance": plan.imbalance,
             "tables_by_scheme": plan.tables_by_scheme,
             "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
-            "planned_bytes_per_sample": {name: number / rows for name, number in planned.items()},
+            "planned_bytes_per_sample": planned.per_sample(rows),
             **shares,
         }
     }

@@ -206,7 +206,7 @@ def _result(job: Job, *, metrics: MetricValues, time: TrainingTime, traffic: Tra
         "device": job.device_type,
         **{f"eval_{name}": value for name, value in asdict(metrics).items()},
         **asdict(time),
-        "bytes_per_sample": {name: number / rows for name, number in asdict(traffic).items()},
+        "bytes_per_sample": traffic.per_sample(rows),
         "bad_lines": job.data.bad_lines,
     }
 

@@ -6,7 +6,7 @@ The judgements come from `dmt.partitioner.verdict`; the words around them are in
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -41,18 +41,21 @@ _SHOWN_PAIRS = 20
 _PACKAGES = ("torch", "numpy", "k-means-constrained", "matplotlib")
 
 
-def write_partition_report(partition: Partition, folder: str | os.PathLike[str]) -> Path:
+def write_partition_report(
+    partition: Partition, folder: str | os.PathLike[str], *, links: Sequence[tuple[str, str]] = ()
+) -> Path:
     """Writes ``report.html`` and its pictures into a folder, made if missing; returns the path of the page.
 
     The page holds its pictures and loads nothing, so it can be sent on alone. Beside it lie ``affinity.png`` and
     ``coordinates.png``, and for every other strategy that was tried ``affinity_2.png`` and so on. Files of the same
-    names are replaced. ``partition`` is what `TowerPartitioner.partition` returned (DMT paper, section 3.3).
+    names are replaced. ``links`` are addresses, relative to the folder, and texts of other pages. ``partition`` is what
+    `TowerPartitioner.partition` returned (DMT paper, section 3.3).
 
     Raises:
         InputError: a file cannot be written.
     """
     if partition.interactions is not None:
-        return _write_interactions(partition, Path(folder))
+        return _write_interactions(partition, Path(folder), links)
     target = Path(folder)
     plan, features = partition.plan, partition.affinity.num_features
     counts = f"{counted(features, 'feature')} in {plan.num_towers:,} {plan.strategy}"
@@ -62,6 +65,7 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
     meaning = judge_meaning(partition)
     columns, cells, below = _tower_table(partition)
     context = {
+        "links": list(links),
         "heading": f"{counts} {'tower' if plan.num_towers == 1 else 'towers'}",
         "about": "What the tower partitioner found in the embeddings of a trained model"
         + (f", measured on {counted(samples, 'sample')}." if samples else "."),
@@ -82,12 +86,13 @@ def write_partition_report(partition: Partition, folder: str | os.PathLike[str])
     return render_page(Path(__file__).with_name("report.html"), target / "report.html", context)
 
 
-def _write_interactions(partition: Partition, folder: Path) -> Path:
+def _write_interactions(partition: Partition, folder: Path, links: Sequence[tuple[str, str]]) -> Path:
     """Writes the page of towers from interactions: shares inside, the towers, the matrix, the top pairs in words."""
     plan, found, shares = partition.plan, partition.interactions, shares_inside(partition)
     columns, cells, below = _tower_table(partition)
     balance, meaning = judge_balance(partition), judge_meaning(partition)
     context = {
+        "links": list(links),
         "heading": f"{counted(partition.affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}",
         "about": "Which features predict the label together, measured on training rows without a model"
         + (f" ({found.num_rows:,} rows)." if found is not None and found.num_rows else "."),

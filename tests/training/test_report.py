@@ -41,6 +41,7 @@ def result(auc=0.78, *, rows=65_536, rate=0.25, embedding=1664.0, mflops=0.499, 
         "compression_ratio": 1.0,
         "samples_per_second": 27_921.4,
         "bytes_per_sample": {
+            "across": 562.2 + 2 * embedding,
             "ids": 208.0,
             "forward": embedding,
             "backward": embedding,
@@ -121,10 +122,12 @@ def test_bytes_and_mflops_are_compared_second_to_first():
 
 
 def test_on_a_single_host_no_ratio_of_bytes_is_made_up(tmp_path, arguments):
-    for second, share in ((0.0, "none"), (1664.0, "-")):
-        arguments["runs"] = {"a": result(embedding=0.0), "b": result(embedding=second)}
+    nothing = dict.fromkeys(("across", "ids", "forward", "backward", "dense", "inside"), 0.0)
+    alone = result(bytes_per_sample=nothing)
+    for second, share in ((alone, "none"), (result(), "-")):
+        arguments["runs"] = {"a": alone, "b": second}
         text = Page(write_report(tmp_path / "report.html", **arguments)).text
-        assert f"{share} of the embedding bytes across hosts" in text
+        assert f"{share} of the bytes across hosts" in text
 
 
 def test_aucs_that_cannot_be_compared_are_not():
@@ -248,8 +251,7 @@ def arguments(tmp_path):
         "runs": {"dlrm": result(0.7834), "dmt-dlrm": result(0.7842, embedding=832.0, mflops=0.491)},
         "plan": plan,
         "sharding": sharding_of(plan, tables={"t_*": "row_wise"}),
-        "affinity_picture": tmp_path / "affinity.png",
-        "curves_picture": tmp_path / "curves.png",
+        "pictures": (tmp_path / "affinity.png", tmp_path / "curves.png"),
         "data_description": "clicks of <Tuesday>",
     }
 
@@ -282,8 +284,8 @@ def test_the_page_shows_the_numbers(tmp_path, arguments):
         "MFLOPs/sample 0.499 0.491 0.984",
         "the difference of +0.0008 is within the noise",
         "within noise difference of AUC, dmt-dlrm minus dlrm measured +0.0008; one standard error is 0.0023",
-        "50% of the embedding bytes across hosts",
-        "with ids and dense gradients 57%",
+        "57% of the bytes across hosts 2,226 instead of 3,890 per sample; embeddings alone, forward and backward: 50%",
+        "bytes/sample across hosts 3,890 2,226 0.572",
         "98% of the MFLOPs",
         "Evaluated on 65,536 rows, 25.0% of them clicks. 4 ranks",
         "says nothing about many hosts; the bytes do",
@@ -296,6 +298,26 @@ def test_the_page_shows_the_numbers(tmp_path, arguments):
     ):
         assert words in text, words
     assert "Mind:" not in text
+
+
+def test_the_time_on_a_link_is_estimated_from_the_bytes(tmp_path, arguments):
+    text = Page(write_report(tmp_path / "report.html", **arguments | {"link_gbit_per_s": 0.2})).text
+    own = arguments["sharding"].workload.batch_size
+    # Each of two hosts sends half of the bytes of four ranks' samples, at 25 MB/s.
+    times = [own * 4 * (562.2 + 2 * size) / 2 / 25e6 for size in (1664.0, 832.0)]
+    larger = [4 * (16_384 * (208 + 2 * size) + own * 354.2) / 2 / 25e6 for size in (1664.0, 832.0)]
+    assert "What that means on a link of 0.2 Gbit/s" in text
+    assert f" {own:,} {1e3 * times[0]:.2f} ms {1e3 * times[1]:.2f} ms" in text
+    assert f" 16,384 {larger[0]:.2f} s {larger[1]:.2f} s" in text
+
+
+def test_the_page_links_to_the_towers_own_one_where_there_is_one(tmp_path, arguments):
+    (tmp_path / "towers").mkdir()
+    (tmp_path / "towers" / "report.html").touch()
+    (tmp_path / "towers" / "affinity.png").write_bytes(PNG)
+    arguments["pictures"] = (tmp_path / "towers" / "affinity.png", arguments["pictures"][1])
+    page = Page(write_report(tmp_path / "report.html", **arguments))
+    assert page.addresses[:2] == ["towers/report.html"] * 2
 
 
 def test_a_run_with_replicas_has_a_row_for_their_sync(tmp_path, arguments):
@@ -353,10 +375,10 @@ def test_undefined_aucs_make_a_page_without_a_claim(tmp_path, arguments):
 
 def test_what_the_page_lacks_is_named(tmp_path, arguments):
     path = tmp_path / "report.html"
-    with pytest.raises(InputError, match=r"affinity_picture='.*gone\.png' cannot be read \(No such file"):
-        write_report(path, **arguments | {"affinity_picture": tmp_path / "gone.png"})
-    with pytest.raises(InputError, match=r"curves_picture='curves\.pdf' cannot be embedded; give one of \.png"):
-        write_report(path, **arguments | {"curves_picture": "curves.pdf"})
+    with pytest.raises(InputError, match=r"pictures\[0\]='.*gone\.png' cannot be read \(No such file"):
+        write_report(path, **arguments | {"pictures": (tmp_path / "gone.png", arguments["pictures"][1])})
+    with pytest.raises(InputError, match=r"pictures\[1\]='.*curves\.pdf' cannot be embedded; give one of \.png"):
+        write_report(path, **arguments | {"pictures": (arguments["pictures"][0], tmp_path / "curves.pdf")})
     assert not path.exists()
 
 
@@ -398,7 +420,17 @@ def test_bars_are_as_long_as_the_ranks_are_busy(tmp_path, arguments):
     assert widths[0] == widths[2] == 100.0
     assert widths[1] == widths[3] < 90.0
     text = Page(path).text
-    assert "t_C1 tower_0 table_wise 0 132 kB pinned by the user ('t_*')" in text
+    assert "t_<b>bold</b>, t_C1 tower_0 table_wise 0 132 kB each pinned by the user ('t_*')" in text
+
+
+def test_tables_with_the_same_to_say_share_a_row(tmp_path, arguments):
+    plan = TowerPlan.strided([f"C{i}" for i in range(1, 27)], 2)
+    sharding = sharding_of(plan, tables={"t_*": "data_parallel"})
+    arguments |= {"plan": TowerPlan(towers=plan.towers, affinity=AFFINITY), "sharding": sharding}
+    page = Page(write_report(tmp_path / "report.html", **arguments))
+    odd = ", ".join(f"t_C{i}" for i in range(1, 27, 2))
+    assert f" {odd} tower_0 data_parallel all 520 kB each" in page.text
+    assert page.text.count(sharding.tables[0].reason.partition(": ")[2]) == 2  # one for each tower
 
 
 def test_a_plan_of_hundreds_of_tables_folds(tmp_path, arguments):
@@ -406,11 +438,11 @@ def test_a_plan_of_hundreds_of_tables_folds(tmp_path, arguments):
     arguments |= {"plan": TowerPlan(towers=plan.towers, affinity=AFFINITY), "sharding": sharding_of(plan)}
     page = Page(write_report(tmp_path / "report.html", **arguments))
     assert page.tags.count("details") == 2
-    shown, _, folded = page.text.partition("the other 460 tables, which cost less")
+    shown, _, folded = page.text.partition("10 more rows of tables that cost less")
     assert "the other 60 ranks" in shown
-    rows = [f"t_f{i} tower_{i % 50}" for i in range(500)]
+    rows = [", ".join(f"t_f{table}" for table in range(i, 500, 50)) + f" tower_{i}" for i in range(50)]
     assert sum(f" {row} " in shown for row in rows) == 40
-    assert sum(f" {row} " in folded for row in rows) == 460
+    assert sum(f" {row} " in folded for row in rows) == 10
 
 
 def test_planned_bytes_stand_beside_measured_ones(tmp_path, arguments):

@@ -156,7 +156,7 @@ def test_hosts_other_than_those_of_torchrun_are_told(
 
 def test_a_result_without_some_values_still_prints() -> None:
     assert cells({"eval_auc": 0.75, "bytes_per_sample": {"ids": 1234.5}})[:1] == ["0.7500"]
-    assert cells({"bytes_per_sample": {"ids": 1234.5}})[5:8] == ["-", "1,234", "-"]
+    assert cells({"bytes_per_sample": {"ids": 1234.5}})[6:9] == ["-", "1,234", "-"]
 
 
 # Then the loop on ranks, with every row known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -48,17 +49,22 @@ _TORCHRUN = (
 _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
 
 
-def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: str) -> dict[str, dict[str, Any]]:
+def demo(
+    data: str | None, output_dir: str, overrides: Sequence[str], *, command: str, link_gbit_per_s: float
+) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
     ``data`` is a file of clicks (see `demo_settings`), None for the built-in generator; ``overrides`` are for both
-    runs, those that only the tower dataflow has for the second one; ``command`` is named in the report.
+    runs, those that only the tower dataflow has for the second one; ``command`` is named in the report, and
+    ``link_gbit_per_s``, 10^9 bits per second that a host can send, makes its estimate of a step.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
     console = NameConsole(stderr=True, highlight=False)
     out = Path(output_dir)
+    if not 0 < link_gbit_per_s < math.inf:
+        raise InputError(f"--link-gbit-per-s {link_gbit_per_s} must be above 0: the rate at which a host sends.")
     taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
     if taken:
         raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
@@ -96,7 +102,8 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
     partition = partitioner.partition(affinity, tables=tables)
     plan = replace(partition.plan, command=command)
     plan.save(out / "towers.json")
-    towers_page = write_partition_report(replace(partition, plan=plan), out / "towers")
+    back = [("../report.html", "The models trained with and without these towers")]
+    towers_page = write_partition_report(replace(partition, plan=plan), out / "towers", links=back)
 
     console.print(f"[bold]4/4[/] training the multi-tower model, {arch}, with these towers")
     towers = load_config(
@@ -109,9 +116,12 @@ def demo(data: str | None, output_dir: str, overrides: Sequence[str], command: s
         runs=runs,
         plan=plan,
         sharding=TowerShardingPlan.load(out / arch / "sharding.json"),
-        affinity_picture=towers_page.with_name("affinity.png"),
-        curves_picture=plot_curves({name: out / name for name in runs}, out / "curves.png"),
+        pictures=(
+            towers_page.with_name("affinity.png"),
+            plot_curves({name: out / name for name in runs}, out / "curves.png"),
+        ),
         data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
+        link_gbit_per_s=link_gbit_per_s,
         notes=[
             *partition.notes,
             *(f"{name}: {text}" for name, run in runs.items() for text in result_warnings(run)),

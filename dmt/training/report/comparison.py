@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "ratio"]
+__all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "link_seconds", "ratio"]
 
 NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
 """The reason why an AUC may be NaN."""
@@ -101,6 +101,33 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
         mflops=(first["mflops_per_sample"], second["mflops_per_sample"]),
         accuracy=_accuracy((first_name, second_name), aucs, noise) + _chance(runs),
     )
+
+
+def link_seconds(
+    run: Mapping[str, Any], *, batch_size: int, measured_at: int, num_hosts: int, gbit_per_s: float
+) -> float:
+    """Estimates the seconds for which a step occupies the link of a host, from the bytes that a run has measured.
+
+    Ids, embeddings and their gradients grow with the batch, gradients of replicated parameters do not. Latency, and
+    what overlaps with computation, are left out.
+
+    Args:
+        run: a ``result.json``.
+        batch_size: rows per rank and step that the estimate is for.
+        measured_at: those of the run.
+        num_hosts: hosts, which send equally much.
+        gbit_per_s: rate at which a host sends to the others, in 10^9 bits per second.
+
+    Example:
+        >>> sent = {"ids": 100.0, "forward": 400.0, "backward": 400.0, "dense": 50.0}
+        >>> run = {"world_size": 4, "bytes_per_sample": sent}
+        >>> link_seconds(run, batch_size=1000, measured_at=1000, num_hosts=2, gbit_per_s=8.0)
+        0.0019
+    """
+    sent = run["bytes_per_sample"]
+    grows = batch_size * (sent["ids"] + sent["forward"] + sent["backward"])
+    num_bytes = run["world_size"] * (grows + measured_at * sent["dense"])
+    return float(num_bytes / num_hosts / (gbit_per_s * 1e9 / 8))
 
 
 def _sums(sent: tuple[Mapping[str, float], Mapping[str, float]], *kinds: str) -> tuple[float, float]:

@@ -7,6 +7,7 @@ Numbers come from `dmt.training.report.comparison` and the rows of `dmt.training
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
 from dmt.training.console import ROWS, cells, lookup, rows_of
-from dmt.training.report.comparison import NOT_KNOWN, RunComparison, compare_runs, ratio
+from dmt.training.report.comparison import NOT_KNOWN, RunComparison, compare_runs, link_seconds, ratio
 from dmt.training.report.curves import RUN_COLORS
 
 __all__ = ["write_report"]
@@ -26,6 +27,8 @@ __all__ = ["write_report"]
 # Ranks and tables beyond this number are folded away.
 _SHOWN = 40
 _BYTES = "bytes_per_sample."
+# Rows per rank and step of training jobs that have more than a demo.
+_LARGER_BATCHES = (1024, 4096, 16_384)
 # Keys of `TowerPlan.affinity`, and the pairs that they are the mean affinity of.
 _AFFINITIES = (
     ("within_towers", "two features of one tower"),
@@ -40,40 +43,49 @@ def write_report(
     runs: Mapping[str, Mapping[str, Any]],
     plan: TowerPlan,
     sharding: TowerShardingPlan,
-    affinity_picture: Path,
-    curves_picture: Path,
+    pictures: tuple[Path, Path],
     data_description: str,
+    link_gbit_per_s: float = 10.0,
     notes: Sequence[str] = (),
 ) -> Path:
     """Writes the page that compares two runs; an existing file is replaced.
+
+    It links to the partitioner's report, if that lies beside the first picture.
 
     Args:
         path: the HTML file to write; missing folders are made.
         runs: the ``result.json`` of two runs, by the name to show, the baseline first.
         plan: the towers of the second run, with the affinity numbers that `TowerPartitioner` leaves in it.
         sharding: where the second run had its tables.
-        affinity_picture: what `plot_affinity` drew of ``plan``.
-        curves_picture: what `plot_curves` drew of ``runs``, in the same order.
+        pictures: what `plot_affinity` drew of ``plan``, and `plot_curves` of ``runs``, in the same order.
         data_description: what the models were trained on, in a few words.
+        link_gbit_per_s: rate at which a host sends to the others, in 10^9 bits per second, for the estimate of a step.
         notes: warnings to show above the numbers.
 
     Raises:
         InputError: a picture cannot be read or embedded, or the page cannot be written.
     """
     comparison, towers = compare_runs(runs), list(runs.values())[1]
+    affinity_picture, curves_picture = pictures
+    towers_page = affinity_picture.with_name("report.html")
+    has_page = towers_page.exists() and towers_page.absolute() != path.absolute()
+    address = Path(os.path.relpath(towers_page, path.parent)).as_posix()
     context = {
+        "links": [(address, "The towers, judged against random ones")] if has_page else [],
         "names": list(runs),
         "comparison": comparison,
         "cards": _cards(comparison, list(runs)),
         "notes": list(notes),
         "columns": list(zip(runs, RUN_COLORS, strict=False)),
         "rows": _rows(runs),
+        "link_rate": f"{link_gbit_per_s:g}",
+        "link_rows": _link_rows(runs, sharding, link_gbit_per_s),
         "towers": tower_badges(plan),
         "plan": plan,
         "sharding": _sharding(sharding, plan, towers),
         "affinities": _affinities(plan),
-        "affinity_picture": data_uri(affinity_picture, place="write_report: affinity_picture"),
-        "curves_picture": data_uri(curves_picture, place="write_report: curves_picture"),
+        "affinity_picture": data_uri(affinity_picture, place="write_report: pictures[0]"),
+        "curves_picture": data_uri(curves_picture, place="write_report: pictures[1]"),
         "data_description": data_description,
         "run": towers,
         "versions": [f"{name} {version}" for name, version in towers["versions"].items() if version != "absent"],
@@ -88,13 +100,13 @@ def _cards(comparison: RunComparison, names: Sequence[str]) -> list[dict[str, st
         measured = f"{comparison.auc_difference:+.4f}"
         auc = "within noise" if comparison.within_noise else measured
         behind = f"measured {measured}; one standard error is {comparison.auc_noise:.4f}"
-    instead = f"{comparison.embedding_bytes[1]:,.0f} instead of {comparison.embedding_bytes[0]:,.0f} per sample"
+    instead = f"{comparison.all_bytes[1]:,.0f} instead of {comparison.all_bytes[0]:,.0f} per sample"
     cards = (
         (auc, f"difference of AUC, {names[1]} minus {names[0]}", behind),
         (
-            _percent(*comparison.embedding_bytes),
-            "of the embedding bytes across hosts, forward and backward",
-            f"{instead}; with ids and dense gradients {_percent(*comparison.all_bytes)}",
+            _percent(*comparison.all_bytes),
+            "of the bytes across hosts",
+            f"{instead}; embeddings alone, forward and backward: {_percent(*comparison.embedding_bytes)}",
         ),
         (
             _percent(*comparison.mflops),
@@ -119,6 +131,22 @@ def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
         quotient = ratio(lookup(first, path), lookup(second, path))
         shown.append((label, [*values, "-" if quotient is None else f"{quotient:.3f}"]))
     return shown
+
+
+def _link_rows(
+    runs: Mapping[str, Mapping[str, Any]], sharding: TowerShardingPlan, gbit_per_s: float
+) -> list[tuple[str, list[str]]]:
+    """Batch sizes, the runs' own and larger ones, with the time that a step of each run occupies a host's link."""
+    own = sharding.workload.batch_size
+    place: dict[str, Any] = {"measured_at": own, "num_hosts": sharding.topology.num_hosts, "gbit_per_s": gbit_per_s}
+    return [
+        (f"{size:,}", [_time(link_seconds(run, batch_size=size, **place)) for run in runs.values()])
+        for size in sorted({own, *(size for size in _LARGER_BATCHES if size > own)})
+    ]
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
 def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
@@ -160,18 +188,23 @@ def _rank_rows(sharding: TowerShardingPlan, badges: Sequence[Mapping[str, Any]])
 
 
 def _table_rows(sharding: TowerShardingPlan, badges: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The costliest first."""
+    """The costliest first; tables of one tower with the same to say share a row."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for table in sorted(sharding.tables, key=lambda table: (-table.seconds, natural(table.name))):
+        ranks = _rank_words(table.placement, sharding.topology.ranks_per_tower)
+        key = (table.tower, table.placement.scheme, ranks, table.memory, table.reason)
+        alike.setdefault(key, []).append(table.name)
     return [
         {
-            "name": table.name,
-            "badge": badges[table.tower],
-            "scheme": table.placement.scheme,
-            "ranks": _rank_words(table.placement, sharding.topology.ranks_per_tower),
-            "memory": human_bytes(table.memory),
+            "name": ", ".join(names),
+            "badge": badges[tower],
+            "scheme": scheme,
+            "ranks": ranks,
+            "memory": human_bytes(memory) + (" each" if len(names) > 1 else ""),
             # The reason begins with the scheme, which has a column of its own.
-            "reason": table.reason.partition(": ")[2] or table.reason,
+            "reason": reason.partition(": ")[2] or reason,
         }
-        for table in sorted(sharding.tables, key=lambda table: (-table.seconds, natural(table.name)))
+        for (tower, scheme, ranks, memory, reason), names in alike.items()
     ]
 
 
