@@ -24,11 +24,12 @@ from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import DataConfig
-from dmt.training.data.encode import Encoder
+from dmt.training.data.encode import Encoder, FileBlock
 from dmt.training.data.packed import PackedRows
 from dmt.training.data.passes import FilePass, Split, check_same, make_reader, row_layout
 from dmt.training.data.pieces import Piece, pieces_of
-from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, skip
+from dmt.training.data.readers import count_value
+from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, skip, spread_split
 from dmt.training.data.schema import expand_path, resolve_columns
 from dmt.training.data.sharing import Chunk, shares
 from dmt.training.data.source import RowSource
@@ -275,7 +276,10 @@ class ClickData:
         return sum(piece.num_rows or 0 for piece in pieces) + text // _LINE_BYTES
 
     def num_rows(self, split: Split) -> int | None:
-        """Returns the rows of a split if known: of synthetic data at once, of files after a whole pass; else None."""
+        """Returns the rows of a split if known: of synthetic data at once, of files after a whole pass; else None.
+
+        Training rows of files are also known on a rank that has checked all of them (`validate`).
+        """
         return self._num_rows.get(split)
 
     def bookmark(self, split: Split, *, epoch: int, row: int) -> dict[str, Any] | None:
@@ -363,7 +367,7 @@ class ClickData:
                 value, or a split without rows.
         """
         most = self.config.validate_rows
-        checked = {"train": 0, "eval": 0}
+        checked, training = {"train": 0, "eval": 0}, 0
         if most == 0 or self._clicks:
             return ValidationReport(0, 0, 0)
         # Splits that share files are checked together: the first rows of the files, whichever split they are in.
@@ -380,7 +384,11 @@ class ClickData:
                 block.rows(every_row(block))
                 if self.config.group_by:
                     _ = block.requests
+                if split == "train" and isinstance(block, FileBlock):  # a cut one is not the end of the files
+                    training += self._training_rows(block, checked[split])
                 checked[split] += block.num_rows
+        if self._source is None and (most < 0 or checked["train"] < most):  # they were all
+            self._num_rows["train"] = min(training, self.config.max_train_rows or training)
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in _SPLITS:
             first = limit(self._pass(split).blocks(), 1)
@@ -405,6 +413,17 @@ class ClickData:
             if checked == most:
                 break
         return checked
+
+    def _training_rows(self, block: FileBlock, start: int) -> int:
+        """Counts the training rows among rows of ``train_path``, the first of which is row ``start``."""
+        config = self.config
+        if config.split_column:
+            return count_value(block.table, config.split_column, config.train_split)
+        if config.eval_path:
+            return block.num_rows
+        by_request = config.group_by is not None
+        apart = spread_split([block], config.eval_fraction, chosen=False, by_request=by_request, start=start)
+        return sum(part.num_rows for part in apart)
 
     def _batches(
         self,

@@ -36,7 +36,7 @@ from dmt.training.data.schema import (
 from dmt.training.data.textfile import TextFormat, parse_block, text_blocks
 from dmt.training.data.times import EXPECTED, part_values, to_times
 
-__all__ = ["ColumnReader", "CriteoReader", "FileReader", "Part", "readable_part", "used_columns"]
+__all__ = ["ColumnReader", "CriteoReader", "FileReader", "Part", "count_value", "readable_part", "used_columns"]
 
 logger = logging.getLogger(__name__)
 
@@ -248,13 +248,20 @@ class ColumnReader(FileReader):
         return table, labels, good if self.split is None else good & self._in_split(table)
 
     def _in_split(self, table: pa.Table) -> NDArray[np.bool_]:
-        column = table.column(self.config.split_column).combine_chunks()
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        column = column.cast(pa.string())
+        column = _as_text(table.column(self.config.split_column))
         if len(self.splits_seen) < 5:
             self.splits_seen.update(str(value) for value in pc.unique(column).to_pylist()[:5])
         return pc.fill_null(pc.equal(column, self.split), False).to_numpy(zero_copy_only=False)
+
+
+def count_value(table: pa.Table, column: str, value: str) -> int:
+    """Counts the rows with a value in a column, which is compared as text."""
+    return int(pc.sum(pc.equal(_as_text(table.column(column)), value)).as_py() or 0)
+
+
+def _as_text(column: pa.ChunkedArray) -> pa.Array:
+    found = column.combine_chunks()
+    return (found.dictionary_decode() if pa.types.is_dictionary(found.type) else found).cast(pa.string())
 
 
 @dataclass(kw_only=True)

@@ -190,6 +190,25 @@ def test_num_rows_is_known_after_a_pass(log):
     assert data.num_rows("train") is None
 
 
+def test_training_rows_are_known_after_a_check_of_all(log, tmp_path):
+    def counted(config):
+        data = open_source(config)
+        data.validate()
+        known = data.num_rows("train")
+        list(data.batches("train", rank=0, world_size=1, batch_size=1))
+        return known, data.num_rows("train")
+
+    assert counted(config_of(log)) == (23, 23)
+    for settings in ({"eval_fraction": 0.3}, {"group_by": "I1", "eval_fraction": 0.3}, {"max_train_rows": 5}):
+        known, found = counted(config_of(log, eval_path=None, **settings))
+        assert 0 < known == found < 23
+    assert counted(config_of(log, validate_rows=3))[0] is None
+    path = write(tmp_path / "a.csv", ["label,c,split", *(f"{i % 2},{i},{'tr' if i % 3 else 'te'}" for i in range(10))])
+    names = {"split_column": "split", "train_split": "tr", "eval_split": "te", "categorical": ("c",)}
+    assert counted(DataConfig(kind="columns", train_path=path, **names)) == (6, 6)
+    assert counted(DataConfig(kind="columns", train_path=path, **names, validate_rows=3))[0] is None
+
+
 def test_tables(log):
     data = open_source(config_of(log, num_embeddings=50, num_embeddings_per_feature={"C2": 7}), embedding_dim=16)
     assert [t.num_embeddings for t in data.tables] == [50, 7] + [50] * 24
