@@ -1,7 +1,7 @@
-"""Checkpoints that survive kills and full disks, and load into any layout: `Checkpointer`, `restore`, `load_plain`."""
+"""Checkpoints that survive kills and full disks, and load into any layout: `Checkpointer`, `resume`, `load_plain`."""
 
 from dmt.training.checkpoints.files import Manifest, checkpoints, is_outdated, newest, read_manifest, verify
-from dmt.training.checkpoints.load import Restored, load_plain, restore, whole_checkpoint
+from dmt.training.checkpoints.load import Restored, load_plain, restore, resume, whole_checkpoint
 from dmt.training.checkpoints.saver import Checkpointer
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "newest",
     "read_manifest",
     "restore",
+    "resume",
     "verify",
     "whole_checkpoint",
 ]

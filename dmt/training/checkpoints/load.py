@@ -26,7 +26,7 @@ from dmt.training.checkpoints.saver import RNG
 from dmt.training.checkpoints.state import Piece, State, collect_state
 from dmt.training.device import set_random_state
 
-__all__ = ["Restored", "load_plain", "restore", "whole_checkpoint"]
+__all__ = ["Restored", "load_plain", "restore", "resume", "whole_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,38 @@ def restore(
     run_on_all_or_raise(partial(checkpoint.read, scales), group)
     _set_random_state(checkpoint.reader, mesh)
     return Restored(folder=folder, step=checkpoint.manifest.step, progress=checkpoint.manifest.progress)
+
+
+def resume(
+    source: Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None,
+    *,
+    mesh: TowerMesh,
+    moment_scales: Mapping[str, float] | None = None,
+) -> Restored | None:
+    """Does what `restore` does if there is a checkpoint; for the start of a loop of one's own. Collective over the job.
+
+    Args:
+        source: a folder that all ranks see; rank 0 looks whether it has checkpoints.
+        model: see `restore`.
+        optimizer: see `restore`.
+        mesh: the groups.
+        moment_scales: see `restore`.
+
+    Returns:
+        None where there is no checkpoint: training begins.
+
+    Raises:
+        InputError: there are checkpoints, but none is whole, so that training does not begin again unnoticed; or see
+            `restore`.
+    """
+    found = run_on_all_or_raise(
+        lambda: mesh.rank == 0 and bool(checkpoints(source) or is_outdated(source)), mesh.global_group
+    )
+    if not found[0]:
+        return None
+    return restore(source, model, optimizer, mesh=mesh, moment_scales=moment_scales)
 
 
 def whole_checkpoint(source: Path, mesh: TowerMesh) -> Path:

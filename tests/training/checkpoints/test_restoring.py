@@ -26,7 +26,7 @@ from dmt import (
 )
 from dmt.errors import InputError
 from dmt.training.build import build_optimizer
-from dmt.training.checkpoints import Checkpointer, read_manifest, restore, whole_checkpoint
+from dmt.training.checkpoints import Checkpointer, read_manifest, restore, resume, whole_checkpoint
 from dmt.training.checkpoints.files import MANIFEST_NAME
 from dmt.training.checkpoints.state import collect_state
 from dmt.training.config import OptimizerConfig
@@ -317,3 +317,33 @@ def test_a_count_kept_by_every_shard_is_saved_once() -> None:
     assert found == [("momentum1", (0, 4), 435.0), ("momentum1", (4, 8), 1335.0), ("iter", None, 7), ("iter", None, 7)]
     state.pieces[-1].tensor.fill_(9)
     assert [part.tensor.item() for part in states["t_a.iter"].local_shards()] == [7, 9], "it is not the live tensor"
+
+
+def train_with_resume(rank: int, folder: str) -> None:
+    source = Path(folder) / "checkpoint"
+
+    def attempt(steps: int) -> tuple[int, dict[str, Tensor]]:
+        run = Run("row_wise", tables())
+        start = resume(source, run.model, run.optimizer, mesh=run.mesh)
+        done = 0 if start is None else start.step
+        run.train(range(done, steps))
+        run.save(source, steps)
+        return done, run.local()
+
+    torch.manual_seed(0)
+    whole = Run("row_wise", tables())
+    whole.train(range(4))
+    torch.manual_seed(0)
+    assert attempt(2)[0] == 0
+    done, found = attempt(4)  # another model, which begins with other weights
+    assert done == 2
+    assert_same(found, whole.local())
+    if rank == 0:
+        for path in source.glob("*/*.distcp"):
+            path.write_bytes(b"")
+    with pytest.raises(InputError, match=r"holds no whole checkpoint: .* has 0 bytes instead of"):
+        attempt(5)
+
+
+def test_a_loop_of_ones_own_goes_on_from_what_there_is(tmp_path: Path) -> None:
+    run_ranks(train_with_resume, 2, str(tmp_path))
