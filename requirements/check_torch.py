@@ -6,24 +6,48 @@ lock is installed without dependencies, so the CUDA build's NVIDIA libraries mus
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 
+def names_here(requirements: Iterable[str]) -> set[str]:
+    """Returns the packages of those requirements whose environment markers hold on this machine."""
+    # A fresh environment has pip only, which brings the parser of markers along.
+    from pip._vendor.packaging.requirements import Requirement
+
+    found = [Requirement(text) for text in requirements]
+    return {one.name for one in found if one.marker is None or one.marker.evaluate({"extra": ""})}
+
+
 def needs_cuda(report: str) -> bool:
-    """Says if the wheel of a pip report (``--report``) requires NVIDIA's libraries."""
+    """Says if the wheel of a pip report (``--report``) requires NVIDIA's libraries on this machine."""
     needs = [need for wheel in json.loads(report)["install"] for need in wheel["metadata"].get("requires_dist") or []]
-    return any(re.match(r"nvidia-|cuda-", need) for need in needs)
+    return has_nvidia(names_here(needs))
+
+
+def has_nvidia(names: Iterable[str]) -> bool:
+    """Says if there are NVIDIA's libraries among these packages."""
+    return any(re.match(r"nvidia-|cuda-", name) for name in names)
 
 
 def main(lock: str, *options: str) -> int:
     """Prints what to do and returns 1 where the lock would not work."""
-    text = Path(lock).read_text(encoding="utf-8")
-    torch = re.search(r"^torch==\S+", text, re.M)
-    if torch is None or re.search(r"^nvidia-", text, re.M):
+    if importlib.util.find_spec("pip") is None:
+        print(
+            f"The environment {sys.prefix} has no pip, so it was not made to its end. Remove it and begin again:\n\n"
+            f"    rm -rf {shlex.quote(sys.prefix)} && make install"
+        )
+        return 1
+    lines = [line.partition("#")[0].strip() for line in Path(lock).read_text(encoding="utf-8").splitlines()]
+    pinned = names_here(filter(None, lines))
+    torch = re.search(r"^torch==[^\s;]+", "\n".join(lines), re.M)
+    if torch is None or "torch" not in pinned or has_nvidia(pinned):
         return 0  # nothing to find out, or the libraries are in the lock
     # The wheel's metadata alone is read where the index offers it.
     ask = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-"]

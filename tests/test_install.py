@@ -71,7 +71,23 @@ def test_a_pip_that_brings_the_cuda_build_is_found_out_before_anything_is_instal
     assert check("requirements/cpu.lock", "filelock").returncode == 0
     # This lock has the libraries.
     assert check("requirements/cpu-2.14.lock", "nvidia-cudnn-cu13==9").returncode == 0
+    # What markers leave out is neither needed nor there.
+    elsewhere = 'nvidia-cudnn-cu13==9; sys_platform == "win32"'
+    assert check("requirements/cpu.lock", elsewhere, 'cuda-bindings; extra == "all"').returncode == 0
+    (clone / "marked.lock").write_text(f"# pinned\ntorch==2.13.0; sys_platform == 'linux'  # here\n{elsewhere}\n")
+    marked = check("marked.lock", "nvidia-cudnn-cu13==9")
+    assert marked.returncode == 1
+    assert "the CUDA build of torch==2.13.0, but marked.lock is" in marked.stdout
     (clone / "torch-2.13.0-py3-none-any.whl").unlink()
     absent = make(clone, "install", flags)
     assert absent.returncode == 2
     assert "pip finds no torch==2.13.0" in absent.stdout
+
+
+def test_an_environment_without_pip_is_to_be_made_again(clone: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=clone, check=True)
+    made = make(clone, "install")
+    assert made.returncode == 2
+    assert f"The environment {clone / '.venv'} has no pip" in made.stdout
+    assert f"    rm -rf {clone / '.venv'} && make install\n" in made.stdout
+    assert "Installing" not in made.stdout

@@ -110,6 +110,9 @@ def test_two_plans_are_compared(tmp_path: Path) -> None:
     assert "in the first plan only: 1, a with b." in words
     assert "in the second plan only: 2, c with b, d with b." in words
     assert json.loads(dmt("partition", "--compare", str(first), str(second), "--json").stdout)["rand_index"] == 0.5
+    more = dmt("partition", "--compare", str(first), str(second), "--towers", "4", "--no-refine", "--json")
+    assert more.exit_code == 2
+    assert "so --towers, --refine would be ignored. Give --compare alone, or with --json." in more.stderr
     assert "Give --towers" in dmt("partition", "--affinity", "a.npz").stderr
 
 

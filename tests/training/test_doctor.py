@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
 
 from dmt.training.commands.doctor import diagnose
@@ -60,6 +63,10 @@ def test_what_is_wrong_is_mended(changes: dict[str, str | None], gpu: bool, what
     found = fixes(changes, gpu=gpu)
     assert list(found) == [what]
     assert found[what].startswith(command)
+    # It can be pasted: a shell reads it as commands, and nothing in it is a remark.
+    assert subprocess.run(["sh", "-n", "-c", found[what]], check=False).returncode == 0
+    assert {step.split()[0] for step in found[what].split(" && ")} <= {"pip"}
+    assert not {"#", "or", "e.g."} & set(found[what].split())
 
 
 def test_the_devices_are_named() -> None:
@@ -88,11 +95,18 @@ def test_the_wheel_that_does_not_load_is_not_advised_again() -> None:
         return diagnose({**GOOD, **builds}.get, lambda module: error, **given)[-1].fix
 
     on_cpu = fix(cuda_build=True)
-    assert on_cpu.startswith('pip install --force-reinstall --index-url "$TORCH_INDEX" torch==2.13.0  # TORCH_INDEX: ')
+    assert on_cpu.startswith('pip install --force-reinstall --index-url "${TORCH_INDEX:?')
+    assert on_cpu.endswith('" torch==2.13.0')
     # With a GPU it is the right wheel, and what it lacks are its dependencies.
     assert fix(cuda_build=True, gpu=True) == "pip install --force-reinstall torch==2.13.0"
     assert fix(cuda_build=False) == "pip install --force-reinstall --no-deps torch==2.13.0 fbgemm-gpu-cpu==1.8.0"
-    assert "TORCH_INDEX" in fixes({"torch": None})["torch"]
+    absent = diagnose({**GOOD, "torch": None}.get, lambda module: "", has_gpu=False)[1]
+    assert absent.fix == "pip install torch==2.13.0"
+    assert "for the CPU build alone: pip install --index-url" in absent.note
+    unset = {name: value for name, value in os.environ.items() if name != "TORCH_INDEX"}
+    told = subprocess.run(["sh", "-c", on_cpu], env=unset, capture_output=True, text=True, check=False)
+    assert told.returncode != 0
+    assert "TORCH_INDEX: is to be the address of the CPU wheels" in told.stderr
     assert fixes({"torch": None, "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, gpu=True)["torch"].endswith("2.13.0")
 
 

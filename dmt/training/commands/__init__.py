@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from dmt import __version__
@@ -90,7 +91,8 @@ def doctor(as_json: bool) -> None:
         Console().print(make_table(["", "found", "tested with", ""], rows))
         for finding in findings:
             if finding.fix:
-                click.echo(f"{finding.what}: {finding.fix}")
+                # The command has its line for itself, to be pasted.
+                click.echo(f"To fix {finding.what}{f' ({finding.note})' if finding.note else ''}:\n  {finding.fix}")
     if any(not finding.ok for finding in findings):
         sys.exit(1)
 
@@ -132,6 +134,13 @@ def partition(**options: Any) -> None:
     if pair := options.pop("compare"):
         from dmt.plan.towers import TowerPlan, compare_plans
 
+        context = click.get_current_context()
+        more = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if more := [f"--{name.replace('_', '-')}" for name in more if name != "as_json"]:
+            raise InputError(
+                f"--compare reads two plans and writes nothing, so {', '.join(more)} would be ignored. Give --compare "
+                "alone, or with --json."
+            )
         print_compared(compare_plans(*map(TowerPlan.load, pair)), as_json=options["as_json"])
         return
     found = run_partition(options, _command())

@@ -26,10 +26,11 @@ TESTED: Mapping[str, Mapping[str, str]] = {
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 _TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
 _TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tensorboard", "tomli-w", "jinja2")
-# pip's torch is the CUDA build on most machines; the CPU build has an index of its own.
-_CPU_INDEX = '--index-url "$TORCH_INDEX"'
-_CPU_INDEX_NOTE = "  # TORCH_INDEX: the address of PyTorch's CPU wheels, see docs/install.md"
-_PYTHON = "use Python 3.11, e.g. `make install PYTHON=python3.11`"
+# pip's torch is the CUDA build on most machines; the CPU build has an index of its own. A shell that does not know the
+# variable says what it is to be, and runs nothing.
+_CPU_INDEX = """--index-url "${TORCH_INDEX:?is to be the address of the CPU wheels, see docs/install.md}\""""
+_CPU_INDEX_NOTE = "TORCH_INDEX is the address of PyTorch's CPU wheels (docs/install.md)"
+_PYTHON = "python3.11 -m venv .venv-3.11 && . .venv-3.11/bin/activate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,9 @@ class Finding:
     expected: str
     """Version this release was tested with."""
     fix: str = ""
-    """The command that fixes it; empty when there is nothing to fix."""
+    """The command that fixes it, to be pasted into a shell; empty when there is nothing to fix."""
+    note: str = ""
+    """A word on the command."""
 
     @property
     def ok(self) -> bool:
@@ -89,8 +92,16 @@ def diagnose(
         install = f"pip uninstall -y {' '.join(_FBGEMM)} && {install}"
     torchrec = f"pip install --no-deps torchrec=={tested['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
     findings = [
-        Finding(what="python", found=python, expected="3.11", fix="" if python.startswith("3.11.") else _PYTHON),
-        _pinned("torch", torch, tested["torch"], _torch_command(tested["torch"], gpu=gpu)),
+        Finding(
+            what="python",
+            found=python,
+            expected="3.11",
+            fix="" if python.startswith("3.11.") else _PYTHON,
+            note="install again there",
+        ),
+        _pinned(
+            "torch", torch, tested["torch"], f"pip install torch=={tested['torch']}", "" if gpu else _cpu_build(tested)
+        ),
         Finding(what="fbgemm", found=shown, expected=pin, fix="" if [*builds.values()] == [pin] else install),
         _pinned("torchrec", version("torchrec"), tested["torchrec"], torchrec),
     ]
@@ -105,30 +116,32 @@ def diagnose(
     cuda_build = _is_cuda_build() if cuda_build is None else cuda_build
     for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
         if error := load_error(module):
-            fix = f"pip install --force-reinstall --no-deps torch=={tested['torch']} {build}=={pin}"
+            fix, note = f"pip install --force-reinstall --no-deps torch=={tested['torch']} {build}=={pin}", ""
             if cuda_build and module == "torch":
                 # That would be the same wheel again, without the libraries that it has failed to load.
                 fix = f"pip install --force-reinstall torch=={tested['torch']}"
                 if not gpu:
-                    fix = f"pip install --force-reinstall {_CPU_INDEX} torch=={tested['torch']}{_CPU_INDEX_NOTE}"
+                    fix, note = f"pip install --force-reinstall {_CPU_INDEX} torch=={tested['torch']}", _CPU_INDEX_NOTE
             if not gpu and "fbgemm-gpu" in builds:
                 # The CUDA build needs the driver's libraries even to be imported.
                 fix = f"pip uninstall -y fbgemm-gpu && {fix}"
-            return [*findings, Finding(what=f"import {module}", found=error, expected="loads", fix=fix)]
+            return [*findings, Finding(what=f"import {module}", found=error, expected="loads", fix=fix, note=note)]
     findings.append(Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads"))
     return [*findings, _devices(gpu, builds, tested, (gpus or _gpus)() if gpu else [])]
 
 
-def _torch_command(version: str, *, gpu: bool) -> str:
-    return f"pip install torch=={version}" + ("" if gpu else f", or the CPU build: {_CPU_INDEX}{_CPU_INDEX_NOTE}")
+def _cpu_build(tested: Mapping[str, str]) -> str:
+    return f"for the CPU build alone: pip install {_CPU_INDEX} torch=={tested['torch']}; {_CPU_INDEX_NOTE}"
 
 
 def _is_cuda_build() -> bool:
     return any(need.startswith(("nvidia-", "cuda-")) for need in importlib.metadata.requires("torch") or ())
 
 
-def _pinned(what: str, found: str | None, expected: str, fix: str) -> Finding:
-    return Finding(what=what, found=found or "absent", expected=expected, fix="" if found == expected else fix)
+def _pinned(what: str, found: str | None, expected: str, fix: str, note: str = "") -> Finding:
+    if found == expected:
+        fix = note = ""
+    return Finding(what=what, found=found or "absent", expected=expected, fix=fix, note=note)
 
 
 def _devices(driver: bool, builds: Mapping[str, str], tested: Mapping[str, str], gpus: Sequence[str]) -> Finding:
@@ -136,8 +149,11 @@ def _devices(driver: bool, builds: Mapping[str, str], tested: Mapping[str, str],
     if not driver:
         return Finding(what="devices", found="CPU (no NVIDIA driver)", expected="any")
     if not gpus:
-        fix = f"pip install --force-reinstall torch=={tested['torch']}  # the CUDA build; or see CUDA_VISIBLE_DEVICES"
-        return Finding(what="devices", found="CPU (torch sees no GPU)", expected="GPUs", fix=fix)
+        fix, note = (
+            f"pip install --force-reinstall torch=={tested['torch']}",
+            "the CUDA build; or see CUDA_VISIBLE_DEVICES",
+        )
+        return Finding(what="devices", found="CPU (torch sees no GPU)", expected="GPUs", fix=fix, note=note)
     if "fbgemm-gpu" not in builds:
         fix = f"pip uninstall -y fbgemm-gpu-cpu && pip install fbgemm-gpu=={tested['fbgemm']}"
         return Finding(what="devices", found="CPU (FBGEMM's CPU build)", expected="GPUs", fix=fix)
