@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "build" / "docs"
+CHANGES = ROOT / "CHANGELOG.md"
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _FENCE = re.compile(r"^(```\w+) [^\n]+$", re.M)
 
@@ -21,7 +22,7 @@ def main() -> None:
     """Writes ``build/docs`` anew."""
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
-    waiting = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "site").iterdir())]
+    waiting = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "site").iterdir()), CHANGES]
     done: set[Path] = set()
     while waiting:
         source = waiting.pop().resolve()
@@ -39,6 +40,8 @@ def main() -> None:
 
 def place(source: Path) -> Path:
     """Returns the place of a file of the repository among the collected ones."""
+    if source == CHANGES:
+        return OUT / "changelog.md"
     for folder in (ROOT / "docs" / "site", ROOT / "docs"):
         if source.is_relative_to(folder):
             return OUT / source.relative_to(folder)

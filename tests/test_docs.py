@@ -3,7 +3,8 @@
 Fenced blocks say what becomes of them: ``python run`` is executed (with ``>>>``: as a doctest, and the doctests of a
 page share their names), ``python ranks`` is executed on two gloo ranks, all blocks of a page as one program; ``toml``
 must load as a configuration, ``toml rules`` as partition rules; ``text sample=NAME`` is a data file that the ``toml``
-block naming it reads; ``bash`` lines must parse.
+block naming it reads; ``bash`` lines must parse. Blocks marked ``tutorial`` are run one after another: ``toml
+tutorial=NAME`` becomes a file, ``python`` shares its names, ``bash`` lines are run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ BLOCKS = [Block(page, *match.groups()) for page in DOCS for match in FENCE.findi
 COMMANDS = [
     (block.page.name, line)
     for block in BLOCKS
-    if block.language == "bash"
+    if block.language == "bash" and block.mark != "tutorial"
     for line in block.text.splitlines()
     if line and not line.startswith("#")
 ]
@@ -102,7 +103,12 @@ def test_the_map_names_every_page() -> None:
 
 
 def test_every_block_says_what_becomes_of_it() -> None:
-    known = {"python": ("run", "ranks"), "toml": ("", "rules"), "bash": ("",), "text": ("", "sample=")}
+    known = {
+        "python": ("run", "ranks", "tutorial"),
+        "toml": ("", "rules", "tutorial="),
+        "bash": ("", "tutorial"),
+        "text": ("", "sample="),
+    }
     assert len(BLOCKS) > 20, "the pages have lost their code blocks, or the pattern no longer finds them"
     for block in BLOCKS:
         start = block.mark.partition("=")[0] + ("=" if "=" in block.mark else "")
@@ -142,6 +148,51 @@ def test_python_blocks_run_on_ranks(page: Path, tmp_path: Path) -> None:
     assert min(run_ranks(blocks_on_rank, 2, code, str(tmp_path))) > 2, "the blocks define nothing"
 
 
+def train_on_rank(rank: int, folder: str, arguments: list[str]) -> None:
+    from dmt.sptt.mesh import TowerMesh
+    from dmt.training.config import load_config
+    from dmt.training.job import resolve
+    from dmt.training.train import train_job
+
+    os.chdir(folder)
+    config = load_config(arguments[0], arguments[1:])
+    job = resolve(config, config.topology.build().world_size)
+    train_job(job, TowerMesh(job.topology))
+
+
+def run_command(line: str, folder: Path) -> None:
+    """Runs a command of the tutorial: ``torchrun`` on the ranks of the tests, ``dmt`` in this process."""
+    program, *arguments = shlex.split(line)
+    if program == "torchrun":
+        option, ranks, *program_of_ranks = arguments
+        assert [option, *program_of_ranks[:2]] == ["--nproc-per-node", "-m", "dmt.training"], line
+        run_ranks(train_on_rank, int(ranks), str(folder), program_of_ranks[2:])
+        return
+    from click.testing import CliRunner
+
+    from dmt.training.commands import main
+
+    assert program == "dmt", line
+    ran = CliRunner().invoke(main, arguments)
+    assert ran.exit_code == 0, f"{line}: {ran.output}"
+
+
+@pytest.mark.ranks
+def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "tutorial"}
+    steps = [block for block in BLOCKS if block.mark.startswith("tutorial")]
+    assert {block.page.name for block in steps} == {"tutorial.md"}
+    for number, block in enumerate(steps):
+        if block.language == "toml":
+            Path(block.mark.partition("=")[2]).write_text(block.text)
+        elif block.language == "python":
+            exec(compile(block.text, f"tutorial.md, block {number}", "exec"), names)
+        else:
+            for line in block.text.splitlines():
+                run_command(line, tmp_path)
+
+
 @pytest.mark.parametrize("block", blocks("toml", "rules"), ids=lambda block: block.page.name)
 def test_partition_rules_load(block: Block, tmp_path: Path) -> None:
     from dmt.partitioner import PartitionRules
@@ -165,7 +216,9 @@ def test_data_samples_are_read(block: Block, tmp_path: Path, monkeypatch: pytest
     from dmt.training.data import open_source
 
     name = block.mark.removeprefix("sample=")
-    config = next(other.text for other in blocks("toml") if f'train_path = "{name}"' in other.text)
+    config = next(
+        other.text for other in blocks("toml") if other.page == block.page and f'train_path = "{name}"' in other.text
+    )
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(block.text)
     Path("run.toml").write_text(config)
