@@ -52,7 +52,9 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         # In the exception itself: torchrun prints it too.
         error.args = (printable(str(error)),)
         print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
-        # torchrun ends with a long report of its own; this puts the reason at its end too.
+        # torchrun ends with a report of its own; this puts the reason at its end too, without a traceback, which says
+        # nothing to somebody who has mistyped a key.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
         get_error_handler().record_exception(error)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -350,6 +351,16 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], reason: str
     assert result.exit_code == 2, result.output
     assert reason in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_torchrun_is_given_the_reason_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    handler = type("Handler", (), {"record_exception": lambda self, error: told.append(traceback.format_exc())})
+    monkeypatch.setattr(training, "get_error_handler", handler)
+    ran = CliRunner().invoke(training.main, ["demo", "data.lable=x"])
+    assert ran.exit_code == 2
+    assert told[0].startswith("dmt.errors.InputError: Config key 'data.lable' is unknown. Did you mean 'label'?")
+    assert "File" not in told[0]
 
 
 def test_too_many_towers_for_the_features(affinity: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dmt.formatting import human_bytes, printable
+from dmt.formatting import counted, human_bytes, printable
 from dmt.training.records import auc_warning, to_json
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def print_exported(found: Exported, out: Path, *, as_json: bool) -> None:
     share = found.file_bytes / found.table_bytes
     kind = f"{manifest.model}, {len(manifest.towers)} towers" if manifest.towers else f"{manifest.model}, no towers"
     lines = [
-        f"{found.checkpoint}: {kind}, step {manifest.step}, {len(manifest.features)} features, {len(manifest.dense)} "
-        f"dense columns, tables in {manifest.tables}.",
+        f"{found.checkpoint}: {kind}, step {manifest.step}, {counted(len(manifest.features), 'feature')}, "
+        f"{counted(len(manifest.dense), 'dense column')}, tables in {manifest.tables}.",
         f"Logits on random samples: within {found.difference:.1e} of the trained model's."
         if found.difference
         else "Logits on random samples: the bits of the trained model's.",

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 
 from dmt.training.data.storage import open_binary
 from dmt.training.data.textfile import text_blocks
+from dmt.training.data.times import to_times
 
-__all__ = ["point_out_lists"]
+__all__ = ["point_out_uses"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,8 @@ _SEPARATORS = "|;,"
 
 
 @cache
-def point_out_lists(path: str, separator: str | None, columns: tuple[str, ...]) -> None:
-    """Logs a hint, once in a process, for each categorical column whose text looks like a list of values.
+def point_out_uses(path: str, separator: str | None, columns: tuple[str, ...]) -> None:
+    """Logs a hint, once in a process, for each categorical column whose text looks like lists of values, or like times.
 
     Args:
         path: a Parquet file, or a text file that begins with the names of its columns.
@@ -35,6 +36,16 @@ def point_out_lists(path: str, separator: str | None, columns: tuple[str, ...]) 
     values = _parquet_values(path, columns) if separator is None else _text_values(path, separator, columns)
     for name, texts in values.items():
         found = [text for text in texts if text]
+        if 2 * (len(found) - to_times(pa.array(found, pa.string()))[0].null_count) > len(found):
+            remedy = f"""data.timestamps='["{name}"]', and leave it out of data.categorical"""
+            logger.warning(
+                "%s: column %r looks like times (%r), but each is one value of it. For its hour and weekday: %s.",
+                path,
+                name,
+                found[0],
+                remedy,
+            )
+            continue
         lists = {mark: [text for text in found if _is_list(text, mark)] for mark in _SEPARATORS}
         mark, of_mark = max(lists.items(), key=lambda entry: len(entry[1]))
         if 2 * len(of_mark) > len(found):

@@ -9,6 +9,7 @@ Legend: n rows of a part, which is what is read and checked at a time.
 from __future__ import annotations
 
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -233,7 +234,8 @@ class ColumnReader(FileReader):
             values, wrong = _to_numbers(column)
             for row in np.flatnonzero(wrong & good):
                 found = _found(column, int(row))
-                faults[int(numbers[row])] = f"dense column {name!r}: expected a number, found {found}"
+                hint = " (dates and times belong to data.timestamps)" if re.match(r"'\d{4}-\d\d-\d\d", found) else ""
+                faults[int(numbers[row])] = f"dense column {name!r}: expected a number, found {found}{hint}"
             good &= ~wrong
             table = _with_numbers(table, name, values)
         for name in self._times():

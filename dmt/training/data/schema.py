@@ -19,7 +19,7 @@ from dmt.files import is_unicode
 from dmt.formatting import shorten
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import is_list
-from dmt.training.data.hints import point_out_lists
+from dmt.training.data.hints import point_out_uses
 from dmt.training.data.storage import file_version, is_remote, matching_files, open_binary
 from dmt.training.data.textfile import text_blocks
 from dmt.training.data.times import EXPECTED, TimePart
@@ -47,6 +47,7 @@ _FEATURES = """data.categorical='["user", "ad_*"]' (and data.dense, where there 
 _REMEDIES = {
     "label": f" Name the column of 0/1 labels, data.label=NAME, and the features: {_FEATURES}.",
     "categorical": f" Name the features: {_FEATURES}.",
+    "dense": """ Name the columns of numbers: data.dense='["age", "d_*"]'.""",
 }
 _PARQUET = (".parquet", ".pq")
 _TEXT = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
@@ -198,7 +199,7 @@ def resolve_columns(config: DataConfig, path: str, schema: pa.Schema | None = No
         check_types(columns, schema, path, config)
     single = tuple(n for n in categorical if n not in multi_hot and _is_text(_plain(schema.field(n).type)))
     if single and config.kind != "source":
-        point_out_lists(path, None if is_parquet(path) else separator_of(path, config), single)
+        point_out_uses(path, None if is_parquet(path) else separator_of(path, config), single)
     return columns
 
 

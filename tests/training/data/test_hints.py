@@ -36,6 +36,8 @@ def test_a_text_column_that_looks_like_lists_is_pointed_out_once(
         "json": ["[1,2]", "[3]", "[4,5,6]", "[7,8]"],
         "city": ["New York", "Paris, TX", "Berlin", "Halle, S"],  # a comma and a blank: a name
         "one": ["x|y", "z", "z", "z"],
+        "none": ["none", "null", "NaN", "none"],
+        "when": ["2026-11-22", "", "2026-11-22T20:15:00Z", "never"],
     }
     if suffix == "csv":
         lines = ["\t".join(row) for row in zip(*([name, *values] for name, values in rows.items()), strict=True)]
@@ -46,13 +48,18 @@ def test_a_text_column_that_looks_like_lists_is_pointed_out_once(
         config = columns(path)
     for _ in range(2):
         assert resolve_columns(config, str(path)).multi_hot == frozenset()
-    tags, lists = (record.getMessage() for record in warned.records)
+    tags, lists, when = (record.getMessage() for record in warned.records)
     assert f"{path}: column 'tags' looks like lists ('a|b', 'a|c|d')" in tags
     assert """data.multi_hot='["tags"]' data.list_separator='"|"'""" in tags
     assert "column 'json' looks like lists ('[1,2]', '[4,5,6]')" in lists
     assert "write lists into Parquet, or texts without brackets" in lists
+    assert f"{path}: column 'when' looks like times ('2026-11-22')" in when
+    assert """For its hour and weekday: data.timestamps='["when"]'""" in when
     warned.clear()
-    resolve_columns(config.model_copy(update={"multi_hot": ("tags", "json")}), str(path))
+    resolve_columns(
+        config.model_copy(update={"multi_hot": ("tags", "json"), "categorical": ("[!w]*",), "timestamps": ("when",)}),
+        str(path),
+    )
     assert not warned.records
 
 

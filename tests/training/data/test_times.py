@@ -110,6 +110,10 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     for use in ({"categorical": ("c", "time")}, {"dense": ("time",)}):
         with pytest.raises(InputError, match=r"'time' has type date32\[day\].* List it under timestamps"):
             open_source(config_of(day, timestamps=(), **use))
+    with pytest.raises(
+        InputError, match=r"expected a number, found '2026-11-22' \(dates and times belong to data\.time"
+    ):
+        open_source(config_of(path, timestamps=(), dense=("time",))).validate()
     with pytest.raises(ValueError, match="timestamps are for kind='columns'"):
         DataConfig(kind="criteo_tsv", train_path="a", timestamps=("I1",))
 
