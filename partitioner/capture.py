@@ -119,6 +119,8 @@ class Watch:
     def __init__(self, collection: Collection, ranks: Lockstep) -> None:
         self.collection, self._ranks = collection, ranks
         self._keys: list[str] | None = None
+        self.replaced: Mapping[str, Tensor] = {}
+        """Embeddings [B, N] by feature that the model gets instead of its own; of plain collections only."""
         hook = collection.module.register_forward_pre_hook(self._before, with_kwargs=True)
         self.handles = hook, collection.module.register_forward_hook(self._after)
         self.start(0)
@@ -164,7 +166,7 @@ class Watch:
 
         # TorchRec's awaitables may be waited for once only; this one serves the model and us.
         self.output = CachedAwaitable(output) if isinstance(output, Awaitable) else output
-        return self.output
+        return _with_replaced(self.output, self.replaced) if self.replaced else self.output
 
     def _input_error(self, ids: Any) -> InputError | None:
         where = f"EmbeddingBagCollection {self.collection.path!r}"
@@ -189,6 +191,13 @@ class Watch:
                 "than earlier ones; a sharded collection needs the same keys in the same order."
             )
         return None
+
+
+def _with_replaced(output: Any, replaced: Mapping[str, Tensor]) -> Any:
+    from torchrec.sparse.jagged_tensor import KeyedTensor
+
+    vectors = output.to_dict()
+    return KeyedTensor.from_tensor_list(list(vectors), [replaced.get(name, own) for name, own in vectors.items()])
 
 
 def by_feature(watches: Sequence[Watch]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from dmt.plan.tables import TableSpec, feature_names
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Lockstep", "collect_affinity"]
+__all__ = ["Lockstep", "collect_affinity", "run_batch"]
 
 # Float64 elements of normalised embeddings, or of CKA's gram matrices, in a block of samples (64 MiB; CKA holds up to
 # three such at a time): a batch is worked through in blocks.
@@ -60,7 +60,7 @@ def collect_affinity(
     ranks = Lockstep(process_group)
     collections = _common_collections(model, module_path, ranks, in_group=process_group is not None)
     measured = _Measured(collections)
-    run = forward or _run_batch
+    run = forward or run_batch
     with evaluating(model), watching(collections, ranks) as watches, torch.no_grad():
         for index, batch in enumerate(_together(batches, ranks, measured)):
             for watch in watches:
@@ -334,7 +334,8 @@ def _cka(sum_FF: Tensor, uncentred_F: Tensor) -> Tensor:
     return torch.where(cka_FF.isfinite(), cka_FF, 0.0).clamp(0.0, 1.0)
 
 
-def _run_batch(model: nn.Module, batch: Any) -> Any:
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """Runs a model on a batch as the trainer does; raises `InputError` where the batch is not of that form."""
     if not (hasattr(batch, "dense_features") and hasattr(batch, "sparse_features")):
         raise InputError(
             f"FeatureAffinity.collect: a batch is a {type(batch).__name__} without dense_features and sparse_features; "

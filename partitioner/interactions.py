@@ -6,8 +6,9 @@ Legend: F features, S splits.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,9 +40,11 @@ from dmt.partitioner.pair_gains import (
     single_gains,
 )
 from dmt.partitioner.pair_rows import PARTS, ReadRows, dense_columns, held_out, make_columns
+from dmt.partitioner.triple_gains import chosen_triples, triple_gains
 from dmt.plan.tables import TableSpec
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed import ProcessGroup
 
 __all__ = ["FeatureInteractions", "Pair"]
@@ -49,6 +52,8 @@ __all__ = ["FeatureInteractions", "Pair"]
 _OWNER = "FeatureInteractions"
 # Fewer rows hold out too few.
 _LEAST_ROWS = 1000
+# A triple counts from so many standard errors: of thousands that gain nothing, hardly one does.
+_TRIPLE_ERRORS, _TRIPLES_NAMED = 5.0, 10
 _FORMS = {name: form for name, form in FORMS.items() if name not in ("num_samples", "measure")} | {
     "num_rows": (0, "iu", "one whole number"),
     "loss": (0, "f", "one number"),
@@ -126,13 +131,14 @@ class FeatureInteractions:
         num_splits: int = 3,
         max_rows: int = 2**20,
         max_pairs: int = 100_000,
+        max_triples: int = 0,
         process_group: ProcessGroup | None = None,
     ) -> FeatureInteractions:
         """Measures the gains on training rows. No trained model and no TorchRec is needed.
 
         The rows are read once and kept in 4 bytes per value, 2 GiB at most. Values that one row has are taken together,
         bags count by their first 5 ids and in equal shares, dense columns take part in the additive model in 32 bins
-        (no tower holds them). Cells of a pair beyond 4 million are hashed.
+        (no tower holds them). Cells of a pair beyond 4 million are hashed. On a terminal, the first rank shows a bar.
 
         Args:
             batches: of training rows only, each with ``labels`` [B] of 0 and 1, ``sparse_features`` (a
@@ -144,6 +150,10 @@ class FeatureInteractions:
             max_rows: rows to read on all ranks together, at most.
             max_pairs: pairs that are measured exactly. Of more (beyond 447 features), the most promising by sums over
                 few joined values; the others gain 0.
+            max_triples: triples of features that are measured too, of the features that gain most in pairs where there
+                are more. What one tells beyond its pairs, if that is more than noise, is added to the three pairs in
+                equal parts, and noted. A triple takes about as long as twelve pairs. With 0, interactions of three
+                features count by what their pairs show, which is nothing where the label goes by their parity.
             process_group: the ranks that call this together, each with batches of its own; all get what one process
                 with all of them gets.
 
@@ -156,6 +166,7 @@ class FeatureInteractions:
             ("num_splits", num_splits, 1, PARTS),
             ("max_rows", max_rows, _LEAST_ROWS, 2**40),
             ("max_pairs", max_pairs, 1, 2**40),
+            ("max_triples", max_triples, 0, 2**24),
         ):
             if not least <= value <= most:
                 raise InputError(f"{_OWNER}.collect: {name}={value} must be at least {least} and at most {most}.")
@@ -179,8 +190,11 @@ class FeatureInteractions:
         gains, errors = np.zeros((2, len(features), len(features)))
         for matrix, values in ((gains, found - alone[pairs].sum(axis=1)), (errors, error)):
             matrix[pairs[:, 0], pairs[:, 1]] = matrix[pairs[:, 1], pairs[:, 0]] = values
+        gains = np.maximum(gains, 0.0)
+        if max_triples:
+            notes += _add_triples(gains, features, columns, sums, max_triples, total)
         return cls(
-            gains=np.maximum(gains, 0.0),
+            gains=gains,
             features=features,
             errors=errors,
             num_rows=known.num_rows,
@@ -189,6 +203,54 @@ class FeatureInteractions:
             pooling_factors=tuple(known.num_ids[name] / known.num_rows for name in features),
             notes=tuple(notes),
         )
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        batches: Iterable[Any],
+        *,
+        module_path: str | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        seed: int = 0,
+    ) -> FeatureInteractions:
+        """Measures which pairs of features a trained flat model lets interact: a second measure, which needs no label.
+
+        For every row, another row of its batch is drawn. f is the log odds of the row, f_i those with the embedding
+        of feature i taken from the other row, f_ij with both of i and j: f - f_i - f_j + f_ij is 0 where i and j do
+        not interact in the model. The gain of a pair is the mean of p (1 - p) (f - f_i - f_j + f_ij)^2 / 8 with
+        p = sigmoid(f): about the nats of log loss that a weak interaction is worth to a model that is right about it.
+        An interaction of three features counts in each of its pairs. What the model learned of noise counts too.
+
+        Args:
+            model: unsharded and in one process, with trained weights; in eval mode while it is measured.
+            batches: a few thousand rows, each batch of two at least; every one takes 1 + F + F (F - 1) / 2 passes.
+            module_path: of the ``EmbeddingBagCollection`` whose features are measured; by default all of the model's.
+            forward: runs the model on a batch and returns log odds, [B] or [B, 1]; by default
+                ``model(batch.dense_features, batch.sparse_features)``.
+            seed: of the rows that are drawn.
+
+        Raises:
+            InputError: the model is sharded or has no ``EmbeddingBagCollection``, a batch has fewer than two rows or
+                there is none, or what forward returns is not one finite number for each row.
+
+        Example:
+            >>> import torch
+            >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+            >>> _, names = torch.manual_seed(0), ["ad", "user", "city"]
+            >>> config = {"num_embeddings": 9, "embedding_dim": 4}
+            >>> tables = [EmbeddingBagConfig(name=name, feature_names=[name], **config) for name in names]
+            >>> def product(model, ids):
+            ...     vectors = model(ids)
+            ...     return (vectors["ad"] * vectors["user"] + vectors["city"]).sum(dim=1)
+            >>> ids = KeyedJaggedTensor(names, torch.arange(96) % 7, lengths=torch.ones(96, dtype=torch.long))
+            >>> found = FeatureInteractions.of_model(EmbeddingBagCollection(tables=tables), [ids], forward=product)
+            >>> found.top_pairs(1)[0].features
+            ('ad', 'user')
+        """
+        from dmt.partitioner.mixed_differences import interactions_of_model  # loads torch
+
+        return interactions_of_model(model, batches, module_path=module_path, forward=forward, seed=seed)
 
     @property
     def num_features(self) -> int:
@@ -371,6 +433,27 @@ def _fit(rows: ReadRows, columns: Sequence[Column], held: NDArray[np.bool_], tot
         every.append(odds)
     num_rows, num_held, loss = total(np.array([float(len(labels)), *losses]))
     return PairSums(labels=labels, odds=every, held=list(held), num_rows=int(num_rows)), float(loss / num_held)
+
+
+def _add_triples(
+    gains: NDArray[np.float64],
+    features: Sequence[str],
+    columns: Sequence[Column],
+    sums: PairSums,
+    most: int,
+    total: Total,
+) -> list[str]:
+    """Adds what triples tell beyond their pairs to the gains, in place; returns notes on them, the largest first."""
+    triples = chosen_triples(gains, most)
+    found, errors = triple_gains(columns, triples, sums, total)
+    kept = [number for number in np.argsort(-found) if found[number] > _TRIPLE_ERRORS * errors[number]]
+    notes = []
+    for number in kept:
+        for i, j in permutations(triples[number].tolist(), 2):
+            gains[i, j] += found[number] / 3
+        names = ", ".join(repr(features[i]) for i in triples[number])
+        notes.append(f"The triple {names} gains {found[number]:.6f} nats a row beyond its pairs.")
+    return notes[:_TRIPLES_NAMED]
 
 
 def _notes(columns: Sequence[Column], features: Sequence[str], total: Total) -> list[str]:

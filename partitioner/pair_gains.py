@@ -9,13 +9,18 @@ Legend: R rows of this rank, F features, S splits, V values of a feature.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmt.plan.distinct import mix_bits
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "Column",
@@ -24,9 +29,16 @@ __all__ = [
     "all_pairs",
     "expand",
     "fit_additive",
+    "join",
     "log_losses",
+    "mean_and_error",
+    "most_cells",
     "pair_gains",
+    "probability",
     "screen_pairs",
+    "single_gains",
+    "spread",
+    "summed",
 ]
 
 logger = logging.getLogger(__name__)
@@ -47,8 +59,17 @@ MOST_JOINED, SCREENED_VALUES, SCREENED_ROWS, SCREENED_FEATURES = 8, 2**14, 4096,
 class Total:
     """Sums of arrays over the ranks of a group; of this process alone without one."""
 
-    def __init__(self, group: object | None) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
+
+    def steps(self, items: Ints, title: str) -> Iterable[list[int]]:
+        """The rows of ``items``, one after the other; on a terminal, the first rank shows a bar on stderr."""
+        if not sys.stderr.isatty() or (self._group is not None and self._group.rank() > 0):
+            return items.tolist()
+        from rich.console import Console
+        from rich.progress import track
+
+        return track(items.tolist(), title, console=Console(stderr=True), transient=True)
 
     def __call__(self, value: NDArray[np.floating]) -> Floats:
         """The sum over ranks, float64 in the shape of ``value``."""
@@ -58,7 +79,7 @@ class Total:
 
         from dmt.collectives import sum_over_ranks
 
-        return sum_over_ranks(torch.from_numpy(np.asarray(value, dtype=np.float64)), self._group).numpy()  # type: ignore[arg-type]
+        return sum_over_ranks(torch.from_numpy(np.asarray(value, dtype=np.float64)), self._group).numpy()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,15 +101,15 @@ class Column:
         return rows, (1.0 / self.lengths)[rows]
 
 
-def _summed(keys: Ints, rows: Ints | None, share: Floats | float, of_rows: Floats, size: int) -> Floats:
+def summed(keys: Ints, rows: Ints | None, share: Floats | float, of_rows: Floats, size: int) -> Floats:
     """[size] sums of a number of each row, in the shares in which the row has the keys."""
     weights = of_rows if rows is None else of_rows[rows] * share
     return np.bincount(keys, weights=weights, minlength=size).astype(np.float64, copy=False)
 
 
-def _mean_in_rows(of_keys: Floats, keys: Ints, rows: Ints | None, share: Floats | float, num_rows: int) -> Floats:
+def spread(of_keys: Floats, keys: Ints, rows: Ints | None, share: Floats | float, num_rows: int) -> Floats:
     """[R] mean over the keys of each row."""
-    return of_keys[keys] if rows is None else _summed(rows, None, 1.0, of_keys[keys] * share, num_rows)
+    return of_keys[keys] if rows is None else summed(rows, None, 1.0, of_keys[keys] * share, num_rows)
 
 
 def fit_additive(
@@ -124,20 +145,20 @@ def fit_additive(
         weights = [own.copy() for own in start]
     odds = np.full(len(labels), weights[-1][0])
     for key, (rows, share), own in zip(keys, bags, weights, strict=False):
-        odds += _mean_in_rows(own, key, rows, share, len(labels))
+        odds += spread(own, key, rows, share, len(labels))
     loss = _mean_loss(odds, labels, counts, total) + _penalty(weights) / num_rows
     settled, sums_h = False, [own[:0] for own in weights]
     for _ in range(MAX_SWEEPS):
-        p = _probability(odds)
+        p = probability(odds)
         g, h = np.where(counts, labels - p, 0.0), np.where(counts, p * (1.0 - p), 0.0)
         steps, moved = [], np.zeros(len(labels))
         for i, (key, (rows, share), own) in enumerate(zip(keys, bags, weights, strict=False)):
             if settled:
-                sum_g = total(_summed(key, rows, share, g, len(own)))
+                sum_g = total(summed(key, rows, share, g, len(own)))
             else:
-                sum_g, sums_h[i] = total(np.stack([_summed(key, rows, share, x, len(own)) for x in (g, h)]))
+                sum_g, sums_h[i] = total(np.stack([summed(key, rows, share, x, len(own)) for x in (g, h)]))
             steps.append((sum_g - VALUE_PRIOR * own) / (sums_h[i] + VALUE_PRIOR))
-            change = _mean_in_rows(steps[-1], key, rows, share, len(labels))
+            change = spread(steps[-1], key, rows, share, len(labels))
             moved += change
             g -= h * change
         sum_g, sum_h = total(np.array([g.sum(), h.sum()]))
@@ -163,7 +184,8 @@ def _penalty(weights: Sequence[Floats]) -> float:
     return VALUE_PRIOR / 2 * sum(float(own @ own) for own in weights[:-1])
 
 
-def _probability(odds: Floats) -> Floats:
+def probability(odds: Floats) -> Floats:
+    """[R] probabilities of log odds."""
     return 1.0 / (1.0 + np.exp(-np.clip(odds, -700.0, 700.0)))
 
 
@@ -209,24 +231,27 @@ def pair_gains(columns: Sequence[Column], pairs: Ints, sums: PairSums, total: To
     Returns:
         [P] mean gains of a held-out row in nats, and their standard errors. Not clipped: below 0 where steps are noise.
     """
-    gradients, most = [], min(MOST_CELLS, 2 ** int(np.ceil(np.log2(max(4 * sums.num_rows, 2**10)))))
+    gradients, most = [], most_cells(sums.num_rows)
     for odds, held in zip(sums.odds, sums.held, strict=True):
-        p = _probability(odds)
+        p = probability(odds)
         gradients += [np.where(held, 0.0, sums.labels - p), np.where(held, 0.0, p * (1.0 - p))]
     tested = [(np.flatnonzero(held), odds[held]) for odds, held in zip(sums.odds, sums.held, strict=True)]
     before = [log_losses(odds, sums.labels[rows]) for rows, odds in tested]
     found = np.zeros((len(pairs), 3))
-    for number, (i, j) in enumerate(pairs.tolist()):
+    for number, (i, j) in enumerate(total.steps(pairs, "Measuring pairs")):
         keys, size, rows, share = _cells(columns[i], columns[j], most)
-        cells = total(np.stack([_summed(keys, rows, share, own, size) for own in gradients]))
+        cells = total(np.stack([summed(keys, rows, share, own, size) for own in gradients]))
         for split, (own, odds) in enumerate(tested):
             steps = cells[2 * split] / (cells[2 * split + 1] + CELL_PRIOR)
-            change = (
-                steps[keys[own]] if rows is None else _mean_in_rows(steps, keys, rows, share, len(sums.labels))[own]
-            )
+            change = steps[keys[own]] if rows is None else spread(steps, keys, rows, share, len(sums.labels))[own]
             gain = before[split] - log_losses(odds + change, sums.labels[own])
             found[number] += len(gain), gain.sum(), np.square(gain).sum()
-    num, gains, squares = total(found).T
+    return mean_and_error(total(found))
+
+
+def mean_and_error(sums: Floats) -> tuple[Floats, Floats]:
+    """Means and their standard errors, from the number, the sum and the sum of squares of what was measured, [P, 3]."""
+    num, gains, squares = sums.T
     mean = gains / np.maximum(num, 1.0)
     return mean, np.sqrt(np.maximum(squares / np.maximum(num, 1.0) - mean**2, 0.0) / np.maximum(num, 1.0))
 
@@ -236,6 +261,24 @@ def single_gains(columns: Sequence[Column], sums: PairSums, total: Total) -> Flo
     nothing = Column(values=np.zeros(len(sums.labels), np.int32), lengths=None, size=1)
     pairs = np.stack([np.arange(len(columns)), np.full(len(columns), len(columns))], axis=1)
     return pair_gains([*columns, nothing], pairs, sums, total)[0]
+
+
+def most_cells(num_rows: int) -> int:
+    """Cells beyond which they are hashed: four for each row, and `MOST_CELLS`."""
+    return min(MOST_CELLS, 2 ** int(np.ceil(np.log2(max(4 * num_rows, 2**10)))))
+
+
+def join(first: Column, second: Column, most: int) -> Column:
+    """The cells of two features as the values of one.
+
+    Example:
+        >>> one = Column(values=np.array([1, 0], np.int32), lengths=None, size=2)
+        >>> join(one, one, most=2**10).values
+        array([3, 0], dtype=int32)
+    """
+    keys, size, rows, _ = _cells(first, second, most)
+    lengths = None if rows is None else np.bincount(rows).astype(np.int32)
+    return Column(values=keys.astype(np.int32), lengths=lengths, size=size)
 
 
 def _cells(first: Column, second: Column, most: int) -> tuple[Ints, int, Ints | None, Floats | float]:
@@ -294,7 +337,7 @@ def screen_pairs(columns: Sequence[Column], sums: PairSums, most: int, total: To
     """
     joined = max(2, min(MOST_JOINED, SCREENED_VALUES // len(columns)))
     codes = [_joined_values(column, joined, total) for column in columns]
-    p = _probability(sums.odds[0])
+    p = probability(sums.odds[0])
     weights = [np.where(sums.held[0], 0.0, own).astype(np.float32) for own in (sums.labels - p, p * (1.0 - p))]
     blocks = [range(i, min(i + SCREENED_FEATURES, len(columns))) for i in range(0, len(columns), SCREENED_FEATURES)]
     best: list[tuple[Floats, Ints]] = []

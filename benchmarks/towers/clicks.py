@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -51,6 +51,11 @@ class Clicks:
             stride=len(rows),
         )
         return ClickBatch(dense, sparse, labels, torch.ones(len(rows)))
+
+    def plain_batch(self, part: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> ClickBatch:
+        """As `batch`, with the ids [B, F] as they are, for `benchmarks.towers.joined`."""
+        dense, ids, labels = (whole[rows] for whole in part)
+        return ClickBatch(dense, cast("Any", ids), labels, torch.ones(len(rows)))
 
 
 def read_clicks(file: Path, *, embedding_dim: int, max_rows: int | None = None) -> Clicks:

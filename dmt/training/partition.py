@@ -118,6 +118,7 @@ def interactions_of(
     with_tables: bool,
     seed: int = 0,
     max_rows: int = 2**20,
+    max_triples: int = 0,
     check: Callable[[Sequence[str]], object] | None = None,
 ) -> FeatureInteractions:
     """Measures which features interact, on training rows of a config's data; no model is read or made.
@@ -127,6 +128,7 @@ def interactions_of(
         with_tables: keep the tables of the data for the partitioner's limits and for the plan.
         seed: of the splits.
         max_rows: rows to measure on, at most, at even distances among all.
+        max_triples: triples of features that are measured too, at most.
         check: called with the names of the features before rows are read, to raise where they will not do.
 
     Raises:
@@ -141,7 +143,7 @@ def interactions_of(
     size = max(1, min(_INTERACTION_ROWS, rows // 16))
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
     tables = data.tables if with_tables else ()
-    return FeatureInteractions.collect(batches, tables=tables, seed=seed, max_rows=max_rows)
+    return FeatureInteractions.collect(batches, tables=tables, seed=seed, max_rows=max_rows, max_triples=max_triples)
 
 
 def write_affinity(

@@ -24,6 +24,18 @@ def planted_clicks(num_features, pairs, *, rows, strength=1.0, singles=0.5, valu
     return ids, labels
 
 
+def parity_clicks(num_features, triples, *, rows, strength, seed=0):
+    """Ids [R, F] of 4 values, and labels [R] whose log odds go by whether an even number of a triple's ids are even.
+
+    Neither one of its features nor two of them say anything.
+    """
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, 4, (rows, num_features))
+    sign = np.where(ids % 2 == 0, 1.0, -1.0)
+    odds = -0.5 + sum(strength * sign[:, list(triple)].prod(axis=1) for triple in triples)
+    return ids, (rng.random(rows) < 1 / (1 + np.exp(-odds))).astype(np.float32)
+
+
 def drawn_pairs(num_features, count, *, seed):
     """So many pairs of features that have none in common, as sorted names."""
     drawn = np.random.default_rng(seed).permutation(num_features)[: 2 * count].reshape(count, 2)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tomllib
 import traceback
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from dmt.training import partition as partition_of_run
 from dmt.training.commands import main
 from dmt.training.commands.demo import demo_settings
 from dmt.training.config import to_toml
+from tests.partitioner.clicks import planted_clicks
 from tests.programs import run_program
 from tests.training.checkpoints.made import make_checkpoint, save_alone
 from tests.training.small import plain, small
@@ -411,6 +413,34 @@ def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monke
     assert list(runs) == ["dlrm", "dmt-dlrm"]
     assert sorted(TowerPlan.load(out / "towers.json").features) == ["c_$\\frac{$", "c_a", "c_user.country"]
     assert (out / "report.html").stat().st_size > 10_000
+
+
+def test_a_demo_makes_towers_from_interactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+
+    def launch(config: Path, ranks: int, log: Path) -> int:
+        trained.append(tomllib.loads(config.read_text())["model"]["arch"])
+        return 1 if len(trained) == 2 else 0
+
+    monkeypatch.setattr("dmt.training.commands.demo._torchrun", launch)
+    monkeypatch.setattr("dmt.training.commands.demo.read_result", lambda folder: {})
+    ids, labels = planted_clicks(4, [(0, 2), (1, 3)], rows=4000, strength=2.0)
+    lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(4))])]
+    lines += [",".join(map(str, [int(label), 0, *own])) for label, own in zip(labels, ids, strict=True)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    out = tmp_path / "out"
+    settings = ["model.arch=dmt-dlrm-products", "model.p=1", "model.c=0"]
+    result = dmt(
+        "demo", "--data", str(tmp_path / "rows.csv"), "--out", str(out), "--strategy", "interactions", *settings
+    )
+    # The flat model is only compared with: towers are there before the second run, which fails here.
+    assert trained == ["dlrm", "dmt-dlrm-products"]
+    assert "Training dmt-dlrm-products ended with exit code 1" in result.output
+    plan = TowerPlan.load(out / "towers.json")
+    assert {frozenset(tower) for tower in plan.to_lists()} == {frozenset({"c_0", "c_2"}), frozenset({"c_1", "c_3"})}
+    assert plan.strategy == "together"
+    assert (out / "interactions.npz").exists()
+    assert "--strategy 'x' must be coherent or interactions" in dmt("demo", "--strategy", "x").output
 
 
 def test_too_few_rows_are_told_before_training(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dmt import TowerPlan
 from dmt.partitioner import FeatureInteractions
 from dmt.training.commands import main
 from dmt.training.config import to_toml
-from tests.partitioner.clicks import planted_clicks
+from tests.partitioner.clicks import parity_clicks, planted_clicks
 from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small
 
@@ -103,3 +103,17 @@ def test_what_does_not_fit_together_is_refused(arguments: list[str], reason: str
     result = partition(*arguments, "--towers", "2")
     assert result.exit_code == 2, result.output
     assert reason in " ".join(result.output.split())
+
+
+def test_triples_are_measured_where_they_are_asked_for(tmp_path: Path) -> None:
+    ids, labels = parity_clicks(5, [(0, 2, 4)], rows=6000, strength=1.0)
+    lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(5))])]
+    lines += [",".join(map(str, [int(label), 0, *own])) for label, own in zip(labels, ids, strict=True)]
+    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
+    asked = ["--data", tmp_path / "rows.csv", "--strategy", "interactions", "--tower-module", "dcn", "--towers", "2"]
+    result = partition(*asked, "--max-triples", "10", "--out", tmp_path / "towers.json")
+    assert result.exit_code == 0, result.output
+    assert {"c_0", "c_2", "c_4"} in [set(tower) for tower in TowerPlan.load(tmp_path / "towers.json").to_lists()]
+    assert "The triple 'c_0', 'c_2', 'c_4' gains 0." in " ".join(result.output.split())
+    result = partition("--affinity", "x.npz", "--strategy", "coherent", "--towers", "2", "--max-triples", "10")
+    assert "--max-triples is of measuring rows" in result.output

@@ -256,6 +256,16 @@ def arguments(tmp_path):
     }
 
 
+def test_towers_from_interactions_are_told_as_such(tmp_path, arguments):
+    shares = {"measure": "interactions", "largest_gain": 0.02, "share_within": 0.81, "share_within_strided": 0.33}
+    plan = TowerPlan.from_lists(arguments["plan"].to_lists(), strategy="together", affinity=shares)
+    text = " ".join(Page(write_report(tmp_path / "report.html", **arguments | {"plan": plan})).text.split())
+    assert "Of all that was measured, the part of two features of one tower 0.810" in text
+    assert "dealt out in turn (strided) 0.330" in text
+    assert "the more the two features interact" in text
+    assert "cosine" not in text
+
+
 def test_the_page_is_whole_and_loads_nothing_else(tmp_path, arguments):
     path = write_report(tmp_path / "new" / "report.html", **arguments)
     page = Page(path)

@@ -58,17 +58,18 @@ def main() -> None:
     help="A Criteo TSV, a Parquet or CSV file with label, c_* and d_* columns, or package.module:function.",
 )
 @click.option("--out", default="demo_output", show_default=True, help="Folder for towers.json, pictures, the report.")
+@click.option("--strategy", default="coherent", show_default=True, help="Of the towers: coherent or interactions.")
 @click.option("--link-gbit-per-s", default=10.0, show_default=True, help="Rate of a host's link, for the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.argument("overrides", nargs=-1)
-def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...], link_gbit_per_s: float) -> None:
+def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...], **options: Any) -> None:
     """Trains a flat model, learns its towers, trains the multi-tower model, compares them.
 
     Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.demo import demo as run_demo
 
-    results = run_demo(data, out, overrides, command=_command(), link_gbit_per_s=link_gbit_per_s)
+    results = run_demo(data, out, overrides, command=_command(), **options)
     if as_json:
         from dmt.training.records import to_json
 
@@ -107,6 +108,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--towers", type=int, help="Number of towers.")
 @click.option("--strategy", default="coherent", show_default=True, help="coherent, diverse, both or interactions.")
 @click.option("--tower-module", help="dcn, dlrm or dlrm-products, for interactions; by default that of --checkpoint.")
+@click.option("--max-triples", type=int, default=0, help="Triples of features to measure too, for interactions.")
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
 @click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, entities, together, limits.")
 @click.option(

@@ -16,6 +16,7 @@ from typing import Any
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.commands.partition import INTERACTIONS, sense_of
 from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_override, to_toml
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
@@ -24,7 +25,7 @@ from dmt.training.data.storage import file_exists
 from dmt.training.data.textfile import text_blocks
 from dmt.training.functions import is_function_name
 from dmt.training.job import check_rows, resolve, rows_at_most
-from dmt.training.partition import affinity_of_run
+from dmt.training.partition import affinity_of_run, interactions_of
 from dmt.training.records import read_result, result_warnings
 from dmt.training.report import plot_curves, write_report
 from dmt.training.resume import check_output_dir
@@ -50,7 +51,13 @@ _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"
 
 
 def demo(
-    data: str | None, output_dir: str, overrides: Sequence[str], *, command: str, link_gbit_per_s: float
+    data: str | None,
+    output_dir: str,
+    overrides: Sequence[str],
+    *,
+    command: str,
+    link_gbit_per_s: float,
+    strategy: str = "coherent",
 ) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
@@ -65,6 +72,8 @@ def demo(
     out = Path(output_dir)
     if not 0 < link_gbit_per_s < math.inf:
         raise InputError(f"--link-gbit-per-s {link_gbit_per_s} must be above 0: the rate at which a host sends.")
+    if strategy not in ("coherent", INTERACTIONS):
+        raise InputError(f"--strategy {strategy!r} must be coherent or {INTERACTIONS}.")
     taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
     if taken:
         raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
@@ -96,10 +105,16 @@ def demo(
     runs = {flat_arch: _train(flat)}
 
     console.print("[bold]3/4[/] learning which features belong together")
-    affinity, tables = affinity_of_run(Path(flat.train.output_dir))
-    affinity.save(out / "affinity.npz")
-    partitioner = TowerPartitioner(num_towers=config.topology.num_towers, seed=config.train.seed)
-    partition = partitioner.partition(affinity, tables=tables)
+    shape: dict[str, Any] = {"num_towers": config.topology.num_towers, "seed": config.train.seed}
+    if strategy == INTERACTIONS:
+        interactions = interactions_of(flat, with_tables=True, seed=config.train.seed)
+        interactions.save(out / "interactions.npz")
+        sense = sense_of(arch.removeprefix("dmt-"))
+        partition = TowerPartitioner(strategy=sense, **shape).partition(interactions)
+    else:
+        affinity, tables = affinity_of_run(Path(flat.train.output_dir))
+        affinity.save(out / "affinity.npz")
+        partition = TowerPartitioner(**shape).partition(affinity, tables=tables)
     plan = replace(partition.plan, command=command)
     plan.save(out / "towers.json")
     back = [("../report.html", "The models trained with and without these towers")]

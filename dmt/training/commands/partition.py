@@ -30,7 +30,7 @@ from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.towers import PlanComparison
 from dmt.training.console import NameConsole, make_table
 
-__all__ = ["INTERACTIONS", "TOWER_MODULES", "print_compared", "print_partition", "run_partition"]
+__all__ = ["INTERACTIONS", "TOWER_MODULES", "print_compared", "print_partition", "run_partition", "sense_of"]
 
 _SHOWN_FEATURES = 8
 _SHOWN_PAIRS = 5
@@ -166,6 +166,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
             f"{', '.join(strategies)}."
         )
     by_interactions = options["strategy"] == INTERACTIONS
+    if options["max_triples"] and (not by_interactions or options["affinity"] is not None):
+        raise InputError("--max-triples is of measuring rows, with --strategy interactions: nothing else has triples.")
     if options["tower_module"] is not None and not by_interactions:
         raise InputError("--tower-module goes with --strategy interactions: no other strategy asks for it.")
     alone = by_interactions and options["data"] is not None and options["affinity"] is None
@@ -211,9 +213,7 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
 
 
 def _sense(options: Mapping[str, Any]) -> Literal["together", "apart"]:
-    """``together`` or ``apart``, as the tower module declares."""
-    import dmt.models.tower_modules
-
+    """``together`` or ``apart``, by the tower module of the options or of the run."""
     name = options["tower_module"]
     if name is None and options["checkpoint"] is not None:
         from dmt.training.trained import checkpoint_of
@@ -231,7 +231,15 @@ def _sense(options: Mapping[str, Any]) -> Literal["together", "apart"]:
             f"--tower-module {name!r} must be one of {', '.join(TOWER_MODULES)}: features that interact share a tower "
             "whose module keeps their interactions, and part for one that does not."
         )
-    return "together" if getattr(dmt.models.tower_modules, TOWER_MODULES[name]).keeps_interactions else "apart"
+    return sense_of(name)
+
+
+def sense_of(tower_module: str) -> Literal["together", "apart"]:
+    """Where features that interact belong, as the tower module declares; its name is one of `TOWER_MODULES`."""
+    import dmt.models.tower_modules
+
+    kind = getattr(dmt.models.tower_modules, TOWER_MODULES[tower_module])
+    return "together" if kind.keeps_interactions else "apart"
 
 
 def _interactions(options: Mapping[str, Any], rules: PartitionRules) -> FeatureInteractions:
@@ -253,7 +261,13 @@ def _interactions(options: Mapping[str, Any], rules: PartitionRules) -> FeatureI
         _say(f"Measuring interactions in the training rows of {options['data'] or run}")
 
     # The tables of a file alone are not known: how many columns they will have is up to the model.
-    return interactions_of(config, with_tables=run is not None, seed=options["seed"], check=check)
+    return interactions_of(
+        config,
+        with_tables=run is not None,
+        seed=options["seed"],
+        max_triples=options["max_triples"],
+        check=check,
+    )
 
 
 def _entities(options: Mapping[str, Any]) -> dict[str, list[str]]:

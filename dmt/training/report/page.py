@@ -35,6 +35,11 @@ _AFFINITIES = (
     ("within_strided_towers", "the same, had the towers been dealt out in turn (strided)"),
     ("between_towers", "two features of different towers"),
 )
+# The same of towers from interactions.
+_SHARES = (
+    ("share_within", "two features of one tower"),
+    ("share_within_strided", "the same, had the towers been dealt out in turn (strided)"),
+)
 
 
 def write_report(
@@ -150,8 +155,12 @@ def _time(seconds: float) -> str:
 
 
 def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
-    """Each mean affinity by its pairs. A tower of one feature has no pair inside, and a single tower none outside."""
-    found = [(what, plan.affinity.get(key)) for key, what in _AFFINITIES]
+    """Each mean affinity, or share of interaction, by its pairs.
+
+    A tower of one feature has no pair inside, and a single tower none outside.
+    """
+    keys = _SHARES if plan.affinity.get("measure") == "interactions" else _AFFINITIES
+    found = [(what, plan.affinity.get(key)) for key, what in keys]
     return [(what, "-" if mean is None else f"{mean:.3f}") for what, mean in found]
 
 

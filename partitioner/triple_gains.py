@@ -1,0 +1,81 @@
+"""Triples of features that tell more together than their pairs do, for `FeatureInteractions.collect`.
+
+Legend: R rows of this rank, F features, S splits, Q triples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.partitioner.pair_gains import (
+    CELL_PRIOR,
+    Column,
+    Floats,
+    Ints,
+    PairSums,
+    Total,
+    join,
+    log_losses,
+    mean_and_error,
+    most_cells,
+    probability,
+    spread,
+    summed,
+)
+
+__all__ = ["chosen_triples", "triple_gains"]
+
+
+def chosen_triples(gains: Floats, most: int) -> Ints:
+    """[Q, 3] triples of features: all, or those of the features with the largest gains in pairs.
+
+    Args:
+        gains: [F, F] of pairs.
+        most: triples, at most.
+
+    Example:
+        >>> chosen_triples(np.zeros((4, 4)), 3)
+        array([[0, 1, 2]])
+    """
+    count = len(gains)
+    while comb(count, 3) > most:
+        count -= 1
+    features = np.sort(np.argsort(-gains.sum(axis=0), kind="stable")[:count])
+    return np.array(list(combinations(features.tolist(), 3)), dtype=np.int64).reshape(-1, 3)
+
+
+def triple_gains(columns: Sequence[Column], triples: Ints, sums: PairSums, total: Total) -> tuple[Floats, Floats]:
+    """Gains of triples beyond those of their pairs, on the rows that are held out.
+
+    The additive model's log odds take the steps of the three pairs, one after the other on what the last one left,
+    twice, and then those of the triple's cells. The gain is what the last ones lower the held-out log loss by.
+
+    Returns:
+        [Q] mean gains of a held-out row in nats, and their standard errors. Not clipped.
+    """
+    most, found = most_cells(sums.num_rows), np.zeros((len(triples), 3))
+    for number, (i, j, k) in enumerate(total.steps(triples, "Measuring triples")):
+        pairs = [join(columns[a], columns[b], most) for a, b in ((i, j), (i, k), (j, k))]
+        # Twice, since what one step leaves of a strong pair would be found in every triple that has it.
+        joined = [*pairs, *pairs, join(pairs[0], columns[k], most)]
+        for odds, held in zip(sums.odds, sums.held, strict=True):
+            before = now = odds
+            for cells in joined:
+                before, now = now, now + _step(cells, now, held, sums.labels, total)
+            gain = log_losses(before[held], sums.labels[held]) - log_losses(now[held], sums.labels[held])
+            found[number] += len(gain), gain.sum(), np.square(gain).sum()
+    return mean_and_error(total(found))
+
+
+def _step(cells: Column, odds: Floats, held: NDArray[np.bool_], labels: Floats, total: Total) -> Floats:
+    """[R] what one step for each cell, made on the rows that are not held out, adds to the log odds."""
+    rows, share = cells.rows()
+    p = probability(odds)
+    gradients = np.where(held, 0.0, labels - p), np.where(held, 0.0, p * (1.0 - p))
+    sum_g, sum_h = total(np.stack([summed(cells.values, rows, share, own, cells.size) for own in gradients]))  # type: ignore[arg-type]
+    return spread(sum_g / (sum_h + CELL_PRIOR), cells.values, rows, share, len(odds))  # type: ignore[arg-type]
