@@ -11,7 +11,10 @@ import numpy as np
 from benchmarks.quality.cells import FLAT, Cell
 from benchmarks.towers.statistics import compare_arms, holm
 
-__all__ = ["COMPARISONS", "Records", "compared", "costs", "kinds", "tuned"]
+__all__ = ["COMPARISONS", "LEAST_TESTED", "Records", "compared", "costs", "kinds", "tuned"]
+
+LEAST_TESTED = 6
+"""Seeds below which no p-value is given: the smallest that fewer could give is above .05."""
 
 Records = Mapping[Cell, Mapping[str, Any]]
 
@@ -158,7 +161,12 @@ def _row(
 
 
 def _corrected(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    adjusted: Sequence[float] = holm([row["wilcoxon_p"] for row in found]) if found else []
-    for row, p in zip(found, adjusted, strict=True):
+    """Adds Holm's correction over the rows that have enough seeds to be tested; the others lose their p-values."""
+    tested = [row for row in found if row["num_seeds"] >= LEAST_TESTED]
+    for row in found:
+        if row["num_seeds"] < LEAST_TESTED:
+            row |= {"wilcoxon_p": None, "mann_whitney_p": None, "wilcoxon_p_holm": None}
+    adjusted: Sequence[float] = holm([row["wilcoxon_p"] for row in tested]) if tested else []
+    for row, p in zip(tested, adjusted, strict=True):
         row["wilcoxon_p_holm"] = p
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.provenance import commit, processor
 from benchmarks.quality.cells import SETTINGS
-from benchmarks.quality.findings import Records, compared, costs, kinds, tuned
+from benchmarks.quality.findings import LEAST_TESTED, Records, compared, costs, kinds, tuned
 from benchmarks.towers.report import markdown_table
 from dmt.training.records import versions
 
@@ -81,8 +81,10 @@ def _page(
             )
             parts.append(_cost_table(of_set, metric))
         parts.append(_bytes_line(of_set))
+        tested = sum(row["wilcoxon_p"] is not None for row in comparisons)
         parts.append(
-            f"Comparisons, test AUC; in brackets after Holm's correction over the {len(comparisons)} rows of this set."
+            f"Comparisons, test AUC; in brackets after Holm's correction over the {tested} rows of this set with at "
+            f"least {LEAST_TESTED} seeds. Fewer cannot give a p-value below .05, so that none is given."
         )
         parts.append(_comparison_table(comparisons))
     if found["tuning"]:
@@ -157,7 +159,7 @@ def _comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['baseline_median']:.4f} ({row['baseline_std']:.4f})",
                 f"{row['median_difference']:+.4f}",
                 f"{row['num_better']} of {row['num_seeds']}",
-                f"{row['wilcoxon_p']:.2g} ({row['wilcoxon_p_holm']:.2g})",
+                "" if row["wilcoxon_p"] is None else f"{row['wilcoxon_p']:.2g} ({row['wilcoxon_p_holm']:.2g})",
             ]
             for row in rows
         ],

@@ -110,19 +110,31 @@ def made_up(seeds=range(6)):
 
 
 def test_costs_and_comparisons_are_paired_by_seed():
-    records = made_up()
+    records = made_up(range(7))
     lacking = next(cell for cell in records if cell.towers == "interactions" and cell.model == "dcn")
     del records[lacking]
     rows = {(row["model"], row["towers"]): row for row in costs(records, "hotel", 16)}
     assert rows["dcn", "strided"]["auc_less_flat"] == pytest.approx(-0.03)
-    assert rows["dcn", "interactions"]["num_seeds"] == 5
+    assert rows["dcn", "interactions"]["num_seeds"] == 6
     assert (rows["dcn", "strided"]["bytes"], rows["dcn", "strided"]["flat_bytes"]) == (384.0, 1536.0)
     found = {(row["arm"], row["baseline"]): row for row in compared(records, "hotel", 16)}
     assert found["dcn, interactions", "dcn, strided"]["median_difference"] == pytest.approx(0.02)
-    assert found["dcn, interactions", "dcn, strided"]["num_seeds"] == 5
+    assert found["dcn, interactions", "dcn, strided"]["num_seeds"] == 6
     assert found["dlrm, interactions", "dlrm, flat"]["num_better"] == 0
     # Holm over all comparisons of the data set.
-    assert found["dlrm, interactions", "dlrm, strided"]["wilcoxon_p_holm"] == pytest.approx(min(1, len(found) / 2**5))
+    assert found["dlrm, interactions", "dlrm, strided"]["wilcoxon_p_holm"] == pytest.approx(min(1, len(found) / 2**6))
+
+
+def test_too_few_seeds_get_no_p_value_and_count_in_no_correction():
+    records = made_up(range(7))
+    for cell in [cell for cell in records if cell.model == "dcn" and cell.towers == "strided"][:2]:
+        del records[cell]
+    found = {(row["arm"], row["baseline"]): row for row in compared(records, "hotel", 16)}
+    few = found["dcn, interactions", "dcn, strided"]
+    assert (few["num_seeds"], few["wilcoxon_p"], few["wilcoxon_p_holm"]) == (5, None, None)
+    tested = [row for row in found.values() if row["num_seeds"] == 7]
+    assert len(tested) == len(found) - 1
+    assert found["dlrm, interactions", "dlrm, strided"]["wilcoxon_p_holm"] == pytest.approx(len(tested) / 2**6)
 
 
 def test_the_record_says_how_many_seeds_there_are(tmp_path):

@@ -7,11 +7,12 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
-from dmt.partitioner import FeatureInteractions
+from dmt.partitioner import FeatureAffinity, FeatureInteractions
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from tests.partitioner.clicks import parity_clicks, planted_clicks
@@ -71,6 +72,10 @@ def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str
     run = small(arch, data=data)
     make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(run)})
     out = tmp_path / "towers.json"
+    # By default towers go by interactions where their modules keep them, and say so.
+    result = partition("--checkpoint", tmp_path / "run", "--towers", "3", "--out", out)
+    said = "Strategy interactions, for tower modules of dcn." in result.stderr
+    assert said == (arch == "dcn")
     limits = ["--max-bytes-ratio", "1.1", "--rules", tmp_path / "rules.toml"]
     (tmp_path / "rules.toml").write_text('apart = [["c_1", "c_5"]]\n')
     result = partition(
@@ -103,6 +108,13 @@ def test_what_does_not_fit_together_is_refused(arguments: list[str], reason: str
     result = partition(*arguments, "--towers", "2")
     assert result.exit_code == 2, result.output
     assert reason in " ".join(result.output.split())
+
+
+def test_a_saved_affinity_is_partitioned_by_resemblance_by_default(tmp_path: Path) -> None:
+    FeatureAffinity(matrix=np.eye(4), features=list("abcd")).save(tmp_path / "affinity.npz")
+    result = partition("--affinity", tmp_path / "affinity.npz", "--towers", "2", "--out", tmp_path / "towers.json")
+    assert result.exit_code == 0, result.output
+    assert TowerPlan.load(tmp_path / "towers.json").strategy == "coherent"
 
 
 def test_triples_are_measured_where_they_are_asked_for(tmp_path: Path) -> None:

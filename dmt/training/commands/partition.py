@@ -35,6 +35,7 @@ __all__ = ["INTERACTIONS", "TOWER_MODULES", "print_compared", "print_partition",
 _SHOWN_FEATURES = 8
 _SHOWN_PAIRS = 5
 _SHOWN_MOVED = 10
+AUTO = "auto"
 INTERACTIONS = "interactions"
 """Strategy for towers from the interactions of features in rows."""
 TOWER_MODULES = {
@@ -55,6 +56,8 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
     Raises:
         InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
     """
+    if options["strategy"] == AUTO and options["towers"] is not None:
+        options = {**options, "strategy": _chosen_strategy(options)}
     _check_options(options)
     by_interactions = options["strategy"] == INTERACTIONS
     _check_outputs(options)
@@ -159,7 +162,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise InputError(
             "Give --towers, the number of towers; or --compare A.json B.json for two plans that are there."
         )
-    strategies = ("coherent", "diverse", "both", INTERACTIONS)
+    strategies = (AUTO, "coherent", "diverse", "both", INTERACTIONS)
     if options["strategy"] not in strategies:
         raise InputError(
             f"--strategy {options['strategy']!r} is unknown.{did_you_mean(options['strategy'], strategies)} Use one of "
@@ -212,15 +215,36 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
     return affinity
 
 
-def _sense(options: Mapping[str, Any]) -> Literal["together", "apart"]:
-    """``together`` or ``apart``, by the tower module of the options or of the run."""
-    name = options["tower_module"]
+def _chosen_strategy(options: Mapping[str, Any]) -> str:
+    """What ``auto`` is: interactions where towers are known to keep them and rows are at hand, else coherent.
+
+    By the evidence of docs/quality.md; for linear tower modules there is none. A saved affinity, and options that only
+    affinities have, say that these are meant.
+    """
+    if options["affinity"] is not None or options["dims"] != 2 or not options["refine"]:
+        return "coherent"
+    name = _tower_module(options)
+    if options["tower_module"] is None and (name not in TOWER_MODULES or sense_of(name) != "together"):
+        return "coherent"
+    _say(f"Strategy interactions, for tower modules of {name}. For the paper's, by resemblance: --strategy coherent.")
+    return INTERACTIONS
+
+
+def _tower_module(options: Mapping[str, Any]) -> str | None:
+    """The name of the tower module of the options or of the run, if any."""
+    name: str | None = options["tower_module"]
     if name is None and options["checkpoint"] is not None:
         from dmt.training.trained import checkpoint_of
 
         model = checkpoint_of(options["checkpoint"])[1].model
         if model.factory is None:
             name = model.arch.removeprefix("dmt-")
+    return name
+
+
+def _sense(options: Mapping[str, Any]) -> Literal["together", "apart"]:
+    """``together`` or ``apart``, by the tower module of the options or of the run."""
+    name = _tower_module(options)
     if name is None:
         raise InputError(
             f"--strategy interactions needs --tower-module {' or '.join(TOWER_MODULES)} here: nothing else says which "
