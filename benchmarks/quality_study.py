@@ -1,4 +1,4 @@
-"""What compression costs: AUC of flat models and of towers over compression ratios and numbers of towers. Real data.
+"""The quality study: AUC of flat models and of towers over compression ratios and numbers of towers, on real data.
 
     OMP_NUM_THREADS=1 python -m benchmarks.quality_study --data DIR [--stage flights ...]
 

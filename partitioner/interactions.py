@@ -52,7 +52,7 @@ __all__ = ["FeatureInteractions", "Pair"]
 _OWNER = "FeatureInteractions"
 # Fewer rows hold out too few.
 _LEAST_ROWS = 1000
-# A triple counts from so many standard errors: of thousands that gain nothing, hardly one does.
+# A triple counts from this many standard errors on: of thousands that gain nothing, hardly one does.
 _TRIPLE_ERRORS, _TRIPLES_NAMED = 5.0, 10
 _FORMS = {name: form for name, form in FORMS.items() if name not in ("num_samples", "measure")} | {
     "num_rows": (0, "iu", "one whole number"),
@@ -205,7 +205,7 @@ class FeatureInteractions:
         )
 
     @classmethod
-    def of_model(
+    def collect_from_model(
         cls,
         model: nn.Module,
         batches: Iterable[Any],
@@ -244,7 +244,8 @@ class FeatureInteractions:
             ...     vectors = model(ids)
             ...     return (vectors["ad"] * vectors["user"] + vectors["city"]).sum(dim=1)
             >>> ids = KeyedJaggedTensor(names, torch.arange(96) % 7, lengths=torch.ones(96, dtype=torch.long))
-            >>> found = FeatureInteractions.of_model(EmbeddingBagCollection(tables=tables), [ids], forward=product)
+            >>> model = EmbeddingBagCollection(tables=tables)
+            >>> found = FeatureInteractions.collect_from_model(model, [ids], forward=product)
             >>> found.top_pairs(1)[0].features
             ('ad', 'user')
         """

@@ -22,7 +22,7 @@ from dmt.partitioner.interactions import FeatureInteractions
 
 __all__ = ["interactions_of_model"]
 
-_WHERE = "FeatureInteractions.of_model"
+_WHERE = "FeatureInteractions.collect_from_model"
 
 
 def interactions_of_model(
@@ -33,7 +33,7 @@ def interactions_of_model(
     forward: Callable[[nn.Module, Any], Tensor] | None = None,
     seed: int = 0,
 ) -> FeatureInteractions:
-    """Measures the mixed differences; `FeatureInteractions.of_model` describes the arguments."""
+    """Measures the mixed differences; `FeatureInteractions.collect_from_model` describes the arguments."""
     run = forward or run_batch
     collections = find_collections(model, module_path, in_group=False)
     generator = torch.Generator().manual_seed(seed)

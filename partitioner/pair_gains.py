@@ -27,6 +27,7 @@ __all__ = [
     "PairSums",
     "Total",
     "all_pairs",
+    "cell_steps",
     "expand",
     "fit_additive",
     "join",
@@ -34,11 +35,8 @@ __all__ = [
     "mean_and_error",
     "most_cells",
     "pair_gains",
-    "probability",
     "screen_pairs",
     "single_gains",
-    "spread",
-    "summed",
 ]
 
 logger = logging.getLogger(__name__)
@@ -101,15 +99,15 @@ class Column:
         return rows, (1.0 / self.lengths)[rows]
 
 
-def summed(keys: Ints, rows: Ints | None, share: Floats | float, of_rows: Floats, size: int) -> Floats:
+def _summed(keys: Ints, rows: Ints | None, share: Floats | float, of_rows: Floats, size: int) -> Floats:
     """[size] sums of a number of each row, in the shares in which the row has the keys."""
     weights = of_rows if rows is None else of_rows[rows] * share
     return np.bincount(keys, weights=weights, minlength=size).astype(np.float64, copy=False)
 
 
-def spread(of_keys: Floats, keys: Ints, rows: Ints | None, share: Floats | float, num_rows: int) -> Floats:
+def _mean_in_rows(of_keys: Floats, keys: Ints, rows: Ints | None, share: Floats | float, num_rows: int) -> Floats:
     """[R] mean over the keys of each row."""
-    return of_keys[keys] if rows is None else summed(rows, None, 1.0, of_keys[keys] * share, num_rows)
+    return of_keys[keys] if rows is None else _summed(rows, None, 1.0, of_keys[keys] * share, num_rows)
 
 
 def fit_additive(
@@ -145,20 +143,20 @@ def fit_additive(
         weights = [own.copy() for own in start]
     odds = np.full(len(labels), weights[-1][0])
     for key, (rows, share), own in zip(keys, bags, weights, strict=False):
-        odds += spread(own, key, rows, share, len(labels))
+        odds += _mean_in_rows(own, key, rows, share, len(labels))
     loss = _mean_loss(odds, labels, counts, total) + _penalty(weights) / num_rows
     settled, sums_h = False, [own[:0] for own in weights]
     for _ in range(MAX_SWEEPS):
-        p = probability(odds)
+        p = _probability(odds)
         g, h = np.where(counts, labels - p, 0.0), np.where(counts, p * (1.0 - p), 0.0)
         steps, moved = [], np.zeros(len(labels))
         for i, (key, (rows, share), own) in enumerate(zip(keys, bags, weights, strict=False)):
             if settled:
-                sum_g = total(summed(key, rows, share, g, len(own)))
+                sum_g = total(_summed(key, rows, share, g, len(own)))
             else:
-                sum_g, sums_h[i] = total(np.stack([summed(key, rows, share, x, len(own)) for x in (g, h)]))
+                sum_g, sums_h[i] = total(np.stack([_summed(key, rows, share, x, len(own)) for x in (g, h)]))
             steps.append((sum_g - VALUE_PRIOR * own) / (sums_h[i] + VALUE_PRIOR))
-            change = spread(steps[-1], key, rows, share, len(labels))
+            change = _mean_in_rows(steps[-1], key, rows, share, len(labels))
             moved += change
             g -= h * change
         sum_g, sum_h = total(np.array([g.sum(), h.sum()]))
@@ -184,8 +182,7 @@ def _penalty(weights: Sequence[Floats]) -> float:
     return VALUE_PRIOR / 2 * sum(float(own @ own) for own in weights[:-1])
 
 
-def probability(odds: Floats) -> Floats:
-    """[R] probabilities of log odds."""
+def _probability(odds: Floats) -> Floats:
     return 1.0 / (1.0 + np.exp(-np.clip(odds, -700.0, 700.0)))
 
 
@@ -233,20 +230,31 @@ def pair_gains(columns: Sequence[Column], pairs: Ints, sums: PairSums, total: To
     """
     gradients, most = [], most_cells(sums.num_rows)
     for odds, held in zip(sums.odds, sums.held, strict=True):
-        p = probability(odds)
+        p = _probability(odds)
         gradients += [np.where(held, 0.0, sums.labels - p), np.where(held, 0.0, p * (1.0 - p))]
     tested = [(np.flatnonzero(held), odds[held]) for odds, held in zip(sums.odds, sums.held, strict=True)]
     before = [log_losses(odds, sums.labels[rows]) for rows, odds in tested]
     found = np.zeros((len(pairs), 3))
     for number, (i, j) in enumerate(total.steps(pairs, "Measuring pairs")):
         keys, size, rows, share = _cells(columns[i], columns[j], most)
-        cells = total(np.stack([summed(keys, rows, share, own, size) for own in gradients]))
+        cells = total(np.stack([_summed(keys, rows, share, own, size) for own in gradients]))
         for split, (own, odds) in enumerate(tested):
             steps = cells[2 * split] / (cells[2 * split + 1] + CELL_PRIOR)
-            change = steps[keys[own]] if rows is None else spread(steps, keys, rows, share, len(sums.labels))[own]
+            change = (
+                steps[keys[own]] if rows is None else _mean_in_rows(steps, keys, rows, share, len(sums.labels))[own]
+            )
             gain = before[split] - log_losses(odds + change, sums.labels[own])
             found[number] += len(gain), gain.sum(), np.square(gain).sum()
     return mean_and_error(total(found))
+
+
+def cell_steps(cells: Column, odds: Floats, *, held: NDArray[np.bool_], labels: Floats, total: Total) -> Floats:
+    """[R] change of the log odds by one step for each cell, made on the rows that are not held out."""
+    rows, share = cells.rows()
+    keys, p = cells.values.astype(np.int64), _probability(odds)
+    gradients = np.where(held, 0.0, labels - p), np.where(held, 0.0, p * (1.0 - p))
+    sum_g, sum_h = total(np.stack([_summed(keys, rows, share, own, cells.size) for own in gradients]))
+    return _mean_in_rows(sum_g / (sum_h + CELL_PRIOR), keys, rows, share, len(odds))
 
 
 def mean_and_error(sums: Floats) -> tuple[Floats, Floats]:
@@ -337,7 +345,7 @@ def screen_pairs(columns: Sequence[Column], sums: PairSums, most: int, total: To
     """
     joined = max(2, min(MOST_JOINED, SCREENED_VALUES // len(columns)))
     codes = [_joined_values(column, joined, total) for column in columns]
-    p = probability(sums.odds[0])
+    p = _probability(sums.odds[0])
     weights = [np.where(sums.held[0], 0.0, own).astype(np.float32) for own in (sums.labels - p, p * (1.0 - p))]
     blocks = [range(i, min(i + SCREENED_FEATURES, len(columns))) for i in range(0, len(columns), SCREENED_FEATURES)]
     best: list[tuple[Floats, Ints]] = []

@@ -10,22 +10,18 @@ from itertools import combinations
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dmt.partitioner.pair_gains import (
-    CELL_PRIOR,
     Column,
     Floats,
     Ints,
     PairSums,
     Total,
+    cell_steps,
     join,
     log_losses,
     mean_and_error,
     most_cells,
-    probability,
-    spread,
-    summed,
 )
 
 __all__ = ["chosen_triples", "triple_gains"]
@@ -66,16 +62,7 @@ def triple_gains(columns: Sequence[Column], triples: Ints, sums: PairSums, total
         for odds, held in zip(sums.odds, sums.held, strict=True):
             before = now = odds
             for cells in joined:
-                before, now = now, now + _step(cells, now, held, sums.labels, total)
+                before, now = now, now + cell_steps(cells, now, held=held, labels=sums.labels, total=total)
             gain = log_losses(before[held], sums.labels[held]) - log_losses(now[held], sums.labels[held])
             found[number] += len(gain), gain.sum(), np.square(gain).sum()
     return mean_and_error(total(found))
-
-
-def _step(cells: Column, odds: Floats, held: NDArray[np.bool_], labels: Floats, total: Total) -> Floats:
-    """[R] what one step for each cell, made on the rows that are not held out, adds to the log odds."""
-    rows, share = cells.rows()
-    p = probability(odds)
-    gradients = np.where(held, 0.0, labels - p), np.where(held, 0.0, p * (1.0 - p))
-    sum_g, sum_h = total(np.stack([summed(cells.values, rows, share, own, cells.size) for own in gradients]))  # type: ignore[arg-type]
-    return spread(sum_g / (sum_h + CELL_PRIOR), cells.values, rows, share, len(odds))  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ _TUNING_SEEDS = (498, 499)
 # Data that are drawn (`benchmarks.quality.made`), at hotel's settings, which were not tuned for them.
 MADE = ("planted", "madelon")
 SETTINGS = STUDY_SETS | {name: replace(STUDY_SETS["hotel"], epochs=3) for name in MADE}
-"""How each data set is trained."""
+"""The training settings of each data set."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -154,6 +154,7 @@ def _stages() -> dict[str, Stage]:
         stages |= {
             data: Stage(data=data, arms=[*every, _EACH]),
             f"{data}-short": Stage(data=data, arms=[*_KEEPING, ("dlrm", "strided"), _EACH], ratios=(4, 16, 2)),
+            f"{data}-four": Stage(data=data, arms=[*_KEEPING, ("dlrm", "strided"), _EACH], ratios=(4,)),
             f"{data}-towers": Stage(data=data, arms=_KEEPING, num_towers=(2, 8), ratios=(4, 16)),
             f"{data}-arms": Stage(data=data, arms=_arms("random", "coherent")),
             f"{data}-n32": Stage(data=data, arms=[*every, _EACH], dim=32, ratios=(2,)),
@@ -164,7 +165,7 @@ def _stages() -> dict[str, Stage]:
 
 
 STAGES = _stages()
-"""By name: the whole grid of a data set at T = 4; ``short``, its more telling part; and what is beside it."""
+"""By name: the whole grid of a data set at T = 4; ``short`` and ``four``, its more telling parts; what is beside it."""
 
 
 def cells_of(stage: Stage, seeds: Sequence[int]) -> Iterator[Cell]:

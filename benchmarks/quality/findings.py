@@ -109,7 +109,7 @@ def compared(records: Records, data: str, dim: int) -> list[dict[str, Any]]:
 
 
 def tuned(records: Records, data: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What tuning found, and the same comparisons at the rates that were tuned for each model."""
+    """Returns what tuning found, and comparisons at the rates that were tuned for each model."""
     tried: dict[tuple[str, bool], dict[tuple[float, float], list[float]]] = {}
     for cell, record in sorted(records.items()):
         if cell.tuning and cell.data == data:

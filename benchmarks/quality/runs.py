@@ -34,9 +34,9 @@ class Progress:
     """Finished cells in a file of one line each, and what is needed to train more."""
 
     folder: Path
-    """Of ``<data>.parquet``."""
+    """The folder of ``<data>.parquet``."""
     work: Path
-    """Of the progress file and of measured interactions; made when absent."""
+    """The folder of the progress file and of measured interactions; made when absent."""
 
     def __post_init__(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ class Progress:
 
     @cached_property
     def records(self) -> Records:
-        """What is done."""
+        """The records of finished cells."""
         names = [field.name for field in fields(Cell)]
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         return {Cell(**{name: r[name] for name in names}): r for r in map(json.loads, lines)}

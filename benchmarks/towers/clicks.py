@@ -53,7 +53,7 @@ class Clicks:
         return ClickBatch(dense, sparse, labels, torch.ones(len(rows)))
 
     def plain_batch(self, part: tuple[Tensor, Tensor, Tensor], rows: Tensor) -> ClickBatch:
-        """As `batch`, with the ids [B, F] as they are, for `benchmarks.towers.joined`."""
+        """Returns what `batch` does with the ids [B, F] as they are, for `benchmarks.towers.joined`."""
         dense, ids, labels = (whole[rows] for whole in part)
         return ClickBatch(dense, cast("Any", ids), labels, torch.ones(len(rows)))
 

@@ -1,4 +1,4 @@
-"""`FeatureInteractions.of_model`: mixed differences of models whose interactions are known."""
+"""`FeatureInteractions.collect_from_model`: mixed differences of models whose interactions are known."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pairs_of(found, least=1e-12):
 
 def test_only_the_pairs_of_the_model_are_found():
     model, batch, forward = planted("ac", "bd")
-    found = FeatureInteractions.of_model(model, [batch], forward=forward)
+    found = FeatureInteractions.collect_from_model(model, [batch], forward=forward)
     assert pairs_of(found) == {("a", "c"), ("b", "d")}
     assert found.features == tuple(NAMES)
     assert [table.name for table in found.tables] == [f"t_{name}" for name in NAMES]
@@ -50,7 +50,7 @@ def test_only_the_pairs_of_the_model_are_found():
 
 def test_a_product_of_three_is_in_each_of_its_pairs():
     model, batch, forward = planted("abd")
-    found = FeatureInteractions.of_model(model, [batch], forward=forward)
+    found = FeatureInteractions.collect_from_model(model, [batch], forward=forward)
     assert pairs_of(found) == {("a", "b"), ("a", "d"), ("b", "d")}
 
 
@@ -58,7 +58,7 @@ def test_the_gain_is_what_the_interaction_is_worth_in_log_loss():
     # Over all other rows instead of one: the mean of the squared mixed difference of a product of independent values
     # is four times the interaction's own variance, and p (1 - p) v / 2 nats are what variance v of log odds is worth.
     model, batch, forward = planted("ac", weight=0.5)
-    found = FeatureInteractions.of_model(model, [batch] * 20, forward=forward)
+    found = FeatureInteractions.collect_from_model(model, [batch] * 20, forward=forward)
     with torch.no_grad():
         odds, vectors = forward(model, batch), model(batch)
         product = vectors["a"][:, 0] * vectors["c"][:, 0]
@@ -72,7 +72,7 @@ def test_the_gain_is_what_the_interaction_is_worth_in_log_loss():
 
 def test_the_gain_is_that_of_a_plain_loop():
     model, batch, forward = planted("ac", "ab")
-    found = FeatureInteractions.of_model(model, [batch], forward=forward, seed=3)
+    found = FeatureInteractions.collect_from_model(model, [batch], forward=forward, seed=3)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3)).tolist()
     other = dict(zip(order, order[-1:] + order[:-1], strict=True))
     assert all(row != another for row, another in other.items())
@@ -102,7 +102,7 @@ def test_the_trainers_batches_and_several_of_them_are_taken():
             return forward(self.tables, ids)[:, None] + dense.sum(dim=1, keepdim=True)
 
     given = SimpleNamespace(dense_features=torch.ones(ROWS, 2), sparse_features=batch)
-    found = FeatureInteractions.of_model(Whole(), [given, given])
+    found = FeatureInteractions.collect_from_model(Whole(), [given, given])
     assert found.num_rows == 2 * ROWS
     assert pairs_of(found, least=1e-9) == {("a", "c")}
 
@@ -110,7 +110,7 @@ def test_the_trainers_batches_and_several_of_them_are_taken():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batches": []}, "FeatureInteractions.of_model: batches gave no row"),
+        ({"batches": []}, "FeatureInteractions.collect_from_model: batches gave no row"),
         ({"forward": lambda model, batch: model(batch).values()}, "returned [500, 16]; it must be log odds, [B] or"),
         ({"forward": lambda model, batch: model(batch)["a"][:, 0] / 0}, "log odds of batch 0 are not finite"),
         ({"forward": lambda model, batch: model(batch)["a"][:1, 0]}, "batch 0 has 1 row; another one is drawn"),
@@ -121,4 +121,4 @@ def test_what_cannot_be_measured_is_refused(change, message):
     model, batch, forward = planted("ac")
     given = {"model": model, "batches": [batch], "forward": forward} | change
     with pytest.raises(InputError, match=re.escape(message)):
-        FeatureInteractions.of_model(given.pop("model"), given.pop("batches"), **given)
+        FeatureInteractions.collect_from_model(given.pop("model"), given.pop("batches"), **given)

@@ -216,7 +216,7 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
 
 
 def _chosen_strategy(options: Mapping[str, Any]) -> str:
-    """What ``auto`` is: interactions where towers are known to keep them and rows are at hand, else coherent.
+    """Returns what ``auto`` means: interactions where towers keep them and rows are at hand, else coherent.
 
     By the evidence of docs/quality.md; for linear tower modules there is none. A saved affinity, and options that only
     affinities have, say that these are meant.
@@ -231,7 +231,7 @@ def _chosen_strategy(options: Mapping[str, Any]) -> str:
 
 
 def _tower_module(options: Mapping[str, Any]) -> str | None:
-    """The name of the tower module of the options or of the run, if any."""
+    """Returns the name of the tower module of the options or of the run, if any."""
     name: str | None = options["tower_module"]
     if name is None and options["checkpoint"] is not None:
         from dmt.training.trained import checkpoint_of
@@ -259,7 +259,7 @@ def _sense(options: Mapping[str, Any]) -> Literal["together", "apart"]:
 
 
 def sense_of(tower_module: str) -> Literal["together", "apart"]:
-    """Where features that interact belong, as the tower module declares; its name is one of `TOWER_MODULES`."""
+    """Returns where features that interact belong, as the tower module (a name of `TOWER_MODULES`) declares."""
     import dmt.models.tower_modules
 
     kind = getattr(dmt.models.tower_modules, TOWER_MODULES[tower_module])
