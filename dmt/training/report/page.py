@@ -89,6 +89,7 @@ def write_report(
         "plan": plan,
         "sharding": _sharding(sharding, plan, towers),
         "affinities": _affinities(plan),
+        "measure": plan.affinity.get("measure", "affinity"),
         "affinity_picture": data_uri(affinity_picture, place="write_report: pictures[0]"),
         "curves_picture": data_uri(curves_picture, place="write_report: pictures[1]"),
         "data_description": data_description,
