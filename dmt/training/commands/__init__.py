@@ -100,20 +100,15 @@ def doctor(as_json: bool) -> None:
 
 @main.command(
     epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --report report; or without a model: "
-    "dmt partition --data rows.parquet --strategy interactions --tower-module dcn --towers 8"
+    "dmt partition --data rows.parquet --tower-module dcn --towers 8"
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a training run.")
 @click.option("--affinity", type=click.Path(path_type=Path), help="A saved affinity matrix (.npz) instead.")
 @click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
 @click.option("--towers", type=int, help="Number of towers.")
-@click.option(
-    "--strategy",
-    default="auto",
-    show_default=True,
-    help="coherent, diverse, both or interactions; auto: interactions for tower modules that keep them, else coherent.",
-)
+@click.option("--strategy", default="auto", help="auto, coherent, diverse, both or interactions.")
 @click.option("--tower-module", help="dcn, dlrm or dlrm-products, for interactions; by default that of --checkpoint.")
-@click.option("--max-triples", type=int, default=0, help="Triples of features to measure too, for interactions.")
+@click.option("--max-triples", type=int, default=0, help="Triples to measure too.")
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
 @click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, entities, together, limits.")
 @click.option(
