@@ -105,7 +105,7 @@ def _most_seeds(rows: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _flat_line(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
-    flat = {("DCN" if row["model"] == "dcn" else "DLRM"): row for row in rows}
+    flat = {("DCN" if row["model"] == "dcn" else "DLRM"): row for row in sorted(rows, key=lambda r: r["num_seeds"])}
     texts = (f"{name} {row[f'flat_{metric}']:.4f} ({row[f'flat_{metric}_std']:.4f})" for name, row in flat.items())
     return f"Flat: {', '.join(texts)}."
 
@@ -179,13 +179,16 @@ def _tuning_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def plot_costs(rows: Sequence[Mapping[str, Any]], path: Path, *, num_towers: int = 4, dim: int = 16) -> None:
-    """Draws median AUC against bytes of embeddings and gradients across hosts, a panel for each data set."""
+    """Draws median AUC against bytes of embeddings and gradients across hosts, a panel for each set with several."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if (row["num_towers"], row["dim"]) == (num_towers, dim)]
-    datasets = list(dict.fromkeys(row["data"] for row in shown))
-    figure = Figure(figsize=(max(6.5, 4.6 * len(datasets)), 4.6), layout="constrained")
+    # A single ratio makes no line; where no set has more, all are drawn.
+    ratios = {data: {row["ratio"] for row in shown if row["data"] == data} for data in {row["data"] for row in shown}}
+    several = {data for data, found in ratios.items() if len(found) > 1} or set(ratios)
+    datasets = [data for data in dict.fromkeys(row["data"] for row in shown) if data in several]
+    figure = Figure(figsize=(max(7.5, 5.0 * len(datasets)), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, data in zip(figure.subplots(1, len(datasets), squeeze=False)[0], datasets, strict=True):
         of_set = [row for row in shown if row["data"] == data]
@@ -194,9 +197,11 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], path: Path, *, num_towers: int
                 points = sorted((r["bytes"], r["auc"]) for r in of_set if (r["model"], r["towers"]) == (model, towers))
                 if points:
                     label = f"{_NAMES[model]}: {towers}"
-                    axes.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=4, label=label)
+                    fill = color if towers == "interactions" else "white"
+                    look = {"color": color, "marker": "o", "markersize": 5, "markerfacecolor": fill}
+                    axes.plot(*zip(*points, strict=True), style, label=label, **look)
         for model, marker in (("dlrm", "s"), ("dcn", "D")):
-            flat = next((r for r in of_set if r["model"] == model), None)
+            flat = max((r for r in of_set if r["model"] == model), key=lambda r: r["num_seeds"], default=None)
             if flat:
                 color = "#000000" if model == "dlrm" else "#777777"
                 axes.plot(
