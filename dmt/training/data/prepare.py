@@ -183,7 +183,7 @@ def prepare(
 def _check(config: DataConfig, out: Path, options: PrepareOptions) -> None:
     if out.exists() or out.is_symlink():
         raise InputError(f"--out {str(out)!r} exists, and nothing is overwritten. Name a new folder, or remove it.")
-    given = {"tables": config.tables, "group_by": config.group_by, "timestamps": config.timestamps or None}
+    given = {"tables": config.tables, "group_by": config.group_by}
     if wrong := [name for name, value in given.items() if value is not None]:
         raise InputError(f"data.{wrong[0]}={given[wrong[0]]!r} cannot be prepared. Leave it out.")
     if options.ids == "frequency" and config.kind == "synthetic":

@@ -61,7 +61,8 @@ def test_prepared_batches_are_those_of_the_raw_rows(kind: str, tmp_path: Path) -
             zip(wanted_counts.rows, wanted_counts.counts, strict=True)
         )
         distinct = record["tables"][table.name]["distinct"]
-        assert distinct is None or 0.7 * len(own.rows) <= distinct
+        # Row 0 is for missing values.
+        assert distinct is None or 0.7 * (own.rows != 0).sum() <= distinct
 
 
 USERS = ["b"] * 9 + ["a"] * 7 + ["c"] * 5 + ["d"] * 3 + ["e", "f", None, None]
