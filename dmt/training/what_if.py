@@ -156,39 +156,46 @@ def alternatives(
     """
     found = []
     columns = max(table.embedding_dim for table in tables)
-    for base in _models(config, len(feature_names(tables)), columns):
-        job = _job(config, base, tables, num_dense)
+    jobs: dict[tuple[str, ...], Job] = {}
+    for base, shape in _models(config, len(feature_names(tables)), columns):
+        changed = _changed(config, (*base, *shape))
+        # Tables are placed once for all models of a dataflow and shape.
+        key = (changed.dataflow, *shape)
+        if key not in jobs:
+            jobs[key] = make_job(changed, tables, num_dense)
+        job = replace(jobs[key], config=changed)
         model = count(job)
         for options in _options(job.sharding is not None):
-            changed = _changed(config, (*base, *options))
-            prediction = predict_step(replace(job, config=changed), cluster, model)
-            found.append(Alternative(overrides=(*base, *options), ratio=model.ratio, prediction=prediction))
+            overrides = (*base, *shape, *options)
+            prediction = predict_step(replace(job, config=_changed(config, overrides)), cluster, model)
+            found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
     # Of equally fast ones, that which compresses less.
     return sorted(found, key=lambda one: (one.prediction.timeline.seconds, one.ratio))
 
 
-def _models(config: TrainingConfig, num_features: int, columns: int) -> Iterator[tuple[str, ...]]:
-    """Overrides of the flat model in both dataflows, and of towers with several compression ratios."""
+def _models(
+    config: TrainingConfig, num_features: int, columns: int
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Overrides of the model and its dataflow, and those of the topology: flat, and towers with several ratios."""
     topology = config.topology.build()
     hosts, size = topology.num_hosts, topology.host_size
     family = "dcn" if "dcn" in config.model.arch else "dlrm"
-    whole = (f"topology.num_towers={hosts}", f"topology.ranks_per_tower={size}", "topology.num_replicas=1")
-    yield (f"model.arch={family}", "sharding.dataflow=flat", *whole)
+    yield (f"model.arch={family}", "sharding.dataflow=flat"), _shape(hosts, size, size)
     towers_of_hosts = max(towers for towers in range(1, hosts + 1) if hosts % towers == 0 and towers <= num_features)
-    shapes = [(towers_of_hosts, hosts * size // towers_of_hosts)]
+    shapes = [_shape(towers_of_hosts, hosts * size // towers_of_hosts, size)]
     if size > 1 and hosts * size <= num_features:
-        shapes.append((hosts * size, 1))
-    for towers, ranks in shapes:
-        own = (f"topology.num_towers={towers}", f"topology.ranks_per_tower={ranks}", f"topology.ranks_per_host={size}")
-        yield (f"model.arch={family}", "sharding.dataflow=sptt", *own, "topology.num_replicas=1")
+        shapes.append(_shape(hosts * size, 1, size))
+    for shape in shapes:
+        yield (f"model.arch={family}", "sharding.dataflow=sptt"), shape
         for ratio in _RATIOS:
             if columns % ratio == 0:
-                yield (
-                    f"model.arch=dmt-{family}",
-                    f"model.tower_dim={columns // ratio}",
-                    *own,
-                    "topology.num_replicas=1",
-                )
+                tower_dim = f"model.tower_dim={columns // ratio}"
+                yield (f"model.arch=dmt-{family}", "sharding.dataflow=sptt", tower_dim), shape
+
+
+def _shape(towers: int, ranks: int, ranks_per_host: int) -> tuple[str, ...]:
+    sizes = {"num_towers": towers, "ranks_per_tower": ranks, "ranks_per_host": ranks_per_host, "num_replicas": 1}
+    return tuple(f"topology.{name}={size}" for name, size in sizes.items())
 
 
 def _options(has_towers: bool) -> Iterator[tuple[str, ...]]:
@@ -209,7 +216,3 @@ def _changed(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig
         values[section][name] = int(value) if value.isdecimal() else value
     values["towers"] = {"plan": "strided"}
     return TrainingConfig.model_validate(values)
-
-
-def _job(config: TrainingConfig, overrides: Sequence[str], tables: Sequence[TableSpec], num_dense: int) -> Job:
-    return make_job(_changed(config, overrides), tables, num_dense)

@@ -115,7 +115,7 @@ def _value(alternative: Alternative, key: str) -> str:
 
 
 def _way(alternative: Alternative) -> str:
-    return _value(alternative, "dataflow") or "towers"
+    return "towers" if "tower_dim" in " ".join(alternative.overrides) else _value(alternative, "dataflow")
 
 
 def _name(alternative: Alternative) -> str:

@@ -1,0 +1,129 @@
+"""What the papers measured beside what `dmt what-if` predicts from their hardware. Writes results/simulator_papers.md.
+
+    python -m benchmarks.simulator_papers
+
+The models are those of the DMT paper (Criteo-1TB, N = 128, 16,384 samples a GPU, a tower on each host of eight), with
+16-bit embeddings between hosts in both dataflows, its "strong baseline" (section 5.1). The clusters are the shipped
+ones; nothing is fitted to a figure. The paper gives its speed-ups as "up to", over all of its cluster sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from benchmarks.provenance import commit
+from dmt.models.presets import CRITEO_DENSE_FEATURES, criteo_1tb_tables
+from dmt.simulator.cluster import load_cluster
+from dmt.training.config import TrainingConfig
+from dmt.training.job import Job, make_job
+from dmt.training.what_if import Prediction, predict_step
+
+__all__ = ["main"]
+
+_HOSTS = (2, 4, 8, 16, 26)
+_CLUSTERS = ("v100", "a100", "h100")
+_OUT = Path(__file__).parent / "results" / "simulator_papers.md"
+
+
+class Claim(NamedTuple):
+    """A number of a paper and the prediction of it."""
+
+    place: str
+    what: str
+    paper: float
+    predicted: float
+    note: str
+
+
+def job(arch: str, hosts: int, *, ratio: int = 1, dataflow: str = "auto") -> Job:
+    """A model of the paper on hosts of eight GPUs, flat or with a tower on each host."""
+    name = arch if ratio == 1 else f"dmt-{arch}"
+    sixteen = {"forward_precision": "fp16", "backward_precision": "fp16"}
+    values = {
+        "model": {"arch": name, "embedding_dim": 128, "tower_dim": 128 if arch == "dcn" else 128 // ratio},
+        "topology": {"num_towers": hosts, "ranks_per_tower": 8},
+        "sharding": {"dataflow": dataflow, **sixteen},
+        "train": {"batch_size": 16_384},
+    }
+    return make_job(TrainingConfig.model_validate(values), criteo_1tb_tables(128), CRITEO_DENSE_FEATURES)
+
+
+def predict(cluster: str, arch: str, hosts: int, *, ratio: int = 1, dataflow: str = "auto") -> Prediction:
+    """The step of `job` on a shipped cluster."""
+    return predict_step(job(arch, hosts, ratio=ratio, dataflow=dataflow), load_cluster(cluster))
+
+
+def speedups(arch: str, ratio: int) -> dict[tuple[str, int], tuple[float, float]]:
+    """(over flat, over SPTT) of towers, by cluster and hosts."""
+    found = {}
+    for cluster in _CLUSTERS:
+        for hosts in _HOSTS:
+            flat, sptt, towers = (
+                predict(cluster, arch, hosts, ratio=r, dataflow=d).timeline.seconds
+                for r, d in ((1, "flat"), (1, "sptt"), (ratio, "sptt"))
+            )
+            found[cluster, hosts] = (flat / towers, sptt / towers)
+    return found
+
+
+def claims() -> list[Claim]:
+    """Every number of the papers that has a prediction."""
+    dlrm, dcn = speedups("dlrm", 2), speedups("dcn", 2)
+    eight = [predict("a100", "dlrm", 8, ratio=r, dataflow="sptt").timeline.seconds for r in (1, 16)]
+    flat, towers = (predict("h100", "dcn", 8, ratio=r, dataflow=d) for r, d in ((1, "flat"), (2, "sptt")))
+    exposed = flat.timeline.exposed["embeddings"] / max(towers.timeline.exposed["embeddings"], 1e-9)
+    computing = flat.timeline.exposed["compute"] / towers.timeline.exposed["compute"]
+    return [
+        Claim("DMT, figure 10", "DMT-DLRM over flat, most", 1.9, _most(dlrm, 0), _where(dlrm, 0)),
+        Claim("DMT, figure 10", "DMT-DCN over flat, most", 1.8, _most(dcn, 0), _where(dcn, 0)),
+        Claim("DMT, figure 11", "tower modules over SPTT, most", 1.4, _most(dlrm, 1), _where(dlrm, 1)),
+        Claim("DMT, figure 12", "ratio 16 over SPTT, 8 towers", 2.0, eight[0] / eight[1], "a100, 64 GPUs"),
+        Claim("DMT, figure 13", "DCN's exposed embedding exchange", 4.6, exposed, "h100, 64 GPUs"),
+        Claim("DMT, figure 13", "DCN's computing", 1.4, computing, "h100, 64 GPUs"),
+    ]
+
+
+def _most(found: dict[tuple[str, int], tuple[float, float]], which: int) -> float:
+    return max(pair[which] for pair in found.values())
+
+
+def _where(found: dict[tuple[str, int], tuple[float, float]], which: int) -> str:
+    cluster, hosts = max(found, key=lambda key: found[key][which])
+    return f"{cluster}, {8 * hosts} GPUs"
+
+
+def page(rows: Sequence[Claim]) -> str:
+    """The table as Markdown."""
+    lines = [
+        "# Papers and predictions",
+        "",
+        "Made by `python -m benchmarks.simulator_papers`; its docstring says of which models.",
+        "",
+        f"- commit: {commit()}",
+        "",
+        "| place | what | paper | predicted | ratio | where |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row.place} | {row.what} | {row.paper:.1f} | {row.predicted:.2f} | {row.predicted / row.paper:.2f} | "
+        f"{row.note} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path), default=_OUT, show_default=True)
+def main(*, out: Path) -> None:
+    """Predicts what the papers measured."""
+    text = page(claims())
+    out.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
