@@ -260,7 +260,10 @@ class MetaTables(nn.Module):
 
     def __init__(self, tables: Sequence[Any], device: torch.device | str | None) -> None:
         super().__init__()
-        self._tables = nn.ModuleList(nn.Embedding(t.num_embeddings, t.embedding_dim, device=device) for t in tables)
+        sizes = ((table.num_embeddings, table.embedding_dim) for table in tables)
+        # Not by their sizes alone: drawing weights takes its time on the meta device too.
+        made = (nn.Embedding.from_pretrained(torch.empty(size, device=device), freeze=False) for size in sizes)
+        self._tables = nn.ModuleList(made)
         self._features = [tuple(table.feature_names) for table in tables]
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:

@@ -85,9 +85,8 @@ def step_exchanges(job: Job, model: nn.Module, distinct: Sequence[InputGroup] | 
     topology = sharding.topology
     replicas = topology.num_replicas
     costs = CostModel(topology=topology, workload=sharding.workload, hardware=sharding.hardware)
-    loads = [
-        (table, load) for table in job.split_tables for _, load in costs.shards(table, sharding.placements[table.name])
-    ]
+    placements = sharding.placements
+    loads = [(table, load) for table in job.split_tables for _, load in costs.shards(table, placements[table.name])]
     ids, local_ids = _id_bytes(job, costs, loads)
     outputs = replicas * sum(tower.peer_bytes for tower in sharding.towers) / compression_ratio(model)
     numbers = outputs / sharding.hardware.exchange_bytes
@@ -170,9 +169,10 @@ def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module
     workload = replace(sharding.workload, pooling_factors=pooling)
     costs = CostModel(topology=topology, workload=workload, hardware=sharding.hardware)
     tower_ids = tower_outputs = 0.0
+    placements = sharding.placements
     for table in job.split_tables:
         share = topology.num_replicas * rows[tower_of[table.feature_names[0]]] / workload.batch_size
-        for _, load in costs.shards(table, sharding.placements[table.name]):
+        for _, load in costs.shards(table, placements[table.name]):
             tower_ids += share * load.id_bytes
             tower_outputs += share * load.output_bytes
     away = topology.world_size * (1 - 1 / topology.num_towers)

@@ -24,7 +24,7 @@ from dmt.training.job import Job, make_job
 __all__ = ["Alternative", "CountedModel", "Prediction", "alternatives", "count", "predict_step", "step_work"]
 
 _RATIOS = (2, 4, 8, 16)
-_MICRO_BATCHES = (1, 4, 8)
+_OPTIONS = tuple(("train.dense_reduce=hierarchical", f"train.micro_batches={parts}") for parts in (1, 4, 8))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +38,15 @@ class Prediction:
     """Samples per second of the whole job."""
 
 
-def predict_step(job: Job, cluster: Cluster, model: CountedModel | None = None) -> Prediction:
+def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Prediction:
     """Predicts one training step of a job on a cluster.
 
     Args:
         job: the run; its topology may be of another size than the cluster that was measured.
         cluster: speed of its ranks and links.
-        model: what `count` found; the number formats, micro-batches and the like of the config do not change it.
+        work: its `step_work`, where that is known; micro-batches and prefetching do not change it.
     """
-    work, train = step_work(job, model or count(job)), job.config.train
+    work, train = work or step_work(job, count(job)), job.config.train
     if job.sharding is None:
         operations = flat_step(work, cluster, job.topology, prefetch=train.prefetch_ids)
     else:
@@ -165,10 +165,15 @@ def alternatives(
             jobs[key] = make_job(changed, tables, num_dense)
         job = replace(jobs[key], config=changed)
         model = count(job)
-        for options in _options(job.sharding is not None):
-            overrides = (*base, *shape, *options)
-            prediction = predict_step(replace(job, config=_changed(config, overrides)), cluster, model)
-            found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
+        for precision in ("fp32", "fp16"):
+            formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
+            work = None
+            for options in _OPTIONS if job.sharding is not None else ((),):
+                overrides = (*base, *shape, *formats, *options)
+                way = replace(job, config=_changed(config, overrides))
+                work = work or step_work(way, model)
+                prediction = predict_step(way, cluster, work)
+                found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
     # Of equally fast ones, that which compresses less.
     return sorted(found, key=lambda one: (one.prediction.timeline.seconds, one.ratio))
 
@@ -196,16 +201,6 @@ def _models(
 def _shape(towers: int, ranks: int, ranks_per_host: int) -> tuple[str, ...]:
     sizes = {"num_towers": towers, "ranks_per_tower": ranks, "ranks_per_host": ranks_per_host, "num_replicas": 1}
     return tuple(f"topology.{name}={size}" for name, size in sizes.items())
-
-
-def _options(has_towers: bool) -> Iterator[tuple[str, ...]]:
-    for precision in ("fp32", "fp16"):
-        formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
-        if not has_towers:
-            yield formats
-            continue
-        for parts in _MICRO_BATCHES:
-            yield (*formats, "train.dense_reduce=hierarchical", f"train.micro_batches={parts}")
 
 
 def _changed(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig:
