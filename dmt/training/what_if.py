@@ -157,6 +157,7 @@ def alternatives(
     found = []
     columns = max(table.embedding_dim for table in tables)
     jobs: dict[tuple[str, ...], Job] = {}
+    models: dict[tuple[str, ...], CountedModel] = {}
     for base, shape in _models(config, len(feature_names(tables)), columns):
         changed = _changed(config, (*base, *shape))
         # Tables are placed once for all models of a dataflow and shape.
@@ -164,7 +165,11 @@ def alternatives(
         if key not in jobs:
             jobs[key] = make_job(changed, tables, num_dense)
         job = replace(jobs[key], config=changed)
-        model = count(job)
+        # A model without towers is the same in all shapes.
+        own = (*base, *shape) if changed.model.has_towers else (changed.model.arch,)
+        if own not in models:
+            models[own] = count(job)
+        model = models[own]
         for precision in ("fp32", "fp16"):
             formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
             work = None
