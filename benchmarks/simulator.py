@@ -1,6 +1,6 @@
 """Predicted beside measured steps: every contender of a step benchmark, on a cluster that `dmt bench-comms` measured.
 
-OMP_NUM_THREADS=1 python -m benchmarks.simulator --cluster runs/clusters --steps benchmarks/results/train_step.json
+OMP_NUM_THREADS=1 python -m benchmarks.simulator --clusters runs/clusters --steps benchmarks/results/train_step.json
 """
 
 from __future__ import annotations

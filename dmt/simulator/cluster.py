@@ -30,7 +30,7 @@ class CollectiveRates:
     latency_s: float
     """Seconds of one that carries next to nothing."""
     uplink_bytes_per_s: float
-    """Rate at which a host sends to others, all its ranks together, while it receives as much."""
+    """Rate at which a host sends to others, all its ranks together, while it receives at the same rate."""
     host_bytes_per_s: float
     """Rate at which a rank sends to the others of its host."""
     core_s_per_byte: float = 0.0
@@ -60,8 +60,6 @@ class Cluster:
     all_reduce: CollectiveRates
     step_s: float = 0.0
     """Seconds that the program takes to start the work of a step on a device; no step is shorter."""
-    memory_bytes: float | None = None
-    """Bytes of a rank for tables; None: not limited."""
     uplink_by_ranks: Mapping[str, float] = field(default_factory=dict)
     """Share of the uplink's rate that a collective reaches, by its number of ranks (DMT, section 2.3.1); between two
     numbers on a line over their logarithm."""
@@ -143,6 +141,5 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Writes a ``cluster.toml``."""
-    record = {name: value for name, value in asdict(cluster).items() if value is not None}
     with atomic_write(path) as part:
-        part.write_text(tomli_w.dumps(record))
+        part.write_text(tomli_w.dumps(asdict(cluster)))

@@ -140,7 +140,13 @@ class _Program:
 
 
 def tower_step(
-    work: StepWork, cluster: Cluster, topology: TowerTopology, *, micro_batches: int = 1, prefetch: bool = False
+    work: StepWork,
+    cluster: Cluster,
+    topology: TowerTopology,
+    *,
+    micro_batches: int = 1,
+    prefetch: bool = False,
+    hierarchical: bool = False,
 ) -> list[Operation]:
     """Returns the operations of a step with the tower dataflow (DMT, section 3.1; `docs/sptt.md`).
 
@@ -150,10 +156,11 @@ def tower_step(
         topology: of the job.
         micro_batches: K.
         prefetch: True if the ids of the next batch travel during the step.
+        hierarchical: True if dense gradients are summed inside hosts before they cross, and handed out again after.
     """
     step, parts = _Program(cluster), range(micro_batches)
     peers, inner = topology.num_towers, topology.ranks_per_tower
-    copies, world = topology.num_replicas, topology.world_size
+    copies = topology.num_replicas
     ids = step.send(
         "ids to towers", "ids", "all_to_all", load=work.peer_ids, ranks=peers, channel="ids", at_once=prefetch
     )
@@ -188,7 +195,7 @@ def tower_step(
         )
         returned.append(_part(step, f"gradients {k}", work.peer_gradients, peers, micro_batches))
     step.compute("dense arch, backward", flops=(1 - _FORWARD) * work.early_flops)
-    reduced = step.send("dense gradients", "dense", "all_reduce", load=work.dense_weights, ranks=world, channel="dense")
+    reduced = _reduction(step, work.dense_weights, topology, hierarchical=hierarchical)
     for k in parts:
         step.compute(
             f"towers {k}, backward",
@@ -197,7 +204,7 @@ def tower_step(
             after=[returned[k]],
         )
     weights = step.send(
-        "tower gradients", "dense", "all_reduce", load=work.tower_weights, ranks=inner, channel="tower weights"
+        "tower gradients", "dense", "all_reduce", load=work.tower_weights, ranks=inner * copies, channel="tower weights"
     )
     back = step.send(
         "gradients of embeddings", "embeddings", "all_to_all", load=work.tower_outputs, ranks=inner, channel="tower"
@@ -210,6 +217,19 @@ def tower_step(
 
 def _part(step: _Program, name: str, load: Load, peers: int, parts: int) -> str:
     return step.send(name, "embeddings", "exchange", load=load, ranks=peers, parts=parts, channel="peers")
+
+
+def _reduction(step: _Program, load: Load, topology: TowerTopology, *, hierarchical: bool) -> str:
+    """Adds the reduction of dense gradients: a ring, or inside hosts, between them, and inside them again."""
+    if not hierarchical:
+        ring = "dense gradients"
+        return step.send(ring, "dense", "all_reduce", load=load, ranks=topology.world_size, channel="dense")
+    half = Load(0.0, load.inside / 2)
+    size, hosts = topology.host_size, topology.num_hosts
+    step.send("sum of a host", "dense", "all_reduce", load=half, ranks=size, channel="dense")
+    across = Load(load.uplink, 0.0)
+    step.send("sum over hosts", "dense", "all_reduce", load=across, ranks=hosts, channel="dense")
+    return step.send("sum handed out", "dense", "all_reduce", load=half, ranks=size, channel="dense")
 
 
 def flat_step(work: StepWork, cluster: Cluster, topology: TowerTopology, *, prefetch: bool = False) -> list[Operation]:
@@ -234,6 +254,7 @@ def flat_step(work: StepWork, cluster: Cluster, topology: TowerTopology, *, pref
     back = step.send(
         "gradients of embeddings", "embeddings", "all_to_all", load=work.peer_gradients, ranks=world, channel="world"
     )
+    step.compute("dense arch, backward", flops=(1 - _FORWARD) * work.early_flops)
     reduced = step.send("dense gradients", "dense", "all_reduce", load=work.dense_weights, ranks=world, channel="dense")
     step.compute(
         "update of tables", looked_up=work.lookup_bytes * 2 / 3, moved=_COPIES * work.output_bytes, after=[back]

@@ -25,11 +25,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor, nn
 
 from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, start_sum
+from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates
 from dmt.sptt.mesh import TowerMesh
 
-__all__ = ["MEGABYTES", "Timing", "measure_cluster"]
+__all__ = ["MEGABYTES", "Timing", "measure_cluster", "rate"]
 
 MEGABYTES = (1.0, 4.0, 16.0)
 """Sizes of what a rank sends in timed collectives by default, in 10^6 bytes."""
@@ -76,14 +77,16 @@ def measure_cluster(
         The description, and every collective that was timed.
 
     Raises:
-        InputError: ``ranks_per_host`` does not divide the ranks of the job.
+        InputError: ``ranks_per_host`` does not divide the ranks of the job, or more bytes took no longer than fewer.
     """
     hosts = max(1, dist.get_world_size() // ranks_per_host)
     # A tower is a host here, so peers are one rank of each host.
     mesh = TowerMesh(TowerTopology(num_towers=hosts, ranks_per_tower=ranks_per_host))
     sizes = [round(1e6 * size) for size in megabytes]
     timings = [timing for kind in _COLLECTIVES for timing in _time_collective(kind, mesh, device, sizes)]
-    rates = {kind: _rates([t for t in timings if t.collective == kind], ranks_per_host) for kind in _COLLECTIVES}
+    rates = {
+        kind: _rates([t for t in timings if t.collective == kind], ranks_per_host, device.type) for kind in _COLLECTIVES
+    }
     cluster = Cluster(
         name=name,
         hosts=hosts,
@@ -184,29 +187,41 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rates(timings: Sequence[Timing], ranks: int) -> CollectiveRates:
+def _rates(timings: Sequence[Timing], ranks: int, device_type: str) -> CollectiveRates:
     """Rates at the largest size, less the latency, which is the time of the smallest."""
     across, within = ([t for t in timings if t.group == group] for group in ("hosts", "host"))
     if not timings:
         return CollectiveRates(latency_s=0.0, uplink_bytes_per_s=_UNUSED, host_bytes_per_s=_UNUSED)
     first, last = (across or within)[0], (across or within)[-1]
+    more = max(last.core_s - first.core_s, 0.0)
     # Where there are no links of a kind, those of the other kind are taken.
-    uplink = _rate(across, "uplink_bytes") or _rate(within, "inside_bytes")
+    uplink = rate(across, "uplink_bytes") or rate(within, "inside_bytes")
     return CollectiveRates(
         latency_s=first.seconds,
         uplink_bytes_per_s=uplink,
-        host_bytes_per_s=_rate(within, "inside_bytes") or uplink,
-        core_s_per_byte=max(last.core_s - first.core_s, 0.0) / (last.uplink_bytes / ranks + last.inside_bytes),
+        host_bytes_per_s=rate(within, "inside_bytes") or uplink,
+        # On a GPU the core only waits, in a loop that would count as work.
+        core_s_per_byte=0.0 if device_type == "cuda" else more / (last.uplink_bytes / ranks + last.inside_bytes),
     )
 
 
-def _rate(timings: Sequence[Timing], counted: str) -> float:
-    """Bytes per second; 0 without timings."""
+def rate(timings: Sequence[Timing], counted: str) -> float:
+    """Returns the bytes per second by which the last timing is longer than the first, 0 without timings.
+
+    Raises:
+        InputError: it is no longer, or has no more bytes.
+    """
     if not timings:
         return 0.0
     small, large = timings[0], timings[-1]
     more: float = getattr(large, counted) - getattr(small, counted)
-    return more / max(large.seconds - small.seconds, 1e-9)
+    if more <= 0 or large.seconds <= small.seconds:
+        raise InputError(
+            f"{large.collective} of {large.bytes_per_rank:,} bytes took {1e3 * large.seconds:.3f} ms, of "
+            f"{small.bytes_per_rank:,} bytes {1e3 * small.seconds:.3f} ms, which tells no rate. Give larger "
+            "--megabytes, and measure on machines that do nothing else."
+        )
+    return more / (large.seconds - small.seconds)
 
 
 def _time_layers(device: torch.device) -> tuple[Callable[[], Any], float]:

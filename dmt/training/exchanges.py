@@ -21,7 +21,7 @@ from dmt.training.config import TrainConfig
 from dmt.training.distinct import InputGroup
 from dmt.training.job import Job
 
-__all__ = ["Exchange", "StepExchanges", "flat_exchanges", "step_exchanges"]
+__all__ = ["Exchange", "StepExchanges", "flat_exchanges", "share_of_ring", "step_exchanges"]
 
 _ID_BYTES = 8  # an id, and a length
 
@@ -106,7 +106,7 @@ def step_exchanges(job: Job, model: nn.Module, distinct: Sequence[InputGroup] | 
         tower_outputs=_split(tower_outputs, inner),
         peer_outputs=_split(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes, peers),
         peer_gradients=_split(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes, peers),
-        tower_weights=_split(tower_ring, _share_across(topology, topology.tower_module_groups()[0])),
+        tower_weights=_split(tower_ring, share_of_ring(topology, topology.tower_module_groups()[0])),
         dense_weights=Exchange(*_dense_bytes(topology, job.config.train, of_all)),
     )
 
@@ -115,17 +115,18 @@ def _split(size: float, across: float) -> Exchange:
     return Exchange(across * size, (1 - across) * size)
 
 
-def flat_exchanges(job: Job, model: nn.Module) -> tuple[StepExchanges, float]:
-    """Returns the bytes of one step of TorchRec's flat dataflow, and the busiest rank's share of tables over the mean.
+def flat_exchanges(job: Job, model: nn.Module) -> tuple[StepExchanges, list[float]]:
+    """Returns the bytes of one step of TorchRec's flat dataflow, and the columns of tables that each rank holds.
 
     Ids, outputs and gradients go to and from all ranks. Table-wise, whole tables are shared out by their columns,
-    largest first; column-wise and by ``"auto"`` evenly. Arguments and what is left out are as of `step_exchanges`.
+    largest first; column-wise and by ``"auto"`` evenly, where the ids that more than one shard of a table needs are
+    counted once. Arguments and what is left out are as of `step_exchanges`.
     """
     topology, own = job.topology, job.config.sharding
     ranks, batch = topology.world_size, job.config.train.batch_size
     world = topology.share_across_hosts([list(range(ranks))])
     sent = batch * (ranks - 1)  # samples, of all ranks, that a table's owner has from and for others
-    held = [0] * ranks
+    held = [0.0] * ranks
     ids = numbers = 0.0
     for table in sorted(job.tables, key=lambda table: -table.embedding_dim * len(table.feature_names)):
         width = table.embedding_dim * len(table.feature_names)
@@ -143,7 +144,7 @@ def flat_exchanges(job: Job, model: nn.Module) -> tuple[StepExchanges, float]:
         tower_weights=nothing,
         dense_weights=Exchange(*_dense_bytes(topology, job.config.train, of_all)),
     )
-    return exchanges, max(held) * ranks / sum(held) if own.scheme == "table_wise" else 1.0
+    return exchanges, held if own.scheme == "table_wise" else [sum(held) / ranks] * ranks
 
 
 def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module) -> tuple[float, float, float, float]:
@@ -200,11 +201,11 @@ def _dense_bytes(topology: TowerTopology, train: TrainConfig, of_all: int) -> tu
         # Each host sums its own gradients, and hands the means out again.
         return across, 2 * (size - 1) * hosts * numbers * NUMBER_FORMATS["fp32"].num_bytes
     ring = 2 * (topology.world_size - 1) * of_all
-    across = ring * _share_across(topology, range(topology.world_size))
+    across = ring * share_of_ring(topology, range(topology.world_size))
     return across, ring - across
 
 
-def _share_across(topology: TowerTopology, ranks: Sequence[int]) -> float:
+def share_of_ring(topology: TowerTopology, ranks: Sequence[int]) -> float:
     """The share of the links of a ring in host order that lead to another host: one from each host to the next."""
     hosts = len({topology.host(rank) for rank in ranks})
     return hosts / len(ranks) if hosts > 1 else 0.0

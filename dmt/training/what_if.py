@@ -11,20 +11,23 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dmt.models.complexity import PartFlops, compression_ratio, count_parts, dense_weight_bytes
-from dmt.plan.tables import TableSpec, feature_names
+from dmt.plan.tables import TableSpec, feature_names, number_bytes
+from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import replica_costs
 from dmt.simulator.cluster import Cluster
 from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import Timeline, simulate
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
-from dmt.training.exchanges import Exchange, flat_exchanges, step_exchanges
+from dmt.training.exchanges import Exchange, flat_exchanges, share_of_ring, step_exchanges
 from dmt.training.job import Job, make_job
 
 __all__ = ["Alternative", "CountedModel", "Prediction", "alternatives", "count", "predict_step", "step_work"]
 
 _RATIOS = (2, 4, 8, 16)
-_OPTIONS = tuple(("train.dense_reduce=hierarchical", f"train.micro_batches={parts}") for parts in (1, 4, 8))
+_MICRO_BATCHES = (1, 4, 8)
+# What alternatives keep of [sharding]: what the machine and the tables are, not how they are used.
+_KEPT = ("memory_gib", "memory_gb_per_s", "intra_tower_gb_per_s", "collective_latency_us", "pooling_factors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,12 @@ def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Pr
         operations = flat_step(work, cluster, job.topology, prefetch=train.prefetch_ids)
     else:
         operations = tower_step(
-            work, cluster, job.topology, micro_batches=train.micro_batches, prefetch=train.prefetch_ids
+            work,
+            cluster,
+            job.topology,
+            micro_batches=train.micro_batches,
+            prefetch=train.prefetch_ids,
+            hierarchical=train.dense_reduce == "hierarchical",
         )
     timeline = simulate(operations)
     return Prediction(
@@ -80,26 +88,31 @@ def count(job: Job) -> CountedModel:
 
 
 def step_work(job: Job, model: CountedModel) -> StepWork:
-    """Returns the work of one step of a job, of the busiest rank where ranks differ by plan."""
-    batch, factors = job.config.train.batch_size, job.config.sharding.pooling_factors
-    columns = {feature: table.embedding_dim for table in job.split_tables for feature in table.feature_names}
-    rows_read = sum(factors.get(feature, 1.0) * width for feature, width in columns.items())
-    tower_flops, wide = 0.0, 1.0
+    """Returns the work of one step of a job, of the busiest rank or host where they differ by plan."""
+    batch, factors, topology = job.config.train.batch_size, job.config.sharding.pooling_factors, job.topology
+    tables = [(feature, table) for table in job.split_tables for feature in table.feature_names]
+    columns = {feature: table.embedding_dim for feature, table in tables}
+    row_bytes = sum(factors.get(name, 1.0) * table.embedding_dim * number_bytes(table) for name, table in tables)
+    tower_flops, skewed = 0.0, ["peer_outputs", "peer_gradients"]
     if job.sharding is None:
-        exchanges, skew = flat_exchanges(job, model.model)
+        exchanges, held = flat_exchanges(job, model.model)
+        lookups = wide = _busiest(held)
     else:
-        exchanges, skew = step_exchanges(job, model.model), job.sharding.imbalance
+        exchanges, lookups = step_exchanges(job, model.model), job.sharding.imbalance
         tower_flops = len(model.flops.towers) * max(model.flops.towers, default=0.0)
         assert job.towers is not None, "a sharding plan is made for towers"
-        own = [sum(columns[name] for name in tower) for tower in job.towers.to_lists()]
-        wide = max(own) * len(own) / sum(own)
-    loads = {name: _load(exchange, job) for name, exchange in vars(exchanges).items()}
-    # Inside a tower its busiest rank has most to send; of a flat model, the host that holds it.
-    for name in ("peer_outputs", "peer_gradients") if job.sharding is None else ("tower_outputs",):
-        loads[name] = Load(*(skew * size for size in loads[name]))
+        own = [float(sum(columns[name] for name in tower)) for tower in job.towers.to_lists()]
+        held = [own[topology.coordinates(rank).tower] for rank in range(topology.world_size)]
+        wide = _busiest(held)
+        skewed.append("tower_outputs")
+    hosts = _busiest([sum(held[rank] for rank in ranks) for ranks in topology.host_groups()])
+    loads = {name: _load(exchange, topology) for name, exchange in vars(exchanges).items()}
+    for name in skewed:
+        uplink, inside = loads[name]
+        loads[name] = Load(uplink * hosts, inside * (lookups if name == "tower_outputs" else wide))
     return StepWork(
-        lookup_bytes=3 * 4 * batch * rows_read * skew,
-        embedding_bytes=4 * batch * sum(columns.values()) * wide,
+        lookup_bytes=3 * batch * row_bytes * lookups,
+        embedding_bytes=4 * batch * sum(columns.values()) * (1.0 if job.sharding is None else wide),
         output_bytes=4 * batch * sum(columns.values()) / model.ratio,
         tower_flops=batch * tower_flops,
         early_flops=batch * model.flops.dense_arch,
@@ -110,9 +123,14 @@ def step_work(job: Job, model: CountedModel) -> StepWork:
     )
 
 
-def _load(exchange: Exchange, job: Job) -> Load:
+def _busiest(loads: Sequence[float]) -> float:
+    """The largest over the mean."""
+    return max(loads) * len(loads) / sum(loads)
+
+
+def _load(exchange: Exchange, topology: TowerTopology) -> Load:
     """Returns what a host and a rank send of the bytes of all ranks."""
-    return Load(exchange.across / job.topology.num_hosts, exchange.inside / job.topology.world_size)
+    return Load(exchange.across / topology.num_hosts, exchange.inside / topology.world_size)
 
 
 def _replicas(job: Job) -> Load:
@@ -122,8 +140,8 @@ def _replicas(job: Job) -> Load:
         return Load(0.0, 0.0)
     costs = replica_costs(job.sharding, job.split_tables, precision=own.precision, sync_every=own.sync_every)
     sent = 2 * (topology.num_replicas - 1) * costs.sent_bytes / own.sync_every
-    across = topology.share_across_hosts(topology.replica_groups())
-    return _load(Exchange(across * sent, (1 - across) * sent), job)
+    across = share_of_ring(topology, topology.replica_groups()[0])
+    return _load(Exchange(across * sent, (1 - across) * sent), topology)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +161,8 @@ def alternatives(
     """Predicts a step flat, in towers, and compressed by them, with the runtime's options; fastest first.
 
     Towers are strided: how features are grouped hardly changes what is sent. A tower is a host or a rank; where there
-    are more hosts than features, it spans as many hosts as it takes.
+    are more hosts than features, it spans as many hosts as it takes. Of the config they keep tables, batch, layers and
+    optimizers, and of the section sharding what is said of the machine; everything else is as by default.
 
     Args:
         config: the run: its batch size, its dense parts, its ranks, and the hosts that its topology has.
@@ -173,14 +192,14 @@ def alternatives(
         for precision in ("fp32", "fp16"):
             formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
             work = None
-            for options in _OPTIONS if job.sharding is not None else ((),):
+            for options in _options(job):
                 overrides = (*base, *shape, *formats, *options)
                 way = replace(job, config=_changed(config, overrides))
                 work = work or step_work(way, model)
                 prediction = predict_step(way, cluster, work)
                 found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
-    # Of equally fast ones, that which compresses less.
-    return sorted(found, key=lambda one: (one.prediction.timeline.seconds, one.ratio))
+    # Of equally fast ones, but for rounding, that which changes the model less, and then the settings.
+    return sorted(found, key=lambda one: (round(one.prediction.timeline.seconds, 7), one.ratio, len(one.overrides)))
 
 
 def _models(
@@ -208,11 +227,26 @@ def _shape(towers: int, ranks: int, ranks_per_host: int) -> tuple[str, ...]:
     return tuple(f"topology.{name}={size}" for name, size in sizes.items())
 
 
+def _options(job: Job) -> list[tuple[str, ...]]:
+    if job.sharding is None:
+        return [()]
+    reduce = ("train.dense_reduce=hierarchical",) if job.topology.num_hosts > 1 else ()
+    return [(*reduce, f"train.micro_batches={parts}") for parts in _MICRO_BATCHES]
+
+
 def _changed(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig:
+    """The config with these settings, and with what concerns the dataflow as by default."""
     values = config.model_dump(mode="json", exclude_none=True)
+    for section in ("towers", "replicas", "hot_rows", "topology"):
+        values.pop(section, None)
+    for name in ("factory", "in_towers", "options"):
+        values["model"].pop(name, None)
+    for name in ("micro_batches", "dense_reduce", "dense_reduce_precision", "affinity_rows"):
+        values["train"].pop(name, None)
+    kept = () if "sharding.dataflow=flat" in overrides else _KEPT
+    values["sharding"] = {name: value for name, value in values["sharding"].items() if name in kept}
     for override in overrides:
         key, _, value = override.partition("=")
         section, _, name = key.partition(".")
-        values[section][name] = int(value) if value.isdecimal() else value
-    values["towers"] = {"plan": "strided"}
+        values.setdefault(section, {})[name] = int(value) if value.isdecimal() else value
     return TrainingConfig.model_validate(values)

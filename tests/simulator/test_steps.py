@@ -71,6 +71,9 @@ def test_micro_batches_hide_what_the_dense_part_takes() -> None:
 def test_a_flat_step_has_its_collectives_over_all_ranks() -> None:
     flat = replace(WORK, tower_flops=0.0, tower_ids=NOTHING, tower_outputs=NOTHING)
     assert simulate(flat_step(flat, CLUSTER, TOPOLOGY)).seconds == pytest.approx(0.5 + 1 + 4 + 4 + 8 + 8 + 2)
+    for operations, towers in ((flat_step(flat, CLUSTER, TOPOLOGY), 0), (tower_step(WORK, CLUSTER, TOPOLOGY), 6)):
+        work = sum(one.seconds.get("core", 0.0) for one in operations)
+        assert work == pytest.approx(3 + 3 + 12 + towers)
     # Of larger groups the uplink is slower: 4 ranks of a flat model, 2 peers of towers.
     crowded = replace(CLUSTER, uplink_by_ranks={"2": 1.0, "4": 0.5})
     more = [simulate(flat_step(flat, c, TOPOLOGY)).exposed["embeddings"] for c in (CLUSTER, crowded)]
@@ -87,6 +90,15 @@ def test_cores_that_serve_collectives_slow_what_computes() -> None:
     plain, slower = (simulate(tower_step(WORK, cluster, TOPOLOGY)) for cluster in (CLUSTER, busy))
     assert slower.spans["dense arch"][1] - slower.spans["dense arch"][0] == pytest.approx(2.0)
     assert slower.seconds == pytest.approx(plain.seconds)
+
+
+def test_dense_gradients_in_a_ring_and_host_by_host() -> None:
+    ring = simulate(tower_step(replace(WORK, dense_weights=Load(30.0, 200.0)), CLUSTER, TOPOLOGY)).spans
+    assert ring["dense gradients"][1] - ring["dense gradients"][0] >= 3.0
+    by_host = replace(WORK, dense_weights=Load(20.0, 200.0))
+    found = simulate(tower_step(by_host, CLUSTER, TOPOLOGY, hierarchical=True)).spans
+    assert found["sum of a host"][1] <= found["sum over hosts"][0] < found["sum over hosts"][1]
+    assert found["sum over hosts"][1] <= found["sum handed out"][0]
 
 
 def test_replicas_come_last_and_no_step_is_shorter_than_its_program() -> None:

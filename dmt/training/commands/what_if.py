@@ -63,6 +63,11 @@ def run_what_if(config: str, overrides: Sequence[str], cluster: str) -> WhatIf:
             f"for which its rates are. Set topology.ranks_per_host={described.ranks_per_host} and as many towers and "
             "ranks as it takes, or measure such hosts with `dmt bench-comms`."
         )
+    if described.hosts == 1 < run.topology.build().num_hosts:
+        raise InputError(
+            f"Cluster {described.name!r} was measured on one host, which tells nothing of the links between the "
+            f"{run.topology.build().num_hosts} hosts of the run. Measure two hosts or more with `dmt bench-comms`."
+        )
     job = open_job(run)
     return WhatIf(
         cluster=described,
@@ -81,15 +86,22 @@ def print_what_if(result: WhatIf) -> None:
     for found in result.best():
         settings = (_value(found, key) for key in ("forward_precision", "num_towers", "micro_batches"))
         rows.append((_name(found), *settings, *_numbers(found.prediction, flat)))
-    headers = ["", "exchange", "towers", "parts", "step", "samples/s", "x flat", "a host sends", "exposed"]
+    headers = ["", "exchange", "towers", "micro-batches", "step", "samples/s", "x flat", "a host sends", "exposed"]
     title = f"{topology.num_hosts} hosts x {topology.host_size} ranks, {train.batch_size:,} samples a rank"
     console.print(make_table(headers, rows, title=f"{title}, on {result.cluster.name}"))
     console.print(
         "exposed: the share of the step in which a rank computes nothing. Towers with a ratio above 1 compute another "
-        "model than the flat one; what that costs in quality, docs/partitioner.md shows. Predictions leave out skew of "
-        "ids, data reading and sharing of inputs; measure the best two before you choose (docs/what_if.md)."
+        "model than the flat one; docs/quality.md shows what that costs. Left out: skewed and repeated ids, and the "
+        "reading of data. Measure the best two before you choose."
     )
-    console.print(f"The fastest: {' '.join(result.found[0].overrides)}", soft_wrap=True)
+    fastest = result.found[0]
+    if fastest.prediction.timeline.exposed["program"] > 0:
+        console.print("The fastest ones are bound by the program (step_s): a larger batch would tell them apart.")
+    console.print(f"The fastest: {' '.join(fastest.overrides)}", soft_wrap=True)
+    console.print(
+        "With these, leave out what else the config has in [towers], [replicas], [hot_rows] and of exchanges in "
+        "[sharding]."
+    )
 
 
 def _numbers(found: Prediction, flat: float) -> tuple[str, ...]:
