@@ -1,4 +1,4 @@
-"""What the papers measured beside what `dmt what-if` predicts from their hardware. Writes results/simulator_papers.md.
+"""Numbers of the papers beside what `dmt what-if` predicts from their hardware; writes results/simulator_papers.md.
 
     python -m benchmarks.simulator_papers
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.quality.cells import MADE, STAGES, Cell, bytes_across, cell_config, cells_of, tower_sizes
 from benchmarks.quality.findings import compared, costs, tuned
@@ -17,6 +18,15 @@ from benchmarks.towers.clicks import Clicks, read_clicks
 from benchmarks.towers.trials import count_trial, train_and_test
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
+
+
+@pytest.fixture(autouse=True)
+def no_group_left():
+    """Training makes a process group of this process alone, which other tests would meet."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 
 FLAT = Cell(data="hotel", model="dlrm", towers="flat", seed=0)
 

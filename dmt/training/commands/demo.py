@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.partitioner import TowerPartitioner, write_partition_report
+from dmt.partitioner import Partition, TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands.partition import INTERACTIONS, sense_of
 from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_override, to_toml
@@ -105,16 +105,7 @@ def demo(
     runs = {flat_arch: _train(flat)}
 
     console.print("[bold]3/4[/] learning which features belong together")
-    shape: dict[str, Any] = {"num_towers": config.topology.num_towers, "seed": config.train.seed}
-    if strategy == INTERACTIONS:
-        interactions = interactions_of(flat, with_tables=True, seed=config.train.seed)
-        interactions.save(out / "interactions.npz")
-        sense = sense_of(arch.removeprefix("dmt-"))
-        partition = TowerPartitioner(strategy=sense, **shape).partition(interactions)
-    else:
-        affinity, tables = affinity_of_run(Path(flat.train.output_dir))
-        affinity.save(out / "affinity.npz")
-        partition = TowerPartitioner(**shape).partition(affinity, tables=tables)
+    partition = _learned_towers(config, flat, out, strategy)
     plan = replace(partition.plan, command=command)
     plan.save(out / "towers.json")
     back = [("../report.html", "The models trained with and without these towers")]
@@ -146,6 +137,19 @@ def demo(
         console.print(f"{tower.name}: {' '.join(tower.features)}", markup=False, emoji=False)
     console.print(f"Report: {page}   towers: {out / 'towers.json'}, {towers_page}   curves: tensorboard --logdir {out}")
     return runs
+
+
+def _learned_towers(config: TrainingConfig, flat: TrainingConfig, out: Path, strategy: str) -> Partition:
+    """Makes towers of the trained flat model, or of its rows; what was measured is saved in ``out``."""
+    shape: dict[str, Any] = {"num_towers": config.topology.num_towers, "seed": config.train.seed}
+    if strategy == INTERACTIONS:
+        interactions = interactions_of(flat, with_tables=True, seed=config.train.seed)
+        interactions.save(out / "interactions.npz")
+        sense = sense_of(config.model.arch.removeprefix("dmt-"))
+        return TowerPartitioner(strategy=sense, **shape).partition(interactions)
+    affinity, tables = affinity_of_run(Path(flat.train.output_dir))
+    affinity.save(out / "affinity.npz")
+    return TowerPartitioner(**shape).partition(affinity, tables=tables)
 
 
 def demo_settings(data: str) -> list[str]:
