@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
+from dmt.formatting import human_bytes
 from dmt.hot_rows.choice import choose_rows, why_no_copies, why_not_chosen
 from dmt.hot_rows.costs import saved_bytes
 from dmt.hot_rows.profile import AccessProfile, RowCounts
@@ -33,6 +35,8 @@ from dmt.sptt.hot import HotCopies, HotGroups
 from dmt.sptt.mesh import TowerMesh
 
 __all__ = ["HotRows", "HotRowsState"]
+
+logger = logging.getLogger(__name__)
 
 Rows = dict[str, NDArray[np.int64]]
 
@@ -123,7 +127,7 @@ class HotRows:
             raise InputError(f"HotRows: no table can have copies; of table {name!r}, {reason}.")
         specs = table_specs([home.config for home in homes.values()])
         self._tables = [table for table in specs if table.name not in self.left_out]
-        self._budget = extra_memory * sum(table.num_bytes for table in specs)
+        self._extra_memory, self._budget = extra_memory, extra_memory * sum(table.num_bytes for table in specs)
         if profile is not None and (missing := [table.name for table in self._tables if table not in profile.tables]):
             raise InputError(
                 f"HotRows: the profile does not have table {missing[0]!r} as the model does ({len(missing)} such "
@@ -157,8 +161,8 @@ class HotRows:
     def reduced_bytes(self) -> dict[str, float]:
         """Bytes that all ranks sent in the last step to sum the copies' gradients, by names of `dmt.traffic.Traffic`.
 
-        Replicas are taken to send what this rank's does. What a rank reads again after an averaging of the replicas is
-        not counted.
+        All replicas are assumed to send as much as this one. What a rank reads again after an averaging of the replicas
+        is not counted.
         """
         if not self._copies.rows:
             return {}
@@ -170,7 +174,8 @@ class HotRows:
         sent["dense"] += flags * leaving
         sent["inside"] += flags * (ranks - leaving)
         size, groups = self._copies.replica_bytes, topology.replica_groups()
-        of_replicas, share = 2 * (topology.num_replicas - 1) * len(groups) * size, topology.share_across_hosts(groups)
+        of_replicas = 2 * (topology.num_replicas - 1) * len(groups) * size
+        share = topology.ring_share_across_hosts(groups)
         sent["dense"] += share * of_replicas
         sent["inside"] += (1 - share) * of_replicas
         return sent
@@ -280,9 +285,11 @@ class HotRows:
         return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batches=batches, samples=samples)
 
     def load_state(self, state: HotRowsState) -> None:
-        """Goes on from a `state`, maybe on other ranks or of other tables, which are left out; collective.
+        """Continues from a `state`, which may come from other ranks; tables that the model does not have are left out.
 
-        Load the model's state before. A profile is not used after it. With as many ranks all that follows has the bits
+        Collective. Load the model's state before. A profile is not used after it. Copies that take more than
+        ``extra_memory`` allows now are left out until the next choice; with ``refresh_every=None``, where no choice
+        follows, they are kept. With as many ranks all that follows has the bits
         of an uninterrupted run, as long as no table of more than 2^20 rows was read in more of them since the last
         choice: the counts of those are estimates, which depend on how they are added up.
         """
@@ -298,8 +305,17 @@ class HotRows:
                 self._counts.put(name, state.counts[name])
         rows = {name: of_table for name, of_table in state.rows.items() if name in names}
         num_bytes = sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
-        # A run that goes on with less memory has no copies until the next choice.
-        self.replicate(rows if num_bytes <= self._budget else {})
+        # Without choices `replicate` may have made more copies than the budget of a choice allows.
+        is_kept = num_bytes <= self._budget or self._refresh_every is None
+        if num_bytes > self._budget and is_first:
+            logger.warning(
+                "Hot rows: the saved copies take %s on each rank, but extra_memory=%s allows %s. %s",
+                human_bytes(num_bytes),
+                self._extra_memory,
+                human_bytes(self._budget),
+                "refresh_every=None keeps them." if is_kept else "There are no copies until the next choice.",
+            )
+        self.replicate(rows if is_kept else {})
 
     def write_back(self) -> None:
         """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""
@@ -337,7 +353,7 @@ class HotRows:
             most = RowCounts(own.rows, own.counts * group.size(), totals[table.name])
             num_ids = batch_size * totals[table.name] / max(summed.num_samples * len(table.feature_names), 1)
             gain = saved_bytes(most, table, topology, num_ids=num_ids, distinct=distinct)
-            candidates[table.name] = own.rows[gain >= 0]
+            candidates[table.name] = own.rows[gain > 0]
         of_ranks = gather_objects(candidates, group)
         rows = {name: np.unique(np.concatenate([of_rank[name] for of_rank in of_ranks])) for name in names}
         counts = gather_objects({name: mine[name].counts_of(rows[name]) for name in names}, group)

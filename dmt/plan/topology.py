@@ -6,7 +6,7 @@ Legend: R replicas, T towers, L ranks per tower; R * T * L ranks in the job.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -175,6 +175,17 @@ class TowerTopology:
             pairs += len(group) * (len(group) - 1)
             across += len(group) ** 2 - sum(number**2 for number in on_host.values())
         return across / pairs if pairs else 0.0
+
+    def ring_share_across_hosts(self, groups: Sequence[Sequence[int]]) -> float:
+        """The share, of the links of a ring through each group in host order, that lead from one host to another.
+
+        Example:
+            >>> topology = TowerTopology(num_towers=1, ranks_per_tower=4, ranks_per_host=2)
+            >>> topology.ring_share_across_hosts([[0, 1, 2, 3]])  # 1 to 2 and 3 to 0
+            0.5
+        """
+        hosts = [len({self.host(rank) for rank in group}) for group in groups]
+        return sum(number for number in hosts if number > 1) / max(sum(map(len, groups)), 1)
 
     def _groups(self, key: Callable[[RankCoordinates], tuple[int, ...]]) -> list[list[int]]:
         """Groups of ranks with equal keys, in the order of the keys."""

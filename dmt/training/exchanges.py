@@ -21,7 +21,7 @@ from dmt.training.config import TrainConfig
 from dmt.training.distinct import InputGroup
 from dmt.training.job import Job
 
-__all__ = ["Exchange", "StepExchanges", "flat_exchanges", "share_of_ring", "step_exchanges"]
+__all__ = ["Exchange", "StepExchanges", "flat_exchanges", "step_exchanges"]
 
 _ID_BYTES = 8  # an id, and a length
 
@@ -106,7 +106,7 @@ def step_exchanges(job: Job, model: nn.Module, distinct: Sequence[InputGroup] | 
         tower_outputs=_split(tower_outputs, inner),
         peer_outputs=_split(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes, peers),
         peer_gradients=_split(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes, peers),
-        tower_weights=_split(tower_ring, share_of_ring(topology, topology.tower_module_groups()[0])),
+        tower_weights=_split(tower_ring, topology.ring_share_across_hosts(topology.tower_module_groups()[:1])),
         dense_weights=Exchange(*_dense_bytes(topology, job.config.train, of_all)),
     )
 
@@ -201,11 +201,5 @@ def _dense_bytes(topology: TowerTopology, train: TrainConfig, of_all: int) -> tu
         # Each host sums its own gradients, and hands the means out again.
         return across, 2 * (size - 1) * hosts * numbers * NUMBER_FORMATS["fp32"].num_bytes
     ring = 2 * (topology.world_size - 1) * of_all
-    across = ring * share_of_ring(topology, range(topology.world_size))
+    across = ring * topology.ring_share_across_hosts([range(topology.world_size)])
     return across, ring - across
-
-
-def share_of_ring(topology: TowerTopology, ranks: Sequence[int]) -> float:
-    """The share of the links of a ring in host order that lead to another host: one from each host to the next."""
-    hosts = len({topology.host(rank) for rank in ranks})
-    return hosts / len(ranks) if hosts > 1 else 0.0

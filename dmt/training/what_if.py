@@ -19,7 +19,7 @@ from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import Timeline, simulate
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
-from dmt.training.exchanges import Exchange, flat_exchanges, share_of_ring, step_exchanges
+from dmt.training.exchanges import Exchange, flat_exchanges, step_exchanges
 from dmt.training.job import Job, make_job
 
 __all__ = ["Alternative", "CountedModel", "Prediction", "alternatives", "count", "predict_step", "step_work"]
@@ -140,7 +140,7 @@ def _replicas(job: Job) -> Load:
         return Load(0.0, 0.0)
     costs = replica_costs(job.sharding, job.split_tables, precision=own.precision, sync_every=own.sync_every)
     sent = 2 * (topology.num_replicas - 1) * costs.sent_bytes / own.sync_every
-    across = share_of_ring(topology, topology.replica_groups()[0])
+    across = topology.ring_share_across_hosts(topology.replica_groups())
     return _load(Exchange(across * sent, (1 - across) * sent), topology)
 
 

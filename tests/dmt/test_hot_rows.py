@@ -23,6 +23,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter
+from dmt.collectives import gather_objects
 from dmt.hot_rows.choice import choose_rows, why_no_copies, why_not_chosen
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows
@@ -30,6 +31,7 @@ from dmt.plan.tables import TableSpec, table_specs
 from dmt.sptt.hot import HomeTable, HotCopies
 from dmt.sptt.hot_sum import TouchedRowsSum
 from dmt.testing import gather_plain_state
+from dmt.traffic import Traffic
 from dmt.training.health import SoundnessCheck
 from tests.parity import LR, PipelinedBatch, Trained, load_ramps, loss_of, make_tables
 from tests.ranks import run_ranks
@@ -367,15 +369,69 @@ def profile_on_rank(rank: int) -> list[dict[str, list[int]]]:
     state = hot.state()
     assert {name: rows.tolist() for name, rows in state.rows.items()} == found[-1]
     assert (state.steps, state.batches) == (3, 4 * 2), "two batches of each rank since the choice"
-    for memory, kept in ((1.0, found[-1]), (1e-3, {})):
-        other = HotRows(Training(rank, FLAT, mesh).model, mesh, extra_memory=memory)
-        other.load_state(state)
+    for memory, every, kept in ((1.0, 1000, found[-1]), (1e-3, 1000, {}), (1e-3, None, found[-1])):
+        other = HotRows(Training(rank, FLAT, mesh).model, mesh, extra_memory=memory, refresh_every=every)
+        with patch("dmt.hot_rows.runtime.logger.warning") as warn:
+            other.load_state(state)
+        said = [call.args[0] % call.args[1:] for call in warn.call_args_list]
+        end = "the next choice" if every else "None keeps them"
+        assert len(said) == (memory < 1 and rank == 0), "one rank says it for all"
+        assert all("take 128 bytes" in text and "extra_memory=0.001" in text and end in text for text in said)
         assert {name: rows.tolist() for name, rows in other.rows.items()} == kept
         again = other.state()
         assert (again.steps, again.batches, again.samples) == (state.steps, state.batches, state.samples)
         assert all(np.array_equal(again.counts[t.name].counts, state.counts[t.name].counts) for t in training.tables)
         assert not kept or other.reduced_bytes["dense"] > 0
     return found
+
+
+def one_host_on_rank(rank: int) -> int:
+    mesh = TowerMesh(replace(TWO_BY_TWO, ranks_per_host=4))
+    training = Training(rank, FLAT, mesh)
+    hot, told = HotRows(training.model, mesh, refresh_every=1, extra_memory=1.0), []
+
+    def gathered(value: Any, group: Any) -> list[Any]:
+        told.append(value)
+        return gather_objects(value, group)
+
+    training.step(0)
+    with patch("dmt.hot_rows.runtime.gather_objects", gathered):
+        hot.step()
+    assert hot.rows == {}
+    return sum(part.size for own in told if isinstance(own, dict) for part in own.values())
+
+
+@pytest.mark.ranks
+def test_on_one_host_no_row_is_told_to_the_others() -> None:
+    assert run_ranks(one_host_on_rank, 4) == [0] * 4
+
+
+def replicas_ring_on_rank(rank: int) -> list[tuple[Traffic, dict[str, float]]]:
+    """Traffic of a step without and with copies, and what the copies say; data-parallel rows average over replicas."""
+    topology = TowerTopology(
+        num_towers=1, ranks_per_tower=2, num_replicas=4, replica_placement="intra_host", ranks_per_host=2
+    )
+    mesh, case = TowerMesh(topology), replace(FLAT, towers=1, plan=((0, 1, 2, 3),), scheme="data_parallel", sizes=())
+    torch.manual_seed(0)
+    model = shard(case, build(case), mesh)
+    ReplicaSync(model, mesh)
+    hot, found, tables = HotRows(model, mesh, refresh_every=None), [], make_tables(list(case.dims))
+    for rows in ({}, {table.name: range(30) for table in tables}):
+        hot.replicate(rows)
+        for step in range(2):  # in the first the copies are read
+            ids, labels = skewed(rank, step, 7, tables)
+            with TrafficMeter(host_of=topology.host) as meter, meter.phase("backward"):
+                loss_of(model(ids)[1], labels).backward()
+        found.append((meter.total(mesh.global_group), hot.reduced_bytes))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_rows_of_data_parallel_tables_send_rings_over_replicas() -> None:
+    """Replicas 0 and 1 of a shard share a host, 2 and 3 another: two links of four cross, of pairs two of three do."""
+    (before, _), (after, said) = run_ranks(replicas_ring_on_rank, 8)[0]
+    assert said["dense"] == pytest.approx(after.dense - before.dense, abs=100)
 
 
 @pytest.mark.ranks

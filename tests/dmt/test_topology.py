@@ -80,6 +80,24 @@ def test_hosts_hold_whole_towers_or_equal_parts_of_one(
     assert topology.share_across_hosts(topology.tower_groups()) == pytest.approx(tower)
 
 
+def test_links_of_a_ring_are_counted_from_host_to_host() -> None:
+    # Of four towers with three replicas each, two on a host: rings over 0-2, 3-5, 6-8, 9-11 on hosts of 6 or 4 ranks.
+    six, four = (
+        TowerTopology(
+            num_towers=4 if size == 6 else 1,
+            ranks_per_tower=1 if size == 6 else 4,
+            num_replicas=3,
+            replica_placement="intra_host",
+            ranks_per_host=size,
+        )
+        for size in (6, 4)
+    )
+    assert six.ring_share_across_hosts(six.replica_groups()) == 0
+    assert four.ring_share_across_hosts(four.replica_groups()) == pytest.approx((0 + 2 + 2 + 0) / 12)
+    assert six.ring_share_across_hosts([range(12)]) == pytest.approx(2 / 12)
+    assert six.ring_share_across_hosts([]) == 0
+
+
 @pytest.mark.parametrize(
     ("sizes", "ranks_per_host"), [((2, 2, 1), 3), ((2, 2, 1), 8), ((2, 6, 1), 4), ((4, 3, 1), 2), ((2, 2, 3), 4)]
 )
