@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dmt.errors import InputError
 from dmt.formatting import counted
 from dmt.hot_rows.costs import has_single_ids, saved_bytes
 from dmt.hot_rows.profile import AccessProfile, RowCounts
+from dmt.plan.tables import table_specs
 from dmt.sharding.costs import CostModel, ShardLoad
-from dmt.sharding.plan import RankLoad, TableSharding, TowerShardingPlan
+from dmt.sharding.plan import RankLoad, TableSharding, TowerShardingPlan, imbalance_of
 from dmt.sharding.schemes import TablePlacement, table_shards
 
 __all__ = ["access_heights", "access_shares", "plan_by_access"]
@@ -84,9 +86,18 @@ def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: Acce
         plan: of these tables. Shards whose sizes it gives stay as they are.
         tables: ``EmbeddingBagConfig`` or `TableSpec`.
         profile: accesses; tables that it does not have are taken to be read evenly.
+
+    Raises:
+        InputError: the profile has no table of the plan with the same rows, columns and features.
     """
     by_name = {table.name: table for table in tables}
-    known = {one.name for one in profile.tables if one.num_embeddings == _rows(by_name.get(one.name))}
+    known = {table.name for table in table_specs(tables) if table in profile.tables}
+    if not known:
+        raise InputError(
+            f"The profile has no table of this plan ({counted(len(by_name), 'table')}, the first is "
+            f"{next(iter(by_name))!r}) with the same rows, columns and features. Collect it with `dmt profile --out` "
+            "from the same config."
+        )
     planned = {entry.name: entry for entry in plan.tables}
     ranks: list[RankLoad] = []
     for tower in plan.towers:
@@ -104,11 +115,12 @@ def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: Acce
             for rank, (s, m, n, b) in zip(own, loads, strict=True)
         ]
     towers = [
-        replace(tower, imbalance=_imbalance([rank.seconds for rank in ranks if rank.tower == tower.tower]))
+        replace(tower, imbalance=imbalance_of([rank.seconds for rank in ranks if rank.tower == tower.tower]))
         for tower in plan.towers
     ]
     absent = len(plan.tables) - len(known)
-    note = f"{counted(absent, 'table')} not in the profile: taken to be read evenly." if absent else ""
+    words = "not in the profile with its rows, columns and features: taken to be read evenly."
+    note = f"{counted(absent, 'table')} {words}" if absent else ""
     return replace(
         plan,
         tables=tuple(planned[entry.name] for entry in plan.tables),
@@ -134,9 +146,10 @@ def _cut(
     ways = {one: others + _numbers(plan, table, one, counts) for one in placements}
     room = plan.hardware.memory_per_rank or np.inf
     fitting = {one: way for one, way in ways.items() if way[:, 1].max() <= room}
-    words = f"; by the profile its ranks have {_spread(access_shares(counts, rows, heights), len(heights))} lookups"
+    words = f"; by the profile its ranks have {_spread(access_shares(counts, rows, heights))} the mean lookups"
     if (cold := _without_hot(plan, table, profile)) is not None:
-        words += f", {_spread(access_shares(cold, rows, heights), len(heights))} beside hot rows"
+        left = _spread(access_shares(cold, rows, heights))
+        words += f"; if all rows that pay without unique ids had copies, {left}"
     busiest, best = loads[:, 0].max(), min(fitting, key=lambda one: fitting[one][:, 0].max(), default=None)
     if best is None:
         return replace(entry, reason=entry.reason + words), loads
@@ -163,7 +176,10 @@ def _numbers(
 
 
 def _without_hot(plan: TowerShardingPlan, table: Any, profile: AccessProfile) -> RowCounts | None:
-    """Returns the accesses that are left to a table whose rows that pay have copies; None where none pays."""
+    """Returns the accesses that would be left to a table if all its rows that pay had copies; None where none pays.
+
+    Rows are those that pay without unique ids, however many bytes they take.
+    """
     spec = next(one for one in profile.tables if one.name == table.name)
     if not has_single_ids(profile, spec):
         return None
@@ -176,13 +192,5 @@ def _without_hot(plan: TowerShardingPlan, table: Any, profile: AccessProfile) ->
     return RowCounts(counts.rows[cold], counts.counts[cold], left, counts.missed)
 
 
-def _spread(shares: NDArray[np.float64], num_ranks: int) -> str:
-    return f"{num_ranks * shares.min():.2f} to {num_ranks * shares.max():.2f} x the mean"
-
-
-def _imbalance(seconds: Sequence[float]) -> float:
-    return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else 1.0
-
-
-def _rows(table: Any) -> int | None:
-    return None if table is None else table.num_embeddings
+def _spread(shares: NDArray[np.float64]) -> str:
+    return f"{len(shares) * shares.min():.2f} to {len(shares) * shares.max():.2f} x"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.schemes import SCHEMES, TablePlacement
 
-__all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerLoad", "TowerShardingPlan"]
+__all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerLoad", "TowerShardingPlan", "imbalance_of"]
 
 SHARDING_FORMAT = 1
 _REMEDY = "Re-run `dmt plan`."
@@ -131,8 +132,7 @@ class TowerShardingPlan:
     @property
     def imbalance(self) -> float:
         """Cost of the busiest rank over the mean of all ranks; 1 is even."""
-        mean = sum(rank.seconds for rank in self.ranks) / len(self.ranks)
-        return self.seconds / mean if mean else 1.0
+        return imbalance_of([rank.seconds for rank in self.ranks])
 
     @property
     def tables_by_scheme(self) -> dict[str, int]:
@@ -185,3 +185,13 @@ class TowerShardingPlan:
         except (KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{place}: an entry is malformed ({error!r}). {_REMEDY}") from error
         return from_record(cls, record, place=place, remedy=_REMEDY)
+
+
+def imbalance_of(seconds: Sequence[float]) -> float:
+    """Returns the cost of the busiest rank over the mean; 1 is even, or that there is none.
+
+    Example:
+        >>> imbalance_of([3.0, 1.0])
+        1.5
+    """
+    return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else 1.0

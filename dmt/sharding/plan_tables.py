@@ -16,7 +16,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.local_search import pack
 from dmt.sharding.packing import Option, Packing, Problem
-from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan
+from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan, imbalance_of
 from dmt.sharding.rules import Allowed, ShardingRules
 from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards
 
@@ -220,7 +220,7 @@ class _TowerPlanner:
             tower=self.number,
             num_tables=len(self.tables),
             method=method,
-            imbalance=float(seconds.max() / seconds.mean()) if seconds.any() else 1.0,
+            imbalance=imbalance_of(seconds.tolist()),
             peer_bytes=samples * width * self.model.hardware.exchange_bytes,
         )
         return tables, ranks, tower

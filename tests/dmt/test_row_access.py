@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from dmt import TableSpec, TowerTopology
+from dmt import InputError, TableSpec, TowerTopology
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.row_access import access_heights, access_shares, plan_by_access
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
@@ -54,13 +56,21 @@ def test_lookups_of_ranks_are_those_of_the_profile() -> None:
     of_rows = np.bincount(np.repeat(profile["t"].rows, profile["t"].counts), minlength=1000).reshape(4, 250).sum(1)
     # 256 samples of the job; the other table is not in the profile, and every rank has a quarter of its lookups.
     assert [rank.lookups for rank in plan.ranks] == pytest.approx(256 * of_rows / of_rows.sum() + 64)
-    assert plan.notes[-1] == "1 table not in the profile: taken to be read evenly."
+    assert plan.notes[-1] == "1 table not in the profile with its rows, columns and features: taken to be read evenly."
     assert {rank.memory for rank in plan.ranks} == {rank.memory for rank in planned(Hardware()).ranks}
     entry = plan.tables[0]
     assert entry.placement == planned(Hardware()).placements["t"], "single ids cost little beside what is sent"
     assert "by the profile its ranks have 0.15 to 3.26 x the mean lookups" in entry.reason
     assert entry.reason.endswith("not worth it")
     assert plan.tables[1] == planned(Hardware()).tables[1]
+
+
+@pytest.mark.parametrize("change", [{"embedding_dim": 32}, {"feature_names": ("h",)}, {"num_embeddings": 999}])
+def test_the_profile_of_another_model_is_refused(change: dict[str, Any]) -> None:
+    other = replace(TABLE, **change)
+    plan = plan_tables([[other]], TOPOLOGY, rules=ShardingRules(schemes=("row_wise",)))
+    with pytest.raises(InputError, match=r"has no table of this plan \(1 table, the first is 't'\) with the same rows"):
+        plan_by_access(plan, [other], profile_of(1))
 
 
 def test_unequal_shards_are_taken_where_the_busiest_rank_gains() -> None:
