@@ -152,7 +152,7 @@ class HotCopies:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes that a rank hands to the mean over replicas in a step: gradients of data-parallel tables' rows."""
+        """Bytes that a rank contributes to a step's mean over replicas: gradients of data-parallel tables' rows."""
         shared = [self._spans[name] for name, own in zip(self.rows, self._is_replicated, strict=True) if not own]
         numbers = sum(span.stop - span.start for span in shared)
         return 4 * (numbers + 2) if shared and self._groups.replicas.size() > 1 else 0

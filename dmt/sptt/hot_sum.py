@@ -89,8 +89,9 @@ class TouchedRowsSum:
         way: Way | None = None,
     ) -> None:
         self._shapes, self._inside, self._across, self._way = list(shapes), inside, across, way
-        rows, widths = (torch.tensor(sizes, dtype=torch.int64, device=device) for sizes in zip(*shapes, strict=True))
-        self._widths = widths.repeat_interleave(rows)
+        self._heights, widths = (list(sizes) for sizes in zip(*shapes, strict=True))
+        self._num_rows = sum(self._heights)
+        self._widths = torch.tensor(widths, dtype=torch.int64, device=device)
         self.sent = {"backward": 0, "dense": 0, "inside": 0}
         """Bytes that all ranks sent in the last sum, by the names of `dmt.traffic.Traffic`."""
         self.taken: Way = "dense"
@@ -98,6 +99,9 @@ class TouchedRowsSum:
 
     def start(self, gradient: Tensor, told: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts a sum; collective.
+
+        It blocks until ranks have told each other what they touched and a host has summed its own ranks' gradients;
+        what travels between hosts after that is in flight when it returns.
 
         Args:
             gradient: of all rows on this rank, [numbers], zeros where it touched none.
@@ -112,7 +116,9 @@ class TouchedRowsSum:
             return self._start_all_reduce(gradient, None, told)
         by_host = self._touched_by_host(gradient)
         union = by_host.any(0)
-        *of_hosts, of_union = (torch.cat([by_host, union[None]]) * self._widths).sum(1).tolist()
+        # Counted by tables: a number for each row and host would take more memory than the gradient.
+        by_table = torch.cat([by_host, union[None]]).split(self._heights, dim=1)
+        *of_hosts, of_union = torch.stack([rows.sum(1) for rows in by_table], 1).mul(self._widths).sum(1).tolist()
         sizes: dict[str, Any] = {"every": len(gradient), "union": of_union, "of_hosts": of_hosts}
         way = self._way or cheapest_way(**sizes)
         self._note(way, sizes, told)
@@ -127,8 +133,8 @@ class TouchedRowsSum:
         if way != "exchange":
             of_hosts = [sizes["every" if way == "dense" else "union"]] * hosts
         filled = [ranks * -(-(number + len(told)) // ranks) for number in of_hosts]
-        bits = ranks * -(-len(self._widths) // (_BITS * ranks)) if bitmap else 0
-        told_bits = 2 * len(self._widths) + hosts * bits if bitmap else 0
+        bits = ranks * -(-self._num_rows // (_BITS * ranks)) if bitmap else 0
+        told_bits = 2 * self._num_rows + hosts * bits if bitmap else 0
         is_exchange = way == "exchange"
         gathered = (hosts if is_exchange else 1) * sum(filled)
         self.taken = way
@@ -145,13 +151,13 @@ class TouchedRowsSum:
 
     def _picked(self, numbers: Tensor, rows: Tensor) -> Tensor:
         """Numbers of some rows, bool [n]."""
-        of_tables = rows.split([height for height, _ in self._shapes])
+        of_tables = rows.split(self._heights)
         return torch.cat([table[own].flatten() for table, own in zip(self._tables(numbers), of_tables, strict=True)])
 
     def _add(self, total: Tensor, rows: Tensor, picked: Tensor) -> None:
         """Adds what was picked of the same rows to numbers of all rows, in place."""
         first = 0
-        for table, own in zip(self._tables(total), rows.split([height for height, _ in self._shapes]), strict=True):
+        for table, own in zip(self._tables(total), rows.split(self._heights), strict=True):
             places = own.nonzero().flatten()
             size = len(places) * table.shape[1]
             table.index_add_(0, places, picked[first : first + size].view(-1, table.shape[1]))
