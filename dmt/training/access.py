@@ -127,13 +127,17 @@ def save_profile(profile: AccessProfile, path: Path) -> None:
         ) from error
 
 
-def load_profile(path: Path) -> AccessProfile:
+def load_profile(path: Path, *, remedy: str = "Collect it again with `dmt profile --out`.") -> AccessProfile:
     """Reads what `save_profile` wrote.
+
+    Args:
+        path: the file.
+        remedy: what the message of an error tells the reader to do.
 
     Raises:
         InputError: the file is absent, damaged, or no access profile.
     """
-    place, remedy = f"Access profile {path}", "Collect it again with `dmt profile --out`."
+    place = f"Access profile {path}"
     try:
         with open_file(path) as file:
             table = pq.read_table(file)
@@ -196,10 +200,10 @@ def load_hot_rows(folder: Path) -> HotRowsState | None:
     remedy = "Start from another checkpoint."
     record = parse_json(path.read_text(encoding="utf-8"), place=str(path), remedy=remedy)
     numbers = from_record(_Numbers, record, place=str(path), remedy=remedy)
-    rows = load_profile(folder / _ROWS)
+    rows = load_profile(folder / _ROWS, remedy=remedy)
     chosen = {table.name: rows[table.name].rows for table in rows.tables}
     return HotRowsState(
         rows={name: of_table for name, of_table in chosen.items() if len(of_table)},
-        counts=load_profile(folder / _COUNTS),
+        counts=load_profile(folder / _COUNTS, remedy=remedy),
         **asdict(numbers),
     )

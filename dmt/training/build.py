@@ -168,7 +168,10 @@ def check_rank_memory(job: Job) -> None:
         tables = max(rank.memory for rank in job.sharding.ranks)
     # Of each copy the weight, its gradient and states; AdaGrad's single numbers of rows are left out.
     states = {"adagrad": 1, "adam": 2}.get(config.optimizer.sparse, 0)
-    copies = (2 + states) * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables)
+    # On one host no row is ever chosen.
+    is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
+    share = config.hot_rows.extra_memory if is_across else 0.0
+    copies = (2 + states) * share * sum(table.num_bytes for table in job.tables)
     hot = f"{human_bytes(copies)} for copies of hot rows (hot_rows.extra_memory), " if copies else ""
     columns = job.num_dense + sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
     batch = max(config.train.batch_size, config.train.eval_batch_size) * columns * 4

@@ -179,7 +179,7 @@ class Checkpointer:
                 column_shards=column_shards,
                 moment_scales=scales_of(model) if moment_scales is None else moment_scales,
             )
-            job = partial(self._write, pieces, manifest, describe or _nothing_more)
+            job = partial(self._write, pieces, manifest, describe or _nothing)
             if self._thread is not None:
                 self._pending = self._thread.submit(job)
             else:
@@ -276,11 +276,7 @@ class Checkpointer:
             logger.warning("Old checkpoints in %s cannot be deleted: %s", self._store.folder, error)
 
 
-def _nothing() -> None:
-    return None
-
-
-def _nothing_more(_: Path) -> None:
+def _nothing(*_: Path) -> None:
     return None
 
 
