@@ -289,9 +289,9 @@ class HotRows:
 
         Collective. Load the model's state before. A profile is not used after it. Copies that take more than
         ``extra_memory`` allows now are left out until the next choice; with ``refresh_every=None``, where no choice
-        follows, they are kept. With as many ranks all that follows has the bits
-        of an uninterrupted run, as long as no table of more than 2^20 rows was read in more of them since the last
-        choice: the counts of those are estimates, which depend on how they are added up.
+        follows, they are kept. With as many ranks all that follows has the bits of an uninterrupted run, as long as no
+        table of more than 2^20 rows was read in more of them since the last choice: the counts of those are estimates,
+        which depend on how they are added up.
         """
         names = {table.name for table in self._tables if table in state.counts.tables}
         self._steps, self._profile = state.steps, None
