@@ -6,6 +6,7 @@ OMP_NUM_THREADS=1 python -m benchmarks.simulator --clusters runs/clusters --step
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import click
 from scipy.stats import kendalltau
 
+from benchmarks.emulation.hosts import EmulatedHosts
+from benchmarks.provenance import commit, processor
 from benchmarks.steps.contenders import Contender, parse_contender
 from benchmarks.steps.inputs import benchmark_tables
 from benchmarks.steps.setting import Setting
@@ -26,6 +29,9 @@ from dmt.training.what_if import predict_step
 
 __all__ = ["job_of", "main"]
 
+_STEPS = Path(__file__).parent / "results" / "train_step.json"
+_OUT = _STEPS.with_name("simulator.md")
+_MEGABYTES = ("4", "25")
 _FLAT = {"table_wise": "table_wise", "column_wise": "column_wise"}
 
 
@@ -75,36 +81,58 @@ def predictions(run: Mapping[str, Any], cluster: Cluster) -> list[tuple[str, flo
     return rows
 
 
-@click.command()
-@click.option(
-    "--clusters", type=click.Path(path_type=Path, exists=True), required=True, help="Folder of cluster files."
-)
-@click.option(
-    "--steps", type=click.Path(path_type=Path, exists=True), default=Path("benchmarks/results/train_step.json")
-)
-def main(*, clusters: Path, steps: Path) -> None:
-    """Prints measured and predicted steps, and how far they are apart."""
-    everything: list[tuple[str, float, float]] = []
-    for run in json.loads(steps.read_text())["runs"]:
-        setting = run["setting"]
-        rate = setting["mbit_per_s"] or 0
-        file = clusters / f"{setting['hosts']}x{setting['ranks_per_host']}-{rate:g}.toml"
-        if not file.exists():
-            print(f"# no {file.name}")
-            continue
-        print(f"# {run['part']}: {file.stem}, B={setting['batch_size']}")
-        rows = predictions(run, load_cluster(file))
-        for name, measured, predicted in rows:
-            print(f"{name:34}{measured:9.3f}{predicted:9.3f}{predicted / measured - 1:+8.1%}")
-        everything += rows
-    summary(everything)
+def measure(setting: Mapping[str, Any], out: Path) -> None:
+    """Describes emulated hosts as a user would: `dmt bench-comms` under torchrun, on every host. Needs root."""
+    ranks, program = setting["ranks_per_host"], shutil.which("dmt")
+    assert program is not None, "the environment has the library installed"
+    with EmulatedHosts(setting["hosts"], mbit_per_s=setting["mbit_per_s"]) as hosts:
+        command = ["--no-python", program, "bench-comms", "--device", "cpu", "--out", str(out.resolve())]
+        sizes = [argument for size in _MEGABYTES for argument in ("--megabytes", size)]
+        hosts.torchrun([*command, *sizes], ranks_per_host=ranks, timeout=600)
 
 
-def summary(rows: Sequence[tuple[str, float, float]]) -> None:
-    """Prints the errors of all predictions, and whether they are in the order of the measurements."""
+def page(runs: Sequence[tuple[str, Sequence[tuple[str, float, float]]]]) -> str:
+    """The table as Markdown, with the errors of all predictions."""
+    rows = [row for _, of_run in runs for row in of_run]
     errors = sorted(abs(predicted / measured - 1) for _, measured, predicted in rows)
     order = kendalltau([row[1] for row in rows], [row[2] for row in rows]).statistic
-    print(f"{len(rows)} steps: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, tau {order:.3f}")
+    lines = [
+        "# Predicted and measured steps",
+        "",
+        f"Made by `python -m benchmarks.simulator` at {commit()}, on {processor()}. Nothing is fitted to a step.",
+        "",
+        f"{len(rows)} steps: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, Kendall's tau "
+        f"{order:.3f}.",
+        "",
+        "| job | contender | measured, s | predicted, s | error |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, of_run in runs:
+        for contender, measured, predicted in of_run:
+            error = predicted / measured - 1
+            lines.append(f"| {name} | {contender} | {measured:.3f} | {predicted:.3f} | {error:+.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--clusters", type=click.Path(path_type=Path), required=True, help="Folder of cluster files.")
+@click.option("--measure", "is_measured", is_flag=True, help="First measure those that are absent, as root.")
+@click.option("--steps", type=click.Path(path_type=Path, exists=True), default=_STEPS, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default=_OUT, show_default=True)
+def main(*, clusters: Path, is_measured: bool, steps: Path, out: Path) -> None:
+    """Writes predicted beside measured steps, of all jobs whose hosts have a cluster file."""
+    runs = []
+    for run in json.loads(steps.read_text())["runs"]:
+        setting = run["setting"]
+        file = clusters / f"{setting['hosts']}x{setting['ranks_per_host']}-{setting['mbit_per_s'] or 0:g}.toml"
+        if is_measured and not file.exists():
+            measure(setting, file)
+        if file.exists():
+            name = f"{run['part']}, {file.stem}, B={setting['batch_size']}"
+            runs.append((name, predictions(run, load_cluster(file))))
+    text = page(runs)
+    out.write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
