@@ -156,6 +156,9 @@ def test_the_record_says_how_many_seeds_there_are(tmp_path):
     assert "| 4 | DCN | strided | -0.0300 (0.0019) |" in page
     assert "| 4 | DCN | interactions | -0.0100 (0.0016, 5) |" in page
     assert "| 4 | 4 | 1536 | 100 | 384 (4.0), 1.00 |" in page
+    # What the rule of six seeds changes: 6 signs of one kind have p = 2 / 2^6, and all rows would count.
+    num = len(compared(records, "hotel", 16))
+    assert f"over all {num} rows, as first planned, the smallest p after the correction is {num / 32:.2g}." in page
     assert picture.stat().st_size > 10_000
 
 
