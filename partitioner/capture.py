@@ -19,7 +19,10 @@ from dmt.plan.tables import TableSpec
 if TYPE_CHECKING:
     from dmt.partitioner.collect import Lockstep
 
-__all__ = ["Collection", "NoRows", "Watch", "by_feature", "evaluating", "find_collections", "watching"]
+__all__ = ["COLLECT", "Collection", "NoRows", "Watch", "by_feature", "evaluating", "find_collections", "watching"]
+
+COLLECT = "FeatureAffinity.collect"
+"""Name that messages begin with, unless another measure is told."""
 
 
 class NoRows(Exception):
@@ -43,8 +46,12 @@ class Collection:
     """True if this rank knows all tables in their order; a rank of a tower knows the tower's only."""
 
 
-def find_collections(model: nn.Module, module_path: str | None, *, in_group: bool) -> list[Collection]:
+def find_collections(
+    model: nn.Module, module_path: str | None, *, in_group: bool | None, where: str = COLLECT
+) -> list[Collection]:
     """Finds the embedding collections at or below a path (`FeatureAffinity.collect`); None: everywhere.
+
+    ``in_group`` is None for a measure that takes no sharded models.
 
     Raises:
         InputError: TorchRec is absent; there is no collection, none at the path, one that is sharded without a group
@@ -54,31 +61,31 @@ def find_collections(model: nn.Module, module_path: str | None, *, in_group: boo
         found, towers = _search(model)
     except ImportError as error:
         raise InputError(
-            f"FeatureAffinity.collect needs TorchRec, which cannot be imported here ({error}). Collect where it is "
+            f"{where} needs TorchRec, which cannot be imported here ({error}). Collect where it is "
             "installed and .save() the affinity; `dmt doctor` says what is missing."
         ) from error
     for path, tower in towers.items():
         if _is_below(path, module_path):
             raise InputError(
-                f"FeatureAffinity.collect: {path!r} is a {type(tower).__name__}. The embeddings of a tower's features "
+                f"{where}: {path!r} is a {type(tower).__name__}. The embeddings of a tower's features "
                 "stay on the tower's ranks and only tower outputs come out, so no rank ever has all features of a "
                 "sample. Collect on a flat model, or load the checkpoint into the plain model in one process."
             )
     if not found:
         raise InputError(
-            f"FeatureAffinity.collect: {type(model).__name__} holds no EmbeddingBagCollection. Give the model that "
+            f"{where}: {type(model).__name__} holds no EmbeddingBagCollection. Give the model that "
             "looks up the embeddings, or build FeatureAffinity(matrix=..., features=...) yourself."
         )
     wanted = [collection for collection in found if _is_below(collection.path, module_path)]
     if not wanted:
         paths = [collection.path for collection in found]
         raise InputError(
-            f"FeatureAffinity.collect: there is no EmbeddingBagCollection at module_path={module_path!r}."
+            f"{where}: there is no EmbeddingBagCollection at module_path={module_path!r}."
             f"{did_you_mean(module_path or '', paths)} The model has them at {', '.join(map(repr, paths[:5]))}."
         )
     for collection in wanted:
         if collection.is_sharded:
-            _check_sharded(collection, in_group)
+            _check_sharded(collection, in_group, where)
     return wanted
 
 
@@ -103,9 +110,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def watching(collections: Sequence[Collection], ranks: Lockstep) -> Iterator[list[Watch]]:
+def watching(collections: Sequence[Collection], ranks: Lockstep, where: str = COLLECT) -> Iterator[list[Watch]]:
     """Hooks the collections; the caller calls `Watch.start` before each forward."""
-    watches = [Watch(collection, ranks) for collection in collections]
+    watches = [Watch(collection, ranks, where) for collection in collections]
     try:
         yield watches
     finally:
@@ -116,8 +123,10 @@ def watching(collections: Sequence[Collection], ranks: Lockstep) -> Iterator[lis
 class Watch:
     """The hooks of one collection, and what they saw in the current forward."""
 
-    def __init__(self, collection: Collection, ranks: Lockstep) -> None:
+    def __init__(self, collection: Collection, ranks: Lockstep, where: str = COLLECT) -> None:
         self.collection, self._ranks = collection, ranks
+        self.where = where
+        """Name that its messages begin with."""
         self._keys: list[str] | None = None
         self.replaced: Mapping[str, Tensor] = {}
         """Embeddings [B, N] by feature that the model gets instead of its own; of plain collections only."""
@@ -146,7 +155,7 @@ class Watch:
             differing = self._ranks.ranks_that_differ(self._ranks.share(stage, form, error))
             if differing:
                 raise InputError(
-                    f"FeatureAffinity.collect: at {stage}, ranks {differing} differ from the first in whether ids have "
+                    f"{self.where}: at {stage}, ranks {differing} differ from the first in whether ids have "
                     "weights or one batch size for all features. Give all ranks batches of one form."
                 )
         elif error is not None:
@@ -169,10 +178,10 @@ class Watch:
         return _with_replaced(self.output, self.replaced) if self.replaced else self.output
 
     def _input_error(self, ids: Any) -> InputError | None:
-        where = f"EmbeddingBagCollection {self.collection.path!r}"
+        where, module = self.where, f"EmbeddingBagCollection {self.collection.path!r}"
         if self._has_run:
             return InputError(
-                f"FeatureAffinity.collect: {where} ran twice in one forward, so its features have two embeddings per "
+                f"{where}: {module} ran twice in one forward, so its features have two embeddings per "
                 "sample. Give forward= that runs it once."
             )
         if ids is None:
@@ -181,13 +190,13 @@ class Watch:
         missing = [name for name in dict.fromkeys(self.collection.inputs.values()) if name not in known]
         if missing:
             return InputError(
-                f"FeatureAffinity.collect: batch {self.batch} lacks feature {missing[0]!r} of {where} "
+                f"{where}: batch {self.batch} lacks feature {missing[0]!r} of {module} "
                 f"({len(missing)} missing, {len(known)} present).{did_you_mean(missing[0], known)}"
             )
         if self.collection.is_sharded and self._keys is not None and list(ids.keys()) != self._keys:
             # The first batch decides where TorchRec looks for a feature ever after.
             return InputError(
-                f"FeatureAffinity.collect: batch {self.batch} gives {where} its features in another order "
+                f"{where}: batch {self.batch} gives {module} its features in another order "
                 "than earlier ones; a sharded collection needs the same keys in the same order."
             )
         return None
@@ -207,6 +216,7 @@ def by_feature(watches: Sequence[Watch]) -> dict[str, Tensor]:
         InputError: no collection ran, one returned something else than a ``KeyedTensor``, or two have one feature.
     """
     embeddings: dict[str, Tensor] = {}
+    where = watches[0].where
     home: dict[str, str] = {}
     for watch in watches:
         collection, path, output = watch.collection, watch.collection.path, watch.output
@@ -216,7 +226,7 @@ def by_feature(watches: Sequence[Watch]) -> dict[str, Tensor]:
             output = output.wait()
         if not hasattr(output, "to_dict"):
             raise InputError(
-                f"FeatureAffinity.collect: {path!r} returned a {type(output).__name__}, not a KeyedTensor. Give the "
+                f"{where}: {path!r} returned a {type(output).__name__}, not a KeyedTensor. Give the "
                 "model with TorchRec's own collections."
             )
         found = output.to_dict()
@@ -225,7 +235,7 @@ def by_feature(watches: Sequence[Watch]) -> dict[str, Tensor]:
         for feature in ordered if len(ordered) == len(found) else found:
             if feature in home:
                 raise InputError(
-                    f"FeatureAffinity.collect: feature {feature!r} is looked up by {home[feature]!r} and by {path!r}; "
+                    f"{where}: feature {feature!r} is looked up by {home[feature]!r} and by {path!r}; "
                     "choose one with module_path."
                 )
             home[feature] = path
@@ -233,7 +243,7 @@ def by_feature(watches: Sequence[Watch]) -> dict[str, Tensor]:
     if not embeddings:
         paths = [watch.collection.path for watch in watches]
         raise InputError(
-            f"FeatureAffinity.collect: the forward of batch {watches[0].batch} ran no EmbeddingBagCollection (waiting "
+            f"{where}: the forward of batch {watches[0].batch} ran no EmbeddingBagCollection (waiting "
             f"for {', '.join(map(repr, paths[:5]))}). Check forward= and module_path."
         )
     return embeddings
@@ -277,8 +287,12 @@ def _is_below(path: str, module_path: str | None) -> bool:
     return not module_path or path == module_path or path.startswith(f"{module_path}.")
 
 
-def _check_sharded(collection: Collection, in_group: bool) -> None:
-    where = f"FeatureAffinity.collect: {collection.path!r} is a {type(collection.module).__name__}"
+def _check_sharded(collection: Collection, in_group: bool | None, where: str) -> None:
+    where = f"{where}: {collection.path!r} is a {type(collection.module).__name__}"
+    if in_group is None:
+        raise InputError(
+            f"{where}, whose tables are spread over ranks. Load the checkpoint into the plain model, in one process."
+        )
     if not in_group:
         raise InputError(
             f"{where}, whose tables are spread over ranks. Call collect on every rank, each with its own batches, and "

@@ -29,13 +29,22 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.capture import Collection, NoRows, Watch, by_feature, evaluating, find_collections, watching
+from dmt.partitioner.capture import (
+    COLLECT,
+    Collection,
+    NoRows,
+    Watch,
+    by_feature,
+    evaluating,
+    find_collections,
+    watching,
+)
 from dmt.plan.tables import TableSpec, feature_names
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Lockstep", "collect_affinity", "run_batch"]
+__all__ = ["Lockstep", "check_batch", "collect_affinity", "run_batch", "tables_of"]
 
 # Float64 elements of normalised embeddings, or of CKA's gram matrices, in a block of samples (64 MiB; CKA holds up to
 # three such at a time): a batch is worked through in blocks.
@@ -155,7 +164,7 @@ class _Measured:
             # The sum lives where the embeddings do: a group of GPUs adds up what is on GPUs only.
             self.start_sum(tuple(embeddings), next(iter(embeddings.values())).device)
             self.measure = "cosine" if len({one.shape[1] for one in embeddings.values()}) == 1 else "cka"
-        _check_batch(embeddings, self.features, watches[0].batch)
+        check_batch(embeddings, self.features, watches[0].batch)
         if self.measure == "cosine":
             self._add_cosines(embeddings)
         else:
@@ -200,16 +209,17 @@ class _Measured:
         self.sum_FF = torch.zeros(len(features), len(features), dtype=torch.float64, device=device)
         self.uncentred_F = self.sum_FF.new_zeros(len(features))
 
-    def tables(self) -> tuple[TableSpec, ...]:
-        """Tables of the features, or none if they do not fit them one to one."""
-        tables = [table for collection in self.collections for table in collection.tables]
-        used = [table for table in tables if not set(table.feature_names).isdisjoint(self.features)]
-        # Two collections may each have a table of one name, which no plan could tell apart.
-        unique = len({table.name for table in used}) == len(used)
-        order = {name: i for i, name in enumerate(self.features)}
-        if not unique or sorted(feature_names(used)) != sorted(self.features):
-            return ()
-        return tuple(sorted(used, key=lambda table: min(order[name] for name in table.feature_names)))
+
+def tables_of(collections: Sequence[Collection], features: Sequence[str]) -> tuple[TableSpec, ...]:
+    """Returns the tables of the features, or none if they do not fit them one to one."""
+    tables = [table for collection in collections for table in collection.tables]
+    used = [table for table in tables if not set(table.feature_names).isdisjoint(features)]
+    # Two collections may each have a table of one name, which no plan could tell apart.
+    unique = len({table.name for table in used}) == len(used)
+    order = {name: i for i, name in enumerate(features)}
+    if not unique or sorted(feature_names(used)) != sorted(features):
+        return ()
+    return tuple(sorted(used, key=lambda table: min(order[name] for name in table.feature_names)))
 
 
 def _common_collections(
@@ -298,7 +308,7 @@ def _sum_of_ranks(measured: _Measured, ranks: Lockstep, group: ProcessGroup | No
         features=features,
         num_samples=num_samples,
         measure=measure,
-        tables=measured.tables(),
+        tables=tables_of(measured.collections, features),
         pooling_factors=tuple((counted[:-1] / counted[-1]).tolist()) if has_ids else None,
     )
 
@@ -334,22 +344,22 @@ def _cka(sum_FF: Tensor, uncentred_F: Tensor) -> Tensor:
     return torch.where(cka_FF.isfinite(), cka_FF, 0.0).clamp(0.0, 1.0)
 
 
-def run_batch(model: nn.Module, batch: Any) -> Any:
+def run_batch(model: nn.Module, batch: Any, where: str = COLLECT) -> Any:
     """Runs a model on a batch as the trainer does; raises `InputError` where the batch is not of that form."""
     if not (hasattr(batch, "dense_features") and hasattr(batch, "sparse_features")):
         raise InputError(
-            f"FeatureAffinity.collect: a batch is a {type(batch).__name__} without dense_features and sparse_features; "
+            f"{where}: a batch is a {type(batch).__name__} without dense_features and sparse_features; "
             "say how to run it, for instance forward=lambda model, batch: model(batch)."
         )
     return model(batch.dense_features, batch.sparse_features)
 
 
-def _check_batch(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: int) -> None:
+def check_batch(embeddings: Mapping[str, Tensor], features: Sequence[str], batch: int, where: str = COLLECT) -> None:
     """Raises `InputError` unless the embeddings of a batch can be compared."""
     changed = sorted(set(embeddings) ^ set(features))
     if changed:
         raise InputError(
-            f"FeatureAffinity.collect: feature {changed[0]!r} is not in every batch (see batch {batch}); every forward "
+            f"{where}: feature {changed[0]!r} is not in every batch (see batch {batch}); every forward "
             "must look up the same features."
         )
     first = features[0]
@@ -357,12 +367,12 @@ def _check_batch(embeddings: Mapping[str, Tensor], features: Sequence[str], batc
         # Pairs exist only within one sample.
         if len(embeddings[feature]) != len(embeddings[first]):
             raise InputError(
-                f"FeatureAffinity.collect: batch {batch} has embeddings [samples, dim] {list(embeddings[first].shape)} "
+                f"{where}: batch {batch} has embeddings [samples, dim] {list(embeddings[first].shape)} "
                 f"for feature {first!r} but {list(embeddings[feature].shape)} for {feature!r}; they must have the same "
                 "samples."
             )
         if not bool(embeddings[feature].isfinite().all()):
             raise InputError(
-                f"FeatureAffinity.collect: the embedding of feature {feature!r} is not finite in batch {batch}. "
+                f"{where}: the embedding of feature {feature!r} is not finite in batch {batch}. "
                 "Check the trained table for NaN or infinity."
             )

@@ -224,7 +224,9 @@ class FeatureInteractions:
 
         Args:
             model: unsharded and in one process, with trained weights; in eval mode while it is measured.
-            batches: a few thousand rows, each batch of two at least; every one takes 1 + F + F (F - 1) / 2 passes.
+            batches: a few thousand rows in random order, each batch of two at least; every one takes
+                1 + F + F (F - 1) / 2 passes. Where rows are sorted by a feature, the rows of a batch have one value of
+                it, and its interactions are lost. Rows whose ``weights`` are 0 are left out.
             module_path: of the ``EmbeddingBagCollection`` whose features are measured; by default all of the model's.
             forward: runs the model on a batch and returns log odds, [B] or [B, 1]; by default
                 ``model(batch.dense_features, batch.sparse_features)``.
@@ -232,7 +234,8 @@ class FeatureInteractions:
 
         Raises:
             InputError: the model is sharded or has no ``EmbeddingBagCollection``, a batch has fewer than two rows or
-                there is none, or what forward returns is not one finite number for each row.
+                there is none, what forward returns is not one finite number for each row or is always between 0 and 1,
+                or a feature is the same in all rows of each batch but not in all batches.
 
         Example:
             >>> import torch

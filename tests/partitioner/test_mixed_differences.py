@@ -113,8 +113,12 @@ def test_the_trainers_batches_and_several_of_them_are_taken():
         ({"batches": []}, "FeatureInteractions.collect_from_model: batches gave no row"),
         ({"forward": lambda model, batch: model(batch).values()}, "returned [500, 16]; it must be log odds, [B] or"),
         ({"forward": lambda model, batch: model(batch)["a"][:, 0] / 0}, "log odds of batch 0 are not finite"),
-        ({"forward": lambda model, batch: model(batch)["a"][:1, 0]}, "batch 0 has 1 row; another one is drawn"),
-        ({"model": torch.nn.Linear(2, 2)}, "Linear holds no EmbeddingBagCollection"),
+        ({"forward": lambda model, batch: model(batch)["a"][:1, 0]}, "returned 1 log odds for 500 rows of embeddings"),
+        ({"forward": lambda model, batch: model(batch)["a"][:, 0].sigmoid()}, "are between 0 and 1, as probabilities"),
+        (
+            {"model": torch.nn.Linear(2, 2)},
+            "FeatureInteractions.collect_from_model: Linear holds no EmbeddingBagCollection",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(change, message):
@@ -122,3 +126,61 @@ def test_what_cannot_be_measured_is_refused(change, message):
     given = {"model": model, "batches": [batch], "forward": forward} | change
     with pytest.raises(InputError, match=re.escape(message)):
         FeatureInteractions.collect_from_model(given.pop("model"), given.pop("batches"), **given)
+
+
+def one_by_one(batch, rows):
+    ids = batch.values().reshape(len(NAMES), ROWS)[:, rows]
+    return KeyedJaggedTensor(NAMES, ids.reshape(-1), lengths=torch.ones(ids.numel(), dtype=torch.long))
+
+
+def test_rows_that_are_sorted_by_a_feature_are_refused():
+    # Exchanged among rows that all have it, "a" interacts with nothing.
+    model, batch, forward = planted("ac")
+    values = batch.values()[:ROWS]
+    sorted_by_a = [one_by_one(batch, values == value) for value in range(IDS)]
+    with pytest.raises(InputError, match=r"collect_from_model: feature 'a' is the same in all rows of each batch, but"):
+        FeatureInteractions.collect_from_model(model, sorted_by_a, forward=forward)
+    # One that is constant everywhere interacts with nothing in truth.
+    found = FeatureInteractions.collect_from_model(model, sorted_by_a[:1] * 2, forward=forward)
+    assert pairs_of(found) == set()
+
+
+def test_rows_without_a_weight_are_left_out_and_lend_nothing():
+    model, batch, forward = planted("ac")
+    weights = torch.ones(ROWS)
+    weights[300:] = 0
+    given = SimpleNamespace(ids=batch, weights=weights)
+    found = FeatureInteractions.collect_from_model(
+        model, [given], forward=lambda model, batch: forward(model, batch.ids)
+    )
+    alone = FeatureInteractions.collect_from_model(model, [one_by_one(batch, slice(300))], forward=forward)
+    assert found.num_rows == 300
+    np.testing.assert_allclose(found.gains, alone.gains, rtol=1e-12)
+    given.weights = torch.arange(ROWS) == 7
+    with pytest.raises(InputError, match="batch 0 has 1 row with a weight; another one is drawn"):
+        FeatureInteractions.collect_from_model(model, [given], forward=lambda model, batch: forward(model, batch.ids))
+    given.weights = torch.zeros(ROWS)
+    with pytest.raises(InputError, match="batches gave no row"):
+        FeatureInteractions.collect_from_model(model, [given], forward=lambda model, batch: forward(model, batch.ids))
+
+
+def test_later_batches_must_have_the_features_of_the_first():
+    model, batch, forward = planted("ac")
+    both = torch.nn.ModuleList(
+        [
+            model,
+            EmbeddingBagCollection(
+                tables=[EmbeddingBagConfig(name="t_e", num_embeddings=IDS, embedding_dim=4, feature_names=["e"])]
+            ),
+        ]
+    )
+    more = KeyedJaggedTensor(["e"], batch.values()[:ROWS], lengths=torch.ones(ROWS, dtype=torch.long))
+
+    def run(both, batch):
+        if batch.with_more:
+            both[1](more)
+        return forward(both[0], batch.ids)
+
+    batches = [SimpleNamespace(ids=batch, with_more=yes) for yes in (False, True)]
+    with pytest.raises(InputError, match="collect_from_model: feature 'e' is not in every batch"):
+        FeatureInteractions.collect_from_model(both, batches, forward=run)

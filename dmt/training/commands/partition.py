@@ -218,9 +218,9 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
 def _chosen_strategy(options: Mapping[str, Any]) -> str:
     """Returns what ``auto`` means: interactions where towers keep them and rows are at hand, else coherent.
 
-    By benchmarks/results/interaction_towers.md, where DCN's towers of interactions were not below coherent ones; products
-    were never compared with them, and linear tower modules have no such evidence. A saved affinity, and options that
-    only affinities have, say that these are meant.
+    By benchmarks/results/interaction_towers.md, where DCN's towers of interactions were not below coherent ones.
+    Products were never compared with coherent towers, and linear tower modules have no such evidence. A saved affinity,
+    and options that only affinities have, say that these are meant.
     """
     if options["affinity"] is not None or options["dims"] != 2 or not options["refine"]:
         return "coherent"
