@@ -116,6 +116,7 @@ def interactions_of(
     config: TrainingConfig,
     *,
     with_tables: bool,
+    run: Path | None = None,
     seed: int = 0,
     max_rows: int = 2**20,
     max_triples: int = 0,
@@ -126,6 +127,7 @@ def interactions_of(
     Args:
         config: of which the data and the embedding dimension count.
         with_tables: keep the tables of the data for the partitioner's limits and for the plan.
+        run: the run of these data, whose record may spare a pass that counts the rows.
         seed: of the splits.
         max_rows: rows to measure on, at most, at even distances among all.
         max_triples: triples of features that are measured too, at most.
@@ -139,7 +141,10 @@ def interactions_of(
     )
     if check is not None:
         check(data.feature_names)
-    rows = _count_rows(data, _BATCH_ROWS)
+    rows = None if run is None else _rows_of_run(run, config)
+    # Fewer are counted: a run of few steps may have left out rows that no model is needed for.
+    if rows is None or rows < max_rows:
+        rows = _count_rows(data, _BATCH_ROWS)
     size = max(1, min(_INTERACTION_ROWS, rows // 16))
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
     tables = data.tables if with_tables else ()

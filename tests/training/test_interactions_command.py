@@ -76,6 +76,9 @@ def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str
     result = partition("--checkpoint", tmp_path / "run", "--towers", "3", "--out", out)
     said = "Strategy interactions, for tower modules of dcn." in result.stderr
     assert said == (arch == "dcn")
+    # A module that keeps no interactions is none to choose them for, named or not.
+    result = partition("--checkpoint", tmp_path / "run", "--tower-module", "dlrm", "--towers", "3", "--out", out)
+    assert "Strategy interactions" not in result.stderr
     limits = ["--max-bytes-ratio", "1.1", "--rules", tmp_path / "rules.toml"]
     (tmp_path / "rules.toml").write_text('apart = [["c_1", "c_5"]]\n')
     result = partition(
@@ -95,7 +98,7 @@ def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str
     ("arguments", "reason"),
     [
         (["--affinity", "x", "--tower-module", "dcn"], "--tower-module goes with --strategy interactions"),
-        (["--data", "x"], "Rows alone, --data FILE, serve --strategy interactions"),
+        (["--data", "x"], "Rows alone, --data FILE, need --tower-module dcn or dlrm or dlrm-products"),
         (["--data", "x", "--strategy", "interactions"], "needs --tower-module dcn or dlrm or dlrm-products here"),
         (["--data", "x", "--strategy", "interactions", "--tower-module", "dcm"], "--tower-module 'dcm' must be one of"),
         (["--data", "/no.csv", "--strategy", "interactions", "--tower-module", "dcn"], "'/no.csv' matches no file"),
@@ -117,6 +120,32 @@ def test_a_saved_affinity_is_partitioned_by_resemblance_by_default(tmp_path: Pat
     assert TowerPlan.load(tmp_path / "towers.json").strategy == "coherent"
 
 
+def test_a_saved_file_is_what_it_holds_by_default(tmp_path: Path) -> None:
+    gains = np.zeros((4, 4))
+    gains[0, 3] = gains[3, 0] = gains[1, 2] = gains[2, 1] = 0.1
+    FeatureInteractions(gains=gains, features=list("abcd")).save(tmp_path / "found.npz")
+    asked = ["--affinity", tmp_path / "found.npz", "--towers", "2", "--out", tmp_path / "towers.json"]
+    result = partition(*asked)
+    assert result.exit_code == 0, result.output
+    assert "found.npz holds interactions: features that interact share a tower" in result.stderr
+    plan = TowerPlan.load(tmp_path / "towers.json")
+    assert {frozenset(tower) for tower in plan.to_lists()} == {frozenset("ad"), frozenset("bc")}
+    result = partition(*asked, "--tower-module", "dlrm")
+    assert result.exit_code == 0, result.output
+    assert TowerPlan.load(tmp_path / "towers.json").strategy == "apart"
+
+
+def test_too_few_rows_for_interactions_name_the_other_strategy(rows: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.csv"
+    few.write_text("\n".join(rows.read_text().splitlines()[:500]) + "\n")
+    data = {"kind": "columns", "train_path": str(few), "categorical": ["c_*"], "dense": ["d_*"]}
+    make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(small("dcn", data=data))})
+    result = partition("--checkpoint", tmp_path / "run", "--towers", "3", "--out", tmp_path / "towers.json")
+    assert result.exit_code == 2, result.output
+    assert "at least 1,000 are needed" in " ".join(result.output.split())
+    assert "Or use --strategy coherent" in " ".join(result.output.split())
+
+
 def test_triples_are_measured_where_they_are_asked_for(tmp_path: Path) -> None:
     ids, labels = parity_clicks(5, [(0, 2, 4)], rows=6000, strength=1.0)
     lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(5))])]
@@ -128,4 +157,4 @@ def test_triples_are_measured_where_they_are_asked_for(tmp_path: Path) -> None:
     assert {"c_0", "c_2", "c_4"} in [set(tower) for tower in TowerPlan.load(tmp_path / "towers.json").to_lists()]
     assert "The triple 'c_0', 'c_2', 'c_4' gains 0." in " ".join(result.output.split())
     result = partition("--affinity", "x.npz", "--strategy", "coherent", "--towers", "2", "--max-triples", "10")
-    assert "--max-triples is of measuring rows" in result.output
+    assert "--max-triples needs --strategy interactions and rows to measure" in result.output

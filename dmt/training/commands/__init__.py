@@ -58,7 +58,9 @@ def main() -> None:
     help="A Criteo TSV, a Parquet or CSV file with label, c_* and d_* columns, or package.module:function.",
 )
 @click.option("--out", default="demo_output", show_default=True, help="Folder for towers.json, pictures, the report.")
-@click.option("--strategy", default="coherent", show_default=True, help="Of the towers: coherent or interactions.")
+@click.option(
+    "--strategy", default="coherent", show_default=True, help="How towers are chosen: coherent or interactions."
+)
 @click.option("--link-gbit-per-s", default=10.0, show_default=True, help="Rate of a host's link, for the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.argument("overrides", nargs=-1)
@@ -108,7 +110,9 @@ def doctor(as_json: bool) -> None:
 @click.option("--towers", type=int, help="Number of towers.")
 @click.option("--strategy", default="auto", help="auto, coherent, diverse, both or interactions.")
 @click.option("--tower-module", help="dcn, dlrm or dlrm-products, for interactions; by default that of --checkpoint.")
-@click.option("--max-triples", type=int, default=0, help="Triples to measure too.")
+@click.option(
+    "--max-triples", type=int, default=0, help="Measure interactions of three features, at most this many; 0: none."
+)
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
 @click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, entities, together, limits.")
 @click.option(

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
@@ -56,8 +57,9 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
     Raises:
         InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
     """
-    if options["strategy"] == AUTO and options["towers"] is not None:
-        options = {**options, "strategy": _chosen_strategy(options)}
+    is_auto = options["strategy"] == AUTO
+    if is_auto and options["towers"] is not None:
+        options = _chosen(options)
     _check_options(options)
     by_interactions = options["strategy"] == INTERACTIONS
     _check_outputs(options)
@@ -77,7 +79,12 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         split_columns=options["split_columns"],
         refine=options["refine"],
     )
-    affinity = _interactions(options, rules) if by_interactions else _affinity(options, rules)
+    try:
+        affinity = _interactions(options, rules) if by_interactions else _affinity(options, rules)
+    except InputError as error:
+        if is_auto and options["checkpoint"] is not None and str(error).startswith("FeatureInteractions.collect"):
+            raise InputError(f"{error} Or use --strategy coherent, which needs the run's model instead.") from error
+        raise
     if options["save_affinity"]:
         affinity.save(options["save_affinity"])
         _say(f"{'Interactions' if by_interactions else 'Affinity'} written to {options['save_affinity']}.")
@@ -170,14 +177,16 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
     by_interactions = options["strategy"] == INTERACTIONS
     if options["max_triples"] and (not by_interactions or options["affinity"] is not None):
-        raise InputError("--max-triples is of measuring rows, with --strategy interactions: nothing else has triples.")
+        raise InputError(
+            "--max-triples needs --strategy interactions and rows to measure; a saved file has been measured already."
+        )
     if options["tower_module"] is not None and not by_interactions:
         raise InputError("--tower-module goes with --strategy interactions: no other strategy asks for it.")
     alone = by_interactions and options["data"] is not None and options["affinity"] is None
     if (options["checkpoint"] is None) == (options["affinity"] is None) and not (alone and not options["checkpoint"]):
         raise InputError(
-            "Give either --checkpoint RUN_DIR or --affinity FILE.npz. Rows alone, --data FILE, serve --strategy "
-            "interactions."
+            "Give either --checkpoint RUN_DIR or --affinity FILE.npz. Rows alone, --data FILE, need --tower-module "
+            f"{' or '.join(TOWER_MODULES)}, for towers from interactions."
         )
     if options["affinity"] is not None and options["data"] is not None:
         raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
@@ -215,20 +224,43 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
     return affinity
 
 
-def _chosen_strategy(options: Mapping[str, Any]) -> str:
-    """Returns what ``auto`` means: interactions where towers keep them and rows are at hand, else coherent.
+def _chosen(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options with the meaning of ``auto``: interactions where towers keep them and rows are there.
 
-    By benchmarks/results/interaction_towers.md, where DCN's towers of interactions were not below coherent ones.
-    Products were never compared with coherent towers, and linear tower modules have no such evidence. A saved affinity,
-    and options that only affinities have, say that these are meant.
+    Else coherent. By benchmarks/results/interaction_towers.md, where DCN's towers of interactions were not below
+    coherent ones. Products were never compared with coherent towers, and linear tower modules have no such evidence.
+    A saved file is what it holds, and options that only affinities have say that these are meant.
     """
-    if options["affinity"] is not None or options["dims"] != 2 or not options["refine"]:
-        return "coherent"
+    coherent = {**options, "strategy": "coherent"}
+    given: str | None = options["tower_module"]
+    if options["affinity"] is not None:
+        if not _holds_interactions(options["affinity"]):
+            return coherent
+        if given is None:
+            _say(
+                f"{options['affinity']} holds interactions: features that interact share a tower, as suits tower "
+                "modules of dcn. For those of DLRM, name them: --tower-module dlrm or dlrm-products."
+            )
+        return {**options, "strategy": INTERACTIONS, "tower_module": given or "dcn"}
+    if options["dims"] != 2 or not options["refine"]:
+        return coherent
     name = _tower_module(options)
-    if options["tower_module"] is None and (name not in TOWER_MODULES or sense_of(name) != "together"):
-        return "coherent"
+    if name not in TOWER_MODULES:
+        return coherent if given is None else {**options, "strategy": INTERACTIONS}
+    # Rows alone have no resemblance: there, a module that keeps nothing has its interactions parted.
+    if sense_of(name) != "together" and options["checkpoint"] is not None:
+        return {**coherent, "tower_module": None}
     _say(f"Strategy interactions, for tower modules of {name}. For the paper's, by resemblance: --strategy coherent.")
-    return INTERACTIONS
+    return {**options, "strategy": INTERACTIONS}
+
+
+def _holds_interactions(path: Path) -> bool:
+    try:
+        # Opened here, because numpy leaves a broken archive open.
+        with path.open("rb") as file:
+            return "gains" in np.load(file, allow_pickle=False).files
+    except Exception:  # What cannot be read is refused with its reason when it is loaded.
+        return False
 
 
 def _tower_module(options: Mapping[str, Any]) -> str | None:
@@ -289,6 +321,7 @@ def _interactions(options: Mapping[str, Any], rules: PartitionRules) -> FeatureI
     return interactions_of(
         config,
         with_tables=run is not None,
+        run=None if options["data"] is not None else run,
         seed=options["seed"],
         max_triples=options["max_triples"],
         check=check,
