@@ -40,7 +40,7 @@ from dmt.partitioner.pair_gains import (
     single_gains,
 )
 from dmt.partitioner.pair_rows import PARTS, ReadRows, dense_columns, held_out, make_columns
-from dmt.partitioner.triple_gains import chosen_triples, triple_gains
+from dmt.partitioner.triple_gains import chosen_triples, largest_triple, triple_gains
 from dmt.plan.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ _OWNER = "FeatureInteractions"
 _LEAST_ROWS = 1000
 # A triple counts from this many standard errors on: of thousands that gain nothing, hardly one does.
 _TRIPLE_ERRORS, _TRIPLES_NAMED = 5.0, 10
+# Of a triple's cells in the rows, each with its keys, row, share and sums; all of one triple are there at once.
+_TRIPLE_BYTES, _MOST_TRIPLE_BYTES = 60, 4 * 10**9
 _FORMS = {name: form for name, form in FORMS.items() if name not in ("num_samples", "measure")} | {
     "num_rows": (0, "iu", "one whole number"),
     "loss": (0, "f", "one number"),
@@ -192,7 +194,7 @@ class FeatureInteractions:
             matrix[pairs[:, 0], pairs[:, 1]] = matrix[pairs[:, 1], pairs[:, 0]] = values
         gains = np.maximum(gains, 0.0)
         if max_triples:
-            notes += _add_triples(gains, features, columns, sums, max_triples, total)
+            notes += _add_triples(gains, errors, features, columns=columns, sums=sums, most=max_triples, total=total)
         return cls(
             gains=gains,
             features=features,
@@ -441,7 +443,9 @@ def _fit(rows: ReadRows, columns: Sequence[Column], held: NDArray[np.bool_], tot
 
 def _add_triples(
     gains: NDArray[np.float64],
+    errors: NDArray[np.float64],
     features: Sequence[str],
+    *,
     columns: Sequence[Column],
     sums: PairSums,
     most: int,
@@ -449,15 +453,25 @@ def _add_triples(
 ) -> list[str]:
     """Adds what triples tell beyond their pairs to the gains, in place; returns notes on them, the largest first."""
     triples = chosen_triples(gains, most)
-    found, errors = triple_gains(columns, triples, sums, total)
-    kept = [number for number in np.argsort(-found) if found[number] > _TRIPLE_ERRORS * errors[number]]
+    needed = largest_triple(columns[: len(features)]) * _TRIPLE_BYTES
+    # Every rank raises where one has too much.
+    if total(np.array([float(needed > _MOST_TRIPLE_BYTES)]))[0]:
+        raise InputError(
+            f"{_OWNER}.collect: a triple of bags of several ids may need {human_bytes(needed)} of memory in one "
+            f"process; at most {human_bytes(_MOST_TRIPLE_BYTES)} is allowed. Read fewer rows (max_rows), or leave max_triples=0."
+        )
+    found, own = triple_gains(columns, triples, sums, total)
+    kept = [number for number in np.argsort(-found) if found[number] > _TRIPLE_ERRORS * own[number]]
     notes = []
     for number in kept:
         for i, j in permutations(triples[number].tolist(), 2):
             gains[i, j] += found[number] / 3
+            errors[i, j] = np.hypot(errors[i, j], own[number] / 3)
         names = ", ".join(repr(features[i]) for i in triples[number])
         notes.append(f"The triple {names} gains {found[number]:.6f} nats a row beyond its pairs.")
-    return notes[:_TRIPLES_NAMED]
+    if len(notes) > _TRIPLES_NAMED:
+        notes[_TRIPLES_NAMED:] = [f"And {len(notes) - _TRIPLES_NAMED:,} more triples gain beyond their pairs."]
+    return notes
 
 
 def _notes(columns: Sequence[Column], features: Sequence[str], total: Total) -> list[str]:

@@ -24,7 +24,7 @@ from dmt.partitioner.pair_gains import (
     most_cells,
 )
 
-__all__ = ["chosen_triples", "triple_gains"]
+__all__ = ["chosen_triples", "largest_triple", "triple_gains"]
 
 
 def chosen_triples(gains: Floats, most: int) -> Ints:
@@ -43,6 +43,23 @@ def chosen_triples(gains: Floats, most: int) -> Ints:
         count -= 1
     features = np.sort(np.argsort(-gains.sum(axis=0), kind="stable")[:count])
     return np.array(list(combinations(features.tolist(), 3)), dtype=np.int64).reshape(-1, 3)
+
+
+def largest_triple(columns: Sequence[Column]) -> int:
+    """Bounds the cells that a triple has in all rows, of which a row of three bags has the product of their lengths.
+
+    By Hoelder's inequality: the cube root of the product of the three largest sums of cubed lengths.
+
+    Example:
+        >>> bags = Column(values=np.zeros(8, np.int32), lengths=np.array([4, 4], np.int32), size=1)
+        >>> largest_triple([bags] * 3)
+        128
+    """
+    cubes = [
+        float(len(own.values)) if own.lengths is None else float((own.lengths.astype(np.float64) ** 3).sum())
+        for own in columns
+    ]
+    return round(float(np.prod(np.cbrt(sorted(cubes)[-3:]))))
 
 
 def triple_gains(columns: Sequence[Column], triples: Ints, sums: PairSums, total: Total) -> tuple[Floats, Floats]:

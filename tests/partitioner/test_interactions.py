@@ -20,7 +20,7 @@ from sklearn.preprocessing import OneHotEncoder
 from torchrec import KeyedJaggedTensor
 
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, FeatureInteractions, TowerPartitioner, pair_gains, pair_rows
+from dmt.partitioner import FeatureAffinity, FeatureInteractions, TowerPartitioner, interactions, pair_gains, pair_rows
 from dmt.partitioner.pair_gains import Column, PairSums, Total
 from dmt.partitioner.triple_gains import chosen_triples
 from dmt.plan.tables import TableSpec
@@ -409,3 +409,25 @@ def test_files_of_another_kind_are_refused(tmp_path):
 def test_matrices_and_names_are_checked(changes, message):
     with pytest.raises(InputError, match=message):
         example(**changes)
+
+
+def test_triples_of_long_bags_are_refused_before_they_fill_the_memory(monkeypatch):
+    rng = np.random.default_rng(0)
+    lengths = torch.full((6000,), 5)
+    ids = KeyedJaggedTensor(["a", "b", "c"], torch.from_numpy(rng.integers(0, 4, 30_000)), lengths=lengths)
+    batch = SimpleNamespace(sparse_features=ids, labels=rng.integers(0, 2, 2000).astype(np.float32))
+    monkeypatch.setattr(interactions, "_MOST_TRIPLE_BYTES", 2000 * 125 * 60 - 1)
+    with pytest.raises(InputError, match=r"triple of bags of several ids may need 15\.0 MB .* leave max_triples=0"):
+        FeatureInteractions.collect([batch], max_triples=1)
+    monkeypatch.setattr(interactions, "_MOST_TRIPLE_BYTES", 2000 * 125 * 60)
+    assert FeatureInteractions.collect([batch], max_triples=1).num_rows == 2000
+
+
+def test_triples_beyond_those_named_are_counted_and_widen_the_errors(monkeypatch):
+    monkeypatch.setattr(interactions, "_TRIPLES_NAMED", 1)
+    ids, labels = parity_clicks(6, [(0, 1, 2), (3, 4, 5)], rows=8000, strength=1.5)
+    plain, found = (FeatureInteractions.collect(batches_of(ids, labels), max_triples=most) for most in (0, 20))
+    assert sum("gains 0." in note for note in found.notes) == 1
+    assert "And 1 more triples gain beyond their pairs." in found.notes
+    assert found.errors[0, 1] > plain.errors[0, 1]
+    assert found.errors[0, 3] == plain.errors[0, 3]
