@@ -458,7 +458,8 @@ def _add_triples(
     if total(np.array([float(needed > _MOST_TRIPLE_BYTES)]))[0]:
         raise InputError(
             f"{_OWNER}.collect: a triple of bags of several ids may need {human_bytes(needed)} of memory in one "
-            f"process; at most {human_bytes(_MOST_TRIPLE_BYTES)} is allowed. Read fewer rows (max_rows), or leave max_triples=0."
+            f"process; at most {human_bytes(_MOST_TRIPLE_BYTES)} is allowed. Read fewer rows "
+            "(max_rows), or leave max_triples=0."
         )
     found, own = triple_gains(columns, triples, sums, total)
     kept = [number for number in np.argsort(-found) if found[number] > _TRIPLE_ERRORS * own[number]]
