@@ -186,6 +186,8 @@ def _check(config: DataConfig, out: Path, options: PrepareOptions) -> None:
     given = {"tables": config.tables, "group_by": config.group_by}
     if wrong := [name for name, value in given.items() if value is not None]:
         raise InputError(f"data.{wrong[0]}={given[wrong[0]]!r} cannot be prepared. Leave it out.")
+    if config.label is None:
+        raise InputError("data.label is not set, and rows without labels cannot be prepared. Name their column.")
     if options.ids == "frequency" and config.kind == "synthetic":
         raise InputError("Synthetic clicks are ids already. Leave out --ids frequency.")
     if options.ids != "frequency" and (options.min_count > 1 or options.vocabulary is not None):

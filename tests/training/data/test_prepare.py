@@ -185,6 +185,7 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (config, {"ids": "frequency", "vocabulary": tmp_path / "hashed"}, "has no vocabulary"),
         (other, {"ids": "frequency", "vocabulary": tmp_path / "by_frequency"}, "has other tables or features"),
         (config.model_copy(update={"group_by": "user"}), {}, "data.group_by='user' cannot be prepared"),
+        (config.model_copy(update={"label": None}), {}, "data.label is not set"),
         (DataConfig(), {"ids": "frequency"}, "Synthetic clicks are ids already"),
     ):
         with pytest.raises(InputError, match=message):
