@@ -43,6 +43,10 @@ def check_same_input(job: Job, group: dist.ProcessGroup) -> None:
         del told[section][key]
     told["device"] = job.device_type
     told["rows and columns"] = {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables}
+    # Of a source, they follow from the first batch that this rank was given.
+    data = job.data
+    told["dense columns"], told["features"] = tuple(data.dense_names), tuple(data.feature_names)
+    told["features of bags"] = tuple(sorted(data.multi_hot))
     told["tower"] = dict(enumerate(job.towers.to_lists())) if job.towers is not None else None
     told["placement"] = job.sharding.placements if job.sharding is not None else None
     for split in ("train", "eval"):

@@ -185,6 +185,8 @@ def resolve_columns(config: DataConfig, path: str, schema: pa.Schema | None = No
         if name is not None and name not in schema.names:
             raise _missing(setting, name, schema.names, path)
     free = [name for name in schema.names if name not in (config.label, config.split_column)]
+    if config.kind == "source":
+        free.sort()  # the order in its first batch may be another one in every process
     dense = _select("dense", config.dense, free, path)
     categorical = _select("categorical", config.categorical, free, path)
     timestamps = _select("timestamps", config.timestamps, free, path)
@@ -208,8 +210,9 @@ def _check_uses(uses: Mapping[str, Sequence[str]], config: DataConfig, path: str
     for (first, names), (second, others) in combinations(uses.items(), 2):
         if both := [name for name in names if name in others]:
             raise InputError(f"Column {both[0]!r} is in {first} and in {second}; it can be in one of them.")
+    others = (config.label, config.split_column, config.group_by)
     for time in (TimePart(column, part) for column in uses["timestamps"] for part in config.timestamp_parts):
-        if time.name in (*uses["dense"], *uses["categorical"]):
+        if time.name in (*(name for names in uses.values() for name in names), *others):
             raise InputError(
                 f"{path}: column {time.name!r} has the name that the {time.part} of {time.column!r} would have "
                 "(data.timestamps). Leave one of them out, or rename the column."
@@ -304,7 +307,7 @@ def _check_unique(names: Sequence[str], place: str) -> None:
 
 
 def _select(setting: str, patterns: Sequence[str], names: Sequence[str], path: str) -> tuple[str, ...]:
-    """Returns the columns that names and globs match, each once, in the order of the patterns, then of the file."""
+    """Returns the columns that names and globs match, each once, in the order of the patterns, then of ``names``."""
     found: dict[str, None] = {}
     for pattern in patterns:
         matches = [pattern] if pattern in names else [n for n in names if fnmatch.fnmatchcase(n, pattern)]

@@ -6,7 +6,9 @@ The function is called with those of these arguments that it names, and returns 
 - ``split``: ``"train"`` or ``"eval"``. A function that does not name it has one stream of rows, which
   ``data.split_column`` or ``data.eval_fraction`` divides;
 - ``shard``, ``num_shards``: the part of the rows to yield, 0 to ``data.source_shards`` - 1, and their number;
-- ``seed``, ``epoch``: ``data.shuffle_seed`` and the number of the pass, for an order of its own in each;
+- ``seed``, ``epoch``: ``data.shuffle_seed`` and the number of the pass, for an order of its own in each. Training rows
+  alone may change places: ``epoch`` needs ``split`` or ``data.split_column``, since ``data.eval_fraction`` counts
+  rows in their order;
 - ``options``: the section ``[data.options]``, as a dict.
 
 A batch is a ``pyarrow.Table`` or ``RecordBatch``, any other table that Arrow can take over (pandas, polars), or a dict
@@ -86,6 +88,13 @@ class RowSource:
             raise InputError(
                 f"{self.name} names the argument split, so data.split_column={config.split_column!r} has no meaning. "
                 "Leave out one of them."
+            )
+        # Requests do not help: a row without a value of data.group_by is one by its number.
+        if "epoch" in names and not (self.has_splits or config.split_column):
+            raise InputError(
+                f"{self.name} names the argument epoch, but data.eval_fraction={config.eval_fraction} counts rows in "
+                "their order: in another order, evaluation rows would be trained on. Name the argument split, give "
+                "data.split_column, or leave out epoch (data.shuffle_rows shuffles)."
             )
 
     def shard(self, split: Literal["train", "eval"], shard: int, *, epoch: int, start: ShardPosition) -> ShardStream:

@@ -86,6 +86,23 @@ def rows_by_split(split: str, options: dict[str, Any], epoch: int, seed: int) ->
         yield pa.table(columns(numbers)).take(order[start : start + 7])
 
 
+def permuted(seed: int, epoch: int) -> Iterator[Any]:
+    """One stream of rows, another way in each epoch."""
+    for start in range(0, 90, 7):
+        yield pa.table(columns(range(90))).take(np.random.default_rng([seed, epoch]).permutation(90)[start : start + 7])
+
+
+def in_order(options: dict[str, Any]) -> Iterator[Any]:
+    """Columns in an order of the options."""
+    yield {name: [0, 1] for name in ("label", *options["order"])}
+
+
+def of_rank() -> Iterator[Any]:
+    """Other columns on every rank, where the first has bags."""
+    rank = torch.distributed.get_rank()
+    yield {"label": [0, 1], f"d_{rank}": [0.0, 1.0], "c_1": [3, 4] if rank else [[3], [4, 4]]}
+
+
 class Resumable(IterableDataset[Any]):
     """Remembers where it was, by itself or (``of_iterator``) by its iterator."""
 

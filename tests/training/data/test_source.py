@@ -85,6 +85,14 @@ def test_a_function_that_names_split_gives_both_and_an_epoch_has_its_own_order()
     assert (report.train_rows, report.eval_rows, report.bad_rows) == (60, 30, 0)
 
 
+def test_rows_in_an_order_of_each_epoch_stay_in_their_split() -> None:
+    config = config_of("permuted", shuffle_rows=0, split_column="part")
+    held = set(real_rows(all_batches(config, "eval")))
+    for epoch in (0, 1):
+        trained = real_rows(all_batches(config, epoch=epoch))
+        assert sorted([*trained, *held]) == list(range(90))
+
+
 def stream_on_rank(rank: int, config: DataConfig, split: Split = "train") -> tuple[list[list[float]], list[Any]]:
     """Returns the rows of each batch, and the batches of the source that this rank has asked for."""
     data = open_source(config)
@@ -260,6 +268,11 @@ def test_a_function_that_cannot_be_a_source_is_refused() -> None:
         ("absent", {}, "has no function 'absent'"),
         ("rows_by_split", {"source_shards": 2}, "does not name the arguments shard and num_shards"),
         ("rows_by_split", {"split_column": "part"}, "names the argument split, so data.split_column"),
+        (
+            "permuted",
+            {"group_by": "user"},
+            r"names the argument epoch, but data.eval_fraction=0.1 counts rows .* Name the argument split",
+        ),
         ("needs_more", {}, r"takes 'path', which is none of split, shard, .* into \[data.options\]"),
         ("one_table", {}, "returned a Table, expected an iterable of batches"),
         ("none", {}, r"\(train\) has no batch"),
@@ -270,6 +283,12 @@ def test_a_function_that_cannot_be_a_source_is_refused() -> None:
             open_source(config_of(function, **settings))
     with pytest.raises(InputError, match="returned an iterator that it has returned before"):
         open_source(config_of("same_iterator")).validate()
+
+
+def test_globs_do_not_depend_on_the_order_of_the_columns() -> None:
+    for order in (["c_b", "d_2", "c_a", "d_1", "z"], ["d_1", "z", "c_a", "d_2", "c_b"]):
+        data = open_source(config_of("in_order", dense=("d_*",), categorical=("z", "c_*"), options={"order": order}))
+        assert (data.dense_names, data.feature_names) == (("d_1", "d_2"), ("z", "c_a", "c_b"))
 
 
 def test_settings_of_files_are_refused_beside_a_source() -> None:

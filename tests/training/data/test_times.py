@@ -101,6 +101,13 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
     for settings, text in (
         ({"categorical": ("c", "time"), "timestamps": ("time",)}, "'time' is in categorical and in timestamps"),
         ({"categorical": ("c", "time_hour"), "timestamps": ("time",)}, "the name that the hour of 'time' would have"),
+        ({"timestamps": ("time", "time_hour")}, "'time_hour' has the name that the hour of 'time' would have"),
+        ({"timestamps": ("time",), "label": "time_hour"}, "the name that the hour of 'time' would have"),
+        ({"timestamps": ("time",), "group_by": "time_hour"}, "the name that the hour of 'time' would have"),
+        (
+            {"timestamps": ("time",), "split_column": "time_hour", "eval_path": None},
+            "the name that the hour of 'time' would have",
+        ),
         ({"timestamps": ("when",)}, "timestamps 'when' matches no column"),
         ({"timestamps": ("time",), "num_embeddings_per_feature": {"time_hour": 24}}, "has 24 rows, but .* has 25"),
     ):
