@@ -210,9 +210,9 @@ def _check_uses(uses: Mapping[str, Sequence[str]], config: DataConfig, path: str
     for (first, names), (second, others) in combinations(uses.items(), 2):
         if both := [name for name in names if name in others]:
             raise InputError(f"Column {both[0]!r} is in {first} and in {second}; it can be in one of them.")
-    others = (config.label, config.split_column, config.group_by)
+    single = (config.label, config.split_column, config.group_by)
     for time in (TimePart(column, part) for column in uses["timestamps"] for part in config.timestamp_parts):
-        if time.name in (*(name for names in uses.values() for name in names), *others):
+        if time.name in (*(name for names in uses.values() for name in names), *single):
             raise InputError(
                 f"{path}: column {time.name!r} has the name that the {time.part} of {time.column!r} would have "
                 "(data.timestamps). Leave one of them out, or rename the column."

@@ -102,17 +102,25 @@ class RowSource:
         return ShardStream(self, split, shard, epoch, start)
 
     def first_batch(self) -> pa.Table:
-        """Returns the first training batch, for its columns and their types.
+        """Returns the first training batch with rows, for its columns and their types.
 
         Raises:
             InputError: it is no table, or there is none.
         """
-        stream = self.shard("train", 0, epoch=0, start=ShardPosition())
-        table = stream.next_batch(None)
-        stream.close()
-        if table is None:
-            raise InputError(f"{stream.place} has no batch. Yield at least one.")
-        return table
+        empty = None
+        for shard in range(self._config.source_shards):
+            stream = self.shard("train", shard, epoch=0, start=ShardPosition())
+            try:
+                while (table := stream.next_batch(None)) is not None:
+                    if table.num_rows:
+                        return table
+                    empty = table if empty is None else empty
+            finally:
+                stream.close()
+        if empty is None:
+            parts = f"{self.name} (train)" if self.has_splits else self.name
+            raise InputError(f"{parts} has no batch. Yield at least one.")
+        return empty
 
     def _call(self, split: str, shard: int, epoch: int) -> Any:
         config = self._config
@@ -174,11 +182,18 @@ class ShardStream:
         """Returns the place after the last batch.
 
         Raises:
-            InputError: the source's state holds what cannot be saved.
+            InputError: the source's state holds what cannot be saved, or there is none to be had.
         """
         state = None
         if self._state_of is not None and not self.ended:
-            state = _state_text(self._state_of.state_dict(), self.place)
+            try:
+                found = self._state_of.state_dict()
+            except Exception as error:
+                raise InputError(
+                    f"{self.place}: its state_dict() has failed ({type(error).__name__}: {error}). Mend it or leave out "
+                    "state_dict and load_state_dict."
+                ) from error
+            state = _state_text(found, self.place)
         return ShardPosition(batches=self.batches, rows=self.rows, ended=self.ended, state=state)
 
     def close(self) -> None:
@@ -260,6 +275,8 @@ def as_table(batch: Any, place: str, names: Sequence[str] | None = None) -> pa.T
         found = [str(name) for name in batch]
     else:
         raise InputError(f"{place}: expected {_WANTED}, found {type(batch).__name__}.")
+    if doubled := sorted({name for name in found if found.count(name) > 1}):
+        raise InputError(f"{place}: column {doubled[0]!r} is there {found.count(doubled[0])} times. Name each once.")
     absent = [name for name in names or () if name not in found]
     if absent:
         raise InputError(
@@ -267,8 +284,9 @@ def as_table(batch: Any, place: str, names: Sequence[str] | None = None) -> pa.T
         )
     wanted = found if names is None else names
     if isinstance(batch, pa.Table):
-        return batch if names is None else batch.select(list(wanted))
-    columns = {name: _column(batch[name], f"{place}: column {name!r}") for name in wanted}
+        return _without_views(batch if names is None else batch.select(list(wanted)))
+    given = dict(zip(found, batch.values(), strict=True))
+    columns = {name: _column(given[name], f"{place}: column {name!r}") for name in wanted}
     sizes = {name: len(column) for name, column in columns.items()}
     other = [name for name, size in sizes.items() if size != sizes[wanted[0]]]
     if other:
@@ -276,7 +294,29 @@ def as_table(batch: Any, place: str, names: Sequence[str] | None = None) -> pa.T
             f"{place}: column {other[0]!r} has {sizes[other[0]]} rows, but column {wanted[0]!r} has "
             f"{sizes[wanted[0]]}. Give all columns of a batch the same number of rows."
         )
-    return pa.table(columns)
+    return _without_views(pa.table(columns))
+
+
+def _without_views(table: pa.Table) -> pa.Table:
+    """Casts views of texts, which polars gives, to texts; also those in lists."""
+    fields = [field.with_type(_plain_type(field.type)) for field in table.schema]
+    schema = pa.schema(fields, metadata=table.schema.metadata)
+    return table if schema.equals(table.schema) else table.cast(schema)
+
+
+def _plain_type(type_: pa.DataType) -> pa.DataType:
+    if pa.types.is_string_view(type_):
+        return pa.large_string()
+    if pa.types.is_binary_view(type_):
+        return pa.large_binary()
+    if pa.types.is_large_list(type_):
+        return pa.large_list(type_.value_field.with_type(_plain_type(type_.value_type)))
+    if pa.types.is_list(type_) or pa.types.is_fixed_size_list(type_):
+        size = -1 if pa.types.is_list(type_) else type_.list_size
+        return pa.list_(type_.value_field.with_type(_plain_type(type_.value_type)), size)
+    if pa.types.is_dictionary(type_):
+        return pa.dictionary(type_.index_type, _plain_type(type_.value_type), type_.ordered)
+    return type_
 
 
 def _column(values: Any, place: str) -> pa.Array | pa.ChunkedArray:
@@ -325,11 +365,11 @@ def _has_state(thing: Any) -> bool:
 def _state_text(state: Any, place: str) -> str:
     """Returns a state as text that reading it runs no code from."""
     stream = io.BytesIO()
-    torch.save(state, stream)
-    text = base64.b64encode(stream.getvalue()).decode()
     try:
+        torch.save(state, stream)
+        text = base64.b64encode(stream.getvalue()).decode()
         _state_of(text)
-    except pickle.UnpicklingError as error:
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
         raise InputError(
             f"{place}: its state_dict() holds what cannot be saved ({str(error).partition('.')[0]}). Give numbers, "
             "texts, lists, dicts and tensors."

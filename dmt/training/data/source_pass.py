@@ -189,6 +189,7 @@ class SourcePass:
             number: self._source.shard(self._split or "train", number, epoch=self._epoch, start=self._positions[number])
             for number in range(rank, shards, world_size)
         }
+        self._note()
         own = (self._turn(streams.get(at)) for _ in range(_ENDLESS) for at in range(rank, last + 1, world_size))
         try:
             for turn, held in enumerate(read_in_turns(own, _ENDLESS, self.group)):

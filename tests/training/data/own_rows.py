@@ -97,6 +97,31 @@ def in_order(options: dict[str, Any]) -> Iterator[Any]:
     yield {name: [0, 1] for name in ("label", *options["order"])}
 
 
+def late(shard: int, num_shards: int, options: dict[str, Any]) -> Iterator[Any]:
+    """Rows in the last shard only, after a batch without any, of columns of numbers as keys of a dict."""
+    if shard == num_shards - 1:
+        if options["empty"]:
+            yield {"label": np.zeros(0), 1: np.zeros(0), 2: []}
+        yield {"label": [0, 1], 1: [0.0, 1.0], 2: [["a"], ["b", "a"]]}
+
+
+def views(options: dict[str, Any]) -> Iterator[Any]:
+    """Texts in columns such as polars gives, or in plain ones."""
+    text = pa.string_view() if options["views"] else pa.string()
+    texts = [f"a text longer than twelve bytes {i}" if i % 3 else None for i in range(9)]
+    index = pa.array([i % 2 for i in range(9)], pa.int32())
+    yield pa.table(
+        {
+            "label": [i % 2 for i in range(9)],
+            "d": [float(i) for i in range(9)],
+            "c": pa.array(texts, text),
+            "n": pa.DictionaryArray.from_arrays(index, pa.array(["a", "b"], text)),
+            "bag": pa.array([[each, "b"] for each in texts], pa.large_list(text)),
+            "pair": pa.array([[each, "c"] for each in texts], pa.list_(text, 2)),
+        }
+    )
+
+
 def of_rank() -> Iterator[Any]:
     """Other columns on every rank, where the first has bags."""
     rank = torch.distributed.get_rank()
@@ -180,6 +205,8 @@ def malformed(options: dict[str, Any]) -> Any:
         "lists of lists": good | {"c": [[["a"]], []]},
         "a list now": good | {"c": [["a"], []]},
         "weights": good | {"c": JaggedTensor(torch.arange(2), weights=torch.ones(2), lengths=torch.ones(2).long())},
+        "doubled": pa.table([[0, 1], [1.0, 2.0], ["a", "b"], ["a", "b"]], names=["label", "d", "c", "c"]),
+        "keys": {"label": [0, 1], "d": [1.0, 2.0], 1: ["a", "b"], "1": ["a", "b"]},
         "bags": good | {"c": JaggedTensor(torch.arange(3), lengths=torch.ones(2).long())},
     }
     yield changes[options["wrong"]]
@@ -206,14 +233,16 @@ def needs_more(split: str, path: str) -> None:
 
 class Unsaveable(Resumable):
     def state_dict(self) -> dict[str, Any]:
-        return {"at": range(3)}
+        if self.options["state"] == "fails":
+            raise OSError("the loader is gone")
+        return {"at": range(3) if self.options["state"] == "range" else lambda: 3}
 
     def load_state_dict(self, state: Any) -> None:
         raise NotImplementedError
 
 
-def unsaveable(shard: int, num_shards: int) -> Unsaveable:
-    return Unsaveable(shard, num_shards, {})
+def unsaveable(shard: int, num_shards: int, options: dict[str, Any]) -> Unsaveable:
+    return Unsaveable(shard, num_shards, options)
 
 
 _CALLS: list[int] = []

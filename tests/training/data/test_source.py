@@ -185,8 +185,11 @@ def test_a_source_that_changes_is_not_resumed() -> None:
         rest = open_source(config).batches("train", rank=0, world_size=1, batch_size=5, start_row=60, bookmark=mark)
         with pytest.raises(InputError, match=r"rows in \d+ batches before the run was stopped, and has \d+ in \d+ now"):
             next(rest)
-    with small_turns(), pytest.raises(InputError, match=r"state_dict\(\) holds what cannot be saved"):
-        list(open_source(config_of("unsaveable")).batches("train", rank=0, world_size=1, batch_size=5))
+    for state, message in (("range", "holds what cannot be saved"), ("function", "holds what cannot be saved")):
+        with pytest.raises(InputError, match=rf"^data.source='{HERE}:unsaveable': its state_dict\(\) {message}"):
+            all_batches(config_of("unsaveable", options={"state": state}))
+    with pytest.raises(InputError, match=r"its state_dict\(\) has failed \(OSError: the loader is gone\)"):
+        all_batches(config_of("unsaveable", options={"state": "fails"}))
 
 
 def test_marks_are_thinned() -> None:
@@ -253,6 +256,8 @@ def test_a_fault_of_one_shard_is_raised_on_all_ranks_with_its_batch_and_row() ->
         ("mixed", "column 'c' cannot be read"),
         ("lists of lists", "column 'c' is a list .*, but not in the first file|expected text, whole numbers"),
         ("a list now", "column 'c' is a list"),
+        ("doubled", "column 'c' is there 2 times"),
+        ("keys", "column '1' is there 2 times"),
         ("weights", "column 'c' cannot be read .its ids have weights"),
         ("bags", "column 'c' cannot be read .lengths sum to 2, but there are 3 values"),
     ],
@@ -283,6 +288,37 @@ def test_a_function_that_cannot_be_a_source_is_refused() -> None:
             open_source(config_of(function, **settings))
     with pytest.raises(InputError, match="returned an iterator that it has returned before"):
         open_source(config_of("same_iterator")).validate()
+
+
+def test_the_first_batch_with_rows_may_be_in_any_shard() -> None:
+    for empty in (False, True):
+        options = {"empty": empty}
+        config = config_of(
+            "late", dense=("1",), categorical=("2",), source_shards=3, options=options, eval_fraction=0.01
+        )
+        (batch,) = open_source(config).batches("train", rank=0, world_size=1, batch_size=2)
+        assert sorted(batch.dense_features[:, 0].tolist()) == [0.0, 1.0]
+        assert batch.sparse_features["2"].lengths().sum() == 3
+
+
+def test_views_of_texts_are_texts() -> None:
+    plain, found = (all_batches(config_of("views", options={"views": views})) for views in (False, True))
+    assert len(plain) == len(found) == 2
+    assert all(same(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_a_resumed_pass_has_a_bookmark_before_its_first_round_is_done() -> None:
+    config = config_of("resumable", source_shards=4, shuffle_rows=8)
+    place = {"rank": 0, "world_size": 1, "batch_size": 4}
+    with small_turns():
+        data = open_source(config)
+        list(data.batches("train", **place))
+        mark = data.bookmark("train", epoch=0, row=40)
+        assert mark is not None
+        assert mark["kept"] > 0
+        again = open_source(config)
+        next(again.batches("train", **place, start_row=40, bookmark=mark))
+        assert again.bookmark("train", epoch=0, row=44) == mark
 
 
 def test_globs_do_not_depend_on_the_order_of_the_columns() -> None:
