@@ -169,7 +169,7 @@ def prepare(
         record |= {"rows": numbers, "row_group_rows": group_rows}
         for table in tables:
             record["tables"][table.name]["distinct"] = distinct.get(
-                table.name, _estimated_distinct(table, profile) if not vocabularies else None
+                table.name, _distinct(data, table, profile) if not vocabularies else None
             )
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         for path in files:
@@ -322,13 +322,18 @@ def _manifest(
     }
 
 
-def _estimated_distinct(table: TableSpec, profile: AccessProfile) -> int | None:
-    """Estimates the values that were hashed into a table from its rows in use; None where too few are unused.
+def _distinct(data: ClickData, table: TableSpec, profile: AccessProfile) -> int | None:
+    """Returns the rows of a table in use; for hashed ids, an estimate of the values, or None where too few are unused.
 
     Linear counting (Whang et al., TODS 1990): of m rows, n values leave m exp(-n / m) unused.
     """
     counts, rows = profile[table.name], table.num_embeddings - 1  # row 0 is for missing values
     used = int((counts.rows != 0).sum())
+    if all(name in data.times for name in table.feature_names):
+        return used
+    if data.config.kind == "synthetic" or data.config.id_mode == "index":
+        # Row 0 is as well the value 0.
+        return None if counts.missed else len(counts.rows)
     if counts.missed or used >= 0.99 * rows:
         return None
     return round(-rows * np.log1p(-used / rows))

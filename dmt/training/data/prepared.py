@@ -56,7 +56,9 @@ def with_prepared(values: Mapping[str, Any]) -> dict[str, Any]:
         InputError: see `read_manifest`; or a value contradicts the folder.
     """
     found = prepared_settings(str(values["prepared"]))
-    for key, value in found.items():
+    # Times are columns of their parts in the folder.
+    times = {"timestamps": None} if values.get("timestamps") else {}
+    for key, value in {**found, **times}.items():
         if key in values and values[key] != value and (key, values[key]) != ("kind", "synthetic"):
             raise InputError(
                 f"{key} has no meaning with prepared={values['prepared']!r}, which says it. Leave out one of them, or "
