@@ -32,9 +32,9 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
         InputError: the name, which is the value of ``setting``, has another form, or there is no such module or
             function.
     """
-    module, colon, function = name.partition(":")
+    module, _, function = name.partition(":")
     place = f"{setting}={name!r}"
-    if not colon or not module or not function.isidentifier():
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
         raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -58,9 +58,14 @@ def named_arguments(place: str, function: Callable[..., Any], given: Sequence[st
     """Returns those of the given arguments that a function names; all of them if it takes any keyword.
 
     Raises:
-        InputError: it cannot be called without another one.
+        InputError: it cannot be called without another one, or does not tell what it takes.
     """
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{place} does not tell its arguments ({error}). Name a function written in Python."
+        ) from error
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     names = [parameter.name for parameter in parameters if parameter.kind not in variable]

@@ -226,6 +226,9 @@ not_callable = 3
     ("factory", "message"),
     [
         ("my_models", "is not of the form package.module:function"),
+        (".my_models:make", "is not of the form package.module:function"),
+        ("my-models:make", "is not of the form package.module:function"),
+        ("builtins:dict", "does not tell its arguments .* Name a function written in Python"),
         ("no_such_module:make", "'no_such_module' cannot be imported .*No module named"),
         (":flt", "has no function 'flt'.*did you mean 'flat'"),
         (":not_callable", "has no function 'not_callable'"),

@@ -136,8 +136,8 @@ class RowSource:
         single = isinstance(found, pa.Table | pa.RecordBatch | Mapping | str)
         if single or not hasattr(found, "__iter__"):
             raise InputError(
-                f"{self.name} returned a {type(found).__name__}, expected an iterable of batches. Return a generator, "
-                "an IterableDataset or a list of batches."
+                f"{self.name} returned a value of type {type(found).__name__}, expected an iterable of batches. "
+                "Return a generator, an IterableDataset or a list of batches."
             )
         if isinstance(found, Iterator) and found in self._made:
             raise InputError(
@@ -190,8 +190,8 @@ class ShardStream:
                 found = self._state_of.state_dict()
             except Exception as error:
                 raise InputError(
-                    f"{self.place}: its state_dict() has failed ({type(error).__name__}: {error}). Mend it or leave out "
-                    "state_dict and load_state_dict."
+                    f"{self.place}: its state_dict() has failed ({type(error).__name__}: {error}). Mend it or leave "
+                    "out state_dict and load_state_dict."
                 ) from error
             state = _state_text(found, self.place)
         return ShardPosition(batches=self.batches, rows=self.rows, ended=self.ended, state=state)
@@ -338,7 +338,7 @@ def _column(values: Any, place: str) -> pa.Array | pa.ChunkedArray:
         if getattr(values, "ndim", 1) != 1:
             raise ValueError(f"has {values.ndim} dimensions")
         if isinstance(values, str | bytes) or not hasattr(values, "__len__"):
-            raise TypeError(f"is a {type(values).__name__}")
+            raise TypeError(f"is of type {type(values).__name__}")
         return pa.array(values)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise InputError(
