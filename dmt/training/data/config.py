@@ -168,7 +168,8 @@ class DataConfig(Section):
     csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
     """Separates the columns of a text file; by default a comma, or a tab in .tsv files."""
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
-    """``signed_log1p``: sign(x) * log(1 + abs(x)). A missing value becomes 0 afterwards."""
+    """``signed_log1p``: sign(x) * log(1 + abs(x)), but not of the years of ``timestamps``. A missing value becomes 0
+    afterwards."""
     id_mode: Literal["hash", "index"] = "hash"
     """``hash``: any value is hashed into its table. ``index``: values are row numbers of the table, and checked.
     A missing value is row 0 in both; an empty or missing list is an empty bag."""

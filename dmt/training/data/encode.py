@@ -102,7 +102,7 @@ class Encoder:
     id_mode: Literal["hash", "index"]
     """Hash values into the table, or take them as its row numbers."""
     signed_log1p: bool
-    """True: dense values x become sign(x) * log(1 + abs(x))."""
+    """True: dense values x become sign(x) * log(1 + abs(x)), but not those of ``times``."""
     group_by: str | None = None
     """Column that tells the rows of one request."""
     times: Mapping[str, TimePart] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Encoder:
 
     def _dense(self, column: pa.Array, name: str, place: Place) -> NDArray[np.float32]:
         numbers = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        if self.signed_log1p:
+        if self.signed_log1p and name not in self.times:
             numbers = np.sign(numbers) * np.log1p(np.abs(numbers))
         with np.errstate(over="ignore"):  # the overflow is what the next line looks for
             numbers = numbers.astype(np.float32)

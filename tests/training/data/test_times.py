@@ -80,6 +80,14 @@ def test_dates_and_their_tables(tmp_path: Path) -> None:
     }
 
 
+def test_years_are_not_transformed_as_other_numbers_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    write(path, ["label,c,d,time", "0,x,3,2024-01-01T23:59:59.5", "0,x,3,"])
+    found = features(config_of(path, timestamp_parts=("years",), dense=("d",), dense_transform="signed_log1p"))
+    assert found["d"] == pytest.approx([np.log(4)] * 2)
+    assert found["time_years"] == pytest.approx([YEARS, 0.0], abs=1e-5)
+
+
 @pytest.mark.parametrize("value", ["22.11.2026", "1700000000", "20261122", "2026-13-01", "2026-11-22T25:00"])
 def test_what_is_no_time_is_refused_with_its_line_or_left_out(value: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
