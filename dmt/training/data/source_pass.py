@@ -41,6 +41,8 @@ _TURN_ROWS = 1 << 14
 """Rows of a turn, at least; batches stay whole."""
 _PART_ROWS = 1 << 14
 _MOST_MARKS = 512
+_MARK_BYTES = 2**26
+"""Bytes of the states of a source in all bookmarks of a pass, beyond four of them."""
 _ENDLESS = 2**62
 
 
@@ -247,5 +249,7 @@ class SourcePass:
         positions = [asdict(position) for position in self._positions]
         mark = {"epoch": self._epoch, "raw": self._raw, "kept": self._kept, "shards": positions}
         self._marks.append((self._kept, mark | {"bad": self.bad_lines[self._source.name]}))
-        if len(self._marks) > _MOST_MARKS:
-            del self._marks[1::2]  # it stays dense near the end, which is where a run resumes
+        held = sum(len(position.state or "") for position in self._positions)
+        most = min(_MOST_MARKS, max(_MARK_BYTES // max(held, 1), 4))
+        while len(self._marks) > most:
+            del self._marks[-2:0:-2]  # it stays dense near the end, which is where a run resumes

@@ -192,9 +192,11 @@ def test_a_source_that_changes_is_not_resumed() -> None:
         all_batches(config_of("unsaveable", options={"state": "fails"}))
 
 
-def test_marks_are_thinned() -> None:
-    config = config_of(shuffle_rows=0, options={"rows": 400})
-    with small_turns(1), patch.object(source_pass, "_MOST_MARKS", 10):
+@pytest.mark.parametrize("bound", [{"_MOST_MARKS": 10}, {"_MARK_BYTES": 20_000}], ids=str)
+def test_marks_are_thinned(bound: dict[str, int]) -> None:
+    function = "rows" if "_MOST_MARKS" in bound else "resumable"  # with states of some 2 KB
+    config = config_of(function, shuffle_rows=0, options={"rows": 400})
+    with small_turns(1), patch.multiple(source_pass, **bound):
         data = open_source(config)
         whole = list(data.batches("train", rank=0, world_size=1, batch_size=4))
         there = data._passes["train"]
