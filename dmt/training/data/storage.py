@@ -16,6 +16,10 @@ from dmt.errors import InputError
 __all__ = ["file_exists", "file_version", "is_remote", "matching_files", "open_binary", "remote_fingerprint"]
 
 
+# Keys by which stores tell one version of a file from another.
+_MARKS = ("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "Last-Modified")
+
+
 def is_remote(path: str) -> bool:
     """Tells a URL from a path of this machine.
 
@@ -45,16 +49,22 @@ def file_version(path: str) -> tuple[int, int]:
     if not is_remote(path):
         found = os.stat(path)
         return found.st_size, found.st_mtime_ns
-    system, inner = _file_system(path)
-    with _as_os_errors():
-        return int(system.size(inner)), remote_fingerprint(path)[0]
+    return _told(path)
 
 
 def remote_fingerprint(path: str) -> tuple[int, int]:
     """Returns two numbers of a remote file that change with it, by what its store says of it and without reading it."""
+    return _told(path)[1], 0
+
+
+def _told(path: str) -> tuple[int, int]:
+    """Returns the bytes of a remote file and a number that changes with it."""
     system, inner = _file_system(path)
     with _as_os_errors():
-        return zlib.crc32(str(system.ukey(inner)).encode()), 0
+        info = system.info(inner)
+        # Not every store's ukey changes with the file: that of HTTP is one of the URL.
+        marks = [str(info[key]) for key in _MARKS if info.get(key)] or [str(system.ukey(inner))]
+        return int(info["size"]), zlib.crc32(" ".join([str(info["size"]), *marks]).encode())
 
 
 def file_exists(path: str) -> bool:

@@ -10,11 +10,13 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dmt.errors import InputError
 from dmt.training.commands.demo import demo_settings
 from dmt.training.data.config import DataConfig
 from dmt.training.data.dataset import open_source
+from dmt.training.data.storage import file_version, remote_fingerprint
 from dmt.training.data.textfile import lines_before
 from tests.ranks import run_ranks
 
@@ -71,6 +73,26 @@ def test_ranks_share_the_files_of_a_store(kind: str, tmp_path: Path) -> None:
     for alone, shared in ((0, 1), (2, 3)):
         own = [parsed[shared] for parsed in ranks]
         assert sum(own) == ranks[0][alone] * (2 if kind == "gzip" else 1)
+
+
+def test_another_version_of_a_file_of_as_many_bytes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = MemoryFileSystem.info
+
+    def info(store: Any, path: str, **settings: Any) -> dict[str, Any]:
+        return told(store, path, **settings) | {"ETag": store.cat_file(path).hex()}
+
+    # As that of HTTP does, the store tells versions apart by an ETag, and not by ukey.
+    monkeypatch.setattr(MemoryFileSystem, "ukey", lambda store, path: path)
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    store, found = fsspec.filesystem("memory"), []
+    try:
+        for text in (b"one", b"two", b"one"):
+            store.pipe("/page.csv", text)
+            found.append((file_version("memory://page.csv"), remote_fingerprint("memory://page.csv")))
+    finally:
+        store.rm("/page.csv")
+    assert found[0] == found[2] != found[1]
+    assert found[1][0][0] == 3
 
 
 def test_faults_of_a_store_name_the_url(tmp_path: Path) -> None:
