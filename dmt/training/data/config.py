@@ -143,13 +143,13 @@ class DataConfig(Section):
     ``group_by``, about this share of the requests, whole, by a hash of their value. Not used with ``eval_path``,
     ``split_column`` or synthetic data."""
     split_column: str | None = None
-    """Column that tells training rows from evaluation rows (``columns`` only)."""
+    """Column that tells training rows from evaluation rows (``columns`` and ``source``)."""
     train_split: str = "train"
     """The value of ``split_column`` in training rows."""
     eval_split: str = "test"
     """The value of ``split_column`` in evaluation rows."""
     label: str | None = "label"
-    """The column of 0/1 labels (``columns`` only). Only ``dmt score`` has rows without one."""
+    """The column of 0/1 labels (``columns`` and ``source``). Only ``dmt score`` has rows without one."""
     dense: tuple[str, ...] = ()
     """Dense columns, by name or by glob such as ``"d_*"``, in this order. ``criteo_tsv``: empty is all 13."""
     categorical: tuple[str, ...] = ()
@@ -157,9 +157,9 @@ class DataConfig(Section):
     multi_hot: tuple[str, ...] = ()
     """Categorical columns whose text is a list of values, by name or glob. Parquet lists need no mention."""
     timestamps: tuple[str, ...] = ()
-    """Columns of dates or times, by name or glob (``columns`` only): Parquet dates and timestamps, or ISO 8601 text.
-    Each becomes the features of ``timestamp_parts``, named ``<column>_hour`` and so on. Times with a zone are turned
-    into UTC."""
+    """Columns of dates or times, by name or glob (``columns`` and ``source``): Arrow dates and timestamps, or ISO 8601
+    text. Each becomes the features of ``timestamp_parts``, named ``<column>_hour`` and so on. Times with a zone are
+    turned into UTC."""
     timestamp_parts: tuple[TimePartName, ...] = Field(default=("hour", "weekday"), min_length=1)
     """Parts of every time: the categories ``hour``, ``weekday``, ``day`` (of the month) and ``month``, each with a
     table of just its values, and ``years``, a dense column: seconds since 1970 in mean years of 31,556,952 s."""

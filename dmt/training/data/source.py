@@ -190,7 +190,7 @@ class ShardStream:
                 found = self._state_of.state_dict()
             except Exception as error:
                 raise InputError(
-                    f"{self.place}: its state_dict() has failed ({type(error).__name__}: {error}). Mend it or leave "
+                    f"{self.place}: its state_dict() has failed ({type(error).__name__}: {error}). Correct it or leave "
                     "out state_dict and load_state_dict."
                 ) from error
             state = _state_text(found, self.place)
