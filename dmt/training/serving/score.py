@@ -19,7 +19,7 @@ from dmt.training.data.config import with_files
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.loop import MetricValues, metric_values
 from dmt.training.serving.export import ServedManifest, explicit_data, load_program, read_manifest
-from dmt.training.trained import trained_model
+from dmt.training.trained import checkpoint_of, trained_model
 
 __all__ = ["Scored", "score", "tensors_of"]
 
@@ -99,12 +99,25 @@ def _open(model: Path, data_path: str | None) -> tuple[Scorer, ClickData]:
         return (lambda batch: program(*tensors_of(batch))), data
     try:
         _, job, plain = trained_model(model)
-    except InputError:
+    except InputError as error:
         # The rows to score have the columns, too, should the run's own files be gone.
+        if data_path is not None:
+            _check_tells_bags(model, data_path, error)
         _, job, plain = trained_model(model, data_path)
     splits = {} if job.towers is None else job.towers.column_splits
     data = open_source(_rows_of(explicit_data(job), data_path), column_splits=splits)
     return (lambda batch: plain(batch.dense_features, batch.sparse_features).reshape(-1)), data
+
+
+def _check_tells_bags(run: Path, data_path: str, error: InputError) -> None:
+    """Raises `InputError` for rows of text where the run's columns of bags are known from the types of its own data."""
+    trained = checkpoint_of(run)[1].data
+    has_types = trained.kind == "source" or is_parquet(trained.train_path or "")
+    if has_types and not is_parquet(expand_path("--data", data_path, columns=True)[0]):
+        raise InputError(
+            f"--data {data_path!r} is text, which does not tell columns of bags from others, and the data of the run, "
+            f"which do, cannot be opened ({error}) Give them back, or score Parquet."
+        )
 
 
 def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_alone(plain(config), folder / "checkpoint", files={"config.toml": to_toml(config)})
     export_run(folder, folder / "model.pt2")
     return folder
+
+
+def test_text_is_not_scored_where_only_the_lost_data_tell_columns_of_bags(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("label,c_ad,c_words,time,d_age\n0,ad1,w0|w1,2026-11-22,3\n")
+    lost = shutil.move(run / "clicks.parquet", tmp_path / "rows.parquet")
+    try:
+        with pytest.raises(
+            InputError, match=r"rows.csv' is text, which does not tell .*clicks.parquet' matches no file"
+        ):
+            score(run, tmp_path / "out.parquet", data_path=str(tmp_path / "rows.csv"))
+        assert score(run, tmp_path / "out.parquet", data_path=str(lost)).num_rows == ROWS
+    finally:
+        shutil.move(lost, run / "clicks.parquet")
 
 
 def read(path: Path) -> dict[str, list[Any]]:
