@@ -24,6 +24,7 @@ _MISSING = ["nat", "nan", "na", "n/a", "null", "none", ""]
 _TIME = pa.timestamp("us")
 # Text has a zone or none, and rarely more than six decimals, for which years 1677 to 2262 alone have room.
 _SPELLINGS = (_TIME, pa.timestamp("us", "UTC"), pa.timestamp("ns"), pa.timestamp("ns", "UTC"))
+_ZONE = r"[T ].*(Z|[+-]\d\d(:?\d\d)?)$"
 _MEAN_YEAR_US = 31_556_952_000_000  # 365.2425 days
 _FUNCTIONS: Mapping[str, Callable[[pa.Array], pa.Array]] = {
     "hour": lambda times: pc.add(pc.hour(times), 1),
@@ -73,6 +74,13 @@ def _parsed(text: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
             return text.cast(spelling).cast(_TIME, safe=False), np.zeros(len(text), dtype=bool)
         except pa.ArrowInvalid:
             continue
+    zoned = pc.fill_null(pc.match_substring_regex(text, _ZONE), False).to_numpy(zero_copy_only=False)
+    if zoned.any() and not zoned.all():
+        # Either group is of one spelling, however the two are mixed.
+        parts = [_parsed(text.filter(pa.array(mask))) for mask in (zoned, ~zoned)]
+        places = np.argsort(np.concatenate([np.flatnonzero(zoned), np.flatnonzero(~zoned)]))
+        times = pa.concat_arrays([times for times, _ in parts]).take(pa.array(places))
+        return times, np.concatenate([wrong for _, wrong in parts])[places]
     if len(text) == 1:
         return pa.nulls(1, _TIME), np.ones(1, dtype=bool)
     # Halves of halves lead to the few that differ.

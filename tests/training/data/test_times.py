@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dmt.errors import InputError
+from dmt.training.data import times
 from dmt.training.data.config import DataConfig
 from dmt.training.data.dataset import open_source
 from dmt.training.data.times import to_times
@@ -133,9 +134,20 @@ def test_wrong_settings_are_refused(tmp_path: Path) -> None:
         DataConfig(kind="criteo_tsv", train_path="a", timestamps=("I1",))
 
 
+def test_times_with_and_without_a_zone_are_read_in_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, parsed = [], times._parsed
+    monkeypatch.setattr(times, "_parsed", lambda text: calls.append(len(text)) or parsed(text))
+    mixed = ["2026-11-22T20:15:00Z", "2026-11-22 20:15:00", None, "2026-11-22T21:15+01:00", "2026-11-22"] * 40
+    found, wrong = to_times(pa.array(mixed))
+    assert calls == [200, 80, 120]
+    assert not wrong.any()
+    evening, day = datetime(2026, 11, 22, 20, 15), datetime(2026, 11, 22)
+    assert found.to_pylist() == [evening, evening, None, evening, day] * 40
+
+
 def test_halves_find_each_wrong_value() -> None:
     texts = ["2026-11-22", "x", "2026-11-22T20:15:00Z", None, "y", "2026-11-22 20"] * 5
-    times, wrong = to_times(pa.array(texts))
+    found, wrong = to_times(pa.array(texts))
     assert np.flatnonzero(wrong).tolist() == [i for i, text in enumerate(texts) if text in ("x", "y")]
-    assert times.null_count == 15
-    assert times[2].as_py() == datetime(2026, 11, 22, 20, 15)
+    assert found.null_count == 15
+    assert found[2].as_py() == datetime(2026, 11, 22, 20, 15)
