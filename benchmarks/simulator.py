@@ -47,7 +47,7 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
             "batch_size": setting.batch_size,
             "prefetch_ids": contender.prefetch,
             "micro_batches": contender.num_micro_batches,
-            "dense_reduce": "hierarchical" if contender.has_hierarchical_reduce else "ring",
+            "dense_reduce": "hierarchical" if contender.has_hierarchical_reduce and setting.hosts > 1 else "ring",
         },
     }
     if contender.has_towers:
