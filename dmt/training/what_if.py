@@ -14,6 +14,7 @@ from dmt.models.complexity import PartFlops, compression_ratio, count_parts, den
 from dmt.plan.tables import TableSpec, feature_names, number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import replica_costs
+from dmt.sharding.plan import imbalance_of
 from dmt.simulator.cluster import Cluster
 from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import Timeline, simulate
@@ -96,16 +97,16 @@ def step_work(job: Job, model: CountedModel) -> StepWork:
     tower_flops, skewed = 0.0, ["peer_outputs", "peer_gradients"]
     if job.sharding is None:
         exchanges, held = flat_exchanges(job, model.model)
-        lookups = wide = _busiest(held)
+        lookups = wide = imbalance_of(held)
     else:
         exchanges, lookups = step_exchanges(job, model.model), job.sharding.imbalance
         tower_flops = len(model.flops.towers) * max(model.flops.towers, default=0.0)
         assert job.towers is not None, "a sharding plan is made for towers"
         own = [float(sum(columns[name] for name in tower)) for tower in job.towers.to_lists()]
         held = [own[topology.coordinates(rank).tower] for rank in range(topology.world_size)]
-        wide = _busiest(held)
+        wide = imbalance_of(held)
         skewed.append("tower_outputs")
-    hosts = _busiest([sum(held[rank] for rank in ranks) for ranks in topology.host_groups()])
+    hosts = imbalance_of([sum(held[rank] for rank in ranks) for ranks in topology.host_groups()])
     loads = {name: _load(exchange, topology) for name, exchange in vars(exchanges).items()}
     for name in skewed:
         uplink, inside = loads[name]
@@ -121,11 +122,6 @@ def step_work(job: Job, model: CountedModel) -> StepWork:
         replicas=_replicas(job),
         **loads,
     )
-
-
-def _busiest(loads: Sequence[float]) -> float:
-    """The largest over the mean."""
-    return max(loads) * len(loads) / sum(loads)
 
 
 def _load(exchange: Exchange, topology: TowerTopology) -> Load:

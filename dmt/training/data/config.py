@@ -265,6 +265,12 @@ class DataConfig(Section):
             )
         return self
 
+    def split_value(self, split: Literal["train", "eval"] | None) -> str | None:
+        """Returns the split column's value in the rows of a split; None for rows of both, or without such a column."""
+        if not self.split_column or split is None:
+            return None
+        return self.train_split if split == "train" else self.eval_split
+
     def _given(self, *names: str) -> list[str]:
         """Returns those of the fields that differ from their defaults; a resolved config sets all."""
         fields = DataConfig.model_fields

@@ -192,9 +192,7 @@ class FilePass:
     @property
     def split_value(self) -> str | None:
         """The split column's value in the rows of the split; None where there is no such column."""
-        if not self._config.split_column:
-            return None
-        return self._config.train_split if self._split == "train" else self._config.eval_split
+        return self._config.split_value(self._split)
 
     def _alone(self) -> Iterator[Block]:
         shared: dict[str, Any] = {"counts": self.bad_lines, "splits_seen": self._values_met}

@@ -134,9 +134,7 @@ class SourcePass:
     @property
     def split_value(self) -> str | None:
         """The split column's value in the rows of the split; None where there is no such column."""
-        if not self._config.split_column or self._split is None:
-            return None
-        return self._config.train_split if self._split == "train" else self._config.eval_split
+        return self._config.split_value(self._split)
 
     def start_at(self, saved: Mapping[str, Any] | None, before: int) -> int | None:
         """Makes the pass start at a saved bookmark, if that lies at or before row ``before`` of this split and fits.
