@@ -21,7 +21,7 @@ from dmt.plan.tables import TableSpec, feature_names, table_specs
 __all__ = ["FORMAT_VERSION", "PlanComparison", "TowerFeatures", "TowerPlan", "compare_plans"]
 
 FORMAT_VERSION = 1
-_REMEDY = "Re-run `dmt partition`."
+_REMEDY = "Write it with `dmt partition` or `TowerPlan.from_lists(...).save(path)`."
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ _PARENT = int(os.environ.get("DMT_LAUNCHER", os.getppid()))
 import signal
 import sys
 import time
+import traceback
 
 import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -60,8 +61,15 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     except KeyboardInterrupt:
         # Before the first step, or after the last one, which is saved.
         if rank == 0 and settings is not None:
-            say_stopped(settings.train, signal.SIGINT)
+            say_stopped(settings.train, "Ctrl-C")
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        # When another rank dies, this one meets a broken connection. The traceback first, and what to do at its end.
+        traceback.print_exc()
+        get_error_handler().record_exception(error)
+        if settings is not None and rank < 2:  # one of the two is alive, whichever died
+            say_stopped(settings.train, "an error")
+        sys.exit(1)
     if "stopped_at" in result:
         sys.exit(128 + result["signal"])
     if rank == 0:

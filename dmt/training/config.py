@@ -18,6 +18,7 @@ from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import Scheme
 from dmt.sptt.precision import ExchangePrecision
 from dmt.training.data.config import DataConfig, Section
+from dmt.training.data.prepared import prepared_settings
 
 __all__ = [
     "SHARDING_OF_TOWERS",
@@ -479,6 +480,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
     for override in overrides:
         _apply(values, current_override(override))
     accept_old_names(values)
+    _replace_by_prepared(values, overrides)
     try:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
@@ -574,6 +576,16 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise InputError(f"{place}: {section!r} is a value, not a section.")
     values[last] = found["value"]
+
+
+def _replace_by_prepared(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Leaves out what the file says of the raw data where an override names the folder that was prepared from them."""
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    folder = values.get("data", {}).get("prepared")
+    if "data.prepared" in keys and isinstance(folder, str):
+        for key in ("timestamps", *prepared_settings(folder)):
+            if f"data.{key}" not in keys:
+                values["data"].pop(key, None)
 
 
 def _unknown_key(place: Sequence[int | str]) -> InputError:

@@ -246,7 +246,10 @@ def tower_plan(
                 f"{list(widths)} columns; each must be a multiple of 4 (FBGEMM's kernels). Make a plan with other "
                 "shards."
             )
-    plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
+    try:
+        plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
+    except InputError as error:
+        raise InputError(f"towers.plan={config.towers.plan!r}: {error}") from error
     return plan
 
 

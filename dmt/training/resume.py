@@ -112,7 +112,13 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
     source = run_on_all_or_raise(look if mesh.rank == 0 else lambda: None, mesh.global_group)[0]
     if source is None:
         return Start(files=files)
-    return start_with(whole_checkpoint(source, mesh), job.config, files, job.towers)
+    try:
+        folder = whole_checkpoint(source, mesh)
+    except InputError as error:  # the same on every rank
+        if source != checkpoint_folder(job.config):
+            raise
+        raise InputError(f"{error} To start over, set train.resume=never, which removes them.") from error
+    return start_with(folder, job.config, files, job.towers)
 
 
 def attempt_names() -> tuple[set[str], set[str]]:

@@ -107,14 +107,14 @@ class StopRequest:
         self.signal = number
 
 
-def say_stopped(config: TrainConfig, number: int) -> None:
-    """Prints the last line of a run that a signal has ended: the newest checkpoint, and the command that goes on.
+def say_stopped(config: TrainConfig, by: str) -> None:
+    """Prints the last line of a run that was ended by a signal or an error: its newest checkpoint, how to go on.
 
     It is printed on stderr, since a demo keeps what its runs print on stdout in a file.
     """
     saved = checkpoints(Path(config.output_dir) / "checkpoint")
     what = f"the newest checkpoint is {saved[0]}. To go on" if saved else "nothing was saved yet. To start again"
-    line = f"stopped by {SIGNALS[number]}: {what}: {_command(config.resume)}"
+    line = f"stopped by {by}: {what}: {_command(config.resume)}"
     print(printable(line), file=sys.stderr, flush=True)
 
 

@@ -6,6 +6,8 @@ import itertools
 import logging
 import os
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -45,13 +47,15 @@ from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
 from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, print_settings, result_warnings
 from dmt.training.resume import checkpoint_folder, find_start, folder_lock, restart_safe_store
-from dmt.training.stop import say_stopped
+from dmt.training.stop import SIGNALS, say_stopped
 
 __all__ = ["train", "train_job"]
 
 logger = logging.getLogger(__name__)
 # Time that a rank waits for the others: rank 0 reads the data ahead.
 _TIMEOUT = timedelta(minutes=30)
+# A rank says what it waits for: a wrong address looks like a long start.
+_SAY_WAITING_S = 30.0
 
 
 def train(config: TrainingConfig) -> dict[str, Any]:
@@ -177,7 +181,7 @@ def _resume_hot_rows(hot: HotRows, folder: Path, mesh: TowerMesh) -> None:
 def _stopped(record: RunRecord, config: TrainConfig, step: int, signal: int) -> dict[str, Any]:
     record.end()
     if record.enabled:
-        say_stopped(config, signal)
+        say_stopped(config, SIGNALS[signal])
     return {"stopped_at": step, "signal": signal}
 
 
@@ -267,13 +271,17 @@ def _describe(job: Job, folder: Path) -> None:
 
 
 def _place() -> tuple[int, int]:
-    try:
-        return _number("RANK"), _number("WORLD_SIZE")
-    except KeyError as error:
+    _check_launched("RANK", "WORLD_SIZE")
+    return _number("RANK"), _number("WORLD_SIZE")
+
+
+def _check_launched(*names: str) -> None:
+    absent = [name for name in names if name not in os.environ]
+    if absent:
         raise InputError(
-            f"{error.args[0]} is not set: start training with torchrun, e.g. "
+            f"{absent[0]} is not set: start training with torchrun, e.g. "
             "`torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml`."
-        ) from error
+        )
 
 
 def _number(name: str, default: str | None = None) -> int:
@@ -283,11 +291,29 @@ def _number(name: str, default: str | None = None) -> int:
     return int(text)
 
 
+def _say_waiting() -> None:
+    rank, size, address, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    what = "the other ranks" if rank == "0" else "rank 0, which reads the data ahead,"
+    print(
+        f"rank {rank} of {size} waits for {what} at {address}:{port} (MASTER_ADDR and MASTER_PORT), "
+        f"until {_TIMEOUT.seconds // 60} minutes have passed",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 @contextmanager
 def _process_group(backends: str) -> Iterator[dist.ProcessGroup]:
     torch.set_num_threads(min(max(1, _number("OMP_NUM_THREADS", "1")), os.cpu_count() or 1))
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
-    store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
+    _check_launched("MASTER_ADDR", "MASTER_PORT")
+    waiting = threading.Timer(_SAY_WAITING_S, _say_waiting)
+    waiting.daemon = True
+    waiting.start()
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+        store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
+    finally:
+        waiting.cancel()
     dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     assert dist.group.WORLD is not None, "it was just made"
     try:

@@ -106,11 +106,11 @@ WHOLE = '{"format": 1, "towers": [{"name": "t", "features": ["a"]}], %s}'
     [
         ("{", r"towers.json, line 1: not JSON"),
         ("[]", "has format None; this version reads format 1"),
-        ('{"format": 2, "towers": []}', "has format 2; this version reads format 1. Re-run `dmt partition`"),
+        ('{"format": 2, "towers": []}', "has format 2; this version reads format 1. Write it with `dmt partition`"),
         ('{"format": 1}', "towers.json: towers: Field required"),
         ('{"format": 1, "towers": [{"name": "t", "features": "abc"}]}', r"towers\.0\.features: .*array \(got 'abc'\)"),
         ('{"format": 1, "towers": [{"name": "t", "features": [1]}]}', r"towers\.0\.features\.0: .*string \(got 1\)"),
-        (WHOLE % '"affinity": [1, 2]', r"affinity: .*object \(got \[1, 2\]\). Re-run `dmt partition`"),
+        (WHOLE % '"affinity": [1, 2]', r"affinity: .*object \(got \[1, 2\]\). Write it with `dmt partition`"),
         (WHOLE % '"seed": "x"', r"seed: Input should be a valid integer \(got 'x'\)"),
         (WHOLE % '"strategy": 3', "strategy: Input should be a valid string"),
         (WHOLE % '"column_splits": {"a": [4, "4"]}', r"column_splits\.a\.1: Input should be a valid integer"),
@@ -127,7 +127,9 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_an_absent_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"Tower plan .*nowhere\.json: cannot be read .* Re-run `dmt partition`"):
+    with pytest.raises(
+        InputError, match=r"Tower plan .*nowhere\.json: cannot be read .* Write it with `dmt partition`"
+    ):
         TowerPlan.load(tmp_path / "nowhere.json")
 
 

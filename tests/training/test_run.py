@@ -10,6 +10,7 @@ import re
 import sys
 import tomllib
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -124,16 +125,33 @@ def test_a_column_that_is_absent_is_told(tmp_path: Path) -> None:
         resolve(config, 4)
 
 
-def test_training_without_torchrun_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(InputError, match=r"RANK is not set: start training with torchrun"):
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_training_without_torchrun_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in LAUNCHED.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv(name)
+    with pytest.raises(InputError, match=rf"{name} is not set: start training with torchrun"):
         train(small())
+
+
+def test_a_rank_says_where_it_waits_for_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in LAUNCHED.items():  # where nobody listens
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(run, "_SAY_WAITING_S", 0.1)
+    monkeypatch.setattr(run, "_TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(dist.DistNetworkError):
+        train(small("dlrm", train={"output_dir": str(tmp_path)}))
+    assert "rank 1 of 4 waits for rank 0, which reads the data ahead, at 127.0.0.1:1 (MASTER" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "-4"), ("OMP_NUM_THREADS", "x")])
 def test_an_environment_that_holds_no_number_is_told(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, number in {"RANK": "1", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "1", name: value}.items():
+    for key, number in {**LAUNCHED, "OMP_NUM_THREADS": "1", name: value}.items():
         monkeypatch.setenv(key, number)
     with pytest.raises(InputError, match=f"The environment has {name}='{value}', which must be a whole number"):
         train(small())

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from click.testing import CliRunner
 
 from dmt.training import stop
 from dmt.training import train as run
+from dmt.training.__main__ import main
 from dmt.training.checkpoints import Checkpointer, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.loop import Trainer
@@ -159,13 +161,13 @@ def test_the_last_line_names_the_checkpoint_and_the_command(
     run = TrainingConfig.model_validate(config(tmp_path)).train
     monkeypatch.setattr(sys, "argv", ["__main__.py", "demo", f"train.output_dir={tmp_path}", "model.arch=dcn x"])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    say_stopped(run, signal.SIGINT)
+    say_stopped(run, "Ctrl-C")
     line = "stopped by Ctrl-C: nothing was saved yet. To start again: the same command again\n"
     assert capsys.readouterr().err == line
     (tmp_path / "checkpoint" / "step-00000007").mkdir(parents=True)
     for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("GROUP_WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    say_stopped(run.model_copy(update={"resume": "never"}), signal.SIGTERM)
+    say_stopped(run.model_copy(update={"resume": "never"}), "SIGTERM")
     command = f"torchrun --nproc-per-node 4 -m dmt.training demo train.output_dir={tmp_path} 'model.arch=dcn x'"
     assert capsys.readouterr().err == (
         f"stopped by SIGTERM: the newest checkpoint is {tmp_path}/checkpoint/step-00000007. "
@@ -173,8 +175,20 @@ def test_the_last_line_names_the_checkpoint_and_the_command(
     )
     # On several hosts a rank does not know the whole command.
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    say_stopped(run, signal.SIGTERM)
+    say_stopped(run, "SIGTERM")
     assert capsys.readouterr().err.endswith("To go on: the same command again\n")
+
+
+def test_a_run_that_an_error_ends_says_last_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(config: TrainingConfig) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("dmt.training.train.train", fails)
+    monkeypatch.setattr("dmt.training.__main__.quiet_libraries", lambda rank: None)
+    found = CliRunner().invoke(main, ["demo", f"train.output_dir={tmp_path}"])
+    assert found.exit_code == 1
+    assert "RuntimeError: Connection closed by peer\n" in found.stderr
+    assert found.stderr.endswith("stopped by an error: nothing was saved yet. To start again: the same command again\n")
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:

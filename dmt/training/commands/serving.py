@@ -32,7 +32,7 @@ def print_exported(found: Exported, out: Path, *, as_json: bool) -> None:
         f"Logits on random samples: within {found.difference:.1e} of the trained model's."
         if found.difference
         else "Logits on random samples: the bits of the trained model's.",
-        f"Written to {out}: {human_bytes(found.file_bytes)}, {share:.3f} of its tables in FP32.",
+        f"Written to {out}: {human_bytes(found.file_bytes)}, {share:.2f} times its tables in FP32.",
         f"Plain PyTorch loads it: torch.export.load({str(out)!r}).module(). `dmt score` takes it, too.",
     ]
     click.echo(printable("\n".join(lines)))

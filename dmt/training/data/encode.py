@@ -42,9 +42,10 @@ def is_list(type_: pa.DataType) -> bool:
 
 def out_of_range(feature: str, value: int, num_embeddings: int, *, table: str, place: str) -> InputError:
     """Makes the error for an id that its table has no row for."""
+    larger = f"num_embeddings_per_feature[{feature!r}] to more than the largest id, or "
     return InputError(
-        f"Feature {feature!r}: id {value} is outside the table {table} of {num_embeddings} rows ({place}). Set "
-        f"num_embeddings_per_feature[{feature!r}] to more than the largest id, or id_mode='hash'."
+        f"Feature {feature!r}: id {value} is outside the table {table} of {num_embeddings} rows ({place}). "
+        f"{'Ids begin at 0: set ' if value < 0 else f'Set {larger}'}id_mode='hash'."
     )
 
 

@@ -48,7 +48,7 @@ def point_out_uses(path: str, separator: str | None, columns: tuple[str, ...]) -
             continue
         lists = {mark: [text for text in found if _is_list(text, mark)] for mark in _SEPARATORS}
         mark, of_mark = max(lists.items(), key=lambda entry: len(entry[1]))
-        if 2 * len(of_mark) > len(found):
+        if 4 * len(of_mark) > len(found):  # lists of one value look like any text
             remedy = f"""data.multi_hot='["{name}"]' data.list_separator='"{mark}"'"""
             if of_mark[0].startswith(("[", "(", "{")):
                 remedy = "write lists into Parquet, or texts without brackets into any file"

@@ -174,6 +174,11 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
         DataConfig(prepared=str(out), timestamps=("t",))
     settings = DataConfig(prepared=str(out))
     assert settings.prepared is None
+    # As an override of the config that it was prepared from, the folder takes the place of what that says.
+    write(tmp_path / "raw.toml", ["[data]", 'kind = "criteo_tsv"', f'train_path = "{tmp_path / "a.tsv"}"'])
+    assert load_config(tmp_path / "raw.toml", [f"data.prepared={out}"]).data == settings
+    with pytest.raises(InputError, match="id_mode has no meaning with prepared="):
+        load_config(tmp_path / "raw.toml", [f"data.prepared={out}", "data.id_mode=hash"])
     assert DataConfig.model_validate(settings.model_dump()) == settings
 
     part = out / "train" / "part-00000.parquet"
