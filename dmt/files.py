@@ -38,6 +38,7 @@ __all__ = [
     "read_json",
     "read_record",
     "read_toml",
+    "write_or_raise",
 ]
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,16 @@ def atomic_write(target: Path) -> Iterator[Path]:
         scratch.replace(target)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_or_raise(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
+    """Yields the scratch file of `atomic_write`; raises `InputError` where ``what``, a kind of file, is not written."""
+    try:
+        with atomic_write(Path(path)) as scratch:
+            yield scratch
+    except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+        raise InputError(f"{what} {path}: cannot be written ({error}). Give another path or free space.") from error
 
 
 def fsync_path(path: Path) -> None:

@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write, check_names, open_file
+from dmt.files import check_names, open_file, write_or_raise
 from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
@@ -386,15 +385,10 @@ def read_arrays(path: str | os.PathLike[str], *, what: str, forms: Forms, main: 
 
 def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any], *, what: str) -> None:
     """Writes arrays as an ``.npz`` file in one step; raises `InputError` where it cannot be written."""
-    try:
-        # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a
-        # mean are noise, and packing 128 MB of them takes seconds and saves next to nothing.
-        with atomic_write(Path(path)) as scratch, scratch.open("wb") as file:
-            np.savez(file, **arrays)
-    except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
-        raise InputError(
-            f"{what.capitalize()} file {path}: cannot be written ({error}). Give another path or free space."
-        ) from error
+    # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean are
+    # noise, and packing 128 MB of them takes seconds and saves next to nothing.
+    with write_or_raise(path, f"{what.capitalize()} file") as scratch, scratch.open("wb") as file:
+        np.savez(file, **arrays)
 
 
 def tables_to_arrays(tables: Sequence[TableSpec], pooling_factors: Sequence[float] | None) -> dict[str, NDArray[Any]]:

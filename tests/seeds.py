@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ def collected(request: pytest.FixtureRequest, *names: str) -> set[Any]:
     users = [i for i in request.session.items if i.path == request.path and request.fixturename in i.fixturenames]
     found = [user.callspec.params for user in users if hasattr(user, "callspec")]
     return {tuple(p[name] for name in names) if len(names) > 1 else p[names[0]] for p in found if set(names) <= set(p)}
+
+
+def some_slow(cases: Iterable[Any], slow: Container[Any]) -> list[Any]:
+    """The cases of a parametrized test; those in ``slow`` are marked so."""
+    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
 
 
 def seeds(daily: int, number: int) -> list[Any]:

@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write, check_names, from_record, read_record
+from dmt.files import check_names, from_record, read_record, write_or_raise
 from dmt.formatting import shorten
 from dmt.plan.column_shards import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
@@ -229,11 +228,8 @@ class TowerPlan:
             "column_splits": {feature: list(widths) for feature, widths in self.column_splits.items()},
             "command": self.command,
         }
-        try:
-            with atomic_write(Path(path)) as scratch:
-                scratch.write_text(json.dumps(record, indent=1) + "\n")
-        except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
-            raise InputError(f"Tower plan {path}: cannot be written ({error}).") from error
+        with write_or_raise(path, "Tower plan") as scratch:
+            scratch.write_text(json.dumps(record, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TowerPlan:

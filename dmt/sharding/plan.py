@@ -7,11 +7,10 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, current_name, from_record, read_record
+from dmt.files import current_name, from_record, read_record, write_or_raise
 from dmt.formatting import counted, human_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
@@ -162,11 +161,8 @@ class TowerShardingPlan:
         Raises:
             InputError: the file cannot be written.
         """
-        try:
-            with atomic_write(Path(path)) as scratch:
-                scratch.write_text(json.dumps(self.to_record(), indent=1) + "\n")
-        except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
-            raise InputError(f"Sharding plan {path}: cannot be written ({error}). Name another file.") from error
+        with write_or_raise(path, "Sharding plan") as scratch:
+            scratch.write_text(json.dumps(self.to_record(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TowerShardingPlan:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, from_record, open_file, parse_json
+from dmt.files import from_record, open_file, parse_json, write_or_raise
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 
@@ -118,13 +118,8 @@ def save_profile(profile: AccessProfile, path: Path) -> None:
         np.concatenate([np.zeros(0, np.int64), *(c.counts for c in counts)]),
     ]
     table = pa.Table.from_arrays([pa.array(column) for column in columns], schema=_SCHEMA)
-    try:
-        with atomic_write(path) as scratch:
-            pq.write_table(table.replace_schema_metadata({"dmt": json.dumps(asdict(header))}), scratch)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"Access profile {path}: cannot be written ({error}). Give another path or free space."
-        ) from error
+    with write_or_raise(path, "Access profile") as scratch:
+        pq.write_table(table.replace_schema_metadata({"dmt": json.dumps(asdict(header))}), scratch)
 
 
 def load_profile(path: Path, *, remedy: str = "Collect it again with `dmt profile --out`.") -> AccessProfile:

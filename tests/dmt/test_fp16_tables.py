@@ -149,10 +149,13 @@ def train_on_rank(
 SCHEMES_AND_OPTIMIZERS = product(("table_wise", "row_wise", "column_wise"), ("rowwise_adagrad", "sgd", "adagrad"))
 
 
-# Both kinds with every scheme and every optimizer.
+# Both kinds with every scheme and every optimizer; daily, each scheme with an optimizer of its own.
 @pytest.mark.parametrize(
     ("kind", "scheme", "optimizer"),
-    [(("flat", "towers")[number % 2], *both) for number, both in enumerate(SCHEMES_AND_OPTIMIZERS)],
+    [
+        pytest.param(("flat", "towers")[number % 2], *both, marks=[pytest.mark.slow] if number not in (0, 5, 7) else [])
+        for number, both in enumerate(SCHEMES_AND_OPTIMIZERS)
+    ],
 )
 def test_fp16_tables_stay_within_rounding_of_fp32(kind: str, scheme: str, optimizer: str) -> None:
     for worst in run_ranks(train_on_rank, 4, kind, scheme, optimizer, {0, 1, 2, 3}, None):
@@ -212,7 +215,7 @@ def small_steps_on_rank(rank: int) -> dict[str, float]:
         ids = KeyedJaggedTensor(
             keys=["f0", "f1", "f2", "f3"], values=torch.zeros(4).long(), lengths=torch.ones(4).long()
         )
-        for _ in range(20):
+        for _ in range(8):
             model(ids)[1].sum().backward()
         name = "sparse_arch.embedding_bags.t0.weight"
         moved[precision] = (gather_plain_state(model)[name] - start[name]).abs().max().item()
@@ -222,7 +225,7 @@ def small_steps_on_rank(rank: int) -> dict[str, float]:
 def test_small_updates_of_fp16_tables_vanish_on_a_cpu() -> None:
     """The trap that docs/precision.md tells of: rounding to nearest drops updates below half a spacing, for ever."""
     for moved in run_ranks(small_steps_on_rank, 4):
-        assert moved["fp32"] == pytest.approx(20 * LR * 1e-4, rel=0.01)
+        assert moved["fp32"] == pytest.approx(8 * LR * 1e-4, rel=0.01)
         assert moved["fp16"] == 0.0
 
 

@@ -90,11 +90,22 @@ def compare_on_rank(rank: int, kind: str, choices: list[tuple[Any, Any]], autoca
 CHOICES = [("fp32", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("int8", "fp16"), ("bf16", "int8")]
 
 
-@pytest.mark.parametrize("kind", ["modules", "flat"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_peer_exchange_alone_changes(kind: str, autocast: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "autocast", "choices"),
+    [
+        pytest.param(kind, autocast, choices, id=f"{kind}-{autocast}-{len(choices)}", marks=marks)
+        for kind, autocast, choices, marks in (
+            ("modules", False, CHOICES[::2], []),
+            ("flat", False, CHOICES[1::2], []),
+            ("modules", True, CHOICES[1::2], []),
+            ("modules", False, CHOICES[1::2], [pytest.mark.slow]),
+            ("flat", False, CHOICES[::2], [pytest.mark.slow]),
+            ("flat", True, CHOICES[1::2], [pytest.mark.slow]),
+        )
+    ],
+)
+def test_the_peer_exchange_alone_changes(kind: str, autocast: bool, choices: list[tuple[Any, Any]]) -> None:
     share = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 1.25 / 4}
-    choices = CHOICES[1::2] if autocast else CHOICES
     for found in run_ranks(compare_on_rank, 4, kind, choices, autocast)[0]:
         forward, backward = found["choice"]
         plain, traffic = found["plain"], found["traffic"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import run_ranks
+from tests.seeds import some_slow
 from tests.sptt_case import Case, check_worst, parity_on_rank
 
 pytestmark = pytest.mark.ranks
@@ -57,7 +58,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Three factors of the matrix together, of which the cover has each two; and cases that another one here contains.
+SLOW = (
+    "column-wise-flat-2x3",
+    "swapped",
+    "two-towers-on-one-host",
+    "uneven-flat-column-wise",
+    "row-wise-mean-uneven-batches",
+    "data-parallel-weighted-uneven",
+)
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, SLOW))
 def test_sptt_equals_the_single_process_module(name: str) -> None:
     case = CASES[name]
     for worst in run_ranks(parity_on_rank, case.world, case):

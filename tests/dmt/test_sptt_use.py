@@ -159,9 +159,10 @@ def load_on_rank(rank: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
     "change",
     [
         {"placement": (1, 0)},
-        {"scheme": "column_wise"},
-        {"scheme": "row_wise"},
-        {"scheme": "data_parallel"},
+        *(
+            pytest.param({"scheme": scheme}, marks=pytest.mark.slow)
+            for scheme in ("column_wise", "row_wise", "data_parallel")
+        ),
         {"scheme": "mixed", "placement": (1, 0)},
         {"towers": 1, "ranks": 1, "placement": (0, 0)},
         {"towers": 2, "ranks": 3},

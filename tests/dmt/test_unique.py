@@ -160,14 +160,25 @@ def cases_on_rank(rank: int, cases: list[Case]) -> None:
             raise
 
 
+WAYS = [("rank", 1), ("rank", 3), ("auto", 1)]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
-def test_rows_train_as_samples_do(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    # Daily, each case in one of the ways.
+    [
+        pytest.param(name, ways, id=name if len(ways) == 1 else f"{name}, others", marks=marks)
+        for number, name in enumerate(CASES)
+        for ways, marks in (
+            ([WAYS[number % 3]], []),
+            ([WAYS[(number + 1) % 3], WAYS[(number + 2) % 3]], [pytest.mark.slow]),
+        )
+    ],
+)
+def test_rows_train_as_samples_do(name: str, ways: list[tuple[str, int]]) -> None:
     case = CASES[name]
-    several = [
-        replace(case, unique=unique, micro_batches=num) for unique, num in (("rank", 1), ("rank", 3), ("auto", 1))
-    ]
-    run_ranks(cases_on_rank, case.world, several)
+    run_ranks(cases_on_rank, case.world, [replace(case, unique=unique, micro_batches=num) for unique, num in ways])
 
 
 def with_fault(fault: str) -> pytest.MonkeyPatch:

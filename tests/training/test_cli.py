@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import tomllib
 import traceback
 from functools import partial
@@ -30,11 +31,13 @@ from dmt.plan.tables import TableSpec
 from dmt.testing.ranks import RanksFailedError
 from dmt.training import __main__ as training
 from dmt.training import partition as partition_of_run
+from dmt.training.check.shrink import with_values
 from dmt.training.commands import main
 from dmt.training.commands.demo import demo_settings
 from dmt.training.config import to_toml
 from tests.partitioner.clicks import planted_clicks
 from tests.programs import run_program
+from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint, save_alone
 from tests.training.small import plain, small
 from tests.waiting import wait_until
@@ -529,16 +532,42 @@ def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> 
     assert not (tmp_path / "said").read_text(), "it started ranks"
 
 
+def killed_while_its_rank_starts(rank: int, folder: str) -> None:
+    """Stands in for a demo, in a process that has everything loaded: starts torchrun, and is killed."""
+
+    def kill() -> None:
+        # Those that this process has started: torchrun and its rank.
+        wait_until(lambda: len(processes_with(f"TMPDIR={folder}")) >= 2, 300)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.environ["TMPDIR"] = folder
+    threading.Thread(target=kill, daemon=True).start()
+    importlib.import_module("dmt.training.commands.demo")._torchrun(Path(folder, "run.toml"), 1, Path(folder, "log"))
+
+
 @pytest.mark.ranks
+def test_a_killed_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
+    # Long enough to be found, were it left.
+    long = small(topology={"num_towers": 1, "ranks_per_tower": 1}, synthetic={"num_rows": 10**9})
+    (tmp_path / "run.toml").write_text(to_toml(with_values(long, "train", output_dir=str(tmp_path / "run"))))
+    with pytest.raises(RanksFailedError, match="Rank 0 died with exit code -9"):
+        run_ranks(killed_while_its_rank_starts, 1, str(tmp_path), fresh=True)
+    left = partial(processes_with, f"TMPDIR={tmp_path}")
+    # A rank that still imports ends when it has.
+    assert wait_until(lambda: not left(), 120), left()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "number", "begun"),
     [
         # While its ranks still import; the others in the middle of their work.
         ("demo", signal.SIGKILL, "*"),
-        pytest.param("demo", signal.SIGKILL, "dlrm/metrics.jsonl", marks=pytest.mark.slow),
-        pytest.param("demo", signal.SIGTERM, "dlrm/metrics.jsonl", marks=pytest.mark.slow),
-        pytest.param("check", signal.SIGTERM, "dmt-ranks-*/store", marks=pytest.mark.slow),
-        pytest.param("check", signal.SIGKILL, "dmt-ranks-*/store", marks=pytest.mark.slow),
+        ("demo", signal.SIGKILL, "dlrm/metrics.jsonl"),
+        ("demo", signal.SIGTERM, "dlrm/metrics.jsonl"),
+        ("check", signal.SIGTERM, "dmt-ranks-*/store"),
+        ("check", signal.SIGKILL, "dmt-ranks-*/store"),
     ],
 )
 def test_a_stopped_command_leaves_no_process_behind(

@@ -183,19 +183,18 @@ def joined(config: TrainingConfig, plan: TowerPlan, state: dict[str, torch.Tenso
 
 
 OPTIMIZERS = {"sgd": 2.0, "adagrad": 0.1, "rowwise_adagrad": 0.1}
-# Every model with SGD and with an optimizer that has moments; of each of those, one model of towers and one flat one.
-TRAINED = [
-    *(("sgd", case) for case in CASES),
-    *(("adagrad", case) for case in CASES[::3]),
-    *(("rowwise_adagrad", case) for case in CASES[1:3]),
-]
+# Every model once; models of towers and flat ones with SGD and with an optimizer that has moments. Then every model
+# with both kinds, and of each optimizer, one model of towers and one flat one.
+TRAINED = [("sgd", CASES[0]), ("rowwise_adagrad", CASES[1]), ("adagrad", CASES[2]), ("sgd", CASES[3])]
+OTHERS = [("sgd", CASES[1]), ("sgd", CASES[2]), ("adagrad", CASES[0]), ("adagrad", CASES[3])]
+OTHERS += [("rowwise_adagrad", CASES[2])]
 STEPS = 6
 
 
-def parity_on_rank(rank: int, folder: str) -> dict[tuple[str, str], Any]:
+def parity_on_rank(rank: int, folder: str, cases: list[Any]) -> dict[tuple[str, str], Any]:
     """By optimizer and arch, on rank 0: whether ids go ahead, and pairs of weights that must agree."""
     found: dict[tuple[str, str], Any] = {}
-    for sparse, (arch, plan) in TRAINED:
+    for sparse, (arch, plan) in cases:
         rate = OPTIMIZERS[sparse]
         config = config_of(
             Path(folder) / str(rank),
@@ -218,11 +217,17 @@ def parity_on_rank(rank: int, folder: str) -> dict[tuple[str, str], Any]:
 
 
 @pytest.mark.ranks
-def test_training_on_shards_is_training_the_plain_model_and_the_uncut_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cases", "flat"),
+    [pytest.param(TRAINED, 2, id="cover"), pytest.param(OTHERS, 2, id="others", marks=pytest.mark.slow)],
+)
+def test_training_on_shards_is_training_the_plain_model_and_the_uncut_one(
+    cases: list[Any], flat: int, tmp_path: Path
+) -> None:
     for rank in range(4):
         (tmp_path / str(rank)).mkdir()
-    found = run_ranks(parity_on_rank, 4, str(tmp_path))[0]
-    assert sum(len(pairs) for _, pairs in found.values()) == len(TRAINED) + 3
+    found = run_ranks(parity_on_rank, 4, str(tmp_path), cases)[0]
+    assert sum(len(pairs) for _, pairs in found.values()) == len(cases) + flat
     for case, (is_ahead, pairs) in found.items():
         assert is_ahead, f"{case}: the pipeline does not exchange the ids of the next batch"
         assert sum("embedding_bags" in name for name in pairs[0][0]) == (12 if case[1].startswith("dmt") else 9)

@@ -58,9 +58,8 @@ def train(config: TrainingConfig, steps: int) -> dict[str, Any]:
 def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_towers(tmp_path: Path) -> None:
     flat, towers = tmp_path / "flat", tmp_path / "towers.json"
     config = deepfm(flat, model=model_of_page() | {"in_towers": False})
-    assert train(config, 3)["steps"] == 3
-    result = train(config, 6)
-    assert (result["steps"], result["compression_ratio"]) == (6, 1.0)
+    result = train(config, 4)
+    assert (result["steps"], result["compression_ratio"]) == (4, 1.0)
     assert_served_alike(flat, result, tmp_path)
     # A program takes seconds: that of the towers below has all parts of a flat one.
     dmt("partition", "--checkpoint", flat, "--towers", 2, "--out", towers, "--save-affinity", tmp_path / "affinity.npz")

@@ -343,7 +343,9 @@ def write_day(folder: Path, day: int, rows: int) -> None:
 def test_files_that_are_others_are_seen(tmp_path: Path) -> None:
     write_day(tmp_path, 1, 320)
     values = {**FILES, "train_path": str(tmp_path / "day_*.csv")}
-    run = config(tmp_path / "run", arch="dlrm", dataflow="sptt", data=values, train={"epochs": 1, "max_steps": None})
+    sections = {"data": values, "topology": {"num_towers": 2, "ranks_per_tower": 1}}
+    train = {"epochs": 1, "max_steps": None, "batch_size": 32}
+    run = config(tmp_path / "run", arch="dlrm", dataflow="sptt", train=train, **sections)
     assert attempt(run) is not None
     longer = changed(run, train={"epochs": 2})
     assert start(longer).position == Position(step=4, epoch=1, row=0)

@@ -13,6 +13,7 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -230,7 +231,6 @@ def loop_on_rank(rank: int, folder: str, **settings: Any) -> tuple[list[int], li
 # settings -> steps, times that each row is seen, steps at which the loop itself evaluates
 LOOPS: list[tuple[dict[str, Any], int, set[int], list[int]]] = [
     ({}, 5, {1}, []),
-    ({"epochs": 2}, 10, {2}, []),
     ({"epochs": 2, "eval_every": 3}, 10, {2}, [3, 6, 9]),
     ({"epochs": 2, "eval_every": 5}, 10, {2}, [5]),  # not at 10: the end is evaluated by the caller
     ({"eval_every": 1}, 5, {1}, [1, 2, 3, 4]),
@@ -269,9 +269,9 @@ def losses_on_rank(arch: str, seed: int, prefetch_ids: bool = True) -> list[floa
 
 def loops_on_rank(rank: int, folder: str) -> tuple[Any, Any]:
     loops = [loop_on_rank(rank, folder, **settings) for settings, *_ in LOOPS]
-    # The last is without ids ahead of time.
-    runs = [(0, True), (0, True), (1, True), (0, False)]
-    return loops, [losses_on_rank(arch, *settings) for arch in ("dlrm", "dmt-dlrm") for settings in runs]
+    # Of each model a run with ids ahead of time and one without; then one with another seed.
+    runs = [(arch, 0, ahead) for arch in ("dlrm", "dmt-dlrm") for ahead in (True, False)]
+    return loops, [losses_on_rank(*settings) for settings in [*runs, ("dmt-dlrm", 1, True)]]
 
 
 @pytest.fixture(scope="module")
@@ -282,19 +282,12 @@ def of_loops(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.ranks
-def test_the_losses_of_a_seed_are_bitwise_the_same_again(of_loops: list[tuple[Any, Any]]) -> None:
-    losses = of_loops[0][1]
-    for one, same, other, _ in (losses[:4], losses[4:]):
+def test_the_losses_of_a_seed_are_bitwise_the_same_again_whenever_ids_are_sent(of_loops: list[tuple[Any, Any]]) -> None:
+    *flat, ahead, step_by_step, other = of_loops[0][1]
+    for one, same in (flat, (ahead, step_by_step)):
         assert len(one) == 12 + 2 + 1  # 12 steps, evaluations after 5, 10 and the last
         assert one == same
-        assert one[-1] != other[-1]
-
-
-@pytest.mark.ranks
-def test_ids_sent_ahead_of_time_change_no_bit(of_loops: list[tuple[Any, Any]]) -> None:
-    losses = of_loops[0][1]
-    for ahead, _, _, step_by_step in (losses[:4], losses[4:]):
-        assert ahead == step_by_step
+    assert ahead[-1] != other[-1]
 
 
 @pytest.mark.ranks
@@ -407,7 +400,6 @@ def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any],
 
 def entered_on_rank(rank: int, values: dict[str, Any]) -> set[str]:
     """Files whose functions `train` calls up to its first step; a package of the trainer counts as one."""
-    run._process_group = lambda backends: contextlib.nullcontext(dist.group.WORLD)  # type: ignore[assignment]  # made by the test
     library = Path(run.__file__).resolve().parent.parent
     entered: set[str] = set()
 
@@ -424,8 +416,10 @@ def entered_on_rank(rank: int, values: dict[str, Any]) -> set[str]:
 
     if dist.get_rank() == 0:
         sys.setprofile(note)
+    made = contextlib.nullcontext(dist.group.WORLD)  # by the test
     try:
-        train(TrainingConfig.model_validate(values))
+        with patch.object(run, "_process_group", lambda backends: made):
+            train(TrainingConfig.model_validate(values))
     finally:
         sys.setprofile(None)
     return entered
@@ -435,7 +429,7 @@ def entered_on_rank(rank: int, values: dict[str, Any]) -> set[str]:
 def test_train_enters_at_most_nine_files_before_the_first_step(tmp_path: Path) -> None:
     few = {"num_rows": 200, "num_eval_rows": 64}
     config = small(synthetic=few, train={"max_steps": 2, "output_dir": str(tmp_path)})
-    entered = run_ranks(entered_on_rank, 4, config.model_dump(mode="json"), fresh=True)[0]
+    entered = run_ranks(entered_on_rank, 4, config.model_dump(mode="json"))[0]
     assert entered == {
         "training/job.py",
         "training/device.py",

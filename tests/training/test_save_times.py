@@ -84,7 +84,8 @@ def test_replicas_that_a_step_has_averaged_are_not_averaged_again_to_be_saved() 
 @pytest.mark.parametrize("prefetch", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_saved_by_the_clock_is_the_same_run_and_resumes_bit_for_bit(prefetch: bool, tmp_path: Path) -> None:
     by_clock = {"save_every": None, "save_minutes": 1e-9, "log_every": 2, "eval_every": 5, "prefetch_ids": prefetch}
-    run = config(tmp_path / "clock", train=by_clock)
+    pair: dict[str, Any] = {"topology": {"num_towers": 2, "ranks_per_tower": 1}}
+    run = config(tmp_path / "clock", train=by_clock, **pair)
     # It is time after every step. Ranks hear of it at steps 2 and 6, and save four steps later.
     assert attempt(run, stop_at=8) is None
     saved = newest(tmp_path / "clock" / "checkpoint")
@@ -94,7 +95,7 @@ def test_a_run_saved_by_the_clock_is_the_same_run_and_resumes_bit_for_bit(prefet
     assert [path.name for path in checkpoints(tmp_path / "clock" / "checkpoint")] == [
         f"step-{step:08}" for step in (STEPS, 6)
     ]
-    whole = config(tmp_path / "whole", train=by_clock | {"save_every": 1000})
+    whole = config(tmp_path / "whole", train=by_clock | {"save_every": 1000}, **pair)
     expected = attempt(whole)
     assert losses(run) == losses(whole)
     assert result is not None

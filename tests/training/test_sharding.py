@@ -211,7 +211,9 @@ def trained(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("arch", "dataflow"), [*MODES, ("dlrm", "flat")])
+@pytest.mark.parametrize(
+    ("arch", "dataflow"), [MODES[0], pytest.param(*MODES[1], marks=pytest.mark.slow), ("dlrm", "flat")]
+)
 def test_precision_halves_the_bytes_and_keeps_training(arch: str, dataflow: str) -> None:
     """BF16 has 8 significant bits; three steps keep losses within 1 %, and the other direction's bytes as they were."""
     start = dict(plain(small(arch, dataflow)).state_dict())
@@ -224,20 +226,30 @@ def test_precision_halves_the_bytes_and_keeps_training(arch: str, dataflow: str)
         assert losses != exact, "nothing was rounded"
 
 
+SHARDINGS: list[dict[str, Any]] = [
+    {"scheme": "table_wise", "id_route": "global"},
+    {"scheme": "row_wise"},
+    {"tables": {"t_C1": "row_wise", "t_C2": "data_parallel"}},
+    {"scheme": "table_wise", "unique": "rank"},
+    {"scheme": "data_parallel"},
+]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(("arch", "dataflow"), MODES)
-def test_schemes_and_routes_train_alike(arch: str, dataflow: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "dataflow", "shardings"),
+    # Each sharding with one of the models, then with the other.
+    [
+        pytest.param(*mode, own, id=f"{mode[0]}-{name}", marks=[pytest.mark.slow] if name == "others" else [])
+        for mode, first, rest in ((MODES[0], SHARDINGS[:3], SHARDINGS[3:]), (MODES[1], SHARDINGS[3:], SHARDINGS[:3]))
+        for name, own in (("cover", first), ("others", rest))
+    ],
+)
+def test_schemes_and_routes_train_alike(arch: str, dataflow: str, shardings: list[dict[str, Any]]) -> None:
     """To float32 rounding: bags of one id are moved, not summed; gradients are summed in another order."""
     start = dict(plain(small(arch, dataflow)).state_dict())
     reference = None
-    for sharding in (
-        {"scheme": "table_wise"},
-        {"scheme": "table_wise", "id_route": "global"},
-        {"scheme": "table_wise", "unique": "rank"},
-        {"scheme": "row_wise"},
-        {"scheme": "data_parallel"},
-        {"tables": {"t_C1": "row_wise", "t_C2": "data_parallel"}},
-    ):
+    for sharding in ({"scheme": "table_wise"}, *shardings):
         config = small(arch, dataflow, sharding={"dataflow": dataflow, **sharding}, optimizer={"sparse": "sgd"})
         state, losses, _ = run_ranks(trained, 4, config, start)[0]
         if reference is None:

@@ -24,8 +24,8 @@ SOURCE = "tests.training.data.own_rows:resumable"
 def config_of(folder: Path, **train: Any) -> TrainingConfig:
     names = {"dense": ["d"], "categorical": ["c", "n", "bag", "pair"], "num_embeddings": 23, "shuffle_rows": 32}
     data = {"source": SOURCE, "source_shards": 3, "options": {"rows": 250}, **names}
-    train = {"batch_size": 4, "eval_batch_size": 4, "log_every": 1, "output_dir": str(folder), **train}
-    config = small(train={"device": "cpu", **train})
+    train = {"batch_size": 8, "eval_batch_size": 8, "log_every": 1, "output_dir": str(folder), **train}
+    config = small(train={"device": "cpu", **train}, topology={"num_towers": 2, "ranks_per_tower": 1})
     return TrainingConfig.model_validate(config.model_dump() | {"data": data})
 
 

@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -38,19 +39,15 @@ def config(folder: Path, **settings: Any) -> dict[str, Any]:
 
 def trains_on_rank(rank: int, values: dict[str, Any], told_after: list[int] | None) -> dict[str, Any]:
     """Trains; each rank is sent SIGTERM after a step of its own."""
-    run._process_group = lambda backends: nullcontext(dist.group.WORLD)
-    end_step = Trainer._end_step
+    end_step, made = Trainer._end_step, nullcontext(dist.group.WORLD)
 
     def told(self: Trainer, *args: Any) -> None:
         if told_after is not None and self.position.step + 1 == told_after[rank]:
             os.kill(os.getpid(), (signal.SIGTERM, signal.SIGINT)[rank])
         end_step(self, *args)
 
-    Trainer._end_step = told  # type: ignore[method-assign]
-    try:
+    with patch.object(run, "_process_group", lambda backends: made), patch.object(Trainer, "_end_step", told):
         return run.train(TrainingConfig.model_validate(values))
-    finally:
-        Trainer._end_step = end_step  # type: ignore[method-assign]
 
 
 @pytest.mark.ranks
@@ -81,8 +78,8 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
     assert saved is not None
     assert read_manifest(saved).step == stopped
     assert not (tmp_path / "stopped" / "result.json").exists()
-    result = run_ranks(trains_on_rank, 2, values, None, fresh=True)[0]
-    whole = run_ranks(trains_on_rank, 2, config(tmp_path / "whole", **settings), None, fresh=True)[0]
+    result = run_ranks(trains_on_rank, 2, values, None)[0]
+    whole = run_ranks(trains_on_rank, 2, config(tmp_path / "whole", **settings), None)[0]
     assert result["steps"] == whole["steps"] == STEPS
     curves = [read_curves(tmp_path / name)["train/loss"] for name in ("stopped", "whole")]
     assert curves[0] == curves[1]

@@ -24,6 +24,7 @@ from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_valu
 from dmt.training.checkpoints import Checkpointer
 from dmt.training.job import Job, open_job
 from tests.ranks import run_ranks
+from tests.seeds import collected
 from tests.training.small import small
 
 pytestmark = pytest.mark.ranks
@@ -226,6 +227,8 @@ REPLICA_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], 
 # These show in different rows, so one run has them all.
 TOGETHER = [name for name in FAULTS if name not in ("rows", "towers")]
 RUNS = {"sound": [], "rows": ["rows"], "towers": ["towers"], "together": TOGETHER}
+# Their rows fail by other faults too.
+SLOW = ("altered state", "moments")
 REPLICA_RUNS = {
     "sound": [],
     "altered table": ["altered table", "tower modules"],
@@ -293,7 +296,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
 
 
 @pytest.fixture(scope="module")
-def checked_replicas(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+def checked_replicas(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Checked:
     config = small(
         "dmt-dlrm",
         topology={"num_replicas": 2, "ranks_per_tower": 1},
@@ -304,7 +307,8 @@ def checked_replicas(tmp_path_factory: pytest.TempPathFactory) -> Checked:
         limits=CheckLimits(steps=4, batch_size=8),
         folder=tmp_path_factory.mktemp("replicas"),
     )
-    return all_checked(run, REPLICA_RUNS)
+    wanted = collected(request, "name")
+    return all_checked(run, {name: faults for name, faults in REPLICA_RUNS.items() if not faults or wanted & {*faults}})
 
 
 def all_checked(run: CheckedRun, runs: dict[str, list[str]]) -> Checked:
@@ -338,7 +342,9 @@ def test_sound_replicas_agree(checked_replicas: Checked) -> None:
     assert [row.check for row in report.rows if row.verdict == "skipped"] == ["formats"]
 
 
-@pytest.mark.parametrize("name", list(REPLICA_FAULTS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in REPLICA_FAULTS]
+)
 def test_a_fault_of_replicas_is_found_and_named(name: str, checked_replicas: Checked) -> None:
     report = checked_replicas[next(run for run, faults in REPLICA_RUNS.items() if name in faults)][0]
     *_, wanted, named = REPLICA_FAULTS[name]
