@@ -100,7 +100,7 @@ class GroupShardedEBC(OpenShardedEBC):
         divided = {
             feature if feature in names else f"{feature}@{table.name}": feature
             for table in self._configs
-            if table.pooling is PoolingType.MEAN and self._schemes[table.name] == "row_wise"
+            if table.pooling is PoolingType.MEAN and self._schemes[table.name] in ("row_wise", "table_row_wise")
             for feature in table.feature_names
         }
         self._divided_by = [divided.get(name) for name in names]
@@ -178,8 +178,9 @@ class GroupShardedEBC(OpenShardedEBC):
         for table in self._configs:
             key = f"{prefix}embedding_bags.{table.name}.weight"
             if isinstance(state_dict.get(key), ShardedTensor):
-                shards = state_dict.pop(key).local_shards()
-                taken[key] = shards[0].tensor if shards else torch.empty(0)
+                shards = [shard.tensor for shard in state_dict.pop(key).local_shards()]
+                # Shards of one table on one rank are one parameter, below each other; they are equally wide.
+                taken[key] = torch.cat(shards) if len(shards) > 1 else shards[0] if shards else torch.empty(0)
         return taken
 
     def _divisor(self, features: Any) -> Tensor:

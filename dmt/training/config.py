@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 SHARDING_OF_TOWERS = (
     "tables",
     "plan",
-    "memory_gib",
-    "pooling_factors",
     "memory_gb_per_s",
     "intra_tower_gb_per_s",
     "collective_latency_us",
@@ -54,6 +52,8 @@ SHARDING_OF_TOWERS = (
 """Keys of the section sharding that only the tower dataflow has."""
 
 _MOST_DOTS = 10
+# Schemes of TorchRec's flat dataflow that towers do not have.
+_FLAT_ONLY = ("table_row_wise", "grid", "planner")
 _noted: set[str] = set()
 
 
@@ -163,17 +163,21 @@ class TowersConfig(Section):
 class ShardingConfig(Section):
     """Sharding of the embedding tables, and their exchange.
 
-    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``forward_precision``,
-    ``backward_precision`` and ``table_precision``, which the flat one has too.
+    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``memory_gib``, ``pooling_factors``,
+    ``forward_precision``, ``backward_precision`` and ``table_precision``, which the flat one has too.
     """
 
     dataflow: Literal["auto", "flat", "sptt"] = "auto"
     """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
     multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
-    scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel"] = "auto"
+    scheme: Literal[
+        "auto", "table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid", "planner"
+    ] = "auto"
     """Scheme of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each
-    table (``dmt plan`` shows why). The flat dataflow shards over all ranks by ``table_wise`` or ``column_wise``. A
-    column-wise table under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
+    table (``dmt plan`` shows why). In the flat dataflow over all ranks, by TorchRec's planner: ``table_row_wise``
+    (rows over the ranks of a host), ``grid`` (columns over hosts, rows inside them) and ``planner``, its own choice
+    among all, exist there only; its ``auto`` is ``table_wise`` or ``column_wise``. A column-wise table under row-wise
+    AdaGrad keeps one state per shard and row, so it trains a little differently."""
     tables: dict[str, Scheme | tuple[Scheme, ...]] = Field(default_factory=dict)
     """The scheme of single tables, or several to choose from, by name or pattern: ``"t_ad*" = "row_wise"``."""
     plan: str | None = None
@@ -370,6 +374,12 @@ class TrainingConfig(Section):
             )
         if self.dataflow == "flat":
             self._check_flat()
+        if self.sharding.scheme in _FLAT_ONLY and (self.dataflow == "sptt" or self.topology.num_replicas > 1):
+            place = "the tower dataflow" if self.dataflow == "sptt" else f"{self.topology.num_replicas} replicas"
+            raise InputError(
+                f"sharding.scheme={self.sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one "
+                f"replica, but this run has {place}. Use 'row_wise', 'column_wise' or 'auto'."
+            )
         self._check_micro_batches()
         self._check_dense_reduce()
         self._check_replicas()
@@ -449,11 +459,6 @@ class TrainingConfig(Section):
                     f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
                     "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out."
                 )
-        if sharding.scheme in ("row_wise", "data_parallel"):
-            raise InputError(
-                f"sharding.scheme={sharding.scheme!r} needs the tower dataflow, but this run has "
-                "sharding.dataflow='flat', which has 'table_wise' and 'column_wise'."
-            )
         for key in ("forward_precision", "backward_precision"):
             if getattr(sharding, key) in ("int8", "fp8"):
                 raise InputError(

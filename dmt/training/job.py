@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 from dmt.errors import InputError
 from dmt.formatting import shorten
@@ -18,7 +19,7 @@ from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import Rule, ShardingRules
-from dmt.sharding.schemes import SCHEMES, TablePlacement
+from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.data.config import read_tables
@@ -85,6 +86,12 @@ class Job:
     def topology(self) -> TowerTopology:
         """The mesh sizes."""
         return self.config.topology.build()
+
+    @property
+    def rank_memory(self) -> int | None:
+        """Bytes of a rank for tables and their optimizer state; None: no limit."""
+        room = self.config.sharding.memory_gib
+        return None if room is None else int(room * 2**30)
 
     @property
     def split_tables(self) -> tuple[TableSpec, ...]:
@@ -303,7 +310,7 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             collective_latency_us=sharding.collective_latency_us,
         ),
         rules=ShardingRules(
-            schemes=SCHEMES if sharding.scheme == "auto" else (sharding.scheme,),
+            schemes=SCHEMES if sharding.scheme == "auto" else (cast("Scheme", sharding.scheme),),
             tables=rules,
             id_route=sharding.id_route,
         ),
