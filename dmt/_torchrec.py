@@ -57,10 +57,10 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.tw_sharding.BaseTwEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.twrw_sharding.BaseTwRwEmbeddingSharding": (
-        "_grouped_embedding_configs_per_rank _rank _intra_pg"
+        "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
     ),
     "torchrec.distributed.sharding.grid_sharding.BaseGridEmbeddingSharding": (
-        "_grouped_embedding_configs_per_rank _rank _intra_pg"
+        "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
     ),
     "torchrec.distributed.sharding.rw_sharding.RwSparseFeaturesDist": "zch_bucketize_row_pos",
     "torchrec.optim.optimizers.in_backward_optimizer_filter": "_in_backward_optimizers",
@@ -110,6 +110,11 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         ]
         tables = [[table for group in of_lookup for table in group.embedding_tables] for of_lookup in groups]
         return list(zip(self._sharding_types, tables, strict=True))
+
+    @property
+    def host_sizes(self) -> list[int]:
+        """Ranks of a host for each lookup of a scheme by host; 0 for the others."""
+        return [getattr(sharding, "_local_size", 0) for sharding in self._embedding_shardings]
 
     @property
     def lookups(self) -> list[Any]:

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
@@ -18,8 +22,9 @@ from dmt.training.build import build_optimizer, flat_tables, fused_params, shard
 from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.commands.plan import run_plan
 from dmt.training.config import TrainingConfig
-from dmt.training.flat import FlatPlan
+from dmt.training.flat import FlatPlan, FlatSharder
 from dmt.training.job import open_job
+from tests.parity import FUSED, Batches, FlatModel, make_tables
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 
@@ -123,6 +128,39 @@ def test_every_scheme_trains_as_the_plain_module_and_loads_every_checkpoint(
         assert moved > 0.05
         assert trained < 2e-5, scheme
         assert reloaded == 0, scheme
+
+
+def mean_on_rank(rank: int) -> None:
+    mesh = TowerMesh(config_of(2, 2, "auto").topology.build())
+    tables = make_tables([8, 8, 8], pooling="MEAN")
+    torch.manual_seed(0)
+    plain, model = FlatModel(tables, weighted=False), FlatModel(tables, weighted=False)
+    sharder = FlatSharder(mesh, fused_params=FUSED)
+    schemes = {"t0": table_row_wise(host_index=1), "t1": row_wise(), "t2": table_wise(rank=2)}
+    path, collection = next((n, m) for n, m in model.named_modules() if isinstance(m, EmbeddingBagCollection))
+    plan = construct_module_sharding_plan(collection, schemes, sharder, 2, 4, device_type="cpu")
+    for own in plan.values():
+        own.compute_kernel = "fused"
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=ShardingPlan({path: plan}), sharders=[sharder]
+    )
+    load_plain_state(sharded, plain.state_dict())
+    # Batches of unequal sizes.
+    everyone = [Batches(sizes=(5, 2, 1, 7), max_bag=4).draw(r, 0, tables) for r in range(4)]
+    ours, theirs = (found[0].values() for found in (sharded(everyone[rank][0]), plain(everyone[rank][0])))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    ours.sum().backward()
+    torch.stack([plain(ids)[0].values().sum() for ids, _ in everyone]).mean().backward()
+    after = gather_plain_state(sharded)
+    for name, weight in plain.named_parameters():
+        if "embedding_bags" in name:  # the first step of row-wise AdaGrad
+            step = weight.grad / (weight.grad.square().mean(dim=1, keepdim=True).sqrt() + FUSED["eps"])
+            torch.testing.assert_close(after[name], weight - FUSED["learning_rate"] * step, rtol=0, atol=1e-5)
+
+
+@pytest.mark.ranks
+def test_means_over_bags_of_unequal_batches_are_those_of_the_plain_module() -> None:
+    run_ranks(mean_on_rank, 4)
 
 
 def test_tables_that_cannot_have_the_scheme_stay_whole() -> None:
