@@ -41,6 +41,7 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
+from dmt.sharding.rules import Tiers
 from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
@@ -160,7 +161,7 @@ def check_rank_memory(job: Job) -> None:
     config, topology = job.config, job.topology
     towers, dense = dense_weight_bytes(build_model(job, device="meta", without_tables=True))
     if job.sharding is not None:
-        tables: float = max(rank.memory for rank in job.sharding.ranks)
+        tables: float = max(rank.memory + rank.host_memory for rank in job.sharding.ranks)
     elif (plan := flat_tables(job)) is not None:
         tables = max(plan.rank_memory)
     else:
@@ -251,6 +252,7 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
             workload=replace(job.sharding.workload, optimizer=config.optimizer.sparse),
             hardware=job.sharding.hardware,
             device_type=job.device_type,
+            tiers=Tiers(cache_policy=config.sharding.cache_policy),
         )
         plan = planner.plan(model, sharders)
     # None: TorchRec's own, DDP's ring.

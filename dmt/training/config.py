@@ -15,7 +15,8 @@ from dmt.files import RENAMED, explain, parse_toml, read_toml
 from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
-from dmt.sharding.schemes import Scheme
+from dmt.sharding.rules import CachePolicy
+from dmt.sharding.schemes import Kernel, Scheme
 from dmt.sptt.precision import ExchangePrecision
 from dmt.training.data.config import DataConfig, Section
 
@@ -43,6 +44,13 @@ logger = logging.getLogger(__name__)
 SHARDING_OF_TOWERS = (
     "tables",
     "plan",
+    "kernels",
+    "cache_load_factor",
+    "cache_policy",
+    "host_memory_gib",
+    "ssd_gib",
+    "host_gb_per_s",
+    "ssd_gb_per_s",
     "memory_gb_per_s",
     "intra_tower_gb_per_s",
     "collective_latency_us",
@@ -184,6 +192,22 @@ class ShardingConfig(Section):
     """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
+    kernels: dict[str, Kernel] = Field(default_factory=dict)
+    """TorchRec's kernel of single tables, by name or pattern, and so the memory of their weights: ``fused`` (the
+    device's), ``fused_uvm`` (the host's), ``fused_uvm_caching`` (the host's, with a cache on the device), ``key_value``
+    (an SSD, with a cache). Other tables are on the device as far as they fit, then as the next two keys allow."""
+    host_memory_gib: float | None = Field(default=None, gt=0)
+    """Host memory of a rank for tables that do not fit its device, in GiB; None: the planner moves none there."""
+    ssd_gib: float | None = Field(default=None, gt=0)
+    """SSD of a rank for tables that fit neither, in GiB; None: the planner moves none there."""
+    cache_load_factor: float = Field(default=0.2, gt=0, le=1)
+    """Share of the rows of tables with a cache that are in it."""
+    cache_policy: CachePolicy = "lru"
+    """Rows that leave a full cache first: those read longest ago, or least often."""
+    host_gb_per_s: float = Field(default=16.0, gt=0)
+    """Rate at which a rank reads rows in host memory, in 10^9 bytes per second."""
+    ssd_gb_per_s: float = Field(default=2.0, gt=0)
+    """Rate at which a rank reads rows on its SSD, in 10^9 bytes per second."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
     """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
     memory_gb_per_s: float = Field(default=1000.0, gt=0)
@@ -384,7 +408,23 @@ class TrainingConfig(Section):
         self._check_dense_reduce()
         self._check_replicas()
         self._check_hot_rows()
+        self._check_kernels()
         return self
+
+    def _check_kernels(self) -> None:
+        own = self.sharding
+        if not (own.kernels or own.host_memory_gib or own.ssd_gib):
+            return
+        others = {
+            f"{self.topology.num_replicas} replicas, whose sync": self.topology.num_replicas > 1,
+            f"hot_rows.extra_memory={self.hot_rows.extra_memory}, whose refresh": self.hot_rows.extra_memory > 0,
+        }
+        for what, is_on in others.items():
+            if is_on:
+                raise InputError(
+                    "sharding.kernels, host_memory_gib and ssd_gib put tables where they do not fit a device, but this "
+                    f"run has {what} reads whole tables there. Leave out one of them."
+                )
 
     def _check_micro_batches(self) -> None:
         number = self.train.micro_batches
