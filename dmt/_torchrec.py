@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import comm
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -32,6 +33,7 @@ __all__ = [
     "fused_kernels",
     "fused_settings",
     "group_env",
+    "host_groups",
     "key_mismatch",
     "mark_updated_in_backward",
     "place_globally",
@@ -54,9 +56,16 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.tw_sharding.BaseTwEmbeddingSharding": "_grouped_embedding_configs",
+    "torchrec.distributed.sharding.twrw_sharding.BaseTwRwEmbeddingSharding": (
+        "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
+    ),
+    "torchrec.distributed.sharding.grid_sharding.BaseGridEmbeddingSharding": (
+        "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
+    ),
     "torchrec.distributed.sharding.rw_sharding.RwSparseFeaturesDist": "zch_bucketize_row_pos",
     "torchrec.optim.optimizers.in_backward_optimizer_filter": "_in_backward_optimizers",
     "torchrec.distributed.embeddingbag": "_optimizer_classes _optimizer_kwargs",
+    "torchrec.distributed.comm": "_INTRA_PG _CROSS_PG _NODE_GROUP_SIZE_2D",
 }
 
 
@@ -93,9 +102,19 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
     @property
     def tables_by_lookup(self) -> list[tuple[str, list[Any]]]:
         """Scheme of each lookup, and the sharded tables that it reads on this rank, in its order."""
-        groups = [sharding._grouped_embedding_configs for sharding in self._embedding_shardings]
+        groups = [
+            sharding._grouped_embedding_configs_per_rank[sharding._rank]  # schemes by host have no list of their own
+            if hasattr(sharding, "_intra_pg")
+            else sharding._grouped_embedding_configs
+            for sharding in self._embedding_shardings
+        ]
         tables = [[table for group in of_lookup for table in group.embedding_tables] for of_lookup in groups]
         return list(zip(self._sharding_types, tables, strict=True))
+
+    @property
+    def host_sizes(self) -> list[int]:
+        """Ranks of a host for each lookup of a scheme by host; 0 for the others."""
+        return [getattr(sharding, "_local_size", 0) for sharding in self._embedding_shardings]
 
     @property
     def lookups(self) -> list[Any]:
@@ -167,6 +186,22 @@ def group_env(group: ProcessGroup) -> ShardingEnv:
     env = ShardingEnv.from_local(group.size(), group.rank())
     env.process_group = group
     return env
+
+
+@contextmanager
+def host_groups(inside: ProcessGroup, across: ProcessGroup) -> Iterator[None]:
+    """Has sharded modules that are made meanwhile take these groups for the ranks of a host, and for their peers.
+
+    Left alone, TorchRec's ``table_row_wise`` and ``grid_shard`` make groups of ``LOCAL_WORLD_SIZE`` ranks once for the
+    whole process, and keep them when the process group is gone.
+    """
+    before = comm._INTRA_PG, comm._CROSS_PG, comm._NODE_GROUP_SIZE_2D
+    # The last one is asked by optimizers of grids, also where there are no two dimensions.
+    comm._INTRA_PG, comm._CROSS_PG, comm._NODE_GROUP_SIZE_2D = inside, across, inside.size()
+    try:
+        yield
+    finally:
+        comm._INTRA_PG, comm._CROSS_PG, comm._NODE_GROUP_SIZE_2D = before
 
 
 def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: Sequence[str]) -> ParameterSharding:

@@ -32,6 +32,7 @@ from dmt import (
 )
 from dmt.hot_rows.runtime import HotRows
 from dmt.number_formats import NUMBER_FORMATS
+from dmt.sharding.rules import Tiers
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.precision import ExchangePrecision
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
@@ -93,6 +94,7 @@ class Case:
     precision: str = "fp32"  # of outputs and gradients between towers, a key of PRECISIONS
     micro_batches: int = 1
     unique: str = "off"
+    kernel: Any = "fused"  # of all tables that are not data-parallel
     hot: bool = False  # rows of all tables that can have copies have some, others from the third step on
 
     @property
@@ -162,11 +164,12 @@ def shard(
         sharder = TowerCollectionSharder(mesh, placement=case.placement, **options)
     # In a tower of one rank every table is whole.
     scheme = case.scheme if case.ranks > 1 else "table_wise"
-    planner = (
-        TowerShardingPlanner(mesh.topology, pinned=case.pins())
-        if case.scheme in MIXES
-        else TowerShardingPlanner(mesh.topology, scheme=scheme)
-    )
+    own: dict[str, Any] = {"pinned": case.pins()} if case.scheme in MIXES else {"scheme": scheme}
+    of_data_parallel = [name for name, placement in case.pins().items() if placement.scheme == "data_parallel"]
+    if case.kernel != "fused":
+        tables = {f"t{i}" for i in range(len(case.dims))}
+        own["tiers"] = Tiers(kernels=dict.fromkeys(sorted(tables - set(of_data_parallel)), case.kernel))
+    planner = TowerShardingPlanner(mesh.topology, **own)
     return DistributedModelParallel(
         model, device=torch.device("cpu"), plan=planner.plan(model, [sharder]), sharders=[sharder]
     )

@@ -18,7 +18,7 @@ from dmt.errors import InputError
 from dmt.number_formats import NUMBER_FORMATS, SyncPrecision
 from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
-from dmt.sharding.schemes import Scheme, TablePlacement, table_shards
+from dmt.sharding.schemes import Kernel, Scheme, TablePlacement, table_shards
 
 if TYPE_CHECKING:
     from dmt.sharding.plan import TowerShardingPlan
@@ -90,6 +90,14 @@ class Hardware:
 
     memory_per_rank: int | None = None
     """Bytes for tables, optimizer state and the gradients of data-parallel tables; None: no limit."""
+    host_memory_per_rank: int | None = None
+    """Bytes of host memory for each rank's tables; None: the planner moves none there, and does not check."""
+    ssd_per_rank: int | None = None
+    """Bytes of SSD for each rank's tables; None: the planner moves none there, and does not check."""
+    host_gb_per_s: float = 16.0
+    """Rate at which a rank reads and writes rows in host memory, in 10^9 bytes per second; half of PCIe 4 x16."""
+    ssd_gb_per_s: float = 2.0
+    """Rate at which a rank reads and writes rows on its SSD, in 10^9 bytes per second."""
     memory_gb_per_s: float = 1000.0
     """Rate at which a rank reads and writes rows, in 10^9 bytes per second."""
     intra_tower_gb_per_s: float = 150.0
@@ -100,12 +108,10 @@ class Hardware:
     """Bytes per number of embeddings and gradients on the link: 4, or 2 with 16-bit codecs."""
 
     def __post_init__(self) -> None:
-        if self.memory_per_rank is not None and not self.memory_per_rank > 0:
-            raise InputError(
-                f"Hardware: memory_per_rank={self.memory_per_rank} must be a positive number of bytes, or None for no "
-                "limit."
-            )
-        for name in ("memory_gb_per_s", "intra_tower_gb_per_s", "exchange_bytes"):
+        for name in ("memory_per_rank", "host_memory_per_rank", "ssd_per_rank"):
+            if (room := getattr(self, name)) is not None and not room > 0:
+                raise InputError(f"Hardware: {name}={room} must be a positive number of bytes, or None for no limit.")
+        for name in ("memory_gb_per_s", "intra_tower_gb_per_s", "exchange_bytes", "host_gb_per_s", "ssd_gb_per_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"Hardware: {name}={getattr(self, name)} must be a positive number.")
         if not 0 <= self.collective_latency_us < math.inf:
@@ -120,7 +126,8 @@ class ShardLoad(NamedTuple):
     seconds: float
     """Seconds of one step: lookup work and message volume, each over its rate."""
     memory: int
-    """Bytes: weights, optimizer state, and the dense gradient of a data-parallel table."""
+    """Bytes on the device: weights, optimizer state, and the dense gradient of a data-parallel table; of weights
+    elsewhere, their cache."""
     lookups: float
     """Rows read per step."""
     id_bytes: float
@@ -129,6 +136,10 @@ class ShardLoad(NamedTuple):
     """Embeddings that leave it in the forward pass; as many bytes of gradients come back."""
     reduced_bytes: float
     """Sent for the all-reduce of a data-parallel table's gradient."""
+    host_memory: int = 0
+    """Bytes in host memory."""
+    ssd: int = 0
+    """Bytes on the SSD."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +148,7 @@ class CostModel:
 
     Message volume is charged to the rank at the busy end of an exchange: the owner of a whole table or of a column
     shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. Duplicate ids,
-    caches and uneven use of rows are left out.
+    and uneven use of rows are left out: a cache answers the share of lookups that it holds of the rows.
     """
 
     topology: TowerTopology
@@ -153,10 +164,21 @@ class CostModel:
         """P, ids per sample of a table, over all its features."""
         return sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
 
-    def shard(self, table: Any, scheme: Scheme, rows: int, columns: int, *, share: float | None = None) -> ShardLoad:
+    def shard(
+        self,
+        table: Any,
+        scheme: Scheme,
+        rows: int,
+        columns: int,
+        *,
+        share: float | None = None,
+        kernel: Kernel = "fused",
+        cache: float = 0.0,
+    ) -> ShardLoad:
         """Returns the load of a shard of ``rows`` x ``columns`` on its rank, for one step.
 
         ``share`` is that of the table's lookups; by default all of a table or of its columns, 1 / L of its rows.
+        ``cache`` is the ``cache_load_factor`` of kernels with one.
         """
         ranks, samples, pooling = self.topology.ranks_per_tower, self.global_batch, self.pooling(table)
         features, number = len(table.feature_names), number_bytes(table)
@@ -178,15 +200,17 @@ class CostModel:
             # Lengths go to every row shard, ids to that of their row.
             ids = remote * _ID_BYTES * (lookups + samples * features)
             outputs = remote * samples * features * columns * self.hardware.exchange_bytes
-        seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
+        on_device, host, ssd = self._tiers(memory, state, rows, kernel, cache)
+        seconds = touched * self._seconds_per_byte(kernel, cache)
         seconds += (ids + 2 * outputs + reduced) / (1e9 * self.hardware.intra_tower_gb_per_s)
-        return ShardLoad(seconds, memory, lookups, ids, outputs, reduced)
+        return ShardLoad(seconds, on_device, lookups, ids, outputs, reduced, host, ssd)
 
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
         """(local rank, load) of every shard of a placed table."""
         shards = table_shards(table, placement)
         sizes = {shard[3:] for shard in shards}
-        loads = {size: self.shard(table, placement.scheme, *size) for size in sizes}
+        tier: dict[str, Any] = {"kernel": placement.kernel, "cache": placement.cache_load_factor}
+        loads = {size: self.shard(table, placement.scheme, *size, **tier) for size in sizes}
         return [(shard.rank, loads[shard[3:]]) for shard in shards]
 
     def fixed_seconds(self, scheme: Scheme) -> float:
@@ -194,6 +218,28 @@ class CostModel:
         if self.topology.ranks_per_tower == 1:
             return 0.0
         return 1e-6 * self.hardware.collective_latency_us * _EXCHANGES[scheme]
+
+    def _seconds_per_byte(self, kernel: Kernel, cache: float) -> float:
+        """Of a row that is read or written, its cache considered."""
+        hardware = self.hardware
+        if kernel == "fused":
+            return 1e-9 / hardware.memory_gb_per_s
+        if kernel == "fused_uvm":
+            return 1e-9 / hardware.host_gb_per_s
+        behind = hardware.host_gb_per_s if kernel == "fused_uvm_caching" else hardware.ssd_gb_per_s
+        return 1e-9 * (cache / hardware.memory_gb_per_s + (1 - cache) / behind)
+
+    def _tiers(self, size: int, state: int, rows: int, kernel: Kernel, cache: float) -> tuple[int, int, int]:
+        """Bytes on the device, in host memory and on the SSD, of weights and optimizer state together ``size``."""
+        if kernel == "fused":
+            return size, 0, 0
+        # FBGEMM keeps a state with one number for each row on the device.
+        on_device = state if self.workload.optimizer == "rowwise_adagrad" else 0
+        elsewhere = size - on_device
+        if kernel != "fused_uvm":
+            # A map of all rows, of 4 bytes each; and of each cached one its number and its last use, 8 bytes each.
+            on_device += math.ceil(cache * (size - state)) + 4 * rows + 16 * math.ceil(cache * rows)
+        return (on_device, 0, elsewhere) if kernel == "key_value" else (on_device, elsewhere, 0)
 
     def _state_bytes(self, rows: int, columns: int) -> int:
         per_row = {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}

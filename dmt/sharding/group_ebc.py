@@ -45,6 +45,9 @@ __all__ = [
     "row_starts",
 ]
 
+ROW_SCHEMES = ("row_wise", "table_row_wise", "grid_shard")
+"""TorchRec's schemes that cut rows."""
+
 StartMean = Callable[[Tensor], Callable[[bool], None]]
 """Starts the mean of a gradient over ranks, in place, and returns what ends it."""
 
@@ -94,13 +97,13 @@ class GroupShardedEBC(OpenShardedEBC):
         fused = [self._with_scaled_rate(optimizer) for _, optimizer in super().fused_optimizer.optimizers]
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
-            if scheme == "row_wise":
-                self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank())
+            if scheme in ROW_SCHEMES:
+                self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank(), max(1, self.host_sizes[i]))
         names, self._widths = zip(*self.output_columns, strict=True)
         divided = {
             feature if feature in names else f"{feature}@{table.name}": feature
             for table in self._configs
-            if table.pooling is PoolingType.MEAN and self._schemes[table.name] == "row_wise"
+            if table.pooling is PoolingType.MEAN and self._schemes[table.name] in ("row_wise", "table_row_wise")
             for feature in table.feature_names
         }
         self._divided_by = [divided.get(name) for name in names]
@@ -178,8 +181,9 @@ class GroupShardedEBC(OpenShardedEBC):
         for table in self._configs:
             key = f"{prefix}embedding_bags.{table.name}.weight"
             if isinstance(state_dict.get(key), ShardedTensor):
-                shards = state_dict.pop(key).local_shards()
-                taken[key] = shards[0].tensor if shards else torch.empty(0)
+                shards = [shard.tensor for shard in state_dict.pop(key).local_shards()]
+                # Shards of one table on one rank are one parameter, below each other; they are equally wide.
+                taken[key] = torch.cat(shards) if len(shards) > 1 else shards[0] if shards else torch.empty(0)
         return taken
 
     def _divisor(self, features: Any) -> Tensor:
@@ -322,14 +326,19 @@ class RowWiseOutputs(nn.Module):
     ========= ==================================================================================================
 
     Blocks of unequal size are padded with zeros to the largest and cut again: gloo's all-gather takes equal parts only.
+    Of schemes by host, the samples come first by the local rank, then by host.
 
-    ``exchange`` is TorchRec's output exchange of row-wise tables, ``rank`` this rank in the group.
+    Args:
+        exchange: TorchRec's output exchange of tables that are cut by rows.
+        rank: this rank in the group.
+        host_size: ranks of a host, for schemes by host; 1 for row-wise tables.
     """
 
-    def __init__(self, exchange: nn.Module, rank: int) -> None:
+    def __init__(self, exchange: nn.Module, rank: int, host_size: int = 1) -> None:
         super().__init__()
         self._exchange = exchange
         self._rank = rank
+        self._host_size = host_size
 
     def forward(self, partial_sums: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """Starts the exchange; the context has the batch size of every rank."""
@@ -337,7 +346,8 @@ class RowWiseOutputs(nn.Module):
         if len(set(sizes)) <= 1:
             return self._exchange(partial_sums, sharding_ctx)
         largest = max(sizes)
-        padded = [nn.functional.pad(part, (0, 0, 0, largest - len(part))) for part in partial_sums.split(sizes)]
+        in_order = [size for local in range(self._host_size) for size in sizes[local :: self._host_size]]
+        padded = [nn.functional.pad(part, (0, 0, 0, largest - len(part))) for part in partial_sums.split(in_order)]
         even = EmbeddingShardingContext(batch_size_per_rank=[largest] * len(sizes))
         sums = self._exchange(torch.cat(padded), even)
         sums.callbacks.append(lambda rows: rows[: sizes[self._rank]])

@@ -37,7 +37,7 @@ class TableSharding:
     seconds: float
     """Cost of a step in seconds, summed over the ranks of the tower."""
     memory: int
-    """Bytes, summed over the ranks of the tower: weights, optimizer state, dense gradient."""
+    """Bytes, summed over the ranks of the tower: weights, optimizer state, dense gradient, caches; in all memories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,17 @@ class RankLoad:
     local: int
     """Local rank, 0..L-1."""
     memory: int
-    """Bytes of weights, optimizer state and dense gradients."""
+    """Bytes of weights, optimizer state, dense gradients and caches on its device."""
     lookups: float
     """Rows read per step."""
     bytes_sent: float
     """Bytes sent inside the tower per step: ids, embeddings, their gradients, and all-reduces."""
     seconds: float
     """Cost of a step in seconds."""
+    host_memory: int = 0
+    """Bytes of weights and optimizer state in host memory."""
+    ssd: int = 0
+    """Bytes of them on its SSD."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,16 @@ from dmt.errors import InputError, did_you_mean
 from dmt.formatting import human_bytes
 from dmt.plan.tables import feature_names, table_specs
 from dmt.plan.topology import TowerTopology
-from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.costs import CostModel, Hardware, ShardLoad, StepWorkload
 from dmt.sharding.local_search import pack
 from dmt.sharding.packing import Option, Packing, Problem
 from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan, imbalance_of
 from dmt.sharding.rules import Allowed, ShardingRules
-from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement, column_shards, row_shards
+from dmt.sharding.schemes import SCHEMES, Kernel, Scheme, TablePlacement, column_shards, row_shards
 
 __all__ = ["plan_tables"]
+
+_Planned = tuple[list[TableSharding], list[RankLoad], TowerLoad]
 
 
 def plan_tables(
@@ -35,7 +37,8 @@ def plan_tables(
     """Places every table inside its tower (Neo, sections 4 and 4.1).
 
     Each tower is planned alone; what is made small is the cost of its busiest rank, with the memory of a rank as a hard
-    limit. The result depends neither on the order of tables nor on the process.
+    limit. Where tables do not fit the devices and ``hardware`` has host memory or SSDs, those of fewest lookups by row
+    are moved there. The result depends neither on the order of tables nor on the process.
 
     Args:
         tables_by_tower: ``EmbeddingBagConfig`` or `TableSpec` of every tower of the mesh, as from
@@ -55,7 +58,9 @@ def plan_tables(
     rules = rules or ShardingRules()
     _check_names(tables_by_tower, model)
     allowed = rules.resolve_all(tables_by_tower, topology.ranks_per_tower)
-    planners = [_TowerPlanner(n, tables, allowed, model, column_gain) for n, tables in enumerate(tables_by_tower)]
+    planners = [
+        _TowerPlanner(n, tables, allowed, model, column_gain, rules) for n, tables in enumerate(tables_by_tower)
+    ]
     towers = [planner.plan() for planner in planners]
     tables = tuple(table for tower in towers for table in tower[0])
     return TowerShardingPlan(
@@ -85,6 +90,14 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel) -> 
             )
 
 
+class _NoRoomError(InputError):
+    """A memory, the device's, the host's or the SSD's, is too small for a tower's tables."""
+
+    def __init__(self, tier: str, message: str) -> None:
+        super().__init__(message)
+        self.tier = tier
+
+
 @dataclass(frozen=True, eq=False)
 class _TowerPlanner:
     """Plans one tower."""
@@ -94,8 +107,50 @@ class _TowerPlanner:
     allowed: Mapping[str, Allowed]
     model: CostModel
     column_gain: float
+    rules: ShardingRules
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    """Kernel of each table in this attempt."""
+    by_rows: frozenset[str] = frozenset()
+    """Tables that are row-wise if they can be."""
 
-    def plan(self) -> tuple[list[TableSharding], list[RankLoad], TowerLoad]:
+    def plan(self) -> _Planned:
+        """Plans with as few tables off the devices as possible: first in host memory, of these the fewest on SSDs."""
+        asked = {table.name: self.rules.tiers.kernel_of(table.name) for table in self.tables}
+        pinned: dict[str, Kernel] = {name: kernel or "fused" for name, kernel in asked.items()}
+        coldest = sorted(self.tables, key=lambda t: (self.model.pooling(t) / t.num_embeddings, t.name))
+        movable = [
+            table.name
+            for table in coldest
+            if asked[table.name] is None
+            and self.allowed[table.name].placement is None
+            and self.allowed[table.name].schemes != ("data_parallel",)
+        ]
+        hardware = self.model.hardware
+        tiers: list[Kernel] = ["fused_uvm_caching"] if hardware.host_memory_per_rank else []
+        tiers += ["key_value"] if hardware.ssd_per_rank else []
+
+        def attempt(moved: int, to_last: int = 0) -> _Planned | _NoRoomError:
+            names = movable[:moved] if tiers else []
+            kernels = pinned | {name: tiers[-1 if i < to_last else 0] for i, name in enumerate(names)}
+            try:
+                return replace(self, kernels=kernels).attempt()
+            except _NoRoomError as error:
+                if error.tier == "device" or not names:
+                    return error
+            try:  # so that each rank has an equal part
+                return replace(self, kernels=kernels, by_rows=frozenset(names)).attempt()
+            except _NoRoomError as error:
+                return error
+
+        moved, found = _fewest(len(movable), attempt, "device")
+        if isinstance(found, _NoRoomError) and found.tier == "host" and len(tiers) == 2:
+            _, found = _fewest(moved, lambda number: attempt(moved, number), "host")
+        if isinstance(found, _NoRoomError):
+            raise found
+        return found
+
+    def attempt(self) -> _Planned:
+        """Plans with the kernels as they are."""
         num_ranks = self.model.topology.ranks_per_tower
         placements: dict[str, TablePlacement] = {}
         free = []
@@ -106,6 +161,8 @@ class _TowerPlanner:
             if pinned is None:
                 free.append(table)
                 continue
+            if self.rules.tiers.kernel_of(table.name) is not None:
+                pinned = self._with_kernel(table.name, pinned)
             placements[table.name] = pinned
             for rank, load in self.model.shards(table, pinned):
                 cost[rank] += load.seconds
@@ -125,25 +182,42 @@ class _TowerPlanner:
         if packed is None:
             raise self._no_room(free, problem)
         for item, table in enumerate(free):
-            placements[table.name] = _placement(packed.packing, item)
+            placements[table.name] = self._with_kernel(table.name, _placement(packed.packing, item))
         return self._report(placements, packed.method if free else "pinned by the user")
+
+    def _with_kernel(self, name: str, placement: TablePlacement) -> TablePlacement:
+        return replace(placement, kernel=self.kernels[name], cache_load_factor=self.rules.tiers.cache_load_factor)
 
     def _options(self, table: Any) -> list[Option]:
         """The ways to cut a table, fewest parts first."""
         num_ranks, rows, columns = self.model.topology.ranks_per_tower, table.num_embeddings, table.embedding_dim
         options = []
-        for scheme in self.allowed[table.name].schemes:
+        schemes, kernel = self.allowed[table.name].schemes, self.kernels[table.name]
+        if kernel != "fused":  # a copy for every rank would be no way to save memory
+            schemes = tuple(scheme for scheme in schemes if scheme != "data_parallel")
+            if not schemes:
+                raise InputError(
+                    f"Table {table.name!r} in tower {self.number} cannot be data_parallel with kernel={kernel!r}, "
+                    "which is for tables that are too large for every device. Allow it another scheme, or leave out "
+                    "its kernel."
+                )
+        if table.name in self.by_rows and "row_wise" in schemes:
+            schemes = ("row_wise",)
+        tier: dict[str, Any] = {"kernel": kernel, "cache": self.rules.tiers.cache_load_factor}
+        for scheme in schemes:
             kind = SCHEMES.index(scheme)
             for count in _shard_counts(columns, num_ranks) if scheme == "column_wise" else (1,):
                 if scheme in ("table_wise", "column_wise"):
                     widths = column_shards(columns, count) if count > 1 else [columns]
-                    by_width = {width: self.model.shard(table, scheme, rows, width) for width in set(widths)}
+                    by_width = {width: self.model.shard(table, scheme, rows, width, **tier) for width in set(widths)}
                     parts = [by_width[width] for width in widths]
                     costs, sizes = tuple(p.seconds for p in parts), tuple(float(p.memory) for p in parts)
                     options.append(Option(costs, sizes, 0.0, None, kind))
                     continue
                 heights = row_shards(rows, num_ranks) if scheme == "row_wise" else [rows] * num_ranks
-                by_height = {height: self.model.shard(table, scheme, height, columns) for height in set(heights)}
+                by_height = {
+                    height: self.model.shard(table, scheme, height, columns, **tier) for height in set(heights)
+                }
                 memory = np.array([by_height[height].memory for height in heights], dtype=np.float64)
                 options.append(Option((), (), by_height[heights[0]].seconds, memory, kind))
         return options
@@ -153,42 +227,76 @@ class _TowerPlanner:
         where, ranks, room = f"tower {self.number}", problem.num_ranks, problem.capacity
         if problem.memory.max() > room:
             rank = int(problem.memory.argmax())
-            raise InputError(
+            raise _NoRoomError(
+                "device",
                 f"The tables pinned to local rank {rank} of {where} need {human_bytes(problem.memory[rank])}, but "
-                f"memory_per_rank is {human_bytes(room)}. Pin some of them elsewhere."
+                f"memory_per_rank is {human_bytes(room)}. Pin some of them elsewhere.",
             )
         for table, options in zip(free, problem.options, strict=True):
             smallest = min(options, key=lambda option: option.most_memory)
             if smallest.most_memory > room:
-                raise InputError(
+                raise _NoRoomError(
+                    "device",
                     f"Table {table.name!r} in {where} needs {human_bytes(smallest.most_memory)} on a rank even "
                     f"{SCHEMES[smallest.kind]}, but memory_per_rank is {human_bytes(room)}. Use more ranks per "
-                    "tower or a smaller data type or optimizer state, or allow it other schemes."
+                    "tower or a smaller data type or optimizer state, or allow it other schemes.",
                 )
         if (needed := _least_memory(problem)) > ranks * room:
-            raise InputError(
+            raise _NoRoomError(
+                "device",
                 f"The {len(self.tables)} tables of {where} need at least {human_bytes(needed)}, which is "
                 f"{human_bytes(needed - ranks * room)} more than its ranks_per_tower={ranks} ranks of memory_per_rank="
-                f"{human_bytes(room)} have. Use more ranks per tower, or move tables to other towers."
+                f"{human_bytes(room)} have. Use more ranks per tower, or move tables to other towers.",
             )
 
-    def _no_room(self, free: Sequence[Any], problem: Problem) -> InputError:
+    def _no_room(self, free: Sequence[Any], problem: Problem) -> _NoRoomError:
         largest = max(range(len(free)), key=lambda i: min(option.most_memory for option in problem.options[i]))
         needed, room = _least_memory(problem), problem.capacity
-        return InputError(
+        return _NoRoomError(
+            "device",
             f"No placement was found for the {len(self.tables)} tables of tower {self.number}: they need at least "
             f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} that {problem.num_ranks} ranks of "
             f"memory_per_rank={human_bytes(room)} have, but the pieces do not fit beside each other; the largest is "
-            f"table {free[largest].name!r}. Let large tables be row_wise, or use more ranks per tower."
+            f"table {free[largest].name!r}. Let large tables be row_wise, or use more ranks per tower.",
         )
 
-    def _report(
-        self, placements: Mapping[str, TablePlacement], method: str
-    ) -> tuple[list[TableSharding], list[RankLoad], TowerLoad]:
+    def _check_tiers(self, shards: Mapping[str, Sequence[tuple[int, ShardLoad]]]) -> tuple[list[int], list[int]]:
+        """Returns the bytes of each rank in host memory and on its SSD.
+
+        Raises:
+            _NoRoomError: it has less.
+        """
+        held = []
+        for tier, name in (("host", "host_memory"), ("ssd", "ssd")):
+            room = getattr(self.model.hardware, f"{name}_per_rank")
+            on_rank = [0] * self.model.topology.ranks_per_tower
+            for of_table in shards.values():
+                for rank, load in of_table:
+                    on_rank[rank] += getattr(load, name)
+            fullest = max(range(len(on_rank)), key=lambda rank: on_rank[rank])
+            if room is not None and on_rank[fullest] > room:
+                sizes = {
+                    table: sum(getattr(load, name) for rank, load in of_table if rank == fullest)
+                    for table, of_table in shards.items()
+                }
+                largest = max(sizes, key=lambda table: sizes[table])
+                raise _NoRoomError(
+                    tier,
+                    f"Local rank {fullest} of tower {self.number} needs {human_bytes(on_rank[fullest])} of "
+                    f"{'host memory' if tier == 'host' else 'SSD'} for tables that do not fit its device, but "
+                    f"{name}_per_rank is {human_bytes(room)}; the largest is table {largest!r} "
+                    f"({self.kernels[largest]}) with {human_bytes(sizes[largest])}. Use more ranks per tower or a "
+                    "smaller data type, or give it more.",
+                )
+            held.append(on_rank)
+        return held[0], held[1]
+
+    def _report(self, placements: Mapping[str, TablePlacement], method: str) -> _Planned:
         num_ranks = self.model.topology.ranks_per_tower
         seconds = np.full(num_ranks, self._fixed_seconds({p.scheme for p in placements.values()}))
         memory, lookups, sent = [0] * num_ranks, np.zeros(num_ranks), np.zeros(num_ranks)
         shards = {table.name: self.model.shards(table, placements[table.name]) for table in self.tables}
+        host, ssd = self._check_tiers(shards)
         for name in sorted(shards):
             exchanged = placements[name].scheme in ("table_wise", "column_wise")
             for rank, load in shards[name]:
@@ -206,12 +314,22 @@ class _TowerPlanner:
         for table in self.tables:
             loads = [load for _, load in shards[table.name]]
             total = sum(load.seconds for load in loads)
-            reason = self._reason(table, placements, total, float(seconds.mean()))
+            reason = self._reason(table, placements, total, float(seconds.mean())) + self._place(placements[table.name])
             shared = {"name": table.name, "tower": self.number, "placement": placements[table.name], "reason": reason}
-            tables.append(TableSharding(**shared, seconds=total, memory=sum(load.memory for load in loads)))
+            held = sum(load.memory + load.host_memory + load.ssd for load in loads)
+            tables.append(TableSharding(**shared, seconds=total, memory=held))
         ranks = [
-            RankLoad(tower=self.number, local=rank, memory=m, lookups=float(n), bytes_sent=float(b), seconds=float(s))
-            for rank, (m, n, b, s) in enumerate(zip(memory, lookups, sent, seconds, strict=True))
+            RankLoad(
+                tower=self.number,
+                local=rank,
+                memory=memory[rank],
+                lookups=float(lookups[rank]),
+                bytes_sent=float(sent[rank]),
+                seconds=float(seconds[rank]),
+                host_memory=host[rank],
+                ssd=ssd[rank],
+            )
+            for rank in range(num_ranks)
         ]
         width = sum(table.embedding_dim * len(table.feature_names) for table in self.tables)
         num_towers = self.model.topology.num_towers
@@ -264,6 +382,15 @@ class _TowerPlanner:
         share = whole.seconds / mean
         return f"{words}: evens out the ranks; on one it would be {share:.2f} x their mean load{collectives}"
 
+    @staticmethod
+    def _place(placement: TablePlacement) -> str:
+        """Returns where weights are that are not on the device."""
+        if placement.kernel == "fused":
+            return ""
+        where = "on the SSD" if placement.kernel == "key_value" else "in host memory"
+        cached = "" if placement.kernel == "fused_uvm" else f", {placement.cache_load_factor:.0%} of it cached"
+        return f"; {placement.kernel}: {where}{cached}"
+
     def _fixed_seconds(self, schemes: Set[Scheme]) -> float:
         return sum(self.model.fixed_seconds(scheme) for scheme in schemes)
 
@@ -276,12 +403,42 @@ def _notes(tables: Sequence[TableSharding], model: CostModel) -> tuple[str, ...]
             f"{_count(count['column_wise'])} column-wise: row-wise AdaGrad keeps one state per shard and row, so "
             "training differs a little from that of the uncut table."
         )
+    if elsewhere := sum(table.placement.kernel != "fused" for table in tables):
+        notes.append(
+            f"{_count(elsewhere)} in host memory or on SSDs. A cache is taken to answer the share of lookups that it "
+            "holds of the rows; popular rows make it answer more. On a CPU all tables are in host memory: TorchRec "
+            "runs them as fused, and has no key_value there."
+        )
     if count["data_parallel"] and model.topology.num_replicas > 1:
         notes.append(
             f"{_count(count['data_parallel'])} data-parallel: the all-reduce also crosses the "
             f"{model.topology.num_replicas} replicas, and is counted at the tower's link rate."
         )
     return tuple(notes)
+
+
+def _fewest(
+    most: int, attempt: Callable[[int], _Planned | _NoRoomError], tier: str
+) -> tuple[int, _Planned | _NoRoomError]:
+    """Returns the smallest number of moved tables that leaves room in a tier, and its plan or another tier's error.
+
+    Where all are too few, the error of the tier.
+    """
+
+    def is_short(found: _Planned | _NoRoomError) -> bool:
+        return isinstance(found, _NoRoomError) and found.tier == tier
+
+    first = attempt(0)
+    if not is_short(first) or most == 0:
+        return 0, first
+    low, high, best = 0, most, attempt(most)
+    while high - low > 1 and not is_short(best):
+        found = attempt(middle := (low + high) // 2)
+        if is_short(found):
+            low = middle
+        else:
+            high, best = middle, found
+    return high, best
 
 
 def _count(tables: int) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import (
+    CacheParams,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ParameterSharding,
@@ -26,7 +28,7 @@ from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import Rule, ShardingRules
+from dmt.sharding.rules import CachePolicy, Rule, ShardingRules, Tiers
 from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, table_shards
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding"]
@@ -50,6 +52,7 @@ class TowerShardingPlanner:
         hardware: memory and rates of a rank.
         id_route: how ids travel; `plan` and `explain` take it from the sharders.
         device_type: ``"cpu"`` or ``"cuda"``.
+        tiers: kernels of single tables, and their caches.
     """
 
     def __init__(
@@ -62,11 +65,15 @@ class TowerShardingPlanner:
         hardware: Hardware | None = None,
         id_route: IdRoute = "peer",
         device_type: str = "cpu",
+        tiers: Tiers | None = None,
     ) -> None:
         self.topology = topology
         schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
         self.rules = ShardingRules(
-            schemes=cast("tuple[Scheme, ...]", schemes), tables=dict(pinned or {}), id_route=id_route
+            schemes=cast("tuple[Scheme, ...]", schemes),
+            tables=dict(pinned or {}),
+            id_route=id_route,
+            tiers=tiers or Tiers(),
         )
         self.workload = workload
         self.hardware = hardware or Hardware()
@@ -97,7 +104,9 @@ class TowerShardingPlanner:
         for path, tables_by_tower in modules.items():
             for table in (table for tables in tables_by_tower for table in tables):
                 placement = placements[table.name]
-                plan[path][table.name] = parameter_sharding(table, placement, device_type=self.device_type)
+                plan[path][table.name] = parameter_sharding(
+                    table, placement, device_type=self.device_type, cache_policy=self.rules.tiers.cache_policy
+                )
         others = self._plan_others(_others(model, sharders, modules), sharders)
         return _TowersPlan({**plan, **others}, self.topology, towers, frozenset(modules))
 
@@ -246,8 +255,21 @@ def _same_optimizer(workload: StepWorkload | None, settings: Mapping[str, Any]) 
     return workload
 
 
-def parameter_sharding(table: Any, placement: TablePlacement, *, device_type: str = "cpu") -> ParameterSharding:
-    """TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower."""
+def parameter_sharding(
+    table: Any, placement: TablePlacement, *, device_type: str = "cpu", cache_policy: CachePolicy = "lru"
+) -> ParameterSharding:
+    """Returns TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower.
+
+    Raises:
+        InputError: the device has no such kernel.
+    """
+    if placement.kernel == "key_value" and device_type == "cpu":
+        raise InputError(
+            f"Table {table.name!r} has kernel='key_value', but FBGEMM keeps tables on SSDs behind caches of GPUs, and "
+            "this run is on CPUs. Use 'fused_uvm_caching', or GPUs."
+        )
+    has_cache = placement.kernel in ("fused_uvm_caching", "key_value")
+    algorithm = CacheAlgorithm.LFU if cache_policy == "lfu" else CacheAlgorithm.LRU
     if placement.scheme == "data_parallel":
         return ParameterSharding(
             sharding_type=ShardingType.DATA_PARALLEL.value,
@@ -260,7 +282,8 @@ def parameter_sharding(table: Any, placement: TablePlacement, *, device_type: st
         shards.append(ShardMetadata(offsets, [rows, columns], f"rank:{rank}/{device}"))
     return ParameterSharding(
         sharding_type=placement.scheme,
-        compute_kernel=EmbeddingComputeKernel.FUSED.value,
+        compute_kernel=placement.kernel,
         ranks=list(placement.ranks),
         sharding_spec=EnumerableShardingSpec(shards),
+        cache_params=CacheParams(algorithm, load_factor=placement.cache_load_factor) if has_cache else None,
     )

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from dmt.errors import InputError, did_you_mean
 from dmt.files import current_name
 from dmt.plan.column_shards import uncut_name
-from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, shards_in_tower, why_not
+from dmt.sharding.schemes import KERNELS, SCHEMES, IdRoute, Kernel, Scheme, TablePlacement, shards_in_tower, why_not
 
-__all__ = ["Allowed", "Rule", "ShardingRules"]
+__all__ = ["Allowed", "CachePolicy", "Rule", "ShardingRules", "Tiers"]
+
+CachePolicy = Literal["lru", "lfu"]
+"""Rows that leave a full cache first: those read longest ago, or least often."""
 
 Rule = Scheme | Sequence[Scheme] | TablePlacement
 
@@ -26,6 +29,34 @@ class Allowed(NamedTuple):
     """Placement that the user gave; None if there is none."""
     why: str
     """Part of the reason of the choice; empty if the user asked for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """Memories of tables, and the caches in front of those that are not the device's (Neo, section 4.1.3).
+
+    Raises:
+        InputError: an unknown kernel or policy.
+    """
+
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    """Kernel by table name or pattern, of which the first that matches holds; for other tables the planner chooses."""
+    cache_load_factor: float = 0.2
+    """Share of their rows that tables with a cache have there."""
+    cache_policy: CachePolicy = "lru"
+    """Rows that leave a full cache first."""
+
+    def __post_init__(self) -> None:
+        for key, kernel in self.kernels.items():
+            if kernel not in KERNELS:
+                raise InputError(f"Rule for tables {key!r}: kernel {kernel!r} is unknown; use one of {list(KERNELS)}.")
+        if self.cache_policy not in get_args(CachePolicy):
+            raise InputError(f"cache_policy={self.cache_policy!r} is unknown; use one of {get_args(CachePolicy)}.")
+
+    def kernel_of(self, name: str) -> Kernel | None:
+        """Returns the kernel asked for a table, None if the planner chooses."""
+        exact = self.kernels.get(name) or self.kernels.get(uncut_name(name))
+        return exact or next((kernel for key, kernel in self.kernels.items() if fnmatchcase(name, key)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +78,8 @@ class ShardingRules:
 
     id_route: IdRoute = "peer"
     """Route of the ids; the global route does not carry every scheme (`dmt.sharding.schemes.why_not`)."""
+    tiers: Tiers = field(default_factory=Tiers)
+    """The user's decisions about the memories of tables."""
     fused_params: Mapping[str, Any] | None = None
     """Optimizer settings of the tables: some cannot be data-parallel; None if they are not known."""
 
@@ -79,7 +112,7 @@ class ShardingRules:
 
     def _check_names(self, names: Set[str]) -> None:
         known = names | {uncut_name(name) for name in names}
-        for key in self.tables:
+        for key in (*self.tables, *self.tiers.kernels):
             if key in known or (uncut_name(key) == key and any(fnmatchcase(name, key) for name in known)):
                 continue
             if any(mark in key for mark in "*?["):

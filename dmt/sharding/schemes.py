@@ -14,8 +14,10 @@ from dmt.sharding.optimizers import data_parallel_obstacle
 
 __all__ = [
     "ID_ROUTES",
+    "KERNELS",
     "SCHEMES",
     "IdRoute",
+    "Kernel",
     "Scheme",
     "TablePlacement",
     "TableShard",
@@ -32,6 +34,10 @@ SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 IdRoute = Literal["peer", "global"]
 """Route of the ids to a table's tower: through the rank's peer there, or straight to the ranks that hold the table."""
 ID_ROUTES: tuple[IdRoute, ...] = get_args(IdRoute)
+Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "key_value"]
+"""TorchRec's kernel of a table, which decides the memory that holds its weights (Neo, section 4.1.3): the device's, the
+host's, the host's behind a cache on the device, or an SSD behind such a cache."""
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 # FBGEMM's kernels read columns four at a time.
 _COLUMN_QUANTUM = 4
 
@@ -55,9 +61,20 @@ class TablePlacement:
     sizes: tuple[int, ...] = ()
     """Rows (``row_wise``) or columns (``column_wise``) of each shard, in the order of ``ranks``; empty: as even as
     possible."""
+    kernel: Kernel = "fused"
+    """Kernel, and so the memory of its weights. On a CPU all but ``key_value`` are ``fused``."""
+    cache_load_factor: float = 0.2
+    """Share of the weights that a cache on the device holds; for ``fused_uvm_caching`` and ``key_value``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scheme", current_name(self.scheme))
+        if self.kernel not in KERNELS or (self.kernel != "fused" and self.scheme == "data_parallel"):
+            raise InputError(
+                f"kernel={self.kernel!r} of a {self.scheme} table: use one of {list(KERNELS)}; data_parallel tables "
+                "are in the memory of every device, as 'fused'."
+            )
+        if not 0 < self.cache_load_factor <= 1:
+            raise InputError(f"cache_load_factor={self.cache_load_factor} must be a share of the rows in (0, 1].")
         if self.scheme not in SCHEMES:
             raise InputError(f"Sharding scheme {self.scheme!r} is unknown; use one of {list(SCHEMES)}.")
         if not self.ranks or (self.scheme == "table_wise" and len(self.ranks) != 1):

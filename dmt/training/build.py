@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import CommOp, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -41,9 +38,10 @@ from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.replicas.sync import ReplicaSync
-from dmt.sharding.costs import StepWorkload
+from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
+from dmt.sharding.rules import Tiers
 from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
@@ -59,6 +57,7 @@ from dmt.training.distinct import InputGroup, distinct_inputs_of
 from dmt.training.exchanges import flat_exchanges, step_exchanges
 from dmt.training.factory import make_model
 from dmt.training.factory import without_tables as replace_tables
+from dmt.training.flat import FlatPlan, codecs_of_all_ranks, plan_flat, shard_flat
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -70,6 +69,7 @@ __all__ = [
     "check_rank_memory",
     "count_model",
     "expected_traffic",
+    "flat_tables",
     "fused_params",
     "hot_rows",
     "in_micro_batches",
@@ -84,8 +84,6 @@ DENSE_OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
-# Schemes that TorchRec's flat dataflow is given to choose from.
-_FLAT_SCHEMES: list[Scheme] = ["table_wise", "column_wise"]
 
 
 class ClickTask(nn.Module):
@@ -162,10 +160,12 @@ def check_rank_memory(job: Job) -> None:
     """
     config, topology = job.config, job.topology
     towers, dense = dense_weight_bytes(build_model(job, device="meta", without_tables=True))
-    if job.sharding is None:
-        tables = sum(table.num_bytes for table in job.tables) / (topology.num_towers * topology.ranks_per_tower)
+    if job.sharding is not None:
+        tables: float = max(rank.memory + rank.host_memory for rank in job.sharding.ranks)
+    elif (plan := flat_tables(job)) is not None:
+        tables = max(plan.rank_memory)
     else:
-        tables = max(rank.memory for rank in job.sharding.ranks)
+        tables = sum(table.num_bytes for table in job.tables) / (topology.num_towers * topology.ranks_per_tower)
     # Of each copy the weight, its gradient and states; AdaGrad's single numbers of rows are left out.
     states = {"adagrad": 1, "adam": 2}.get(config.optimizer.sparse, 0)
     # On one host no row is ever chosen.
@@ -229,8 +229,8 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
     model = ClickTask(build_model(job, device="meta"))
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
     if config.dataflow == "flat":
-        flat = _flat if config.topology.num_replicas == 1 else _flat_replicas
-        sharders, plan = flat(job, model, mesh)
+        flat = shard_flat if config.topology.num_replicas == 1 else _flat_replicas
+        sharders, plan = flat(job, model, mesh, fused_params(config.optimizer, job.device_type))
     else:
         assert job.towers is not None, "resolved by make_job"
         assert job.sharding is not None, "resolved by make_job"
@@ -252,6 +252,7 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
             workload=replace(job.sharding.workload, optimizer=config.optimizer.sparse),
             hardware=job.sharding.hardware,
             device_type=job.device_type,
+            tiers=Tiers(cache_policy=config.sharding.cache_policy),
         )
         plan = planner.plan(model, sharders)
     # None: TorchRec's own, DDP's ring.
@@ -293,53 +294,32 @@ def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> R
     )
 
 
-def _flat(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
-    """Shards over all ranks as TorchRec does."""
-    config = job.config
-    sharders: list[Any] = [
-        EmbeddingBagCollectionSharder(
-            fused_params=fused_params(config.optimizer, job.device_type),
-            qcomm_codecs_registry=_codecs_of_all_ranks(job),
-        )
-    ]
-    schemes = _FLAT_SCHEMES if config.sharding.scheme == "auto" else [config.sharding.scheme]
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=dist.get_world_size(),
-            local_world_size=mesh.topology.host_size,
-            compute_device=job.device_type,
-        ),
-        # Without constraints it makes small tables data parallel: TorchRec then drops their fused optimizer without
-        # a warning, and the dense one trains them at the dense learning rate.
-        constraints={table.name: ParameterConstraints(sharding_types=schemes) for table in job.tables},
-    )
-    return sharders, planner.collective_plan(model, sharders, mesh.global_group)
-
-
-def _flat_replicas(job: Job, model: ClickTask, mesh: TowerMesh) -> tuple[list[Any], ShardingPlan]:
+def _flat_replicas(
+    job: Job, model: ClickTask, mesh: TowerMesh, fused: dict[str, Any]
+) -> tuple[list[Any], ShardingPlan]:
     """Shards with TorchRec's exchange over all ranks of a replica: one tower that spans them."""
     config, full = job.config, mesh.topology
     topology = replace(full, num_towers=1, ranks_per_tower=full.num_towers * full.ranks_per_tower, ranks_per_host=None)
     sharder = SPTTEmbeddingBagCollectionSharder(
         TowerMesh(topology),
         TowerPlan.from_lists([feature_names(job.tables)]),
-        fused_params=fused_params(config.optimizer, job.device_type),
-        qcomm_codecs_registry=_codecs_of_all_ranks(job),
+        fused_params=fused,
+        qcomm_codecs_registry=codecs_of_all_ranks(job),
         moment_scale=config.replicas.moment_scale,
     )
     planner = TowerShardingPlanner(
         topology,
-        # With "auto" it would choose data-parallel tables too, which the flat dataflow does not have.
-        scheme=_FLAT_SCHEMES[0] if config.sharding.scheme == "auto" else config.sharding.scheme,
-        workload=StepWorkload(batch_size=config.train.batch_size, optimizer=config.optimizer.sparse),
+        # With one replica "auto" chooses no data-parallel tables either.
+        scheme="table_wise" if config.sharding.scheme == "auto" else cast("Scheme", config.sharding.scheme),
+        workload=StepWorkload(
+            batch_size=config.train.batch_size,
+            pooling_factors=config.sharding.pooling_factors,
+            optimizer=config.optimizer.sparse,
+        ),
+        hardware=Hardware(memory_per_rank=job.rank_memory),
         device_type=job.device_type,
     )
     return [sharder], planner.plan(model, [sharder])
-
-
-def _codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
-    codecs = job.config.sharding.precision.codecs(torch.device(job.device_type))
-    return None if codecs is None else {CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: codecs}
 
 
 def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
@@ -361,24 +341,43 @@ def _access_profile(job: Job) -> AccessProfile | None:
 def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> Traffic:
     """Returns the bytes that all ranks send in one step of a job, as `TrafficMeter` counts.
 
-    What is counted, and ``distinct``, are those of `step_exchanges`, or of `flat_exchanges` with the flat dataflow.
+    What is counted, and ``distinct``, are those of `step_exchanges`, or of `dmt.training.flat.plan_flat` with the flat
+    dataflow (with replicas, of `flat_exchanges`).
     """
+    if (plan := flat_tables(job)) is not None:
+        return plan.traffic
     model = build_model(job, device="meta", without_tables=True)
     exchanges = flat_exchanges(job, model)[0] if job.sharding is None else step_exchanges(job, model, distinct)
     return exchanges.traffic()
 
 
+def flat_tables(job: Job) -> FlatPlan | None:
+    """Returns TorchRec's plan of the tables of a flat job without replicas, None for any other.
+
+    Raises:
+        InputError: TorchRec's planner cannot place the tables.
+    """
+    if job.config.dataflow == "sptt" or job.config.topology.num_replicas > 1:
+        return None
+    # A plan is of tables, the bytes of the dense part are of a model without them.
+    plain = build_model(job, device="meta", without_tables=True)
+    model = ClickTask(build_model(job, device="meta"))
+    return plan_flat(job, model, plain, fused_params(job.config.optimizer, job.device_type))
+
+
 def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:
-    """Returns the section of a run's result on its sharding plan; empty with the flat dataflow.
+    """Returns the section of a run's result on its sharding plan; empty with the flat dataflow and replicas.
 
     Args:
         job: the run.
         hot: the copies of hot rows as they are now.
     """
+    rows = job.config.train.batch_size * job.topology.world_size
+    if (flat := flat_tables(job)) is not None:
+        return {"sharding": flat.result(rows)}
     plan = job.sharding
     if plan is None:
         return {}
-    rows = job.config.train.batch_size * job.topology.world_size
     copied = {} if hot is None else hot.rows
     unique = job.config.sharding.unique != "off"
     groups = distinct_inputs_of(job, copied) if unique or copied else None

@@ -15,7 +15,8 @@ from dmt.files import RENAMED, explain, parse_toml, read_toml
 from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
-from dmt.sharding.schemes import Scheme
+from dmt.sharding.rules import CachePolicy
+from dmt.sharding.schemes import Kernel, Scheme
 from dmt.sptt.precision import ExchangePrecision
 from dmt.training.data.config import DataConfig, Section
 from dmt.training.data.prepared import prepared_settings
@@ -44,8 +45,13 @@ logger = logging.getLogger(__name__)
 SHARDING_OF_TOWERS = (
     "tables",
     "plan",
-    "memory_gib",
-    "pooling_factors",
+    "kernels",
+    "cache_load_factor",
+    "cache_policy",
+    "host_memory_gib",
+    "ssd_gib",
+    "host_gb_per_s",
+    "ssd_gb_per_s",
     "memory_gb_per_s",
     "intra_tower_gb_per_s",
     "collective_latency_us",
@@ -55,6 +61,8 @@ SHARDING_OF_TOWERS = (
 """Keys of the section sharding that only the tower dataflow has."""
 
 _MOST_DOTS = 10
+# Schemes of TorchRec's flat dataflow that towers do not have.
+_FLAT_ONLY = ("table_row_wise", "grid", "planner")
 _noted: set[str] = set()
 
 
@@ -164,23 +172,43 @@ class TowersConfig(Section):
 class ShardingConfig(Section):
     """Sharding of the embedding tables, and their exchange.
 
-    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``forward_precision``,
-    ``backward_precision`` and ``table_precision``, which the flat one has too.
+    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``memory_gib``, ``pooling_factors``,
+    ``forward_precision``, ``backward_precision`` and ``table_precision``, which the flat one has too.
     """
 
     dataflow: Literal["auto", "flat", "sptt"] = "auto"
     """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
     multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
-    scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel"] = "auto"
+    scheme: Literal[
+        "auto", "table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid", "planner"
+    ] = "auto"
     """Scheme of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each
-    table (``dmt plan`` shows why). The flat dataflow shards over all ranks by ``table_wise`` or ``column_wise``. A
-    column-wise table under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
+    table (``dmt plan`` shows why). In the flat dataflow over all ranks, by TorchRec's planner: ``table_row_wise``
+    (rows over the ranks of a host), ``grid`` (columns over hosts, rows inside them) and ``planner``, its own choice
+    among all, exist there only; its ``auto`` is ``table_wise`` or ``column_wise``. A column-wise table under row-wise
+    AdaGrad keeps one state per shard and row, so it trains a little differently."""
     tables: dict[str, Scheme | tuple[Scheme, ...]] = Field(default_factory=dict)
     """The scheme of single tables, or several to choose from, by name or pattern: ``"t_ad*" = "row_wise"``."""
     plan: str | None = None
     """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
+    kernels: dict[str, Kernel] = Field(default_factory=dict)
+    """TorchRec's kernel of single tables, by name or pattern, and so the memory of their weights: ``fused`` (the
+    device's), ``fused_uvm`` (the host's), ``fused_uvm_caching`` (the host's, with a cache on the device), ``key_value``
+    (an SSD, with a cache). Other tables are on the device as far as they fit, then as the next two keys allow."""
+    host_memory_gib: float | None = Field(default=None, gt=0)
+    """Host memory of a rank for tables that do not fit its device, in GiB; None: the planner moves none there."""
+    ssd_gib: float | None = Field(default=None, gt=0)
+    """SSD of a rank for tables that fit neither, in GiB; None: the planner moves none there."""
+    cache_load_factor: float = Field(default=0.2, gt=0, le=1)
+    """Share of the rows of tables with a cache that are in it."""
+    cache_policy: CachePolicy = "lru"
+    """Rows that leave a full cache first: those read longest ago, or least often."""
+    host_gb_per_s: float = Field(default=16.0, gt=0)
+    """Rate at which a rank reads rows in host memory, in 10^9 bytes per second."""
+    ssd_gb_per_s: float = Field(default=2.0, gt=0)
+    """Rate at which a rank reads rows on its SSD, in 10^9 bytes per second."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
     """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
     memory_gb_per_s: float = Field(default=1000.0, gt=0)
@@ -371,11 +399,33 @@ class TrainingConfig(Section):
             )
         if self.dataflow == "flat":
             self._check_flat()
+        if self.sharding.scheme in _FLAT_ONLY and (self.dataflow == "sptt" or self.topology.num_replicas > 1):
+            place = "the tower dataflow" if self.dataflow == "sptt" else f"{self.topology.num_replicas} replicas"
+            raise InputError(
+                f"sharding.scheme={self.sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one "
+                f"replica, but this run has {place}. Use 'row_wise', 'column_wise' or 'auto'."
+            )
         self._check_micro_batches()
         self._check_dense_reduce()
         self._check_replicas()
         self._check_hot_rows()
+        self._check_kernels()
         return self
+
+    def _check_kernels(self) -> None:
+        own = self.sharding
+        if not (own.kernels or own.host_memory_gib or own.ssd_gib):
+            return
+        others = {
+            f"{self.topology.num_replicas} replicas, whose sync": self.topology.num_replicas > 1,
+            f"hot_rows.extra_memory={self.hot_rows.extra_memory}, whose refresh": self.hot_rows.extra_memory > 0,
+        }
+        for what, is_on in others.items():
+            if is_on:
+                raise InputError(
+                    "sharding.kernels, host_memory_gib and ssd_gib put tables where they do not fit a device, but this "
+                    f"run has {what} reads whole tables there. Leave out one of them."
+                )
 
     def _check_micro_batches(self) -> None:
         number = self.train.micro_batches
@@ -450,11 +500,6 @@ class TrainingConfig(Section):
                     f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
                     "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out."
                 )
-        if sharding.scheme in ("row_wise", "data_parallel"):
-            raise InputError(
-                f"sharding.scheme={sharding.scheme!r} needs the tower dataflow, but this run has "
-                "sharding.dataflow='flat', which has 'table_wise' and 'column_wise'."
-            )
         for key in ("forward_precision", "backward_precision"):
             if getattr(sharding, key) in ("int8", "fp8"):
                 raise InputError(

@@ -21,7 +21,7 @@ from dmt.training.config import TrainConfig
 from dmt.training.distinct import InputGroup
 from dmt.training.job import Job
 
-__all__ = ["Exchange", "StepExchanges", "flat_exchanges", "step_exchanges"]
+__all__ = ["Exchange", "StepExchanges", "dense_bytes", "flat_exchanges", "step_exchanges"]
 
 _ID_BYTES = 8  # an id, and a length
 
@@ -107,7 +107,7 @@ def step_exchanges(job: Job, model: nn.Module, distinct: Sequence[InputGroup] | 
         peer_outputs=_split(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes, peers),
         peer_gradients=_split(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes, peers),
         tower_weights=_split(tower_ring, topology.ring_share_across_hosts(topology.tower_module_groups()[:1])),
-        dense_weights=Exchange(*_dense_bytes(topology, job.config.train, of_all)),
+        dense_weights=Exchange(*dense_bytes(topology, job.config.train, of_all)),
     )
 
 
@@ -142,7 +142,7 @@ def flat_exchanges(job: Job, model: nn.Module) -> tuple[StepExchanges, list[floa
         peer_outputs=_split(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes, world),
         peer_gradients=_split(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes, world),
         tower_weights=nothing,
-        dense_weights=Exchange(*_dense_bytes(topology, job.config.train, of_all)),
+        dense_weights=Exchange(*dense_bytes(topology, job.config.train, of_all)),
     )
     return exchanges, held if own.scheme == "table_wise" else [sum(held) / ranks] * ranks
 
@@ -191,8 +191,11 @@ def _id_bytes(job: Job, costs: CostModel, loads: Sequence[tuple[Any, Any]]) -> t
     return away * replicas * ids, -away * replicas * sum(load.id_bytes for _, load in loads)
 
 
-def _dense_bytes(topology: TowerTopology, train: TrainConfig, of_all: int) -> tuple[float, float]:
-    """Bytes that averaging the dense part's gradients sends between hosts, and inside them."""
+def dense_bytes(topology: TowerTopology, train: TrainConfig, of_all: int) -> tuple[float, float]:
+    """Returns the bytes that averaging the dense part's gradients sends between hosts, and inside them.
+
+    ``of_all`` is the bytes of its weights.
+    """
     if train.dense_reduce == "hierarchical":
         hosts, size = topology.num_hosts, topology.host_size
         # Every rank of a host has an equal part; all gradients are taken as one bucket.

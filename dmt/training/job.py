@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 from dmt.errors import InputError
 from dmt.formatting import shorten
@@ -17,8 +18,8 @@ from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import Rule, ShardingRules
-from dmt.sharding.schemes import SCHEMES, TablePlacement
+from dmt.sharding.rules import Rule, ShardingRules, Tiers
+from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.data.config import read_tables
@@ -87,6 +88,12 @@ class Job:
         return self.config.topology.build()
 
     @property
+    def rank_memory(self) -> int | None:
+        """Bytes of a rank for tables and their optimizer state; None: no limit."""
+        room = self.config.sharding.memory_gib
+        return None if room is None else int(room * 2**30)
+
+    @property
     def split_tables(self) -> tuple[TableSpec, ...]:
         """Tables with those that the tower plan cuts replaced by their column shards."""
         return self.tables if self.towers is None else tuple(split_tables(self.tables, _cuts(self.towers, self.tables)))
@@ -124,6 +131,7 @@ def resolve(config: TrainingConfig, world_size: int) -> Job:
         )
     check_table_optimizer(config.optimizer, device_type(config.train.device))
     job = open_job(config)
+    check_kernels(job)
     if config.train.affinity_rows and job.towers is not None and job.towers.column_splits:
         raise InputError(
             f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
@@ -276,6 +284,17 @@ def check_table_optimizer(config: OptimizerConfig, device: DeviceType = "cpu") -
         )
 
 
+def check_kernels(job: Job) -> None:
+    """Raises `InputError` if the plan has tables in a memory that the job's devices cannot reach."""
+    placements = {} if job.sharding is None else job.sharding.placements
+    on_ssd = [name for name, placement in placements.items() if placement.kernel == "key_value"]
+    if on_ssd and job.device_type == "cpu":
+        raise InputError(
+            f"The plan has table {on_ssd[0]!r} on an SSD (key_value), but FBGEMM keeps tables there behind caches of "
+            "GPUs, and this run is on CPUs. Leave out sharding.ssd_gib, or use GPUs (train.device='cuda')."
+        )
+
+
 def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan) -> TowerShardingPlan:
     """Plans with the config's rules, or with the placements of the plan that the config names.
 
@@ -301,14 +320,19 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
         ),
         hardware=Hardware(
             memory_per_rank=None if sharding.memory_gib is None else int(sharding.memory_gib * 2**30),
+            host_memory_per_rank=None if sharding.host_memory_gib is None else int(sharding.host_memory_gib * 2**30),
+            ssd_per_rank=None if sharding.ssd_gib is None else int(sharding.ssd_gib * 2**30),
+            host_gb_per_s=sharding.host_gb_per_s,
+            ssd_gb_per_s=sharding.ssd_gb_per_s,
             memory_gb_per_s=sharding.memory_gb_per_s,
             intra_tower_gb_per_s=sharding.intra_tower_gb_per_s,
             collective_latency_us=sharding.collective_latency_us,
         ),
         rules=ShardingRules(
-            schemes=SCHEMES if sharding.scheme == "auto" else (sharding.scheme,),
+            schemes=SCHEMES if sharding.scheme == "auto" else (cast("Scheme", sharding.scheme),),
             tables=rules,
             id_route=sharding.id_route,
+            tiers=Tiers(kernels=sharding.kernels, cache_load_factor=sharding.cache_load_factor),
         ),
     )
 

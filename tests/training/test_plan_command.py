@@ -130,7 +130,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
         (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json': holds no list of tables"),
         (["demo", "topology.num_replicas=0"], "topology.num_replicas: Input should be greater than or equal to 1"),
         (["demo", "--sync-gb-per-s", "0"], "sync_gb_per_s=0.0 must be a positive number"),
-        (["demo", "model.arch=dlrm"], "has the flat dataflow (model.arch='dlrm')"),
+        (["demo", "model.arch=dlrm", "--distinct"], "has the flat dataflow (model.arch='dlrm')"),
         (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
         (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "Table 't_9' is pinned but not in the model"),
         (["plan.toml", "sharding.tables={t_1 = 'x'}"], "sharding.tables.t_1"),

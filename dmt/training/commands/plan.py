@@ -24,6 +24,7 @@ from dmt.training.job import Job, check_table_optimizer, open_job
 
 if TYPE_CHECKING:
     from dmt.training.distinct import InputGroup
+    from dmt.training.flat import FlatPlan
 
 __all__ = ["DistinctBytes", "PlannedTables", "print_sharding", "run_plan"]
 
@@ -71,23 +72,23 @@ def run_plan(
     distinct: bool = False,
     profile: Path | None = None,
     out: Path | None = None,
-) -> PlannedTables:
+) -> PlannedTables | FlatPlan:
     """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
 
-    With ``distinct``, the distinct inputs of the first global batch are counted, for which rows are read. With a
-    ``profile`` of ``dmt profile --out``, lookups of row-wise shards are its, which are cut by it where that helps.
+    A flat run has TorchRec's plan, and none of the options. With ``distinct``, the distinct inputs of the first global
+    batch are counted, for which rows are read. With a ``profile`` of ``dmt profile --out``, lookups of row-wise shards
+    are its, which are cut by it where that helps.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
     """
     run = load_config(config, overrides)
-    if run.dataflow == "flat":
-        raise InputError(
-            f"Config {config} has the flat dataflow ({run.model.chosen}), which TorchRec's own planner "
-            "places. Append sharding.dataflow=sptt to plan its towers."
-        )
     if run.data.tables is None:
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
+    given = {"--sync-gb-per-s": sync_gb_per_s, "--distinct": distinct, "--profile": profile, "--out": out}
+    if run.dataflow == "flat":
+        options = [name for name, value in given.items() if value not in (None, False)]
+        return _plan_flat(config, open_job(run), options)
     job = open_job(run)
     assert job.sharding is not None, "the tower dataflow has a plan"
     planned = job.sharding
@@ -109,6 +110,20 @@ def run_plan(
     return PlannedTables(planned, replicas, counted)
 
 
+def _plan_flat(config: str, job: Job, options: Sequence[str]) -> FlatPlan:
+    if options or job.topology.num_replicas > 1:
+        what = options[0] if options else f"a plan of {job.topology.num_replicas} replicas"
+        raise InputError(
+            f"Config {config} has the flat dataflow ({job.config.model.chosen}), which TorchRec's planner places; "
+            f"{what} is for the tower dataflow. Append sharding.dataflow=sptt, or leave it out."
+        )
+    from dmt.training.build import flat_tables  # needs TorchRec
+
+    found = flat_tables(job)
+    assert found is not None, "a flat job without replicas has a plan"
+    return found
+
+
 def _distinct_bytes(job: Job) -> DistinctBytes:
     if job.source is None:
         raise InputError("--distinct counts inputs in rows, but data.tables has none. Leave out one of them.")
@@ -120,12 +135,16 @@ def _distinct_bytes(job: Job) -> DistinctBytes:
     return DistinctBytes(groups, every, once)
 
 
-def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None) -> None:
+def print_sharding(planned: PlannedTables | FlatPlan, *, everything: bool, out: Path | None) -> None:
     """Prints a plan, with all ranks and tables or the most telling ones, and the file it was written to.
 
     In a narrow terminal (or ``COLUMNS``) names and reasons fold; numbers are never cut.
     """
-    console, found = table_console(markup=False), planned.sharding
+    console = table_console(markup=False)
+    if not isinstance(planned, PlannedTables):
+        _print_flat(console, planned, everything)
+        return
+    found = planned.sharding
     _print_table(console, *_ranks(found, everything))
     console.print("sent/step: ids, embeddings, gradients and all-reduces that the rank sends inside its tower.")
     _print_table(console, *_tables(found, everything))
@@ -152,6 +171,32 @@ def print_sharding(planned: PlannedTables, *, everything: bool, out: Path | None
         console.print(Text.assemble(("Note:", "yellow"), f" {note}"))
     if out is not None:
         console.print(f"Written to {out}.", soft_wrap=True)
+
+
+def _print_flat(console: Console, found: FlatPlan, everything: bool) -> None:
+    fullest = sorted(range(len(found.rank_memory)), key=lambda rank: (-found.rank_memory[rank], rank))
+    shown = range(len(fullest)) if everything else fullest[:_SHOWN_RANKS]
+    rows = [(str(rank), human_bytes(found.rank_memory[rank])) for rank in shown]
+    _print_table(console, _title("ranks", "fullest", len(shown), len(fullest)), ("rank", "memory"), rows)
+    tables = list(found.schemes.items())[: None if everything else _SHOWN_TABLES]
+    rows_of = [
+        (name, human_bytes(found.memory[name]), scheme, shorten([str(rank) for rank in found.ranks[name]], ", "))
+        for name, scheme in tables
+    ]
+    title = _title("tables", "largest", len(tables), len(found.schemes))
+    _print_table(console, title, ("table", "memory", "scheme", "on ranks"), rows_of)
+    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in found.tables_by_scheme.items())
+    console.print(f"{counted(len(found.schemes), 'table')} placed by TorchRec's planner: {schemes}.")
+    sent = found.traffic
+    console.print(
+        f"Between hosts, by all ranks in a step: {human_bytes(sent.ids)} of ids, {human_bytes(sent.forward)} of "
+        f"embeddings, {human_bytes(sent.backward)} of their gradients, {human_bytes(sent.dense)} of other gradients; "
+        f"{human_bytes(sent.inside)} inside hosts."
+    )
+
+
+def _title(what: str, which: str, shown: int, number: int) -> str:
+    return f"The {shown} {which} {what}; --all shows {number - shown:,} more" if shown < number else what.capitalize()
 
 
 def _print_distinct(console: Console, found: DistinctBytes, everything: bool) -> None:
@@ -214,10 +259,13 @@ def _ranks(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[st
         ranks = sorted(ranks, key=lambda rank: (-rank.seconds, rank.tower, rank.local))[:_SHOWN_RANKS]
         title = f"The {_SHOWN_RANKS} busiest ranks; --all shows {more:,} more"
     rows = []
-    for r in ranks:
+    tiers = {"host memory": [r.host_memory for r in ranks], "SSD": [r.ssd for r in ranks]}
+    tiers = {name: held for name, held in tiers.items() if any(held)}
+    for i, r in enumerate(ranks):
+        more_held = [human_bytes(held[i]) for held in tiers.values()]
         numbers = human_bytes(r.memory), f"{r.lookups:,.0f}", human_bytes(r.bytes_sent), _time(r.seconds)
-        rows.append((str(r.tower), str(r.local), *numbers))
-    return title, ("tower", "rank", "memory", "lookups/step", "sent/step", "cost"), rows
+        rows.append((str(r.tower), str(r.local), numbers[0], *more_held, *numbers[1:]))
+    return title, ("tower", "rank", "memory", *tiers, "lookups/step", "sent/step", "cost"), rows
 
 
 def _tables(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:

@@ -1,0 +1,349 @@
+"""The flat dataflow: TorchRec's exchange over all ranks, in every scheme that TorchRec has or as its planner chooses.
+
+Legend: B samples per rank, W ranks, L ranks of a host, H hosts, F features of a table, P ids per sample of all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dmt._torchrec import host_groups
+from dmt.errors import InputError, did_you_mean
+from dmt.models.complexity import dense_weight_bytes
+from dmt.number_formats import NUMBER_FORMATS
+from dmt.plan.tables import TableSpec, feature_names
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.costs import CostModel, StepWorkload
+from dmt.sharding.group_ebc import GroupShardedEBC
+from dmt.sharding.schemes import why_not
+from dmt.sptt.mesh import TowerMesh
+from dmt.traffic import Traffic
+from dmt.training.exchanges import dense_bytes
+from dmt.training.job import Job
+
+__all__ = ["FlatPlan", "FlatSharder", "codecs_of_all_ranks", "plan_flat", "shard_flat"]
+
+_BY_HOST = ("table_row_wise", "grid_shard")
+_ALL = ("data_parallel", "table_wise", "column_wise", "table_column_wise", "row_wise", *_BY_HOST)
+# TorchRec's planner leaves the last ones out on a CPU, where they run all the same.
+_CHOICES = {"auto": ("table_wise", "column_wise"), "grid": ("grid_shard",), "planner": _ALL}
+_ID_BYTES = 8  # an id, and a length
+
+
+class FlatSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's sharder of flat collections, whose modules have the fixes of `GroupShardedEBC`.
+
+    Data-parallel tables keep their fused optimizer, and mean pooling of row-wise tables is that of the plain module.
+
+    Args:
+        mesh: the groups; its `TowerTopology.host` is what TorchRec's schemes by host take for one.
+        kwargs: ``fused_params`` and ``qcomm_codecs_registry`` of TorchRec's class.
+    """
+
+    def __init__(self, mesh: TowerMesh | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._mesh = mesh
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns every scheme, also those that TorchRec offers on GPUs only."""
+        return list(_ALL)
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns the one kernel: dense for data-parallel tables, fused for all others."""
+        is_dense = sharding_type == ShardingType.DATA_PARALLEL.value
+        return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> GroupShardedEBC:
+        """Shards over all ranks; collective."""
+        mesh = self._mesh
+        assert mesh is not None, "a sharder without a mesh is for planning"
+        make = partial(
+            GroupShardedEBC,
+            module,
+            params,
+            group=mesh.global_group,
+            data_parallel_group=mesh.global_group,
+            moment_scales={},
+            options={
+                "fused_params": self.fused_params,
+                "device": device,
+                "qcomm_codecs_registry": self.qcomm_codecs_registry,
+            },
+        )
+        if not any(sharding.sharding_type in _BY_HOST for sharding in params.values()):
+            return make()
+        hosts = mesh.topology.host_groups()
+        inside, across = mesh.new_group(hosts), mesh.new_group([list(ranks) for ranks in zip(*hosts, strict=True)])
+        with host_groups(inside, across):
+            return make()
+
+
+def shard_flat(
+    job: Job, model: nn.Module, mesh: TowerMesh, fused_params: dict[str, Any]
+) -> tuple[list[Any], ShardingPlan]:
+    """Returns the sharders and the plan of a flat job, the same plan on every rank; collective."""
+    sharder = FlatSharder(mesh, fused_params=fused_params, qcomm_codecs_registry=codecs_of_all_ranks(job))
+    return [sharder], _plan(job, model, sharder, mesh)
+
+
+def codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
+    """Returns TorchRec's quantised communication in the formats of the config; None where numbers travel as they are.
+
+    Partial sums of rows are added in the format that they travel in.
+    """
+    codecs = job.config.sharding.precision.codecs(torch.device(job.device_type))
+    operations = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+    return None if codecs is None else {operation.name: codecs for operation in operations}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatPlan:
+    """Placement of the tables of a flat job, and the bytes of its steps; made by `plan_flat`."""
+
+    topology: TowerTopology
+    schemes: Mapping[str, str]
+    """TorchRec's name of the scheme of each table, largest table first."""
+    ranks: Mapping[str, tuple[int, ...]]
+    """Ranks that hold a shard, by table."""
+    memory: Mapping[str, int]
+    """Bytes of weights, optimizer state and dense gradients, over all ranks, by table."""
+    rank_memory: tuple[int, ...]
+    """The same by rank."""
+    traffic: Traffic
+    """Bytes that all ranks together send in a step."""
+
+    @property
+    def tables_by_scheme(self) -> dict[str, int]:
+        """Number of tables of each scheme in use."""
+        return dict(Counter(self.schemes.values()).most_common())
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the plan as a JSON object."""
+        return asdict(self)
+
+    def result(self, rows: int) -> dict[str, Any]:
+        """Returns the section of a run's result; ``rows`` is the samples of a step."""
+        return {
+            "tables_by_scheme": self.tables_by_scheme,
+            "largest_rank_bytes": max(self.rank_memory),
+            "planned_bytes_per_sample": self.traffic.per_sample(rows),
+        }
+
+
+def plan_flat(job: Job, model: nn.Module, without_tables: nn.Module, fused_params: dict[str, Any]) -> FlatPlan:
+    """Plans a flat job as `shard_flat` does, in one process.
+
+    Args:
+        job: the run, with one replica.
+        model: its model, on the meta device.
+        without_tables: the same with stand-ins for the tables.
+        fused_params: of the tables.
+
+    Raises:
+        InputError: TorchRec's planner cannot place the tables.
+    """
+    return _costs(job, without_tables, _plan(job, model, FlatSharder(None, fused_params=fused_params)))
+
+
+def _costs(job: Job, model: nn.Module, plan: ShardingPlan) -> FlatPlan:
+    """Returns memory and bytes of a plan of TorchRec's for a flat job.
+
+    Ids follow ``sharding.pooling_factors``, rows of a table are read equally often, gradients of data-parallel tables
+    and of the dense part go round in rings. Not counted: the sizes that ranks tell each other before an exchange.
+
+    ================  ==================================================================================================
+    ids               from every rank to every shard: F lengths, and the P ids or the share of them in its rows
+    embeddings        from every shard to every rank: F times its columns, whole or, of row-wise tables, partial sums;
+                      of ``table_row_wise`` and ``grid_shard``, partial sums inside a host, then sums to the others
+    ================  ==================================================================================================
+    """
+    placed = {name: own for module in plan.plan.values() for name, own in _items(module)}
+    own, topology = job.config.sharding, job.topology
+    workload = StepWorkload(
+        batch_size=job.config.train.batch_size,
+        pooling_factors=own.pooling_factors,
+        optimizer=job.config.optimizer.sparse,
+    )
+    costs = CostModel(topology=_one_tower(topology), workload=workload)
+    batch, world, local = workload.batch_size, topology.world_size, topology.host_size
+    tables = sorted(job.tables, key=lambda table: -table.num_bytes)
+    held, memory = [0] * world, dict.fromkeys((table.name for table in tables), 0)
+    ids, outputs, reduced = _Sums(), _Sums(), 0.0
+    for table in tables:
+        sharding, features = placed[table.name], len(table.feature_names)
+        whole = sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+        scheme: Any = "data_parallel" if whole else "table_wise"
+        for rank, rows, columns in _shards(table, sharding, world):
+            load = costs.shard(table, scheme, rows, columns)
+            held[rank] += load.memory
+            memory[table.name] += load.memory
+            if whole:
+                reduced += load.reduced_bytes
+                continue
+            lookups = features + costs.pooling(table) * rows / table.num_embeddings
+            ids.add(batch * lookups * _ID_BYTES, world - local, local - 1)
+            if sharding.sharding_type in _BY_HOST:
+                hosts = world // local
+                outputs.add(batch * features * columns, hosts - 1, (local - 1) * hosts)
+            else:
+                outputs.add(batch * features * columns, world - local, local - 1)
+    _, of_all = dense_weight_bytes(model)
+    dense, dense_inside = dense_bytes(topology, job.config.train, of_all)
+    ring = topology.ring_share_across_hosts([range(world)])
+    forward, backward = (
+        NUMBER_FORMATS[precision].num_bytes for precision in (own.forward_precision, own.backward_precision)
+    )
+    inside = ids.inside + outputs.inside * (forward + backward) + dense_inside + (1 - ring) * reduced
+    return FlatPlan(
+        topology=topology,
+        schemes={table.name: placed[table.name].sharding_type for table in tables},
+        ranks={table.name: tuple(rank for rank, *_ in _shards(table, placed[table.name], world)) for table in tables},
+        memory=memory,
+        rank_memory=tuple(held),
+        traffic=Traffic(
+            ids=round(ids.across),
+            forward=round(outputs.across * forward),
+            backward=round(outputs.across * backward),
+            dense=round(dense + ring * reduced),
+            inside=round(inside),
+        ),
+    )
+
+
+class _Sums:
+    """What is sent between hosts and inside them."""
+
+    def __init__(self) -> None:
+        self.across = self.inside = 0.0
+
+    def add(self, size: float, times_across: int, times_inside: int) -> None:
+        self.across += size * times_across
+        self.inside += size * times_inside
+
+
+def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> EmbeddingShardingPlanner:
+    own, topology = job.config.sharding, job.topology
+    names = set(feature_names(job.tables))
+    for feature in own.pooling_factors:
+        if feature not in names:
+            raise InputError(
+                f"pooling_factors names the feature {feature!r}, which no table has ({len(names)} features)."
+                f"{did_you_mean(feature, names)} Drop it or fix the name."
+            )
+    means = [t for part in model.modules() if isinstance(part, EmbeddingBagCollection) for t in _means(part)]
+    constraints = {}
+    for table in job.tables:
+        schemes = _schemes(table, own.scheme, topology, fused_params, is_mean=table.name in means)
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=list(schemes),
+            pooling_factors=[own.pooling_factors.get(name, 1.0) for name in table.feature_names],
+            # Left alone, TorchRec cuts no table of 128 columns or fewer into a grid.
+            min_partition=_grid_columns(table, topology) if "grid_shard" in schemes and len(schemes) == 1 else None,
+        )
+    room = job.rank_memory
+    return EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=topology.world_size,
+            local_world_size=topology.host_size,
+            compute_device=job.device_type,
+            hbm_cap=room if job.device_type == "cuda" else None,
+            ddr_cap=room if job.device_type == "cpu" else None,
+        ),
+        batch_size=job.config.train.batch_size,
+        constraints=constraints,
+        # The limit is for tables.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+    )
+
+
+def _plan(job: Job, model: nn.Module, sharder: FlatSharder, mesh: TowerMesh | None = None) -> ShardingPlan:
+    """Returns TorchRec's plan; with a mesh, that of its first rank on all."""
+    # TorchRec warns of how its planner is called, and of every data-parallel table.
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        planner = _planner(job, model, sharder.fused_params or {})
+        if mesh is None:
+            return planner.plan(model, [sharder])
+        return planner.collective_plan(model, [sharder], mesh.global_group)
+    except (PlannerError, RuntimeError) as error:
+        own = job.config.sharding
+        limit = f", sharding.memory_gib={own.memory_gib}" if own.memory_gib is not None else ""
+        raise InputError(
+            f"TorchRec's planner cannot place the tables (sharding.scheme={own.scheme!r}{limit}): "
+            f"{str(error).strip().partition(chr(10))[0]} Allow other schemes or more memory, or use more ranks."
+        ) from error
+    finally:
+        logging.disable(before)
+
+
+def _schemes(
+    table: TableSpec, scheme: str, topology: TowerTopology, fused_params: Mapping[str, Any], *, is_mean: bool
+) -> Sequence[str]:
+    """TorchRec's names of the schemes that a table may have; ``table_wise`` where it can have none of those asked."""
+    asked = _CHOICES.get(scheme, (scheme,))
+    parts = {"row_wise": topology.world_size} | dict.fromkeys(_BY_HOST, topology.host_size)
+    possible = []
+    for choice in asked:
+        if choice in parts and _has_empty_shard(table.num_embeddings, parts[choice]):
+            continue
+        if choice == "grid_shard" and is_mean:  # each rank would divide by the ids of its own rows
+            continue
+        if choice == "data_parallel" and why_not(table, choice, fused_params=fused_params):
+            continue
+        possible.append(choice)
+    return possible or ["table_wise"]
+
+
+def _has_empty_shard(rows: int, parts: int) -> bool:
+    return rows <= -(-rows // parts) * (parts - 1)
+
+
+def _grid_columns(table: TableSpec, topology: TowerTopology) -> int:
+    """Columns of a table's parts on the hosts: as many equal multiples of four as there can be."""
+    most = max(1, min(topology.num_hosts, table.embedding_dim // 4))
+    parts = next(number for number in range(most, 0, -1) if table.embedding_dim % (4 * number) == 0)
+    return table.embedding_dim // parts
+
+
+def _means(collection: EmbeddingBagCollection) -> list[str]:
+    return [table.name for table in collection.embedding_bag_configs() if table.pooling.value == "MEAN"]
+
+
+def _one_tower(topology: TowerTopology) -> TowerTopology:
+    ranks = topology.num_towers * topology.ranks_per_tower
+    return replace(topology, num_towers=1, ranks_per_tower=ranks, ranks_per_host=None)
+
+
+def _shards(table: TableSpec, sharding: ParameterSharding, world: int) -> list[tuple[int, int, int]]:
+    """(rank, rows, columns) of each shard, or of each copy of a data-parallel table."""
+    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return [(rank, table.num_embeddings, table.embedding_dim) for rank in range(world)]
+    spec: Any = sharding.sharding_spec
+    return [(shard.placement.rank(), *shard.shard_sizes) for shard in spec.shards]
+
+
+def _items(module: Any) -> list[tuple[str, ParameterSharding]]:
+    return list(module.items())

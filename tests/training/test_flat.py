@@ -1,0 +1,202 @@
+"""The flat dataflow in TorchRec's schemes: trains as the plain module does, loads any checkpoint, refuses the rest."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dmt.errors import InputError
+from dmt.sptt.mesh import TowerMesh
+from dmt.testing import gather_plain_state, load_plain_state
+from dmt.testing.plain import PlainTraining
+from dmt.testing.state import table_layout
+from dmt.training.build import build_optimizer, flat_tables, fused_params, shard_model
+from dmt.training.checkpoints import Checkpointer, restore
+from dmt.training.commands.plan import run_plan
+from dmt.training.config import TrainingConfig
+from dmt.training.flat import FlatPlan, FlatSharder
+from dmt.training.job import open_job
+from tests.parity import FUSED, Batches, FlatModel, make_tables
+from tests.ranks import run_ranks
+from tests.training.small import plain, small, source
+
+# Hosts, ranks of a host, the scheme asked for, and those that TorchRec has for the six tables.
+CASES = [
+    (2, 2, "row_wise", {"row_wise"}),
+    (2, 2, "data_parallel", {"data_parallel"}),
+    (2, 2, "planner", set()),
+    (4, 1, "table_row_wise", {"table_row_wise"}),
+    (4, 1, "grid", {"grid_shard"}),
+    (3, 2, "table_row_wise", {"table_row_wise"}),
+    (3, 2, "grid", {"grid_shard"}),
+    (3, 2, "row_wise", {"row_wise"}),
+    (1, 3, "table_row_wise", {"table_row_wise"}),
+    (1, 3, "row_wise", {"row_wise"}),
+]
+STEPS = 3
+
+
+def config_of(hosts: int, ranks: int, scheme: str, **sections: Any) -> TrainingConfig:
+    sharding = {"dataflow": "flat", "scheme": scheme} | sections.pop("sharding", {})
+    synthetic = {"num_multi_hot": 2, "rows_per_table": 29} | sections.pop("synthetic", {})
+    return small(
+        "dlrm",
+        "flat",
+        model={"embedding_dim": 24},
+        topology={"num_towers": hosts, "ranks_per_tower": ranks} | sections.pop("topology", {}),
+        sharding=sharding,
+        synthetic=synthetic,
+        optimizer={"dense": "sgd", "dense_lr": 0.1},
+        **sections,
+    )
+
+
+def train(config: TrainingConfig, mesh: TowerMesh, folder: Path) -> tuple[set[str], float, float, float]:
+    """Schemes, and the largest difference of weights to the plain module: trained, moved, and after reloading."""
+    job, world = open_job(config), mesh.topology.world_size
+    model = shard_model(job, mesh)
+    torch.manual_seed(5)
+    oracle = plain(config)
+    start = {name: value.detach().clone() for name, value in oracle.state_dict().items()}
+    training = PlainTraining(
+        [oracle],
+        fused_params=fused_params(config.optimizer),
+        make_optimizer=lambda dense: torch.optim.SGD(dense.values(), lr=config.optimizer.dense_lr),
+        layout=table_layout(model),
+    )
+    load_plain_state(model, start)
+    optimizer = build_optimizer(config.optimizer, model)
+    streams = [source(config).batches("train", rank=r, world_size=world, batch_size=16) for r in range(world)]
+    for batches in itertools.islice(zip(*streams, strict=True), STEPS):
+        optimizer.zero_grad()
+        model(batches[mesh.rank])[0].backward()
+        optimizer.step()
+        oracle.zero_grad()
+        torch.stack([oracle(batch)[0] for batch in batches]).mean().backward()
+        training.step()
+    after, wanted = gather_plain_state(model), oracle.state_dict()
+    assert Checkpointer(folder, mesh).save(model, optimizer, step=STEPS, progress={})
+    # One more step, which moments decide.
+    again = shard_model(job, mesh)
+    restore(folder, again, (last := build_optimizer(config.optimizer, again)), mesh=mesh)
+    batch = next(itertools.islice(streams[mesh.rank], 1))
+    for own, of_own in ((model, optimizer), (again, last)):
+        of_own.zero_grad()
+        own(batch)[0].backward()
+        of_own.step()
+    schemes = {own.sharding_type for module in model.plan.plan.values() for own in module.values()}
+    reloaded = distance(gather_plain_state(model), gather_plain_state(again))
+    return schemes, distance(after, wanted), distance(start, wanted), reloaded
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours if "embedding_bags" in name)
+
+
+def train_on_rank(rank: int, hosts: int, ranks: int, schemes: list[str], folder: str) -> dict[str, Any]:
+    mesh = TowerMesh(config_of(hosts, ranks, "auto").topology.build())
+    found = {scheme: train(config_of(hosts, ranks, scheme), mesh, Path(folder, scheme)) for scheme in schemes}
+    # Each checkpoint into the layout of the next.
+    for source_of, scheme in zip(schemes, [*schemes[1:], "table_wise"], strict=True):
+        config = config_of(hosts, ranks, scheme)
+        saved, into = (shard_model(open_job(config_of(hosts, ranks, s)), mesh) for s in (source_of, scheme))
+        for model in (saved, into):
+            restore(Path(folder, source_of), model, build_optimizer(config.optimizer, model), mesh=mesh)
+        assert distance(gather_plain_state(saved), gather_plain_state(into)) == 0, (source_of, scheme)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (4, 1), (3, 2), (1, 3)])
+def test_every_scheme_trains_as_the_plain_module_and_loads_every_checkpoint(
+    hosts: int, ranks: int, tmp_path: Path
+) -> None:
+    """To rounding: sums of bags and of gradients are added in another order, which AdaGrad's first steps enlarge."""
+    expected = {scheme: names for h, r, scheme, names in CASES if (h, r) == (hosts, ranks)}
+    found = run_ranks(train_on_rank, hosts * ranks, hosts, ranks, list(expected), str(tmp_path))[0]
+    for scheme, (schemes, trained, moved, reloaded) in found.items():
+        assert schemes == (expected[scheme] or schemes), scheme
+        assert moved > 0.05
+        assert trained < 2e-5, scheme
+        assert reloaded == 0, scheme
+
+
+def mean_on_rank(rank: int) -> None:
+    mesh = TowerMesh(config_of(2, 2, "auto").topology.build())
+    tables = make_tables([8, 8, 8], pooling="MEAN")
+    torch.manual_seed(0)
+    plain, model = FlatModel(tables, weighted=False), FlatModel(tables, weighted=False)
+    sharder = FlatSharder(mesh, fused_params=FUSED)
+    schemes = {"t0": table_row_wise(host_index=1), "t1": row_wise(), "t2": table_wise(rank=2)}
+    path, collection = next((n, m) for n, m in model.named_modules() if isinstance(m, EmbeddingBagCollection))
+    plan = construct_module_sharding_plan(collection, schemes, sharder, 2, 4, device_type="cpu")
+    for own in plan.values():
+        own.compute_kernel = "fused"
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=ShardingPlan({path: plan}), sharders=[sharder]
+    )
+    load_plain_state(sharded, plain.state_dict())
+    # Batches of unequal sizes.
+    everyone = [Batches(sizes=(5, 2, 1, 7), max_bag=4).draw(r, 0, tables) for r in range(4)]
+    ours, theirs = (found[0].values() for found in (sharded(everyone[rank][0]), plain(everyone[rank][0])))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    ours.sum().backward()
+    torch.stack([plain(ids)[0].values().sum() for ids, _ in everyone]).mean().backward()
+    after = gather_plain_state(sharded)
+    for name, weight in plain.named_parameters():
+        if "embedding_bags" in name:  # the first step of row-wise AdaGrad
+            step = weight.grad / (weight.grad.square().mean(dim=1, keepdim=True).sqrt() + FUSED["eps"])
+            torch.testing.assert_close(after[name], weight - FUSED["learning_rate"] * step, rtol=0, atol=1e-5)
+
+
+@pytest.mark.ranks
+def test_means_over_bags_of_unequal_batches_are_those_of_the_plain_module() -> None:
+    run_ranks(mean_on_rank, 4)
+
+
+def test_tables_that_cannot_have_the_scheme_stay_whole() -> None:
+    sections: dict[str, Any] = {"synthetic": {"rows_per_table": 3}}
+    found = flat_tables(open_job(config_of(2, 2, "row_wise", **sections)))
+    assert found is not None
+    assert set(found.schemes.values()) == {"table_wise"}, "with 3 rows, a rank of 4 would have none"
+    sections = {"sharding": {"table_precision": "fp16"}}
+    found = flat_tables(open_job(config_of(2, 2, "data_parallel", **sections)))
+    assert found is not None
+    assert set(found.schemes.values()) == {"table_wise"}, "gradients of FP16 tables would be FP16"
+
+
+@pytest.mark.parametrize("scheme", ["table_row_wise", "grid", "planner"])
+def test_schemes_of_torchrec_are_for_one_flat_copy(scheme: str) -> None:
+    with pytest.raises(ValueError, match=rf"sharding\.scheme='{scheme}' is TorchRec's.*but this run has the tower"):
+        small("dlrm", "sptt", sharding={"dataflow": "sptt", "scheme": scheme})
+    with pytest.raises(ValueError, match=rf"sharding\.scheme='{scheme}' is TorchRec's.*but this run has 2 replicas"):
+        config_of(2, 2, scheme, topology={"num_replicas": 2})
+
+
+def test_what_torchrec_cannot_place_is_told_before_training() -> None:
+    config = config_of(2, 2, "planner", sharding={"memory_gib": 1e-6})
+    with pytest.raises(InputError, match=r"TorchRec's planner cannot place.*'planner', sharding\.memory_gib=1e-06"):
+        flat_tables(open_job(config))
+    config = config_of(2, 2, "planner", sharding={"pooling_factors": {"C9": 2.0}})
+    with pytest.raises(InputError, match=r"pooling_factors names the feature 'C9'"):
+        flat_tables(open_job(config))
+
+
+def test_dmt_plan_shows_a_flat_plan_and_refuses_what_is_for_towers() -> None:
+    found = run_plan("demo", ["model.arch=dlrm", "sharding.scheme=data_parallel"])
+    assert isinstance(found, FlatPlan)
+    assert found.tables_by_scheme == {"data_parallel": 26}
+    assert set(found.rank_memory) == {sum(found.memory.values()) // 4}
+    assert (found.traffic.ids, found.traffic.forward, found.traffic.backward) == (0, 0, 0)
+    for options, name in (({"distinct": True}, "--distinct"), ({"out": Path("plan.json")}, "--out")):
+        with pytest.raises(InputError, match=rf"has the flat dataflow .*; {name} is for the tower dataflow"):
+            run_plan("demo", ["model.arch=dlrm"], **options)
