@@ -584,9 +584,12 @@ def to_override(key: str, text: object) -> str:
     return f"{key}={tomli_w.dumps({'value': str(text)}).removeprefix('value = ').rstrip()}"
 
 
-def to_toml(config: BaseModel) -> str:
-    """The resolved config as TOML that `load_config` reads again; unset optional values are left out."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+def to_toml(config: BaseModel, *, only_changed: bool = False) -> str:
+    """The resolved config as TOML that `load_config` reads again; unset optional values are left out.
+
+    With ``only_changed`` values at their defaults are, too.
+    """
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_defaults=only_changed))
 
 
 def shipped_configs() -> list[str]:

@@ -61,8 +61,11 @@ def _version(name: str) -> str:
 
 
 def print_settings(config: TrainingConfig) -> None:
-    """Prints the resolved config and the versions, as TOML."""
-    print(f"{to_toml(config)}\n# versions: {versions()}", flush=True)
+    """Prints, as TOML, the settings that are not at their defaults, and the versions."""
+    print(to_toml(config, only_changed=True), flush=True)
+    print(
+        f"# all else by default, in full in {config.train.output_dir}/config.toml\n# versions: {versions()}", flush=True
+    )
 
 
 # A run writes all of them, and somebody who writes a config those that matter.
