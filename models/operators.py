@@ -191,9 +191,8 @@ class _Counter(TorchDispatchMode):
         """Runs an operator and takes it down."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        packet = func._overloadpacket
-        if not is_view and "empty" not in packet.__name__ and packet is not torch.ops.aten.detach:
+        packet = func.overloadpacket
+        if not func.is_view and "empty" not in packet.__name__:
             tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor)]
             flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
             self.found.append((float(flops), float(sum(tensor.nbytes for tensor in tensors))))
