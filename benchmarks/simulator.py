@@ -1,6 +1,8 @@
 """Predicted beside measured steps: every contender of a step benchmark, on a cluster that `dmt bench-comms` measured.
 
-OMP_NUM_THREADS=1 python -m benchmarks.simulator --clusters runs/clusters --steps benchmarks/results/train_step.json
+OMP_NUM_THREADS=1 python -m benchmarks.simulator --clusters runs/clusters --measure
+
+A contender that two jobs have measured at the same setting counts once, with the median over the steps of both.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from scipy.stats import kendalltau
@@ -18,19 +20,23 @@ from scipy.stats import kendalltau
 from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.provenance import commit, processor
 from benchmarks.steps.contenders import Contender, parse_contender
-from benchmarks.steps.inputs import benchmark_tables
+from benchmarks.steps.inputs import access_profile, benchmark_tables, random_batch
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.towers import own_topology, own_towers
+from dmt.hot_rows.choice import choose_rows
+from dmt.hot_rows.costs import hot_load
 from dmt.models.presets import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.config import TrainingConfig
+from dmt.training.distinct import distinct_inputs_of
 from dmt.training.job import Job, make_job
-from dmt.training.what_if import predict_step
+from dmt.training.what_if import Repeats, count, predict_step, step_work
 
 __all__ = ["job_of", "main"]
 
-_STEPS = Path(__file__).parent / "results" / "train_step.json"
-_OUT = _STEPS.with_name("simulator.md")
+_RESULTS = Path(__file__).parent / "results"
+_STEPS = tuple(_RESULTS / name for name in ("train_step.json", "unique_step.json", "hot_step.json"))
+_OUT = _RESULTS / "simulator.md"
 _MEGABYTES = ("4", "25")
 _FLAT = {"table_wise": "table_wise", "column_wise": "column_wise"}
 
@@ -52,6 +58,8 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     }
     if contender.has_towers:
         values["model"] |= {"arch": "dmt-dlrm", "tower_dim": 128 // contender.compression}
+    if contender.is_unique:
+        values["sharding"] |= {"unique": "rank" if "unique" in contender.options else "auto"}
     if contender.precision == "fp16":
         values["sharding"] |= {"forward_precision": "fp16", "backward_precision": "fp16"}
     tables = benchmark_tables(setting)
@@ -68,17 +76,57 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     return make_job(config, tables, CRITEO_DENSE_FEATURES, towers=own_towers(contender, setting))
 
 
-def predictions(run: Mapping[str, Any], cluster: Cluster) -> list[tuple[str, float, float]]:
-    """(contender, measured, predicted) seconds of the steps of one job."""
-    known = {name: value for name, value in run["setting"].items() if name in Setting.__dataclass_fields__}
-    setting = Setting(**known)
-    rows = []
-    for entry in run["contenders"]:
-        job = job_of(parse_contender(entry["name"]), setting)
-        if job is not None:
-            measured = statistics.median(step["seconds"] for step in entry["steps"])
-            rows.append((entry["name"], measured, predict_step(job, cluster).timeline.seconds))
-    return rows
+def repeats_of(job: Job, contender: Contender, setting: Setting) -> Repeats | None:
+    """What equal ids of the benchmark's batches change for a contender; None where nothing."""
+    if not contender.is_unique and not contender.has_hot_rows:
+        return None
+    size, ranks = setting.batch_size, range(setting.world_size)
+    batches = [random_batch(setting, size, 0, rank).sparse_features for rank in ranks]
+    if not contender.has_hot_rows:
+        return Repeats(distinct=distinct_inputs_of(job, batches=batches))
+    profile, topology = access_profile(setting), job.topology
+    distinct, whole = contender.is_unique, sum(4.0 * table.num_embeddings * table.embedding_dim for table in job.tables)
+    rows = choose_rows(profile, job.tables, topology, batch_size=size, distinct=distinct, max_bytes=whole)
+    hot = hot_load(profile, job.tables, topology, rows, batch_size=size)
+    return Repeats(distinct=distinct_inputs_of(job, rows, batches), hot=hot)
+
+
+class Row(NamedTuple):
+    """A contender at a setting."""
+
+    job: str
+    contender: str
+    measured: float
+    predicted: float
+
+
+def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluster]) -> list[Row]:
+    """The steps of all runs whose hosts have a cluster file, in seconds."""
+    steps: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str], float] = {}
+    for run in runs:
+        setting = Setting(**{name: value for name, value in run["setting"].items() if name in Setting.__annotations__})
+        if cluster_name(setting) not in clusters:
+            continue
+        skew = f", {setting.ids} ids" if "ids" in run["setting"] else ""
+        requests = f", requests of {setting.group}" if setting.group > 1 else ""
+        name = f"{cluster_name(setting)}, B={setting.batch_size}{skew}{requests}"
+        for entry in run["contenders"]:
+            key, contender = (name, entry["name"]), parse_contender(entry["name"])
+            job = job_of(contender, setting)
+            if job is None:
+                continue
+            steps.setdefault(key, []).extend(step["seconds"] for step in entry["steps"])
+            # Records without the name of a distribution are older than unique inputs.
+            repeats = repeats_of(job, contender, setting) if skew else None
+            work = step_work(job, count(job), repeats)
+            found[key] = predict_step(job, clusters[cluster_name(setting)], work).timeline.seconds
+    return [Row(*key, statistics.median(steps[key]), predicted) for key, predicted in found.items()]
+
+
+def cluster_name(setting: Setting) -> str:
+    """Stem of the cluster file of a setting's hosts."""
+    return f"{setting.hosts}x{setting.ranks_per_host}-{setting.mbit_per_s or 0:g}"
 
 
 def measure(setting: Mapping[str, Any], out: Path) -> None:
@@ -91,46 +139,57 @@ def measure(setting: Mapping[str, Any], out: Path) -> None:
         hosts.torchrun([*command, *sizes], ranks_per_host=ranks, timeout=600)
 
 
-def page(runs: Sequence[tuple[str, Sequence[tuple[str, float, float]]]]) -> str:
+def page(rows: Sequence[Row]) -> str:
     """The table as Markdown, with the errors of all predictions."""
-    rows = [row for _, of_run in runs for row in of_run]
-    errors = sorted(abs(predicted / measured - 1) for _, measured, predicted in rows)
-    order = kendalltau([row[1] for row in rows], [row[2] for row in rows]).statistic
+    errors = sorted(abs(row.predicted / row.measured - 1) for row in rows)
+    order = kendalltau([row.measured for row in rows], [row.predicted for row in rows]).statistic
     lines = [
         "# Predicted and measured steps",
         "",
         f"Made by `python -m benchmarks.simulator` at {commit()}, on {processor()}. Nothing is fitted to a step.",
         "",
         f"{len(rows)} steps: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, Kendall's tau "
-        f"{order:.3f}.",
+        f"{order:.3f}. The fastest by prediction took at most {_worst_pick(rows):.1%} longer than the fastest measured "
+        "one of the same job.",
         "",
         "| job | contender | measured, s | predicted, s | error |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name, of_run in runs:
-        for contender, measured, predicted in of_run:
-            error = predicted / measured - 1
-            lines.append(f"| {name} | {contender} | {measured:.3f} | {predicted:.3f} | {error:+.1%} |")
+    lines += [
+        f"| {row.job} | {row.contender} | {row.measured:.3f} | {row.predicted:.3f} | "
+        f"{row.predicted / row.measured - 1:+.1%} |"
+        for row in rows
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _worst_pick(rows: Sequence[Row]) -> float:
+    jobs: dict[str, list[Row]] = {}
+    for row in rows:
+        jobs.setdefault(row.job, []).append(row)
+    picks = ((min(own, key=lambda row: row.predicted), min(row.measured for row in own)) for own in jobs.values())
+    return max(pick.measured / best - 1 for pick, best in picks)
 
 
 @click.command()
 @click.option("--clusters", type=click.Path(path_type=Path), required=True, help="Folder of cluster files.")
 @click.option("--measure", "is_measured", is_flag=True, help="First measure those that are absent, as root.")
-@click.option("--steps", type=click.Path(path_type=Path, exists=True), default=_STEPS, show_default=True)
+@click.option("--steps", multiple=True, type=click.Path(path_type=Path, exists=True), help="Records; default: all.")
 @click.option("--out", type=click.Path(path_type=Path), default=_OUT, show_default=True)
-def main(*, clusters: Path, is_measured: bool, steps: Path, out: Path) -> None:
+def main(*, clusters: Path, is_measured: bool, steps: Sequence[Path], out: Path) -> None:
     """Writes predicted beside measured steps, of all jobs whose hosts have a cluster file."""
-    runs = []
-    for run in json.loads(steps.read_text())["runs"]:
-        setting = run["setting"]
-        file = clusters / f"{setting['hosts']}x{setting['ranks_per_host']}-{setting['mbit_per_s'] or 0:g}.toml"
+    records = steps or [path for path in _STEPS if path.exists()]
+    runs = [run for path in records for run in json.loads(path.read_text())["runs"]]
+    known = {}
+    for run in runs:
+        setting = Setting(**{name: value for name, value in run["setting"].items() if name in Setting.__annotations__})
+        name = cluster_name(setting)
+        file = clusters / f"{name}.toml"
         if is_measured and not file.exists():
-            measure(setting, file)
+            measure(run["setting"], file)
         if file.exists():
-            name = f"{run['part']}, {file.stem}, B={setting['batch_size']}"
-            runs.append((name, predictions(run, load_cluster(file))))
-    text = page(runs)
+            known[name] = load_cluster(file)
+    text = page(predictions(runs, known))
     out.write_text(text)
     print(text)
 

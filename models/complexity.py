@@ -14,7 +14,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,13 @@ __all__ = [
     "Complexity",
     "MetaTables",
     "MetaTowers",
-    "PartFlops",
     "complexity_of",
     "compression_ratio",
     "count_complexity",
     "count_on_meta",
-    "count_parts",
     "dense_weight_bytes",
     "is_tower_module",
+    "meta_batch",
     "paper_complexity",
     "tower_modules",
 ]
@@ -97,35 +96,10 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
     )
 
 
-class PartFlops(NamedTuple):
-    """FLOPs of one training step for one sample, by part of the model."""
-
-    towers: tuple[float, ...]
-    """FLOPs of each tower module; none in a flat model."""
-    dense_arch: float
-    """FLOPs of the bottom MLP, which needs no embeddings; 0 of a model that names no part so."""
-    rest: float
-
-
-def count_parts(model: nn.Module, dense_in_features: int) -> PartFlops:
-    """Counts the parts of a model on the meta device whose tables are `MetaTables` or `MetaTowers`.
-
-    The forward pass alone is counted, and a step taken as three times that. `count_complexity` has a little less, since
-    nobody needs the gradient of the dense input.
-    """
-    # In a backward pass the counter would book under a part whose input needs no gradient all that comes after it.
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(*_meta_batch(dense_in_features))
-    flops = {name.partition(".")[2]: sum(by.values()) for name, by in counter.get_flop_counts().items()}
-    names, times = {id(module): name for name, module in model.named_modules()}, 3 / _COUNTED_SAMPLES
-    towers = tuple(times * flops.get(names[id(module)], 0) for module in tower_modules(model))
-    dense_arch = times * flops.get("dense_arch", 0)
-    return PartFlops(towers, dense_arch, times * counter.get_total_flops() - dense_arch - sum(towers))
-
-
-def _meta_batch(dense_in_features: int) -> tuple[Tensor, Tensor]:
-    dense_features = torch.empty(_COUNTED_SAMPLES, dense_in_features, device="meta")
-    return dense_features, torch.empty(_COUNTED_SAMPLES, dtype=torch.long, device="meta")
+def meta_batch(dense_in_features: int, num_samples: int = _COUNTED_SAMPLES) -> tuple[Tensor, Tensor]:
+    """Returns dense features [num_samples, dense_in_features] and ids [num_samples] for a model on the meta device."""
+    dense_features = torch.empty(num_samples, dense_in_features, device="meta")
+    return dense_features, torch.empty(num_samples, dtype=torch.long, device="meta")
 
 
 def compression_ratio(model: nn.Module) -> float:
@@ -216,7 +190,7 @@ def complexity_of(
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
     """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
-    return count_complexity(model, *_meta_batch(dense_in_features))
+    return count_complexity(model, *meta_batch(dense_in_features))
 
 
 def paper_complexity(
@@ -260,16 +234,18 @@ class MetaTables(nn.Module):
 
     def __init__(self, tables: Sequence[Any], device: torch.device | str | None) -> None:
         super().__init__()
-        sizes = ((table.num_embeddings, table.embedding_dim) for table in tables)
-        # Not by their sizes alone: drawing weights takes its time on the meta device too.
-        made = (nn.Embedding.from_pretrained(torch.empty(size, device=device), freeze=False) for size in sizes)
-        self._tables = nn.ModuleList(made)
+        # Thousands of tables: parameters without a module each.
+        self._tables = nn.ParameterList(
+            torch.empty(table.num_embeddings, table.embedding_dim, device=device) for table in tables
+        )
         self._features = [tuple(table.feature_names) for table in tables]
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        """Ids [B], used for every feature -> [B, N] by feature name."""
-        pairs = zip(self._tables, self._features, strict=True)
-        return {feature: table(ids) for table, features in pairs for feature in features}
+        """Ids [B], used for every feature -> [B, N] by feature name: sizes and gradients, not the tables' numbers."""
+        widths = [table.shape[1] for table in self._tables]
+        number = self._tables[0][:1, :1]
+        pairs = zip(number.expand(len(ids), sum(widths)).split(widths, dim=1), self._features, strict=True)
+        return {feature: embedding for embedding, features in pairs for feature in features}
 
 
 class MetaTowers(nn.Module):

@@ -19,7 +19,9 @@ row to be touched in every step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 
-__all__ = ["TableBytes", "has_single_ids", "saved_bytes", "table_bytes"]
+__all__ = ["HotLoad", "TableBytes", "has_single_ids", "hot_load", "saved_bytes", "table_bytes"]
 
 _ID_BYTES = 8
 # Between two hosts nearly every row saves a little, but its copy's gradient is set to zero, looked through and added to
@@ -125,6 +127,61 @@ def saved_bytes(
     away, sent, copied = _prices(table, topology)
     uses = counts.chances(num_ids) if distinct else num_ids * counts.counts / max(counts.total, 1)
     return away * sent * uses - _sum_bytes(counts, table, topology, num_ids=num_ids) - _HELD * copied
+
+
+class HotLoad(NamedTuple):
+    """What chosen hot rows cost in a step of a replica."""
+
+    across: float
+    """Bytes between hosts, of all ranks, for the sum of their gradients."""
+    inside: float
+    """Bytes inside hosts, of all ranks, for the same."""
+    used_bytes: float
+    """Bytes of the copies that a rank's ids read, each use counted."""
+    held_bytes: float
+    """Bytes of the copies of a rank."""
+
+
+def hot_load(
+    profile: AccessProfile,
+    tables: Sequence[TableSpec],
+    topology: TowerTopology,
+    rows: Mapping[str, NDArray[np.int64]],
+    *,
+    batch_size: int,
+) -> HotLoad:
+    """Expects the cost of copies of some rows of each table, by the accesses of a profile; FP32, single ids.
+
+    Inside a host a row's gradients are taken to be summed in a ring where any of its ranks touched it.
+
+    Example:
+        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
+        >>> profile = AccessProfile([table])
+        >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
+        >>> load = hot_load(profile, [table], topology, {"t": np.array([7])}, batch_size=4)
+        >>> load.used_bytes, load.held_bytes  # three of four ids, 8 columns
+        (96.0, 32.0)
+    """
+    found = HotLoad(0.0, 0.0, 0.0, 0.0)
+    ranks = topology.sharding_groups()[0]
+    hosts = len({topology.host(rank) for rank in ranks})
+    inside = len(ranks) // hosts
+    for table in tables:
+        chosen, counts = rows.get(table.name), profile[table.name]
+        if chosen is None:
+            continue
+        num_ids, row = batch_size * profile.ids_per_sample(table), 4 * table.embedding_dim
+        own = np.isin(counts.rows, chosen)
+        touched = counts.chances(num_ids * len(table.feature_names) * inside)[own].sum()
+        share = counts.counts[own].sum() / max(counts.total, 1)
+        found = HotLoad(
+            found.across + float(_sum_bytes(counts, table, topology, num_ids=num_ids)[own].sum()),
+            found.inside + float(hosts * 2 * (inside - 1) * row * touched),
+            found.used_bytes + float(num_ids * len(table.feature_names) * share * row),
+            found.held_bytes + float(row * len(chosen)),
+        )
+    return found
 
 
 def _sum_bytes(counts: RowCounts, table: TableSpec, topology: TowerTopology, *, num_ids: float) -> NDArray[np.float64]:

@@ -34,7 +34,7 @@ class CollectiveRates:
     host_bytes_per_s: float
     """Rate at which a rank sends to the others of its host."""
     core_s_per_byte: float = 0.0
-    """Seconds that the cores of a rank work for each byte it sends; 0 where a device does it."""
+    """Seconds that all cores of a rank work for each byte it sends, while all ranks work; 0 where a device does it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,10 @@ class Cluster:
     all_to_all: CollectiveRates
     exchange: CollectiveRates
     all_reduce: CollectiveRates
+    operator_s: float = 0.0
+    """Seconds that a rank takes to start one operator, however little it computes."""
+    told_apart_s: float = 0.0
+    """Seconds for each id of a batch whose inputs a rank tells apart (``sharding.unique``, hot rows)."""
     step_s: float = 0.0
     """Seconds that the program takes to start the work of a step on a device; no step is shorter."""
     uplink_by_ranks: Mapping[str, float] = field(default_factory=dict)

@@ -14,16 +14,17 @@ from typing import NamedTuple
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind
 from dmt.simulator.timeline import Kind, Operation
+from dmt.simulator.work import PartWork
 
 __all__ = ["Load", "StepWork", "flat_step", "tower_step"]
 
-# Of the FLOPs of a step a third are in its forward pass: the backward pass has a product for the input's gradient and
-# one for the weight's.
-_FORWARD = 1 / 3
-# Times that embeddings or outputs are read and written between one collective and the next: packed, unpacked, stacked.
-_COPIES = 3
+# Times that embeddings or outputs are read and written between one collective and the next: packed, unpacked. What
+# the model does with them is counted on the model.
+_COPIES = 2
 # The optimizer of the dense parts reads weight and gradient and writes the weight; a moment is read and written too.
 _UPDATE_PASSES = 5
+# A sum reads two tensors and writes one.
+_SUM_PASSES = 3
 
 
 class Load(NamedTuple):
@@ -33,6 +34,9 @@ class Load(NamedTuple):
     """Bytes that the busiest host sends to others."""
     inside: float
     """Bytes that the busiest rank sends to others of its host."""
+
+
+_NOTHING = Load(0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +49,16 @@ class StepWork:
     """Bytes of the looked-up embeddings of a rank, FP32: [P, F_t N] in a tower, [B, F N] in a flat model."""
     output_bytes: float
     """Bytes of what a rank's samples get from the tables or towers, FP32: [B, sum of O_t]."""
-    tower_flops: float
-    """FLOPs of the tower modules, forward and backward."""
-    early_flops: float
-    """FLOPs of dense parts that need no embeddings (the bottom MLP), which run while the embeddings travel."""
-    dense_flops: float
-    """FLOPs of everything else, forward and backward."""
+    samples: float
+    """B."""
+    peer_samples: float
+    """P, that a rank's tower computes."""
+    towers: PartWork
+    """The tower module of most FLOPs; nothing in a flat model."""
+    early: PartWork
+    """Dense parts that need no embeddings (the bottom MLP), which run while the embeddings travel."""
+    dense: PartWork
+    """Everything else but tables."""
     dense_bytes: float
     """Bytes of the weights that are neither tables nor tower modules, FP32."""
     peer_ids: Load
@@ -69,6 +77,15 @@ class StepWork:
     """Gradients of all other dense parts."""
     replicas: Load
     """Tables that replicas average; a step's share, where they do it every few steps."""
+    added_bytes: tuple[float, float] = (0.0, 0.0)
+    """Bytes that a rank reads and writes forward and backward because of number formats and of rows that samples
+    share."""
+    told_apart: float = 0.0
+    """Ids of a rank whose inputs are told apart."""
+    hot_weights: Load = _NOTHING
+    """Gradients of the copies of hot rows."""
+    hot_bytes: tuple[float, float] = (0.0, 0.0)
+    """Bytes that a rank reads and writes to look up its copies, and to sum their gradients and update them."""
 
     @property
     def uplink_bytes(self) -> float:
@@ -89,12 +106,11 @@ class _Program:
         self._last: dict[str, str] = {}
 
     def compute(
-        self, name: str, *, flops: float = 0.0, moved: float = 0.0, looked_up: float = 0.0, after: Sequence[str] = ()
+        self, name: str, seconds: float = 0.0, *, moved: float = 0.0, looked_up: float = 0.0, after: Sequence[str] = ()
     ) -> str:
         """Adds computing, after the computing before it; ``moved`` bytes are read, and written."""
         cluster = self.cluster
-        seconds = flops / cluster.matmul_flops + 2 * moved / cluster.memory_bytes_per_s
-        seconds += looked_up / cluster.lookup_bytes_per_s
+        seconds += 2 * moved / cluster.memory_bytes_per_s + looked_up / cluster.lookup_bytes_per_s
         return self._add(Operation(name=name, kind="compute", seconds={"core": seconds}, after=after), "core")
 
     def send(
@@ -159,6 +175,8 @@ def tower_step(
         hierarchical: True if dense gradients are summed inside hosts before they cross, and handed out again after.
     """
     step, parts = _Program(cluster), range(micro_batches)
+    if work.told_apart:
+        step.compute("ids told apart", work.told_apart * cluster.told_apart_s)
     peers, inner = topology.num_towers, topology.ranks_per_tower
     copies = topology.num_replicas
     ids = step.send(
@@ -169,47 +187,43 @@ def tower_step(
     )
     step.compute("lookup", looked_up=work.lookup_bytes / 3, after=[] if prefetch else [ids, local])
     arrived = step.send("embeddings", "embeddings", "all_to_all", load=work.tower_outputs, ranks=inner, channel="tower")
+    forward, backward = work.towers.seconds(work.peer_samples / micro_batches, cluster)
+    over, over_back = work.dense.seconds(work.samples / micro_batches, cluster)
+    early, early_back = work.early.seconds(work.samples, cluster)
+    there, back_again = (work.added_bytes[way] / 2 / micro_batches for way in (0, 1))
+    # Of each micro-batch but the first the gradients of weights are added to those that there are.
+    sums = [0.0 if k == 0 else _SUM_PASSES / 2 for k in parts]
     sent = []
     for k in parts:
-        step.compute(
-            f"towers {k}",
-            flops=_FORWARD * work.tower_flops / micro_batches,
-            moved=_COPIES * work.embedding_bytes / micro_batches,
-            after=[arrived],
-        )
+        step.compute(f"towers {k}", forward, moved=_COPIES * work.embedding_bytes / micro_batches, after=[arrived])
         sent.append(_part(step, f"outputs {k}", work.peer_outputs, peers, micro_batches))
-    step.compute("dense arch", flops=_FORWARD * work.early_flops)
+    step.compute("dense arch", early)
+    if work.hot_bytes[0]:
+        step.compute("hot rows", moved=work.hot_bytes[0] / 2)
     for k in parts:
-        step.compute(
-            f"over {k}",
-            flops=_FORWARD * work.dense_flops / micro_batches,
-            moved=_COPIES * work.output_bytes / micro_batches,
-            after=[sent[k]],
-        )
+        moved = _COPIES * work.output_bytes / micro_batches + there
+        step.compute(f"over {k}", over, moved=moved, after=[sent[k]])
     returned = []
     for k in parts:
-        step.compute(
-            f"over {k}, backward",
-            flops=(1 - _FORWARD) * work.dense_flops / micro_batches,
-            moved=_COPIES * work.output_bytes / micro_batches,
-        )
+        moved = _COPIES * work.output_bytes / micro_batches + sums[k] * work.dense.weight_bytes
+        step.compute(f"over {k}, backward", over_back, moved=moved)
         returned.append(_part(step, f"gradients {k}", work.peer_gradients, peers, micro_batches))
-    step.compute("dense arch, backward", flops=(1 - _FORWARD) * work.early_flops)
+    step.compute("dense arch, backward", early_back)
     reduced = _reduction(step, work.dense_weights, topology, hierarchical=hierarchical)
     for k in parts:
-        step.compute(
-            f"towers {k}, backward",
-            flops=(1 - _FORWARD) * work.tower_flops / micro_batches,
-            moved=_COPIES * work.embedding_bytes / micro_batches,
-            after=[returned[k]],
-        )
+        moved = _COPIES * work.embedding_bytes / micro_batches + back_again + sums[k] * work.towers.weight_bytes
+        step.compute(f"towers {k}, backward", backward, moved=moved, after=[returned[k]])
     weights = step.send(
         "tower gradients", "dense", "all_reduce", load=work.tower_weights, ranks=inner * copies, channel="tower weights"
     )
     back = step.send(
         "gradients of embeddings", "embeddings", "all_to_all", load=work.tower_outputs, ranks=inner, channel="tower"
     )
+    hosts = topology.num_hosts
+    hot = step.send("hot gradients", "dense", "all_reduce", load=work.hot_weights, ranks=hosts, channel="hot")
     step.compute("update of tables", looked_up=work.lookup_bytes * 2 / 3, after=[back])
+    if work.hot_bytes[1]:
+        step.compute("update of hot rows", moved=work.hot_bytes[1] / 2, after=[hot])
     step.compute("update", moved=_UPDATE_PASSES / 2 * work.dense_bytes, after=[reduced, weights])
     step.send("average of replicas", "replicas", "all_reduce", load=work.replicas, ranks=copies, channel="replicas")
     return step.operations
@@ -235,6 +249,9 @@ def _reduction(step: _Program, load: Load, topology: TowerTopology, *, hierarchi
 def flat_step(work: StepWork, cluster: Cluster, topology: TowerTopology, *, prefetch: bool = False) -> list[Operation]:
     """Returns the operations of a step of TorchRec's flat dataflow (Neo, figure 18); arguments as of `tower_step`."""
     step, world = _Program(cluster), topology.world_size
+    over, over_back = work.dense.seconds(work.samples, cluster)
+    early, early_back = work.early.seconds(work.samples, cluster)
+    there, back_again = (moved / 2 for moved in work.added_bytes)
     ids = step.send("ids", "ids", "all_to_all", load=work.peer_ids, ranks=world, channel="ids", at_once=prefetch)
     step.compute(
         "lookup",
@@ -243,21 +260,15 @@ def flat_step(work: StepWork, cluster: Cluster, topology: TowerTopology, *, pref
         after=[] if prefetch else [ids],
     )
     sent = step.send("embeddings", "embeddings", "all_to_all", load=work.peer_outputs, ranks=world, channel="world")
-    step.compute("dense arch", flops=_FORWARD * work.early_flops)
-    step.compute(
-        "over",
-        flops=_FORWARD * work.dense_flops,
-        moved=_COPIES * work.output_bytes,
-        after=[sent],
-    )
-    step.compute("over, backward", flops=(1 - _FORWARD) * work.dense_flops, moved=_COPIES * work.output_bytes)
+    step.compute("dense arch", early)
+    step.compute("over", over, moved=_COPIES * work.output_bytes + there, after=[sent])
+    step.compute("over, backward", over_back, moved=_COPIES * work.output_bytes)
     back = step.send(
         "gradients of embeddings", "embeddings", "all_to_all", load=work.peer_gradients, ranks=world, channel="world"
     )
-    step.compute("dense arch, backward", flops=(1 - _FORWARD) * work.early_flops)
+    step.compute("dense arch, backward", early_back)
     reduced = step.send("dense gradients", "dense", "all_reduce", load=work.dense_weights, ranks=world, channel="dense")
-    step.compute(
-        "update of tables", looked_up=work.lookup_bytes * 2 / 3, moved=_COPIES * work.output_bytes, after=[back]
-    )
+    moved = _COPIES * work.output_bytes + back_again
+    step.compute("update of tables", looked_up=work.lookup_bytes * 2 / 3, moved=moved, after=[back])
     step.compute("update", moved=_UPDATE_PASSES / 2 * work.dense_bytes, after=[reduced])
     return step.operations

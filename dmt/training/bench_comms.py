@@ -23,12 +23,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, start_sum
 from dmt.errors import InputError
+from dmt.models.operators import operators_of
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.unique import distinct_inputs
 
 __all__ = ["MEGABYTES", "Timing", "measure_cluster", "rate"]
 
@@ -36,6 +39,8 @@ MEGABYTES = (1.0, 4.0, 16.0)
 """Sizes of what a rank sends in timed collectives by default, in 10^6 bytes."""
 _SMALL_REPEATS, _REPEATS = 20, 5
 _WIDTH, _SAMPLES = 1024, 2048  # of the layers that are timed
+_LAYERS = 32  # that do next to nothing
+_FEATURES = 26
 _ROWS, _COLUMNS, _LOOKUPS = 200_000, 128, 65_536
 _MOVED = 64_000_000  # bytes, more than caches hold
 _UNUSED = 1e12  # rate of links that one rank alone never uses
@@ -84,19 +89,26 @@ def measure_cluster(
     mesh = TowerMesh(TowerTopology(num_towers=hosts, ranks_per_tower=ranks_per_host))
     sizes = [round(1e6 * size) for size in megabytes]
     timings = [timing for kind in _COLLECTIVES for timing in _time_collective(kind, mesh, device, sizes)]
+    layers, flops = _time_layers(device)
+    seconds, busy = _time(layers, _REPEATS, mesh, device)
+    # Cores that a rank has while all work: fewer than one where ranks share them.
+    cores = busy / statistics.median(seconds)
     rates = {
-        kind: _rates([t for t in timings if t.collective == kind], ranks_per_host, device.type) for kind in _COLLECTIVES
+        kind: _rates([t for t in timings if t.collective == kind], ranks_per_host, device.type, cores)
+        for kind in _COLLECTIVES
     }
     cluster = Cluster(
         name=name,
         hosts=hosts,
         ranks_per_host=ranks_per_host,
-        matmul_flops=_speed(_time_layers(device), mesh, device),
+        matmul_flops=flops / statistics.median(seconds),
         memory_bytes_per_s=_speed(_time_copies(device), mesh, device),
         lookup_bytes_per_s=_speed(_time_lookups(device), mesh, device),
         all_to_all=rates["all_to_all"],
         exchange=rates["exchange"],
         all_reduce=rates["all_reduce"],
+        operator_s=1 / _speed(_time_operators(device), mesh, device),
+        told_apart_s=1 / _speed(_time_telling_apart(device), mesh, device),
         source="measured by dmt bench-comms",
     )
     return cluster, timings
@@ -187,13 +199,13 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rates(timings: Sequence[Timing], ranks: int, device_type: str) -> CollectiveRates:
+def _rates(timings: Sequence[Timing], ranks: int, device_type: str, cores: float) -> CollectiveRates:
     """Rates at the largest size, less the latency, which is the time of the smallest."""
     across, within = ([t for t in timings if t.group == group] for group in ("hosts", "host"))
     if not timings:
         return CollectiveRates(latency_s=0.0, uplink_bytes_per_s=_UNUSED, host_bytes_per_s=_UNUSED)
     first, last = (across or within)[0], (across or within)[-1]
-    more = max(last.core_s - first.core_s, 0.0)
+    more, sent = max(last.core_s - first.core_s, 0.0), last.uplink_bytes / ranks + last.inside_bytes
     # Where there are no links of a kind, those of the other kind are taken.
     uplink = rate(across, "uplink_bytes") or rate(within, "inside_bytes")
     return CollectiveRates(
@@ -201,7 +213,7 @@ def _rates(timings: Sequence[Timing], ranks: int, device_type: str) -> Collectiv
         uplink_bytes_per_s=uplink,
         host_bytes_per_s=rate(within, "inside_bytes") or uplink,
         # On a GPU the core only waits, in a loop that would count as work.
-        core_s_per_byte=0.0 if device_type == "cuda" else more / (last.uplink_bytes / ranks + last.inside_bytes),
+        core_s_per_byte=0.0 if device_type == "cuda" else more / cores / sent,
     )
 
 
@@ -231,6 +243,17 @@ def _time_layers(device: torch.device) -> tuple[Callable[[], Any], float]:
     return lambda: layers(batch).sum().backward(), 2 * 3 * 2 * _SAMPLES * _WIDTH * _WIDTH
 
 
+def _time_operators(device: torch.device) -> tuple[Callable[[], Any], float]:
+    """A forward and backward pass of many layers next to which nothing is computed, and its operators."""
+
+    def small(device: torch.device) -> Callable[[], Any]:
+        layers = nn.Sequential(*[module for _ in range(_LAYERS) for module in (nn.Linear(8, 8), nn.ReLU())]).to(device)
+        batch = torch.randn(8, 8, device=device)
+        return lambda: layers(batch).sum().backward()
+
+    return small(device), operators_of(small(torch.device("cpu")))
+
+
 def _time_copies(device: torch.device) -> tuple[Callable[[], Any], float]:
     """A copy, and the bytes that it reads and writes."""
     source = torch.zeros(_MOVED // 4, device=device)
@@ -248,6 +271,14 @@ def _time_lookups(device: torch.device) -> tuple[Callable[[], Any], float]:
     ids = torch.randint(_ROWS, (_LOOKUPS,), device=device)
     offsets = torch.arange(_LOOKUPS + 1, device=device)
     return lambda: tables(ids, offsets).sum().backward(), 3 * _LOOKUPS * _COLUMNS * 4
+
+
+def _time_telling_apart(device: torch.device) -> tuple[Callable[[], Any], float]:
+    """A search for the distinct inputs of a batch of one id in each of some features, and the number of its ids."""
+    features = [f"f{i}" for i in range(_FEATURES)]
+    lengths = torch.ones(_FEATURES * _SAMPLES, dtype=torch.int32, device=device)
+    ids = KeyedJaggedTensor(features, torch.randint(_SAMPLES, (len(lengths),), device=device), lengths=lengths)
+    return lambda: distinct_inputs(ids, [1] * _FEATURES, wanted=[True] * _FEATURES), len(lengths)
 
 
 def _speed(made: tuple[Callable[[], Any], float], mesh: TowerMesh, device: torch.device) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -35,7 +35,9 @@ class InputGroup:
     """Distinct over all inputs."""
 
 
-def distinct_inputs_of(job: Job, hot_rows: Mapping[str, Any] | None = None) -> list[InputGroup]:
+def distinct_inputs_of(
+    job: Job, hot_rows: Mapping[str, Any] | None = None, batches: Iterable[KeyedJaggedTensor] | None = None
+) -> list[InputGroup]:
     """Counts the distinct inputs of each tower in the first global batch of training (64 ranks of it at most).
 
     A tower module reads the features of its tower together; in a flat model each feature stays alone. With
@@ -45,6 +47,7 @@ def distinct_inputs_of(job: Job, hot_rows: Mapping[str, Any] | None = None) -> l
         job: the run.
         hot_rows: rows of each table that every rank has copies of; their ids are not counted, and samples without other
             ids share a row.
+        batches: ids of each rank; by default those of the first global batch.
     """
     assert job.towers is not None, "the flat dataflow has no towers"
     towers, size = job.towers.to_lists(), job.config.train.batch_size
@@ -54,7 +57,9 @@ def distinct_inputs_of(job: Job, hot_rows: Mapping[str, Any] | None = None) -> l
     counted = []
     hot = hot_rows or {}
     rows_of = {f: hot[table.name] for table in job.split_tables if table.name in hot for f in table.feature_names}
-    for ids in first_ids(job.data, world_size=job.topology.world_size, batch_size=size):
+    if batches is None:
+        batches = first_ids(job.data, world_size=job.topology.world_size, batch_size=size)
+    for ids in batches:
         order = [ids.keys().index(name) for _, group in groups for name in group]
         # Without hot rows the question is what it would be to share.
         wanted = [not hot_rows or job.config.sharding.unique != "off"] * len(groups)

@@ -5,12 +5,15 @@ Legend: B samples per rank, T towers, H hosts, W ranks, N columns of an embeddin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from dmt.models.complexity import PartFlops, compression_ratio, count_parts, dense_weight_bytes
+from dmt.hot_rows.costs import HotLoad
+from dmt.models.complexity import compression_ratio, dense_weight_bytes, tower_modules
+from dmt.models.operators import ModelWork, count_operators
+from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import TableSpec, feature_names, number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import replica_costs
@@ -18,15 +21,19 @@ from dmt.sharding.plan import imbalance_of
 from dmt.simulator.cluster import Cluster
 from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import Timeline, simulate
+from dmt.simulator.work import PartWork
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
+from dmt.training.distinct import InputGroup
 from dmt.training.exchanges import Exchange, flat_exchanges, step_exchanges
 from dmt.training.job import Job, make_job
 
-__all__ = ["Alternative", "CountedModel", "Prediction", "alternatives", "count", "predict_step", "step_work"]
+__all__ = ["Alternative", "CountedModel", "Prediction", "Repeats", "alternatives", "count", "predict_step", "step_work"]
 
 _RATIOS = (2, 4, 8, 16)
 _MICRO_BATCHES = (1, 4, 8)
+# Times that copies of hot rows, or their gradients, are read or written in an update, however few ids come.
+_HELD_PASSES = 5
 # What alternatives keep of [sharding]: what the machine and the tables are, not how they are used.
 _KEPT = ("memory_gib", "memory_gb_per_s", "intra_tower_gb_per_s", "collective_latency_us", "pooling_factors")
 
@@ -75,7 +82,7 @@ class CountedModel:
     """A job's model on the meta device, and its cost."""
 
     model: nn.Module
-    flops: PartFlops
+    work: ModelWork
     dense_bytes: int
     ratio: float
     """Compression ratio."""
@@ -84,26 +91,48 @@ class CountedModel:
 def count(job: Job) -> CountedModel:
     """Builds a job's model on the meta device and counts it."""
     model = build_model(job, device="meta", without_tables=True)
-    flops, (_, dense_bytes) = count_parts(model, job.num_dense), dense_weight_bytes(model)
-    return CountedModel(model=model, flops=flops, dense_bytes=dense_bytes, ratio=compression_ratio(model))
+    work, (_, dense_bytes) = count_operators(model, job.num_dense), dense_weight_bytes(model)
+    return CountedModel(model=model, work=work, dense_bytes=dense_bytes, ratio=compression_ratio(model))
 
 
-def step_work(job: Job, model: CountedModel) -> StepWork:
-    """Returns the work of one step of a job, of the busiest rank or host where they differ by plan."""
-    batch, factors, topology = job.config.train.batch_size, job.config.sharding.pooling_factors, job.topology
+@dataclass(frozen=True, kw_only=True)
+class Repeats:
+    """What the ids of a job have in common: equal inputs that share a row, and hot rows with copies."""
+
+    distinct: Sequence[InputGroup]
+    """What `distinct_inputs_of` counted."""
+    hot: HotLoad | None = None
+
+
+def step_work(job: Job, model: CountedModel, repeats: Repeats | None = None) -> StepWork:
+    """Returns the work of one step of a job, of the busiest rank or host where they differ by plan.
+
+    Args:
+        job: the run.
+        model: its counted model.
+        repeats: what equal inputs of a rank's batch and hot rows change; None: every sample has a row of its own.
+    """
+    own, batch, topology = job.config.sharding, job.config.train.batch_size, job.topology
     tables = [(feature, table) for table in job.split_tables for feature in table.feature_names]
     columns = {feature: table.embedding_dim for feature, table in tables}
-    row_bytes = sum(factors.get(name, 1.0) * table.embedding_dim * number_bytes(table) for name, table in tables)
-    tower_flops, skewed = 0.0, ["peer_outputs", "peer_gradients"]
+    samples = outputs = batch * sum(columns.values()) / model.ratio
+    ids = {name: batch * own.pooling_factors.get(name, 1.0) for name in columns}
+    rows = dict.fromkeys(columns, float(batch))
+    peer_samples = float(batch)
+    if repeats is not None:
+        ids, rows, outputs = _shared_rows(repeats.distinct, columns, model)
+        peer_samples = max(group.distinct.rows for group in repeats.distinct)
+    row_bytes = sum(ids[name] * table.embedding_dim * number_bytes(table) for name, table in tables)
+    skewed = ["peer_outputs", "peer_gradients"]
     if job.sharding is None:
         exchanges, held = flat_exchanges(job, model.model)
         lookups = wide = imbalance_of(held)
     else:
-        exchanges, lookups = step_exchanges(job, model.model), job.sharding.imbalance
-        tower_flops = len(model.flops.towers) * max(model.flops.towers, default=0.0)
+        distinct = None if repeats is None else repeats.distinct
+        exchanges, lookups = step_exchanges(job, model.model, distinct), job.sharding.imbalance
         assert job.towers is not None, "a sharding plan is made for towers"
-        own = [float(sum(columns[name] for name in tower)) for tower in job.towers.to_lists()]
-        held = [own[topology.coordinates(rank).tower] for rank in range(topology.world_size)]
+        of_towers = [float(sum(rows[name] * columns[name] for name in tower)) for tower in job.towers.to_lists()]
+        held = [of_towers[topology.coordinates(rank).tower] for rank in range(topology.world_size)]
         wide = imbalance_of(held)
         skewed.append("tower_outputs")
     hosts = imbalance_of([sum(held[rank] for rank in ranks) for ranks in topology.host_groups()])
@@ -111,17 +140,62 @@ def step_work(job: Job, model: CountedModel) -> StepWork:
     for name in skewed:
         uplink, inside = loads[name]
         loads[name] = Load(uplink * hosts, inside * (lookups if name == "tower_outputs" else wide))
-    return StepWork(
-        lookup_bytes=3 * batch * row_bytes * lookups,
-        embedding_bytes=4 * batch * sum(columns.values()) * (1.0 if job.sharding is None else wide),
-        output_bytes=4 * batch * sum(columns.values()) / model.ratio,
-        tower_flops=batch * tower_flops,
-        early_flops=batch * model.flops.dense_arch,
-        dense_flops=batch * model.flops.rest,
+    # Rows are copied to their samples, and the gradients of samples summed into those of their rows.
+    shared = 0.0 if repeats is None else 4 * (outputs + samples)
+    work = StepWork(
+        lookup_bytes=3 * row_bytes * lookups,
+        embedding_bytes=4 * sum(rows[name] * columns[name] for name in columns) * (wide if job.sharding else 1.0),
+        output_bytes=4 * outputs,
+        samples=batch,
+        peer_samples=peer_samples * topology.num_towers,
+        towers=max(model.work.towers, key=lambda part: part.flops, default=PartWork()),
+        early=model.work.dense_arch,
+        dense=model.work.rest,
         dense_bytes=model.dense_bytes,
         replicas=_replicas(job),
+        added_bytes=(
+            outputs * _conversion(own.forward_precision) + shared,
+            outputs * _conversion(own.backward_precision) + shared,
+        ),
         **loads,
     )
+    if repeats is None:
+        return work
+    work = replace(work, told_apart=batch * len(columns))
+    return work if repeats.hot is None else _with_hot_rows(work, repeats.hot, samples, topology)
+
+
+def _shared_rows(
+    groups: Sequence[InputGroup], columns: Mapping[str, int], model: CountedModel
+) -> tuple[dict[str, float], dict[str, float], float]:
+    """Of a rank's batch: the ids and the rows of each feature, and the numbers that its towers send back."""
+    modules = tower_modules(model.model)
+    ids, rows, outputs = {}, {}, 0.0
+    for group in groups:
+        ids.update(zip(group.features, group.distinct.ids, strict=True))
+        rows.update(dict.fromkeys(group.features, group.distinct.rows))
+        width = modules[group.tower].out_features if modules else sum(columns[name] for name in group.features)
+        outputs += group.distinct.rows * width
+    return ids, rows, outputs
+
+
+def _with_hot_rows(work: StepWork, hot: HotLoad, numbers: float, topology: TowerTopology) -> StepWork:
+    # Copies are read and written to where the samples are, and added to what towers send: two read, one written.
+    forward = 2 * hot.used_bytes + 3 * 4 * numbers
+    # Their gradients are set to zero, added to, looked through, summed and added to the weights.
+    backward = 3 * hot.used_bytes + _HELD_PASSES * hot.held_bytes
+    return replace(
+        work,
+        hot_weights=_load(Exchange(hot.across, hot.inside), topology),
+        hot_bytes=(forward, backward),
+        told_apart=2 * work.told_apart,
+    )
+
+
+def _conversion(precision: str) -> float:
+    """Bytes that a number is read and written with where it is sent in another format, and made FP32 again."""
+    fp32 = NUMBER_FORMATS["fp32"].num_bytes
+    return 0.0 if precision == "fp32" else 2 * (fp32 + NUMBER_FORMATS[precision].num_bytes)
 
 
 def _load(exchange: Exchange, topology: TowerTopology) -> Load:
@@ -185,17 +259,25 @@ def alternatives(
         if own not in models:
             models[own] = count(job)
         model = models[own]
+        plain = step_work(replace(job, config=_changed(config, (*base, *shape))), model)
         for precision in ("fp32", "fp16"):
+            work = _in_format(plain, precision)
             formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
-            work = None
             for options in _options(job):
                 overrides = (*base, *shape, *formats, *options)
                 way = replace(job, config=_changed(config, overrides))
-                work = work or step_work(way, model)
                 prediction = predict_step(way, cluster, work)
                 found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
     # Of equally fast ones, but for rounding, that which changes the model less, and then the settings.
     return sorted(found, key=lambda one: (round(one.prediction.timeline.seconds, 7), one.ratio, len(one.overrides)))
+
+
+def _in_format(work: StepWork, precision: str) -> StepWork:
+    """The work of a step whose outputs and gradients travel in FP32, with another number format."""
+    share = NUMBER_FORMATS[precision].num_bytes / NUMBER_FORMATS["fp32"].num_bytes
+    added = work.output_bytes / NUMBER_FORMATS["fp32"].num_bytes * _conversion(precision)
+    sent = {name: Load(*(share * load for load in getattr(work, name))) for name in ("peer_outputs", "peer_gradients")}
+    return replace(work, added_bytes=(work.added_bytes[0] + added, work.added_bytes[1] + added), **sent)
 
 
 def _models(

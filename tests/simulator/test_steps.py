@@ -10,6 +10,13 @@ from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveRates
 from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import simulate
+from dmt.simulator.work import Operator, PartWork
+
+
+def part(flops: float) -> PartWork:
+    """A third of the FLOPs forward, two thirds backward."""
+    return PartWork((Operator(flops / 3, 0.0, 0.0),), (Operator(2 * flops / 3, 0.0, 0.0),))
+
 
 RATES = CollectiveRates(latency_s=0.0, uplink_bytes_per_s=10.0, host_bytes_per_s=100.0)
 CLUSTER = Cluster(
@@ -29,9 +36,11 @@ WORK = StepWork(
     lookup_bytes=3.0,
     embedding_bytes=0.0,
     output_bytes=0.0,
-    tower_flops=6.0,
-    early_flops=3.0,
-    dense_flops=12.0,
+    samples=1.0,
+    peer_samples=2.0,
+    towers=part(3.0),
+    early=part(3.0),
+    dense=part(12.0),
     dense_bytes=0.0,
     peer_ids=Load(5.0, 0.0),
     tower_ids=Load(0.0, 50.0),
@@ -69,7 +78,7 @@ def test_micro_batches_hide_what_the_dense_part_takes() -> None:
 
 
 def test_a_flat_step_has_its_collectives_over_all_ranks() -> None:
-    flat = replace(WORK, tower_flops=0.0, tower_ids=NOTHING, tower_outputs=NOTHING)
+    flat = replace(WORK, towers=PartWork(), tower_ids=NOTHING, tower_outputs=NOTHING)
     assert simulate(flat_step(flat, CLUSTER, TOPOLOGY)).seconds == pytest.approx(0.5 + 1 + 4 + 4 + 8 + 8 + 2)
     for operations, towers in ((flat_step(flat, CLUSTER, TOPOLOGY), 0), (tower_step(WORK, CLUSTER, TOPOLOGY), 6)):
         work = sum(one.seconds.get("core", 0.0) for one in operations)
@@ -105,3 +114,24 @@ def test_replicas_come_last_and_no_step_is_shorter_than_its_program() -> None:
     found = simulate(tower_step(replace(WORK, replicas=Load(20.0, 0.0)), CLUSTER, TOPOLOGY))
     assert found.exposed["replicas"] == pytest.approx(2.0)
     assert simulate(tower_step(WORK, replace(CLUSTER, step_s=100.0), TOPOLOGY)).seconds == 100.0
+
+
+def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None:
+    slow = replace(CLUSTER, operator_s=0.5, memory_bytes_per_s=1.0)
+    dense = part(12.0)._replace(weight_bytes=4)
+    one, four = (
+        sum(o.seconds.get("core", 0.0) for o in tower_step(replace(WORK, dense=dense), slow, TOPOLOGY, micro_batches=k))
+        for k in (1, 4)
+    )
+    # Of towers and dense part one operator each way; sums of 4 bytes read two tensors and write one.
+    assert four - one == pytest.approx(3 * 4 * 0.5 + 3 * 3 * 4)
+
+
+def test_number_formats_cost_their_conversion() -> None:
+    slow = replace(CLUSTER, memory_bytes_per_s=1.0)
+    before, after, flat_before, flat_after = (
+        sum(one.seconds.get("core", 0.0) for one in step(work, slow, TOPOLOGY))
+        for step in (tower_step, flat_step)
+        for work in (WORK, replace(WORK, added_bytes=(3.0, 4.0)))
+    )
+    assert after - before == flat_after - flat_before == pytest.approx(7.0)

@@ -13,7 +13,9 @@ import torch
 from click.testing import CliRunner
 
 from dmt.errors import InputError
-from dmt.models.complexity import count_on_meta, count_parts
+from dmt.models import DLRM, ModelOptions
+from dmt.models.complexity import MetaTables, count_on_meta
+from dmt.models.operators import count_operators
 from dmt.models.presets import criteo_1tb_tables
 from dmt.plan.tables import TableSpec
 from dmt.simulator.cluster import load_cluster, save_cluster
@@ -36,17 +38,30 @@ SMALL = replace(A100, ranks_per_host=2)
 def test_the_parts_of_a_model_are_all_of_it() -> None:
     job = open_job(small("dmt-dlrm"))
     model = build_model(job, device="meta", without_tables=True)
-    parts = count_parts(model, job.num_dense)
+    parts = count_operators(model, job.num_dense)
     # Forward: each tower maps its three features from 8 to 4 columns; 3 -> 6 -> 4 in the bottom MLP; seven vectors of
     # 4 interact, and 21 products and 4 columns go through 4 and 1.
     forward = [3 * 8 * 4, 3 * 8 * 4, 3 * 6 + 6 * 4, 7 * 7 * 4 + 25 * 4 + 4]
     found = [*parts.towers, parts.dense_arch, parts.rest]
-    assert [n / sum(found) for n in found] == pytest.approx([n / sum(forward) for n in forward])
-    # The gradient of the dense input, 3 x 6, is needed by nobody.
+    assert [sum(one.flops for one in part.forward) for part in found] == [2 * n for n in forward]
     counted = 1e6 * count_on_meta(model, job.num_dense).mflops_per_sample
-    assert sum(found) == pytest.approx(counted + 2 * 3 * 6)
-    flat = count_parts(build_model(open_job(small("dlrm")), device="meta", without_tables=True), job.num_dense)
-    assert flat.towers == ()
+    assert sum(part.flops for part in found) == pytest.approx(counted)
+    own = [p.nbytes for name, p in model.named_parameters() if ".embedding." not in name]
+    assert sum(part.weight_bytes for part in found) == sum(own)
+    assert count_operators(build_model(open_job(small("dlrm")), device="meta", without_tables=True), 3).towers == ()
+
+
+def test_operators_move_their_tensors_for_each_sample_and_their_weights_in_each_pass() -> None:
+    model = DLRM(
+        tables=criteo_1tb_tables(8),
+        dense_in_features=3,
+        make_sparse_arch=MetaTables,
+        options=ModelOptions(dense_arch_layer_sizes=(6,), over_arch_layer_sizes=(4, 1), device="meta"),
+    )
+    forward = count_operators(model, 3).dense_arch.forward
+    # 3 -> 6 -> 8, each with a ReLU, which reads and writes; 4 bytes a number.
+    assert [one.sample_bytes for one in forward] == [4 * (3 + 6), 8 * 6, 4 * (6 + 8), 8 * 8]
+    assert [one.pass_bytes for one in forward] == [4 * (3 * 6 + 6), 0, 4 * (6 * 8 + 8), 0]
 
 
 @pytest.mark.parametrize("dataflow", ["flat", "sptt"])

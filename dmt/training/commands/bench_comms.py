@@ -99,6 +99,7 @@ def print_measured(found: Measured, out: Path) -> None:
     console.print(
         f"A rank: {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products, copies at "
         f"{human_bytes(cluster.memory_bytes_per_s)}/s, lookups with updates at "
-        f"{human_bytes(cluster.lookup_bytes_per_s)}/s, while all ranks work."
+        f"{human_bytes(cluster.lookup_bytes_per_s)}/s, {1e6 * cluster.operator_s:,.1f} us to start an operator, "
+        "while all ranks work."
     )
     console.print(f"Written to {out}. Next: dmt what-if CONFIG.toml --cluster {out}", soft_wrap=True)
