@@ -263,8 +263,13 @@ def unwritable(folder: Path, error: OSError) -> InputError:
 
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
-    """Returns warnings for the reader of a run's result: an AUC near chance, traffic other than planned."""
+    """Returns warnings for the reader of a run's result: an AUC near chance, traffic other than planned, no hot row."""
     texts = [auc_warning(result["eval_auc"]), compression_warning(result["compression_ratio"])]
+    if "hot_rows" in result and not result["hot_rows"]["rows"]:
+        texts.append(
+            "No row had a copy: rows are chosen for the first time after 100 steps (with hot_rows.profile after one), "
+            "and hot_rows.left_out in result.json says why a table has none."
+        )
     if "sharding" in result:
         texts.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
     return [text for text in texts if text]

@@ -19,7 +19,14 @@ from tensorboard.summary.writer import event_file_writer
 
 from dmt.errors import InputError
 from dmt.training.config import TrainingConfig
-from dmt.training.records import RunRecord, check_records, compression_warning, read_curves, read_result
+from dmt.training.records import (
+    RunRecord,
+    check_records,
+    compression_warning,
+    read_curves,
+    read_result,
+    result_warnings,
+)
 from dmt.training.resume import begin_anew
 from tests.training.small import small
 
@@ -286,6 +293,12 @@ def test_lines_that_are_no_records_are_left_out_and_told(
     assert f"{path}: 2 of its lines are no records of a run and are left out: line 2, line 4." in caplog.text
     losses(record_of(tmp_path, resumed_step=20), range(30, 40, 10))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
+
+
+def test_hot_rows_that_are_none_are_remarked_on() -> None:
+    result = {"eval_auc": 0.7, "compression_ratio": 1.0, "hot_rows": {"rows": 0}}
+    assert "No row had a copy: rows are chosen for the first time after 100 steps" in result_warnings(result)[0]
+    assert result_warnings({**result, "hot_rows": {"rows": 1}}) == []
 
 
 def test_towers_that_send_next_to_nothing_are_remarked_on() -> None:

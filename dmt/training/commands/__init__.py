@@ -45,7 +45,7 @@ class _Commands(click.Group):
         return ctx.exit(2)
 
 
-@click.group(cls=_Commands)
+@click.group(cls=_Commands, epilog="Begin with: dmt demo")
 @click.version_option(__version__, prog_name="dmt")
 def main() -> None:
     """Disaggregated Multi-Tower training of recommendation models."""
@@ -191,7 +191,9 @@ def plan(
         print_sharding(found, everything=everything, out=out)
 
 
-@main.command("what-if", epilog="Example: dmt what-if CONFIG.toml topology.num_towers=16 --cluster a100")
+@main.command(
+    "what-if", epilog="Example: dmt what-if demo topology.num_towers=16 topology.ranks_per_tower=8 --cluster a100"
+)
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
 @click.option("--cluster", required=True, metavar="FILE", help="File of `dmt bench-comms`, or v100, a100, h100.")
@@ -228,7 +230,7 @@ def breakdown(trace: Path, *, as_json: bool) -> None:
         print_breakdown(found, trace)
 
 
-@main.command("bench-comms", epilog="Example: dmt bench-comms --out my.toml, behind torchrun --no-python")
+@main.command("bench-comms", epilog="Example: torchrun --nproc-per-node 2 --no-python dmt bench-comms --out my.toml")
 @click.option("--out", type=click.Path(path_type=Path), default="cluster.toml", show_default=True)
 @click.option("--name", default="measured", show_default=True, help="Name of the cluster in the file.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -272,7 +274,7 @@ def profile(config: str, overrides: tuple[str, ...], *, everything: bool, as_jso
         print_profile(found, everything=everything, out=options["out"])
 
 
-@main.command(epilog="Example: dmt prepare criteo.toml --out prepared --ids frequency --min-count 3")
+@main.command(epilog="Example: dmt prepare demo data.kind=criteo_tsv data.train_path=day_0.tsv --out prepared")
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The folder; it must not exist.")
@@ -304,7 +306,7 @@ def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options
         print_prepared(record, options["out"])
 
 
-@main.command(epilog="Example: dmt check cluster.toml sharding.id_route=global --rows 500")
+@main.command(epilog="Example: dmt check demo sharding.id_route=global --rows 500")
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
 @click.option("--rows", "max_rows", default=1000, show_default=True, help="Most per table, at least 8.")
