@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,13 @@ def module_of(path: Path) -> str:
     return ".".join(part for part in (parts if parts[0] == "dmt" else ("dmt", *parts)) if part != "__init__")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -35,7 +41,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
                 yield path, node
 
@@ -104,20 +110,38 @@ def run_without_torchrec(code: str) -> subprocess.CompletedProcess[str]:
 def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
     result = run_without_torchrec(
         """
+        import tempfile
+
+        import dmt, dmt.partitioner
         from dmt.sptt.precision import ExchangePrecision
         assert ExchangePrecision(forward="int8", backward="fp16").backward_scale == 4096.0
-        assert "torch" not in sys.modules
+        loaded = {"torch", "matplotlib", "k_means_constrained", "ortools", "sklearn"} & set(sys.modules)
+        assert not loaded, loaded
 
         import numpy as np
-        import dmt, dmt.partitioner, dmt.models.complexity
+        import torch
+        import dmt.models.complexity
         from dmt import TowerPlan, TowerTopology
         from dmt.partitioner import FeatureAffinity, TowerPartitioner
         from dmt.plan.tables import TableSpec
         from dmt.sharding.plan_tables import plan_tables
 
         TowerTopology(num_towers=2, ranks_per_tower=2).peer_order()
-        affinity = FeatureAffinity(matrix=np.eye(4), features=list("abcd"))
+        affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
         plan = TowerPartitioner(num_towers=2).fit(affinity)
+        assert plan.to_lists() == [["a", "b"], ["c"]]
+        try:
+            FeatureAffinity.collect(torch.nn.Linear(1, 1), [])
+        except dmt.InputError as error:
+            assert "collect needs TorchRec, which cannot be imported here" in str(error)
+
+        from dmt.training.data import DataConfig, open_source
+
+        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+            file.write("label,d,c" + "\\n1,0.5,x" * 40)
+            file.flush()
+            columns = {"dense": ["d"], "categorical": ["c"], "eval_fraction": 0.3}
+            assert open_source(DataConfig(kind="columns", train_path=file.name, **columns)).validate().train_rows == 40
         table = TableSpec(name="t", num_embeddings=1, embedding_dim=8, feature_names=("a",))
         plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=2))
         print(plan.num_towers, round(dmt.models.complexity.paper_complexity("dlrm", 8).mflops_per_sample, 2))
@@ -163,7 +187,7 @@ def test_every_public_name_is_there_and_sorted() -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_all_lists_exist(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     bodies = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     public = [node.name for node in bodies if not node.name.startswith("_")]
     has_all = any(isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__" for n in tree.body)
@@ -199,7 +223,7 @@ def test_function_sizes_and_arguments() -> None:
 
 def test_asserts_have_messages_and_nothing_is_global() -> None:
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Assert):
                 assert node.msg is not None, f"{path}:{node.lineno}: assert without a message"
             assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: global"

@@ -20,6 +20,7 @@ def test_without_a_gpu_it_says_so() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_record_of_a_cpu_has_every_contender(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     finished = run_program(["-m", "benchmarks.gpu", "--device", "cpu", "--quick", "--out", str(out)], 1)

@@ -352,6 +352,7 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_contender_that_computes_something_else_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError, match="Contender sptt is wrong: on rank 0 its loss after 0 steps"):
         run_ranks(spoilt_job, 4, str(tmp_path / "run.json"), fresh=True)

@@ -53,6 +53,7 @@ from tests.parity import (
     make_tables,
 )
 from tests.ranks import run_ranks
+from tests.seeds import some_slow
 from tests.sptt_case import FUSED, Case, build, shard
 
 pytestmark = pytest.mark.ranks
@@ -130,8 +131,15 @@ def pipeline_on_rank(rank: int, case: Case, detached: bool) -> None:
         assert torch.equal(value, results[1][name]), name
 
 
-@pytest.mark.parametrize("detached", [False, True])
-@pytest.mark.parametrize("kind", ["modules", "flat"])
+@pytest.mark.parametrize(
+    ("kind", "detached"),
+    [
+        ("modules", True),
+        ("flat", False),
+        pytest.param("modules", False, marks=pytest.mark.slow),
+        pytest.param("flat", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_train_pipeline_changes_no_bit(kind: str, detached: bool) -> None:
     run_ranks(pipeline_on_rank, 4, Case(towers=2, ranks=2, kind=kind, max_bag=3, sizes=(4, 6, 5, 3)), detached)
 
@@ -353,7 +361,12 @@ def freed_on_rank(rank: int, scheme: str) -> None:
     assert not left, f"still in memory: {left}"
 
 
-@pytest.mark.parametrize("scheme", ["table_wise", "row_wise", "column_wise", "data_parallel", "hot rows"])
+@pytest.mark.parametrize(
+    "scheme",
+    some_slow(
+        ["table_wise", "row_wise", "column_wise", "data_parallel", "hot rows"], slow=["table_wise", "column_wise"]
+    ),
+)
 def test_a_model_that_is_let_go_leaves_memory(scheme: str) -> None:
     """Hooks of data-parallel tables once kept tables and process groups until the process ended."""
     run_ranks(freed_on_rank, 4, scheme)

@@ -234,8 +234,18 @@ def fault_on_rank(rank: int, case: Case, fault: str) -> str | None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["flat", "modules"])
-@pytest.mark.parametrize("fault", ["wrong inverse", "gradients not summed", "stale inverse"])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        pytest.param(fault, kind, marks=[] if kind == daily else [pytest.mark.slow])
+        for fault, daily in (
+            ("wrong inverse", "modules"),
+            ("gradients not summed", "flat"),
+            ("stale inverse", "modules"),
+        )
+        for kind in ("flat", "modules")
+    ],
+)
 def test_a_fault_fails_the_comparison(fault: str, kind: str) -> None:
     case = Case(towers=2, ranks=2, kind=kind, sizes=(9, 9, 9, 9), unique="rank")
     assert all(noticed == "AssertionError" for noticed in run_ranks(fault_on_rank, 4, case, fault))

@@ -94,7 +94,9 @@ def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
     }
 
 
+# Daily, replicas with delayed states are checked in test_faults.py and what makes a run smaller in test_shrink.py.
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.usefixtures("_shared_ranks")
 def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
     config = small(

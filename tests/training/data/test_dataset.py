@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -301,15 +299,6 @@ def test_left_out_lines_do_not_shift_the_ranks(log):
     assert data.bad_lines == {str(log / "train_a.tsv"): 1, str(log / "train_b.tsv"): 0}
 
 
-def test_opening_and_reading_need_no_torchrec(log):
-    code = (
-        "import sys; from dmt.training.data import DataConfig, open_source;"
-        f"d = open_source(DataConfig(kind='criteo_tsv', train_path={str(log / 'eval.tsv')!r}, eval_fraction=0.3));"
-        "d.validate(); assert 'torchrec' not in sys.modules, 'torchrec was imported'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-
-
 @needs_real_data
 def test_real_criteo():
     paths = {"train_path": str(REAL / "criteo_train.tsv.gz"), "eval_path": str(REAL / "criteo_test.tsv.gz")}
@@ -327,9 +316,9 @@ def test_real_criteo():
 @pytest.mark.parametrize(
     ("name", "train", "test", "categorical", "dense", "rate"),
     [
-        ("flights", 262_227, 65_119, 17, 13, 0.24),
+        pytest.param("flights", 262_227, 65_119, 17, 13, 0.24, marks=pytest.mark.slow),
         ("hotel", 68_903, 16_965, 16, 13, 0.28),
-        ("census", 159_618, 39_905, 33, 7, 0.06),
+        pytest.param("census", 159_618, 39_905, 33, 7, 0.06, marks=pytest.mark.slow),
     ],
 )
 def test_real_parquet(name, train, test, categorical, dense, rate):

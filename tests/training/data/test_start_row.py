@@ -84,8 +84,15 @@ def same(wanted, found):
     )
 
 
-@pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("shuffle_rows", [0, 16, 23, 10_000])
+@pytest.mark.parametrize(
+    ("kind", "shuffle_rows"),
+    # Daily, each kind with two numbers, and each number with two kinds or three.
+    [
+        pytest.param(kind, rows, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, kind in enumerate(ROWS)
+        for j, rows in enumerate((0, 16, 23, 10_000))
+    ],
+)
 def test_the_rest_of_a_pass_is_bit_for_bit_that_of_the_whole_one(kind, shuffle_rows, tmp_path):
     config = config_of(kind, tmp_path, shuffle_rows=shuffle_rows)
     batch_size = 4 * SCALE.get(kind, 1)
