@@ -324,7 +324,7 @@ class _MeanLoss:
         """Loss of the batch; that of the micro-batches so far."""
         self.has_more = False
         """True if the module returns more than the loss."""
-        if min(sizes) == 0:
+        if min(sizes) == 0 and torch.is_grad_enabled():
             raise InputError(
                 f"A batch of {sum(sizes)} samples has no sample for each of {len(sizes)} micro-batches, and an empty "
                 "one has no mean loss. Use fewer micro-batches, larger batches or schedule='all_forward'."
@@ -340,7 +340,9 @@ class _MeanLoss:
                 f"{type(self._module).__name__} returns {shown}. Give it the module with the loss."
             )
         self.has_more = bool(others)
-        part = loss * (self._sizes[self._number] / sum(self._sizes))
+        size = self._sizes[self._number]
+        # The mean over no sample, in an evaluation, is no number.
+        part = loss * (size / sum(self._sizes)) if size else loss.new_zeros(())
         self._number += 1
         if not part.requires_grad:
             self.total = part if self._number == 1 else self.total + part
