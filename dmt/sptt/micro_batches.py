@@ -52,7 +52,7 @@ __all__ = ["MicroBatches", "ResultInParts", "Schedule", "run_in_micro_batches"]
 Schedule = Literal["all_forward", "1f1b"]
 """Order of the passes of micro-batches: all forward passes first, or each backward pass after its forward pass."""
 Cut = tuple[Tensor, Tensor]
-"""What `dmt.sptt.output_dist.PendingOutputs.cut` returns."""
+"""Result of `dmt.sptt.output_dist.PendingOutputs.cut`."""
 _OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

@@ -209,7 +209,7 @@ class _AllToAllWait(Function):
 
 
 class PendingOutputs(Awaitable[Tensor]):
-    """An exchange that is under way."""
+    """Outputs whose exchange was started; a result to wait for."""
 
     def __init__(self, started: Tensor, request: _AllToAllRequest) -> None:
         super().__init__()
