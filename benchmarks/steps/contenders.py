@@ -17,6 +17,7 @@ name                    what it is
 ``...+hier``            dense gradients reduced host by host (`dmt.HierarchicalDataParallel`)
 ``...+bf16-dense``      the same with BF16 between hosts; goes with ``+fp16``, and is in no full run
 ``...+mb8``             8 micro-batches (`dmt.run_in_micro_batches`); ``+mb2``, ``+mb4`` likewise
+``...+1f1b``            each backward pass after its forward pass; goes with micro-batches, without ``+unique``
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
 ``...+unique``          each distinct input of a rank crosses hosts once (part of ``+all``, where enough repeat)
@@ -49,7 +50,7 @@ FLAT_SCHEMES = {
     "grid": "grid_shard",
     "planner": "planner",
 }
-OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "rank-towers", "unique", "hot", "global")
+OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "1f1b", "rank-towers", "unique", "hot", "global")
 """Options that only this library's contenders have; see `benchmarks.steps.towers`."""
 _RATIOS = (2, 4, 8, 16)
 _NAME = re.compile(
@@ -106,6 +107,11 @@ class Contender:
         return max((int(option[2:]) for option in self.options if option.startswith("mb")), default=1)
 
     @property
+    def schedule(self) -> Literal["all_forward", "1f1b"]:
+        """Order of the passes of micro-batches."""
+        return "1f1b" if "1f1b" in self.options else "all_forward"
+
+    @property
     def has_hierarchical_reduce(self) -> bool:
         """True if dense gradients are reduced host by host."""
         return not {"hier", "bf16-dense", "all"}.isdisjoint(self.options)
@@ -160,6 +166,12 @@ def parse_contender(name: str) -> Contender:
         raise InputError(f"Contender {name!r}: +bf16-dense goes with +fp16 only.")
     if "hot" in extras and family != "sptt":
         raise InputError(f"Contender {name!r}: +hot is for sptt only; with tower modules copies save nothing.")
+    if "1f1b" in extras and (
+        not {"mb2", "mb4", "mb8", "all"} & set(extras)
+        or {"unique", "hot", "global"} & set(extras)
+        or (family == "sptt" and "all" in extras)
+    ):
+        raise InputError(f"Contender {name!r}: +1f1b goes with micro-batches, and neither with +unique nor +hot.")
     if found["small"] and (family != "flat" or found["scheme"] == "planner"):
         raise InputError(f"Contender {name!r}: -dp is for flat only, and its planner chooses by itself.")
     if found["replicas"] and not is_ours:

@@ -220,7 +220,7 @@ class CostModel:
         return 1e-6 * self.hardware.collective_latency_us * _EXCHANGES[scheme]
 
     def _seconds_per_byte(self, kernel: Kernel, cache: float) -> float:
-        """Of a row that is read or written, its cache considered."""
+        """Returns the time of a byte that is read or written, the cache considered."""
         hardware = self.hardware
         if kernel == "fused":
             return 1e-9 / hardware.memory_gb_per_s

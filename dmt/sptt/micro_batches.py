@@ -7,6 +7,18 @@ arrived; in the backward pass the gradients of one are in flight while those of 
 accumulation nothing changes in what is computed: one id exchange, one lookup, one loss, one backward pass, one update
 of the tables and of the dense part for the batch.
 
+With ``schedule="1f1b"`` (one forward, one backward: PipeDream, arXiv 1806.03377) the backward pass of a micro-batch
+through the dense part comes right after its forward pass, so that its gradients travel while the dense part computes
+the next. What they come from, towers and lookup, has its backward pass at the end, once, as before:
+
+========== ====================================== ==========================================
+           all forward passes first               1F1B
+========== ====================================== ==========================================
+dense part F0 F1 F2 loss B2 B1 B0                 F0 B0 F1 B1 F2, then in ``backward()``: B2
+gradients           of 2, 1, 0                       of 0  of 1                      of 2
+towers                            2, 1, 0                                                2, 1, 0
+========== ====================================== ==========================================
+
 Everything here wraps the dataflow (`dmt.sptt.dataflow`): between the lookup and the result its steps `run_towers` and
 `exchange_outputs` are called once for each micro-batch.
 
@@ -17,10 +29,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
@@ -29,13 +42,23 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
+from dmt.sptt.output_dist import PendingOutputs
 from dmt.sptt.results import CachedAwaitable, split_rows
 from dmt.sptt.rows import micro_batch_sizes
 
-__all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
+__all__ = ["MicroBatches", "ResultInParts", "Schedule", "run_in_micro_batches"]
 
 
-def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
+Schedule = Literal["all_forward", "1f1b"]
+"""Order of the passes of micro-batches: all forward passes first, or each backward pass after its forward pass."""
+Cut = tuple[Tensor, Tensor]
+"""Result of `dmt.sptt.output_dist.PendingOutputs.cut`."""
+_OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def run_in_micro_batches(
+    module: nn.Module, num_micro_batches: int = 4, *, schedule: Schedule = "all_forward"
+) -> MicroBatches:
     """Makes a sharded model run in micro-batches; training loop and pipelines stay as they are.
 
     The module must map samples to samples: every tensor it is given or returns has one row for each sample, and no row
@@ -46,10 +69,17 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
     Results are those without micro-batches but for rounding: a matrix product of fewer rows may round differently, and
     gradients of the dense part are summed micro-batch by micro-batch. INT8 exchanges share scales among other numbers.
 
+    With ``schedule="1f1b"`` the module is the one that computes the loss: it returns the mean of a loss over its
+    samples, a single number, alone or as the first of a tuple whose other tensors have a row for each sample. The
+    backward passes of all micro-batches but the last are in its forward pass, so clear gradients before that
+    (``zero_grad``), not between it and ``backward()``, and call ``backward()`` on the loss as it is, not scaled.
+
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in
             micro-batches, such as ``model.module.model`` of a task that adds the loss.
-        num_micro_batches: K; the same on every rank. Any batch size works, including one smaller than K.
+        num_micro_batches: K; the same on every rank. Any batch size works, including one smaller than K; with 1F1B
+            every rank's batch has at least K samples.
+        schedule: order of the passes; the same on every rank.
 
     Returns:
         A handle; its ``detach()`` makes the module run on whole batches again.
@@ -57,6 +87,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
     Raises:
         InputError: K is not positive, or not the same on all ranks; the module has no tower sharder's module inside, or
             one of TorchRec's that would run K times, or one with the global id route; it runs in micro-batches already.
+            With 1F1B also: ``unique`` inputs, a single tower, batch norm.
 
     Example::
 
@@ -64,7 +95,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
         run_in_micro_batches(model.module.model, num_micro_batches=4)
         loss, _ = model(batch)
     """
-    return MicroBatches(module, num_micro_batches=num_micro_batches)
+    return MicroBatches(module, num_micro_batches=num_micro_batches, schedule=schedule)
 
 
 class MicroBatches:
@@ -73,17 +104,19 @@ class MicroBatches:
     ``MicroBatches(module, num_micro_batches=4)`` is the spelling of earlier releases.
     """
 
-    def __init__(self, module: nn.Module, *, num_micro_batches: int) -> None:
+    def __init__(self, module: nn.Module, *, num_micro_batches: int, schedule: Schedule = "all_forward") -> None:
         if isinstance(module, DistributedModelParallel):
             module = module.module
         self._module = module
         self._num = num_micro_batches
+        self._schedule = schedule
         self._sparse = [part for part in module.modules() if isinstance(part, SPTTModule)]
         self._check()
         self._replaced = [_Replaced(module, "forward", self)]
         self._forward: Callable[..., Any] = self._replaced[0].original
         if num_micro_batches > 1:
-            towers = [_TowersInMicroBatches(part, num_micro_batches) for part in self._sparse]
+            is_1f1b = schedule == "1f1b"
+            towers = [_TowersInMicroBatches(part, num_micro_batches, is_1f1b=is_1f1b) for part in self._sparse]
             self._replaced += [_Replaced(t.module, "compute_and_output_dist", t) for t in towers]
         self._set_number(num_micro_batches)
 
@@ -124,18 +157,23 @@ class MicroBatches:
                 "module that is given the sparse features."
             )
         sizes = micro_batch_sizes(batch_sizes.pop(), self._num)
-        parts = _split((args, kwargs), sizes, type(self._module).__name__)
+        owner = type(self._module).__name__
+        parts = _split((args, kwargs), sizes, owner)
+        mean = _MeanLoss(self._module, self._sparse, sizes) if self._schedule == "1f1b" else None
         servers = [_Server(part) for part in self._sparse]
         try:
             outputs = []
             for number, (own_args, own_kwargs) in enumerate(parts, start=1):
-                outputs.append(self._forward(*own_args, **own_kwargs))
+                output = self._forward(*own_args, **own_kwargs)
                 for server in servers:
                     server.check_calls(number)
+                outputs.append(output if mean is None else mean.add(output, [server.cut() for server in servers]))
         finally:
             for server in servers:
                 server.remove()
-        return _join(outputs, sizes, type(self._module).__name__)
+        if mean is None:
+            return _join(outputs, sizes, owner)
+        return (mean.total, *_join(outputs, sizes, owner)) if mean.has_more else mean.total
 
     def _check(self) -> None:
         own, modules = type(self._module).__name__, self._module.modules()
@@ -148,7 +186,11 @@ class MicroBatches:
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
         # First: a rank that is refused alone would leave the others waiting.
-        arguments = {"num_micro_batches": self._num, "a module that runs in micro-batches already": runs_already}
+        arguments = {
+            "num_micro_batches": self._num,
+            "schedule": self._schedule,
+            "a module that runs in micro-batches already": runs_already,
+        }
         check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
         if self._num < 1:
             raise InputError(f"num_micro_batches={self._num} must be at least 1.")
@@ -157,6 +199,21 @@ class MicroBatches:
         # The global route brings samples to the ranks in another order.
         if self._num > 1 and any(part.id_route == "global" for part in self._sparse):
             raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")
+        if self._schedule not in get_args(Schedule):
+            raise InputError(f"schedule={self._schedule!r} is unknown; use one of {list(get_args(Schedule))}.")
+        if self._schedule == "1f1b":
+            self._check_1f1b()
+
+    def _check_1f1b(self) -> None:
+        obstacle = ""
+        if any(part.mesh.topology.num_towers == 1 for part in self._sparse):
+            obstacle = "needs two towers or more; in one, no gradients are sent to others"
+        elif any(part.unique != "off" for part in self._sparse):
+            obstacle = "needs unique='off': samples of several micro-batches may share a row, and so its gradient"
+        elif over := [type(part).__name__ for part in self._module.modules() if isinstance(part, _OVER_SAMPLES)]:
+            obstacle = f"needs a loss that is a mean over samples, but {over[0]} makes each depend on the others"
+        if obstacle:
+            raise InputError(f"schedule='1f1b' {obstacle}. Use schedule='all_forward'.")
 
 
 class _Replaced:
@@ -178,9 +235,10 @@ class _Replaced:
 class _TowersInMicroBatches:
     """Runs ``compute_and_output_dist`` of a sharded module: one lookup, then tower and exchange of each micro-batch."""
 
-    def __init__(self, module: SPTTModule, num: int) -> None:
+    def __init__(self, module: SPTTModule, num: int, *, is_1f1b: bool) -> None:
         self.module = module
         self._num = num
+        self._is_1f1b = is_1f1b
 
     def __call__(self, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
         module, num = self.module, self._num
@@ -191,7 +249,12 @@ class _TowersInMicroBatches:
         for number, (part, of_part) in enumerate(zip(by_micro_batch, ctx.parts, strict=True)):
             # In flight while the tower computes the next.
             started.append(module.exchange_outputs(ctx, module.run_towers(part, of_part), number))
-        return ResultInParts(module.taken(ctx, started), module.finish)
+        if ctx.hot is not None and self._is_1f1b:
+            raise InputError("schedule='1f1b' does not go with hot rows. Use schedule='all_forward'.")
+        # With 1F1B, and where something will have a backward pass.
+        cuts = [one for one in started if isinstance(one, PendingOutputs)] if self._is_1f1b else []
+        before = [one.cut() for one in cuts[:-1]] if torch.is_grad_enabled() else []
+        return ResultInParts(module.taken(ctx, started), module.finish, before)
 
 
 class _Server:
@@ -211,6 +274,11 @@ class _Server:
         if self._calls > len(self._result.parts):
             raise self._wrong_calls(len(self._result.parts))
         return self._result.parts[self._calls - 1]
+
+    def cut(self) -> Cut | None:
+        """Returns where the graph of the part that was handed out last was cut, None where it was not."""
+        assert self._result is not None, "called after a micro-batch"
+        return self._result.cuts[self._calls - 1] if self._calls <= len(self._result.cuts) else None
 
     def check_calls(self, expected: int) -> None:
         if self._calls != expected:
@@ -232,12 +300,99 @@ class ResultInParts(CachedAwaitable):
     Args:
         exchanges: awaitables of [B of the micro-batch, columns], in order.
         finish: turns [B, columns] into the result.
+        cuts: with 1F1B, what `dmt.sptt.output_dist.PendingOutputs.cut` returned for all but the last.
     """
 
-    def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any]) -> None:
+    def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any], cuts: Sequence[Cut] = ()) -> None:
         super().__init__(_Rows([CachedAwaitable(exchange) for exchange in exchanges]), finish)
         self.parts = [CachedAwaitable(rows, finish) for rows in self._awaitable]
         """Result of each micro-batch."""
+        self.cuts = list(cuts)
+
+
+class _MeanLoss:
+    """The mean loss of a batch from those of its micro-batches, whose backward passes it runs: all but the last."""
+
+    def __init__(self, module: nn.Module, sparse: Sequence[nn.Module], sizes: Sequence[int]) -> None:
+        self._module, self._sizes = module, list(sizes)
+        of_towers = {id(parameter) for part in sparse for parameter in part.parameters()}
+        self._dense = [p for p in module.parameters() if p.requires_grad and id(p) not in of_towers]
+        self._cuts: list[Tensor] = []
+        self._gradient: tuple[nn.Parameter, Tensor] | None = None
+        self._number = 0
+        self.total: Tensor
+        """Loss of the batch; that of the micro-batches so far."""
+        self.has_more = False
+        """True if the module returns more than the loss."""
+        if min(sizes) == 0 and torch.is_grad_enabled():
+            raise InputError(
+                f"A batch of {sum(sizes)} samples has no sample for each of {len(sizes)} micro-batches, and an empty "
+                "one has no mean loss. Use fewer micro-batches, larger batches or schedule='all_forward'."
+            )
+
+    def add(self, output: Any, cuts: Sequence[Cut | None]) -> Any:
+        """Runs the backward pass of a micro-batch, of the last one later; returns its other outputs."""
+        loss, *others = output if isinstance(output, (tuple, list)) else [output]
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            shown = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise InputError(
+                f"schedule='1f1b' needs a module that returns the mean loss of its samples first, a single number; "
+                f"{type(self._module).__name__} returns {shown}. Give it the module with the loss."
+            )
+        self.has_more = bool(others)
+        size = self._sizes[self._number]
+        # The mean over no sample, in an evaluation, is no number.
+        part = loss * (size / sum(self._sizes)) if size else loss.new_zeros(())
+        self._number += 1
+        if not part.requires_grad:
+            self.total = part if self._number == 1 else self.total + part
+        elif self._number < len(self._sizes):
+            self._run_backward(part, [cut for cut in cuts if cut is not None])
+            self.total = part.detach() if self._number == 1 else self.total + part.detach()
+        else:
+            self._gradient = next(((p, p.grad) for p in self._dense if p.grad is not None), None)
+            self.total = _JoinLoss.apply(self.total + part, self, *self._cuts)
+        return tuple(others)
+
+    def _run_backward(self, part: Tensor, cuts: Sequence[Cut]) -> None:
+        """Adds to the gradients of the dense part, and starts the exchange of those of the outputs."""
+        starts = [start for _, start in cuts]
+        # Not by backward(): DDP would count it, and reduce the gradients of the first micro-batches.
+        found = torch.autograd.grad(part, [*self._dense, *starts], allow_unused=True)
+        for parameter, gradient in zip(self._dense, found, strict=False):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._cuts += [before for before, _ in cuts]
+
+    def check_gradients(self) -> None:
+        """Raises `InputError` if the gradients of the first micro-batches were cleared before the last one's."""
+        if self._gradient is not None and self._gradient[0].grad is not self._gradient[1]:
+            raise InputError(
+                "schedule='1f1b' has computed gradients in the forward pass, but they were cleared before backward(). "
+                "Call zero_grad() before the forward pass."
+            )
+
+
+class _JoinLoss(Function):
+    """Hands a loss on; its backward pass also goes through what was cut off its micro-batches."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, mean: _MeanLoss, *cuts: Tensor) -> Tensor:
+        ctx.mean, ctx.cuts = mean, [(cut.shape, cut.dtype, cut.device) for cut in cuts]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.mean.check_gradients()
+        # On a GPU it would be a wait.
+        if gradients[0].device.type == "cpu" and float(gradients[0]) != 1.0:
+            raise InputError(
+                "schedule='1f1b' has computed gradients of the loss in the forward pass, but backward() is called with "
+                f"{float(gradients[0])} times the loss. Call it on the loss as it is; scale it inside the module."
+            )
+        # Their own gradients came by the exchange.
+        empty = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.cuts)
+        return gradients[0], None, *empty
 
 
 class _Rows(list[CachedAwaitable]):

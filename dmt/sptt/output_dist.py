@@ -24,7 +24,7 @@ from dmt.collectives import PendingExchange, profiler_range, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.precision import ExchangePrecision
 
-__all__ = ["PeerExchange"]
+__all__ = ["PeerExchange", "PendingOutputs"]
 
 
 class PeerExchange(nn.Module):
@@ -108,7 +108,7 @@ class PeerExchange(nn.Module):
         anchor = torch.empty(0, device=numbers.device, requires_grad=torch.is_grad_enabled())
         with profiler_range("exchange_outputs"):
             started = _AllToAllStart.apply(numbers, anchor, request)
-        return _AllToAllAwaitable(started, request)
+        return PendingOutputs(started, request)
 
     def keep(self, request: _AllToAllRequest, pending: PendingExchange) -> None:
         """Called by a request that has begun to send.
@@ -208,11 +208,23 @@ class _AllToAllWait(Function):
         return gradients[0].new_empty(0), None
 
 
-class _AllToAllAwaitable(Awaitable[Tensor]):
+class PendingOutputs(Awaitable[Tensor]):
+    """Outputs whose exchange was started; a result to wait for."""
+
     def __init__(self, started: Tensor, request: _AllToAllRequest) -> None:
         super().__init__()
         self._started = started
         self._request = request
+
+    def cut(self) -> tuple[Tensor, Tensor]:
+        """Ends the graph of the result at the exchange's arrival.
+
+        Returns:
+            What a later backward pass has to go through, with whatever gradient, to end the backward pass of the
+            exchange and to go on; and what the graph begins with now, whose gradient starts that of the exchange.
+        """
+        before, self._started = self._started, self._started.detach().requires_grad_()
+        return before, self._started
 
     def _wait_impl(self) -> Tensor:
         columns: Tensor = _AllToAllWait.apply(self._started, self._request)

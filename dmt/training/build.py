@@ -276,8 +276,10 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
     """
     if config.micro_batches == 1:
         return None
-    task: Any = model.module  # the loss is of the whole batch
-    return run_in_micro_batches(task.model, config.micro_batches)
+    task: Any = model.module
+    if config.micro_batch_schedule == "1f1b":
+        return run_in_micro_batches(task, config.micro_batches, schedule="1f1b")
+    return run_in_micro_batches(task.model, config.micro_batches)  # the loss is of the whole batch
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:

@@ -130,7 +130,7 @@ class FlatPlan:
     memory: Mapping[str, int]
     """Bytes of weights, optimizer state and dense gradients, over all ranks, by table."""
     rank_memory: tuple[int, ...]
-    """The same by rank."""
+    """Bytes of these on each rank."""
     traffic: Traffic
     """Bytes that all ranks together send in a step."""
 
@@ -179,7 +179,8 @@ def _costs(job: Job, model: nn.Module, plan: ShardingPlan) -> FlatPlan:
                       of ``table_row_wise`` and ``grid_shard``, partial sums inside a host, then sums to the others
     ================  ==================================================================================================
     """
-    placed = {name: own for module in plan.plan.values() for name, own in _items(module)}
+    modules: list[Any] = list(plan.plan.values())
+    placed: dict[str, ParameterSharding] = {name: own for module in modules for name, own in module.items()}
     own, topology = job.config.sharding, job.topology
     workload = StepWorkload(
         batch_size=job.config.train.batch_size,
@@ -233,7 +234,7 @@ def _costs(job: Job, model: nn.Module, plan: ShardingPlan) -> FlatPlan:
 
 
 class _Sums:
-    """What is sent between hosts and inside them."""
+    """Sums of what is sent between hosts and inside them."""
 
     def __init__(self) -> None:
         self.across = self.inside = 0.0
@@ -343,7 +344,3 @@ def _shards(table: TableSpec, sharding: ParameterSharding, world: int) -> list[t
         return [(rank, table.num_embeddings, table.embedding_dim) for rank in range(world)]
     spec: Any = sharding.sharding_spec
     return [(shard.placement.rank(), *shard.shard_sizes) for shard in spec.shards]
-
-
-def _items(module: Any) -> list[tuple[str, ParameterSharding]]:
-    return list(module.items())
