@@ -141,7 +141,8 @@ def _cut(
     counts, rows, placement = profile[table.name], table.num_embeddings, entry.placement
     heights = [shard.rows for shard in table_shards(table, placement)]
     others = loads - _numbers(plan, table, placement, counts)
-    tried = [access_heights(counts, rows, len(heights), mix=mix) for mix in _MIXES] if not placement.sizes else []
+    can_change = not placement.sizes and placement.kernel == "fused"  # other memories have limits of their own
+    tried = [access_heights(counts, rows, len(heights), mix=mix) for mix in _MIXES] if can_change else []
     placements = [replace(placement, sizes=tuple(sizes)) for sizes in tried]
     ways = {one: others + _numbers(plan, table, one, counts) for one in placements}
     room = plan.hardware.memory_per_rank or np.inf
@@ -170,7 +171,8 @@ def _numbers(
     heights = [shard.rows for shard in shards]
     shares = [None] * len(heights) if counts is None else access_shares(counts, table.num_embeddings, heights)
     for shard, share in zip(shards, shares, strict=True):
-        load: ShardLoad = model.shard(table, "row_wise", shard.rows, table.embedding_dim, share=share)
+        tier: dict[str, Any] = {"kernel": placement.kernel, "cache": placement.cache_load_factor}
+        load: ShardLoad = model.shard(table, "row_wise", shard.rows, table.embedding_dim, share=share, **tier)
         found[shard.rank] += (load.seconds, load.memory, load.lookups, load.id_bytes + load.output_bytes)
     return found
 
