@@ -548,8 +548,8 @@ def killed_while_its_rank_starts(rank: int, folder: str) -> None:
 
 @pytest.mark.ranks
 def test_a_killed_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
-    # Long enough to be found, were it left.
-    long = small(topology={"num_towers": 1, "ranks_per_tower": 1}, synthetic={"num_rows": 10**9})
+    # Minutes, in which it would be found, were it left.
+    long = small(topology={"num_towers": 1, "ranks_per_tower": 1}, synthetic={"num_rows": 16 * 10**5})
     (tmp_path / "run.toml").write_text(to_toml(with_values(long, "train", output_dir=str(tmp_path / "run"))))
     with pytest.raises(RanksFailedError, match="Rank 0 died with exit code -9"):
         run_ranks(killed_while_its_rank_starts, 1, str(tmp_path), fresh=True)
