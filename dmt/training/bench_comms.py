@@ -27,11 +27,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, start_sum
 from dmt.errors import InputError
-from dmt.models.operators import operators_of
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.unique import distinct_inputs
+from dmt.training.operators import operators_of
 
 __all__ = ["MEGABYTES", "Timing", "measure_cluster", "rate"]
 

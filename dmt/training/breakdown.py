@@ -1,6 +1,7 @@
 """`break_down`: where a step's time went, from a trace of ``torch.profiler``: computing, exposed and hidden exchanges.
 
-An exchange is *exposed* while nothing computes and *hidden* while something does (DMT, figures 1 and 13; Neo, figure 10).
+An exchange is *exposed* while nothing computes and *hidden* while something does (DMT, figures 1 and 13; Neo,
+figure 10).
 
 ======== ========================================================== ====================================================
 on       computing is                                               exchanges are
@@ -83,7 +84,7 @@ def break_down(intervals: Sequence[Interval], begin: float, end: float, steps: i
     hidden: Counter[str] = Counter()
     computing = rest = 0.0
     now = begin
-    for moment, more, kind in sorted(changes, key=lambda change: change[0]) + [(end, 0, None)]:
+    for moment, more, kind in [*sorted(changes, key=lambda change: change[0]), (end, 0, None)]:
         kinds = [name for name, number in running.items() if number and name is not None]
         took, now = moment - now, moment
         if running[None]:
@@ -141,7 +142,7 @@ def _on_gpu(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _on_cpu(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What Gloo reports, and the operators of libraries; the functions around them, in Python or autograd, also wait."""
+    """What Gloo reports, and operators of libraries; what is around them, in Python or autograd, also waits."""
     names = [(str(event.get("name", "")), event) for event in events]
     return [
         event

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
 from dmt.hot_rows.costs import HotLoad
 from dmt.models.complexity import compression_ratio, dense_weight_bytes, tower_modules
-from dmt.models.operators import ModelWork, count_operators
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import TableSpec, feature_names, number_bytes
 from dmt.plan.topology import TowerTopology
@@ -27,15 +27,36 @@ from dmt.training.config import TrainingConfig
 from dmt.training.distinct import InputGroup
 from dmt.training.exchanges import Exchange, flat_exchanges, step_exchanges
 from dmt.training.job import Job, make_job
+from dmt.training.operators import ModelWork, count_operators
 
-__all__ = ["Alternative", "CountedModel", "Prediction", "Repeats", "alternatives", "count", "predict_step", "step_work"]
+__all__ = [
+    "Alternative",
+    "CountedModel",
+    "Prediction",
+    "Repeats",
+    "alternatives",
+    "changed_config",
+    "count",
+    "predict_step",
+    "step_work",
+]
 
 _RATIOS = (2, 4, 8, 16)
 _MICRO_BATCHES = (1, 4, 8)
 # Times that copies of hot rows, or their gradients, are read or written in an update, however few ids come.
 _HELD_PASSES = 5
 # What alternatives keep of [sharding]: what the machine and the tables are, not how they are used.
-_KEPT = ("memory_gib", "memory_gb_per_s", "intra_tower_gb_per_s", "collective_latency_us", "pooling_factors")
+_KEPT = (
+    "memory_gib",
+    "host_memory_gib",
+    "ssd_gib",
+    "host_gb_per_s",
+    "ssd_gb_per_s",
+    "memory_gb_per_s",
+    "intra_tower_gb_per_s",
+    "collective_latency_us",
+    "pooling_factors",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +157,7 @@ def step_work(job: Job, model: CountedModel, repeats: Repeats | None = None) -> 
         wide = imbalance_of(held)
         skewed.append("tower_outputs")
     hosts = imbalance_of([sum(held[rank] for rank in ranks) for ranks in topology.host_groups()])
-    loads = {name: _load(exchange, topology) for name, exchange in vars(exchanges).items()}
+    loads: dict[str, Any] = {name: _load(exchange, topology) for name, exchange in vars(exchanges).items()}
     for name in skewed:
         uplink, inside = loads[name]
         loads[name] = Load(uplink * hosts, inside * (lookups if name == "tower_outputs" else wide))
@@ -170,7 +191,9 @@ def _shared_rows(
 ) -> tuple[dict[str, float], dict[str, float], float]:
     """Of a rank's batch: the ids and the rows of each feature, and the numbers that its towers send back."""
     modules = tower_modules(model.model)
-    ids, rows, outputs = {}, {}, 0.0
+    ids: dict[str, float] = {}
+    rows: dict[str, float] = {}
+    outputs = 0.0
     for group in groups:
         ids.update(zip(group.features, group.distinct.ids, strict=True))
         rows.update(dict.fromkeys(group.features, group.distinct.rows))
@@ -248,7 +271,7 @@ def alternatives(
     jobs: dict[tuple[str, ...], Job] = {}
     models: dict[tuple[str, ...], CountedModel] = {}
     for base, shape in _models(config, len(feature_names(tables)), columns):
-        changed = _changed(config, (*base, *shape))
+        changed = changed_config(config, (*base, *shape))
         # Tables are placed once for all models of a dataflow and shape.
         key = (changed.dataflow, *shape)
         if key not in jobs:
@@ -259,13 +282,13 @@ def alternatives(
         if own not in models:
             models[own] = count(job)
         model = models[own]
-        plain = step_work(replace(job, config=_changed(config, (*base, *shape))), model)
+        plain = step_work(replace(job, config=changed_config(config, (*base, *shape))), model)
         for precision in ("fp32", "fp16"):
             work = _in_format(plain, precision)
             formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
             for options in _options(job):
                 overrides = (*base, *shape, *formats, *options)
-                way = replace(job, config=_changed(config, overrides))
+                way = replace(job, config=changed_config(config, overrides))
                 prediction = predict_step(way, cluster, work)
                 found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
     # Of equally fast ones, but for rounding, that which changes the model less, and then the settings.
@@ -276,8 +299,11 @@ def _in_format(work: StepWork, precision: str) -> StepWork:
     """The work of a step whose outputs and gradients travel in FP32, with another number format."""
     share = NUMBER_FORMATS[precision].num_bytes / NUMBER_FORMATS["fp32"].num_bytes
     added = work.output_bytes / NUMBER_FORMATS["fp32"].num_bytes * _conversion(precision)
-    sent = {name: Load(*(share * load for load in getattr(work, name))) for name in ("peer_outputs", "peer_gradients")}
-    return replace(work, added_bytes=(work.added_bytes[0] + added, work.added_bytes[1] + added), **sent)
+    outputs, gradients = (
+        Load(share * load.uplink, share * load.inside) for load in (work.peer_outputs, work.peer_gradients)
+    )
+    both = (work.added_bytes[0] + added, work.added_bytes[1] + added)
+    return replace(work, added_bytes=both, peer_outputs=outputs, peer_gradients=gradients)
 
 
 def _models(
@@ -312,7 +338,7 @@ def _options(job: Job) -> list[tuple[str, ...]]:
     return [(*reduce, f"train.micro_batches={parts}") for parts in _MICRO_BATCHES]
 
 
-def _changed(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig:
+def changed_config(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig:
     """The config with these settings, and with what concerns the dataflow as by default."""
     values = config.model_dump(mode="json", exclude_none=True)
     for section in ("towers", "replicas", "hot_rows", "topology"):

@@ -13,21 +13,26 @@ import torch
 from click.testing import CliRunner
 
 from dmt.errors import InputError
+from dmt.hot_rows.costs import HotLoad
 from dmt.models import DLRM, ModelOptions
 from dmt.models.complexity import MetaTables, count_on_meta
-from dmt.models.operators import count_operators
 from dmt.models.presets import criteo_1tb_tables
+from dmt.plan.distinct import DistinctRows
 from dmt.plan.tables import TableSpec
 from dmt.simulator.cluster import load_cluster, save_cluster
+from dmt.simulator.steps import tower_step
 from dmt.training import bench_comms
 from dmt.training.bench_comms import Timing, measure_cluster, rate
 from dmt.training.build import build_model, expected_traffic
+from dmt.training.cluster_rates import planner_rates
 from dmt.training.commands import main
 from dmt.training.commands.bench_comms import run_bench_comms
 from dmt.training.config import load_config
+from dmt.training.distinct import InputGroup
 from dmt.training.exchanges import flat_exchanges
 from dmt.training.job import make_job, open_job
-from dmt.training.what_if import alternatives, count, predict_step, step_work
+from dmt.training.operators import count_operators
+from dmt.training.what_if import Repeats, alternatives, count, predict_step, step_work
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -70,6 +75,43 @@ def test_a_host_sends_what_is_planned(dataflow: str) -> None:
     planned = expected_traffic(job)
     work = step_work(job, count(job))
     assert work.uplink_bytes * job.topology.num_hosts == pytest.approx(planned.across)
+
+
+def test_a_row_that_samples_share_is_sent_and_computed_once() -> None:
+    """Half of the inputs repeat: half the rows cross, and the tower modules compute half."""
+    job = open_job(small("dmt-dlrm", sharding={"unique": "rank"}))
+    towers = enumerate(job.towers.to_lists())
+    halves = [
+        InputGroup(tower=i, features=tuple(own), distinct=DistinctRows(8.0, (8.0,) * len(own)), share=0.5)
+        for i, own in towers
+    ]
+    plain, shared = (step_work(job, count(job), repeats) for repeats in (None, Repeats(distinct=halves)))
+    for name in ("lookup_bytes", "embedding_bytes", "output_bytes", "peer_samples"):
+        assert getattr(shared, name) == pytest.approx(getattr(plain, name) / 2), name
+    assert shared.peer_outputs.uplink == pytest.approx(plain.peer_outputs.uplink / 2)
+    # 16 samples of two towers of 12 columns from 8 rows each; six features' ids are told apart.
+    assert shared.added_bytes == (4 * (8 + 16) * 24,) * 2
+    assert (plain.told_apart, shared.told_apart) == (0, 16 * 6)
+    assert [work.samples for work in (plain, shared)] == [16, 16]
+
+
+def test_hot_rows_cost_their_copies_and_the_sum_of_their_gradients() -> None:
+    job = open_job(small("dlrm", dataflow="sptt"))
+    groups = [
+        InputGroup(tower=i, features=(name,), distinct=DistinctRows(16.0, (16.0,)), share=1.0)
+        for i, own in enumerate(job.towers.to_lists())
+        for name in own
+    ]
+    hot = HotLoad(across=80.0, inside=40.0, used_bytes=100.0, held_bytes=1000.0)
+    without, work = (step_work(job, count(job), Repeats(distinct=groups, hot=h)) for h in (None, hot))
+    assert without.hot_weights == (0, 0)
+    assert work.hot_weights == (80 / 2, 40 / 4)
+    forward, backward = work.hot_bytes
+    assert forward == 2 * 100 + 3 * 4 * 16 * 6 * 8
+    assert backward == 3 * 100 + 5 * 1000
+    cluster = replace(SMALL, memory_bytes_per_s=1.0, told_apart_s=0.0)
+    times = [sum(o.seconds.get("core", 0.0) for o in tower_step(w, cluster, job.topology)) for w in (without, work)]
+    assert times[1] - times[0] == pytest.approx(forward + backward)
 
 
 def test_replicas_cost_their_average_and_less_of_it_if_they_wait() -> None:
@@ -123,6 +165,54 @@ def test_the_command_predicts_the_config_and_its_alternatives() -> None:
     assert record["own"]["seconds"] == pytest.approx(sum(record["own"]["exposed"].values()))
     assert record["cluster"]["name"] == "h100"
     assert len(record["alternatives"]) == 2 + 2 * 5 * 6
+
+
+def test_the_fastest_is_written_and_drawn_and_the_config_is_its_prediction(tmp_path: Path) -> None:
+    shape = ["topology.num_towers=2", "topology.ranks_per_tower=8"]
+    best, picture = tmp_path / "best.toml", tmp_path / "picture.png"
+    found = run("demo", *shape, "--cluster", "h100", "--json", "--write", str(best), "--picture", str(picture))
+    record = json.loads(found.output)
+    again = json.loads(run(str(best), "--cluster", "h100", "--json").output)
+    assert again["own"] == {
+        name: pytest.approx(value) for name, value in record["alternatives"][0].items() if name in again["own"]
+    }
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "--picture: path=" in run("demo", *shape, "--cluster", "h100", "--picture", "p.nothing").output
+
+
+def test_the_fastest_are_trained_and_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trained = []
+
+    def fake(config: Any) -> dict[str, float]:
+        trained.append(config)
+        return {"samples_per_second": 4 * 512 / 0.5}
+
+    monkeypatch.setattr("dmt.training.commands.what_if.train_here", fake)
+    save_cluster(SMALL, tmp_path / "c.toml")
+    found = run("demo", "--cluster", str(tmp_path / "c.toml"), "--verify", "2", "--json")
+    verified = json.loads(found.output)["verified"]
+    assert [one["measured_seconds"] for one in verified] == [0.5, 0.5]
+    assert [config.train.max_steps for config in trained] == [30, 30]
+    assert trained[0].model.arch == verified[0]["overrides"][0].partition("=")[2]
+    refused = run("demo", "data.tables=t.json", "--cluster", str(tmp_path / "c.toml"), "--verify", "1")
+    assert refused.exit_code == 2
+    assert "--verify 1: give a number of alternatives to train" in refused.output
+
+
+def test_tables_are_placed_by_the_rates_of_a_cluster(tmp_path: Path) -> None:
+    save_cluster(replace(SMALL, lookup_bytes_per_s=5e9), tmp_path / "c.toml")
+    rates = planner_rates(load_cluster(tmp_path / "c.toml"))
+    assert rates[0] == "sharding.memory_gb_per_s=5"
+    planned = [
+        json.loads(CliRunner().invoke(main, ["plan", "demo", *arguments, "--json"]).output)
+        for arguments in (["--cluster", str(tmp_path / "c.toml")], rates, [])
+    ]
+    assert planned[0] == planned[1] != planned[2]
+    refused = CliRunner().invoke(
+        main, ["plan", "demo", "model.arch=dlrm", "sharding.dataflow=flat", "--cluster", "a100"]
+    )
+    assert "--cluster" in refused.output
+    assert refused.exit_code == 2
 
 
 def test_hosts_of_another_size_than_the_clusters_are_refused() -> None:

@@ -163,19 +163,12 @@ def partition(**options: Any) -> None:
 @click.option("--sync-gb-per-s", type=float, help="Rate at which a rank sends to its replicas, GB/s.")
 @click.option("--distinct", is_flag=True, help="Read a batch of every rank and count what repeats in it.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Lookups by row, a file of dmt profile --out.")
+@click.option("--cluster", metavar="FILE", help="Rates of a file of dmt bench-comms, or of v100, a100, h100.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the plan as JSON.")
 @click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
-    config: str,
-    overrides: tuple[str, ...],
-    *,
-    sync_gb_per_s: float | None,
-    distinct: bool,
-    profile: Path | None,
-    out: Path | None,
-    everything: bool,
-    as_json: bool,
+    config: str, overrides: tuple[str, ...], *, out: Path | None, everything: bool, as_json: bool, **options: Any
 ) -> None:
     """Places the tables of each tower on its ranks, and says why.
 
@@ -184,7 +177,7 @@ def plan(
     """
     from dmt.training.commands.plan import print_sharding, run_plan
 
-    found = run_plan(config, overrides, sync_gb_per_s=sync_gb_per_s, distinct=distinct, profile=profile, out=out)
+    found = run_plan(config, overrides, out=out, **options)
     if as_json:
         click.echo(json.dumps(found.to_record(), indent=1))
     else:
@@ -197,15 +190,31 @@ def plan(
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
 @click.option("--cluster", required=True, metavar="FILE", help="File of `dmt bench-comms`, or v100, a100, h100.")
+@click.option("--write", type=click.Path(path_type=Path), help="Write the config of the fastest one here (TOML).")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw speed against compression ratio here.")
+@click.option("--verify", type=int, default=0, metavar="K", help="Train the K fastest on this machine's ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every alternative.")
-def what_if(config: str, overrides: tuple[str, ...], *, cluster: str, as_json: bool) -> None:
+def what_if(
+    config: str,
+    overrides: tuple[str, ...],
+    *,
+    cluster: str,
+    write: Path | None,
+    picture: Path | None,
+    verify: int,
+    as_json: bool,
+) -> None:
     """Predicts a training step on a described cluster: of a run, flat, in towers, compressed.
 
     CONFIG names data, model, batch size and topology; nothing is trained. OVERRIDES are section.key=value.
     """
-    from dmt.training.commands.what_if import print_what_if, run_what_if
+    from dmt.training.commands.what_if import draw_what_if, print_what_if, run_what_if
 
-    found = run_what_if(config, overrides, cluster)
+    found = run_what_if(config, overrides, cluster, num_verified=verify)
+    if write is not None:
+        found.write(write)
+    if picture is not None:
+        draw_what_if(found, picture)
     if as_json:
         click.echo(json.dumps(found.to_record(), indent=1))
     else:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +11,9 @@ from typing import Any
 from dmt.errors import InputError
 from dmt.partitioner import Partition, TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.commands.launch import train_here
 from dmt.training.commands.partition import INTERACTIONS, sense_of
-from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_override, to_toml
+from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_override
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
@@ -26,7 +22,7 @@ from dmt.training.data.textfile import text_blocks
 from dmt.training.functions import is_function_name
 from dmt.training.job import check_rows, resolve, rows_at_most
 from dmt.training.partition import affinity_of_run, interactions_of
-from dmt.training.records import read_result, result_warnings
+from dmt.training.records import result_warnings
 from dmt.training.report import plot_curves, write_report
 from dmt.training.resume import check_output_dir
 
@@ -34,18 +30,6 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
 _STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
-# torchrun kills ranks that have not saved 30 s after Ctrl-C.
-_SAVING_S = 40.0
-# A demo that is killed takes torchrun along, which takes its ranks along. Both say who they are: asked for its parent,
-# a process that is still starting when that one ends would name the one that adopts orphans.
-_TORCHRUN = (
-    "import os, sys; from dmt.testing.ranks import end_with; end_with(int(sys.argv.pop(1))); "
-    "os.environ['DMT_LAUNCHER'] = str(os.getpid()); "
-    "from torch.distributed.elastic.multiprocessing.api import SignalException\n"
-    "from torch.distributed.run import main\n"
-    "try: main()\n"
-    "except SignalException as stop: sys.exit(128 + stop.sigval)"  # a rank has said what is to be said
-)
 # Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
 _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
 
@@ -102,7 +86,7 @@ def demo(
     flat = load_config(
         "demo", [*flat_settings(shared), f"model.arch={flat_arch}", to_override("train.output_dir", out / flat_arch)]
     )
-    runs = {flat_arch: _train(flat)}
+    runs = {flat_arch: train_here(flat)}
 
     console.print("[bold]3/4[/] learning which features belong together")
     partition = _learned_towers(config, flat, out, strategy)
@@ -115,7 +99,7 @@ def demo(
     towers = load_config(
         "demo", [*shared, to_override("towers.plan", out / "towers.json"), to_override("train.output_dir", out / arch)]
     )
-    runs[arch] = _train(towers)
+    runs[arch] = train_here(towers)
 
     page = write_report(
         out / "report.html",
@@ -224,35 +208,3 @@ def flat_settings(settings: Sequence[str]) -> list[str]:
         return any(f"{key}.".startswith(f"{name}.") for name in _OF_TOWERS)
 
     return [setting for setting in settings if not about_towers(setting)]
-
-
-def _train(config: TrainingConfig) -> dict[str, Any]:
-    """Trains a config on ranks of this machine; its table goes to ``train.log``, the rest to the terminal."""
-    folder = Path(config.train.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
-    code = _torchrun(folder / "run.toml", config.topology.build().world_size, folder / "train.log")
-    if code:
-        raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")
-    return read_result(folder)
-
-
-def _torchrun(config: Path, ranks: int, log: Path) -> int:
-    launcher = [sys.executable, "-c", _TORCHRUN, str(os.getpid())]
-    command = [*launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", "dmt.training", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with log.open("w") as stdout, subprocess.Popen(command, stdout=stdout, env=environment) as run:
-        try:
-            return run.wait()
-        except KeyboardInterrupt:
-            # The terminal has told torchrun too: its ranks save what they have trained, and a second signal would end
-            # them before.
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            with suppress(subprocess.TimeoutExpired):
-                run.wait(_SAVING_S)
-            signal.signal(signal.SIGINT, before)
-            run.terminate()  # nothing, where it has ended
-            raise
-        except BaseException:
-            run.terminate()
-            raise

@@ -16,7 +16,9 @@ from dmt.formatting import counted, human_bytes, natural, shorten
 from dmt.hot_rows.row_access import plan_by_access
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.simulator.cluster import load_cluster
 from dmt.training.access import load_profile
+from dmt.training.cluster_rates import planner_rates
 from dmt.training.config import load_config
 from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
@@ -72,20 +74,30 @@ def run_plan(
     distinct: bool = False,
     profile: Path | None = None,
     out: Path | None = None,
+    cluster: str | None = None,
 ) -> PlannedTables | FlatPlan:
     """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
 
     A flat run has TorchRec's plan, and none of the options. With ``distinct``, the distinct inputs of the first global
     batch are counted, for which rows are read. With a ``profile`` of ``dmt profile --out``, lookups of row-wise shards
-    are its, which are cut by it where that helps.
+    are its, which are cut by it where that helps. With a ``cluster``, rates are those of its file but for what
+    ``overrides`` say.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
     """
     run = load_config(config, overrides)
+    if cluster is not None and run.dataflow != "flat":
+        run = load_config(config, [*planner_rates(load_cluster(cluster)), *overrides])
     if run.data.tables is None:
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
-    given = {"--sync-gb-per-s": sync_gb_per_s, "--distinct": distinct, "--profile": profile, "--out": out}
+    given = {
+        "--sync-gb-per-s": sync_gb_per_s,
+        "--distinct": distinct,
+        "--profile": profile,
+        "--out": out,
+        "--cluster": cluster,
+    }
     if run.dataflow == "flat":
         options = [name for name, value in given.items() if value not in (None, False)]
         return _plan_flat(config, open_job(run), options)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
+from dmt.files import atomic_write
 from dmt.formatting import human_bytes
+from dmt.partitioner.report.style import add_title, dress_axes, new_figure, save_figure
 from dmt.simulator.cluster import Cluster, load_cluster
-from dmt.training.config import TrainingConfig, load_config
+from dmt.training.cluster_rates import planner_rates
+from dmt.training.commands.launch import train_here
+from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.console import make_table, table_console
 from dmt.training.job import open_job
-from dmt.training.what_if import Alternative, Prediction, alternatives, predict_step
+from dmt.training.report.curves import RUN_COLORS
+from dmt.training.what_if import Alternative, Prediction, alternatives, changed_config, predict_step
 
-__all__ = ["WhatIf", "print_what_if", "run_what_if"]
+__all__ = ["WhatIf", "draw_what_if", "print_what_if", "run_what_if"]
+
+_VERIFIED_STEPS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +36,13 @@ class WhatIf:
     """The run as its config has it."""
     found: list[Alternative]
     """Fastest first."""
+    verified: list[tuple[Alternative, float]]
+    """The fastest of their ways, and the seconds of a step that were measured."""
+
+    def write(self, path: Path) -> None:
+        """Writes the config of the fastest alternative."""
+        with atomic_write(path) as part:
+            part.write_text(to_toml(changed_config(self.config, self.found[0].overrides)), encoding="utf-8")
 
     def best(self) -> list[Alternative]:
         """The fastest of each way to train and number format, fastest first."""
@@ -42,20 +58,33 @@ class WhatIf:
         return {
             "cluster": asdict(self.cluster),
             "own": _record(self.own),
+            "verified": [
+                {"overrides": a.overrides, "measured_seconds": s, **_record(a.prediction)} for a, s in self.verified
+            ],
             "alternatives": [
                 {"overrides": a.overrides, "compression_ratio": a.ratio, **_record(a.prediction)} for a in self.found
             ],
         }
 
 
-def run_what_if(config: str, overrides: Sequence[str], cluster: str) -> WhatIf:
+def run_what_if(config: str, overrides: Sequence[str], cluster: str, *, num_verified: int = 0) -> WhatIf:
     """Predicts a step of a run, and of its alternatives, on a cluster file or a shipped cluster.
+
+    Tables are placed by the cluster's rates, but for what ``overrides`` say. ``num_verified`` alternatives are trained
+    for some steps on ranks of this machine, the fastest of each way to train first.
 
     Raises:
         InputError: the config, its data or the cluster cannot be read; hosts have another number of ranks than the
-            cluster's; or the tables cannot be placed.
+            cluster's; the tables cannot be placed; or there is nothing to train on.
     """
     run, described = load_config(config, overrides), load_cluster(cluster)
+    if run.dataflow != "flat":
+        run = load_config(config, [*planner_rates(described), *overrides])
+    if num_verified < 0 or (num_verified and run.data.tables is not None):
+        raise InputError(
+            f"--verify {num_verified}: give a number of alternatives to train, from 1 on, and data instead of "
+            f"data.tables={run.data.tables!r}, which lists tables without rows."
+        )
     size = run.topology.build().host_size
     if size != described.ranks_per_host:
         raise InputError(
@@ -69,12 +98,24 @@ def run_what_if(config: str, overrides: Sequence[str], cluster: str) -> WhatIf:
             f"{run.topology.build().num_hosts} hosts of the run. Measure two hosts or more with `dmt bench-comms`."
         )
     job = open_job(run)
-    return WhatIf(
+    result = WhatIf(
         cluster=described,
         config=run,
         own=predict_step(job, described),
         found=alternatives(run, job.tables, job.num_dense, described),
+        verified=[],
     )
+    chosen = result.best()[:num_verified]
+    return replace(result, verified=[(one, _measure(changed_config(run, one.overrides))) for one in chosen])
+
+
+def _measure(config: TrainingConfig) -> float:
+    """Seconds of a training step on ranks of this machine, without the first ones."""
+    with tempfile.TemporaryDirectory(prefix="dmt-what-if-") as folder:
+        settings = {"output_dir": folder, "max_steps": _VERIFIED_STEPS, "eval_every": None, "resume": "never"}
+        trained = train_here(config.model_copy(update={"train": config.train.model_copy(update=settings)}))
+    rows = config.train.batch_size * config.topology.build().world_size
+    return float(rows / trained["samples_per_second"])
 
 
 def print_what_if(result: WhatIf) -> None:
@@ -94,6 +135,21 @@ def print_what_if(result: WhatIf) -> None:
         "model than the flat one; docs/quality.md shows what that costs. Left out: skewed and repeated ids, and the "
         "reading of data. Measure the best two before you choose."
     )
+    if result.verified:
+        rows = []
+        for one, measured in result.verified:
+            step = one.prediction.timeline.seconds
+            rows.append(
+                (
+                    _name(one),
+                    _value(one, "forward_precision"),
+                    f"{1e3 * step:,.1f} ms",
+                    f"{1e3 * measured:,.1f} ms",
+                    f"{step / measured - 1:+.0%}",
+                )
+            )
+        title = f"{_VERIFIED_STEPS} steps on this machine"
+        console.print(make_table(["", "exchange", "predicted", "measured", "error"], rows, title=title))
     fastest = result.found[0]
     if fastest.prediction.timeline.exposed["program"] > 0:
         console.print("The fastest ones are bound by the program (step_s): a larger batch would tell them apart.")
@@ -102,6 +158,41 @@ def print_what_if(result: WhatIf) -> None:
         "With these, leave out what else the config has in [towers], [replicas], [hot_rows] and of exchanges in "
         "[sharding]."
     )
+
+
+def draw_what_if(result: WhatIf, path: Path) -> None:
+    """Draws samples per second against the compression ratio; a line joins those that no other one beats in both.
+
+    Raises:
+        InputError: ``path`` is no picture format or cannot be written.
+    """
+    figure = new_figure(path, size=(7.0, 4.4), caller="--picture", layout="constrained")
+    axes = figure.subplots()
+    for (precision, marker), color in zip((("fp32", "o"), ("fp16", "s")), RUN_COLORS, strict=False):
+        points = [
+            (a.ratio, a.prediction.samples_per_s) for a in result.best() if _value(a, "forward_precision") == precision
+        ]
+        axes.plot(*zip(*points, strict=True), marker, color=color, label=f"exchange in {precision.upper()}", zorder=3)
+    front, speed = [], 0.0
+    for one in sorted(result.found, key=lambda a: (a.ratio, -a.prediction.samples_per_s)):
+        if one.prediction.samples_per_s > speed:
+            speed = one.prediction.samples_per_s
+            front.append((one.ratio, speed))
+    axes.plot(*zip(*front, strict=True), "-", color="#999999", linewidth=1.2, label="no other is faster at this ratio")
+    own = result.own.samples_per_s
+    axes.axhline(own, color="#999999", linestyle=":", linewidth=1.2, label="this config")
+    axes.set_xscale("log", base=2)
+    ratios = sorted({round(a.ratio, 2) for a in result.found})
+    axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios], minor=False)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("compression ratio (1: the flat model)", fontsize=9)
+    axes.set_ylabel("samples per second, predicted", fontsize=9)
+    axes.legend(fontsize=8, frameon=False)
+    dress_axes(axes, grid="y")
+    topology = result.config.topology.build()
+    hosts = f"{topology.num_hosts} hosts of {topology.host_size} ranks"
+    add_title(axes, [f"Speed against compression on {result.cluster.name}", hosts])
+    save_figure(figure, path, caller="--picture")
 
 
 def _numbers(found: Prediction, flat: float) -> tuple[str, ...]:

@@ -47,7 +47,10 @@ def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:
         132.0
     """
     few, more = (_count(model, dense_in_features, size) for size in _SIZES)
-    found = [PartWork(*map(_per_sample, *pair)) for pair in zip(few, more, strict=True)]
+    found = [
+        PartWork(forward=_per_sample(small[0], large[0]), backward=_per_sample(small[1], large[1]))
+        for small, large in zip(few, more, strict=True)
+    ]
     *towers, dense_arch, rest = (
         part._replace(weight_bytes=sum(p.nbytes for p in own)) for part, own in zip(found, _weights(model), strict=True)
     )
@@ -84,7 +87,7 @@ def _count(model: nn.Module, dense_in_features: int, size: int) -> list[tuple[_C
         for part in (*parts.values(), dense_arch):
             stack.enter_context(part.apart(rest))
         for module in model.modules():
-            tower = getattr(module, "interaction", None)
+            tower: Any = getattr(module, "interaction", None)
             if tower in towers and tower not in parts:
                 stack.enter_context(_replaced(module, size, tower.out_features))
             elif isinstance(module, MetaTables):
