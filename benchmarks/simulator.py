@@ -77,7 +77,7 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
 
 
 def repeats_of(job: Job, contender: Contender, setting: Setting) -> Repeats | None:
-    """What equal ids of the benchmark's batches change for a contender; None where nothing."""
+    """Counts what repeats in the ids of the benchmark's batches; None where the contender makes no use of it."""
     if not contender.is_unique and not contender.has_hot_rows:
         return None
     size, ranks = setting.batch_size, range(setting.world_size)
@@ -87,7 +87,7 @@ def repeats_of(job: Job, contender: Contender, setting: Setting) -> Repeats | No
     profile, topology = access_profile(setting), job.topology
     distinct, whole = contender.is_unique, sum(4.0 * table.num_embeddings * table.embedding_dim for table in job.tables)
     rows = choose_rows(profile, job.tables, topology, batch_size=size, distinct=distinct, max_bytes=whole)
-    hot = hot_load(profile, job.tables, topology, rows, batch_size=size)
+    hot = hot_load(profile, job.tables, topology, rows=rows, batch_size=size)
     return Repeats(distinct=distinct_inputs_of(job, rows, batches), hot=hot)
 
 

@@ -130,7 +130,7 @@ def saved_bytes(
 
 
 class HotLoad(NamedTuple):
-    """What chosen hot rows cost in a step of a replica."""
+    """Cost of chosen hot rows in a step of a replica."""
 
     across: float
     """Bytes between hosts, of all ranks, for the sum of their gradients."""
@@ -146,8 +146,8 @@ def hot_load(
     profile: AccessProfile,
     tables: Sequence[TableSpec],
     topology: TowerTopology,
-    rows: Mapping[str, NDArray[np.int64]],
     *,
+    rows: Mapping[str, NDArray[np.int64]],
     batch_size: int,
 ) -> HotLoad:
     """Expects the cost of copies of some rows of each table, by the accesses of a profile; FP32, single ids.
@@ -159,7 +159,7 @@ def hot_load(
         >>> profile = AccessProfile([table])
         >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
         >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-        >>> load = hot_load(profile, [table], topology, {"t": np.array([7])}, batch_size=4)
+        >>> load = hot_load(profile, [table], topology, rows={"t": np.array([7])}, batch_size=4)
         >>> load.used_bytes, load.held_bytes  # three of four ids, 8 columns
         (96.0, 32.0)
     """

@@ -142,7 +142,7 @@ def _on_gpu(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _on_cpu(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What Gloo reports, and operators of libraries; what is around them, in Python or autograd, also waits."""
+    """Returns what Gloo reports, and operators of libraries; what is around them, in Python or autograd, also waits."""
     names = [(str(event.get("name", "")), event) for event in events]
     return [
         event

@@ -158,7 +158,7 @@ def _without(module: nn.Module, rest: _Counter) -> Iterator[None]:
 
 
 def _leaf(value: Any) -> Any:
-    """The same values, from which gradients go no further back."""
+    """Returns the same values, from which gradients go no further back."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 

@@ -118,10 +118,10 @@ def count(job: Job) -> CountedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """What the ids of a job have in common: equal inputs that share a row, and hot rows with copies."""
+    """Repetitions in the ids of a job: equal inputs that share a row, and hot rows with copies."""
 
     distinct: Sequence[InputGroup]
-    """What `distinct_inputs_of` counted."""
+    """Counts of `distinct_inputs_of`."""
     hot: HotLoad | None = None
 
 
@@ -189,7 +189,7 @@ def step_work(job: Job, model: CountedModel, repeats: Repeats | None = None) -> 
 def _shared_rows(
     groups: Sequence[InputGroup], columns: Mapping[str, int], model: CountedModel
 ) -> tuple[dict[str, float], dict[str, float], float]:
-    """Of a rank's batch: the ids and the rows of each feature, and the numbers that its towers send back."""
+    """Returns of a rank's batch the ids and the rows of each feature, and the numbers that its towers send back."""
     modules = tower_modules(model.model)
     ids: dict[str, float] = {}
     rows: dict[str, float] = {}
