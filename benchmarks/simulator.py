@@ -35,7 +35,7 @@ from dmt.training.what_if import Repeats, count, predict_step, step_work
 __all__ = ["job_of", "main"]
 
 _RESULTS = Path(__file__).parent / "results"
-_STEPS = tuple(_RESULTS / name for name in ("train_step.json", "unique_step.json", "hot_step.json"))
+_STEPS = tuple(_RESULTS / name for name in ("train_step.json", "unique_step.json", "hot_steps.json"))
 _OUT = _RESULTS / "simulator.md"
 _MEGABYTES = ("4", "25")
 _FLAT = {"table_wise": "table_wise", "column_wise": "column_wise"}
