@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.towers.clicks import Clicks
 from benchmarks.towers.trials import build_trial_model, row_order, this_process_alone
 from dmt.errors import InputError
-from dmt.testing.plain import warmup_share
+from dmt.testing.plain import rate_share
 from dmt.training.build import ClickTask
 from dmt.training.config import TrainingConfig
 from dmt.training.loop import ClickMetrics, MetricValues
@@ -174,7 +174,8 @@ class Simulation:
 
     def step(self, rows: Tensor) -> float:
         """Trains on one global batch of the given rows; returns its mean loss before."""
-        factor = warmup_share(self._steps, self._optimizer.warmup_steps)
+        own = self._optimizer
+        factor = rate_share(self._steps, own.warmup_steps, decay_start=own.decay_start, decay_steps=own.decay_steps)
         self._dense.param_groups[0]["lr"] = self._optimizer.dense_lr * factor
         loss, _ = self._task(self._clicks.batch(self._clicks.train, rows))
         self._task.zero_grad()

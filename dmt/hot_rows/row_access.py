@@ -16,15 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.formatting import counted
-from dmt.hot_rows.costs import has_single_ids, saved_bytes
+from dmt.formatting import counted, shorten
+from dmt.hot_rows.costs import saved_bytes
 from dmt.hot_rows.profile import AccessProfile, RowCounts
-from dmt.plan.tables import table_specs
+from dmt.plan.column_shards import uncut_name
+from dmt.plan.tables import TableSpec, table_specs
 from dmt.sharding.costs import CostModel, ShardLoad
 from dmt.sharding.plan import RankLoad, TableSharding, TowerShardingPlan, imbalance_of
 from dmt.sharding.schemes import TablePlacement, table_shards
 
-__all__ = ["access_heights", "access_shares", "plan_by_access"]
+__all__ = ["access_heights", "access_shares", "counted_tables", "plan_by_access"]
 
 _GAIN = 0.05
 # Between equal rows and equal accesses: the way of the cut from one to the other.
@@ -79,6 +80,31 @@ def access_heights(counts: RowCounts, rows: int, num_blocks: int, *, mix: float)
     return np.diff([*ends, rows]).tolist()
 
 
+def counted_tables(tables: Sequence[Any], profile: AccessProfile) -> dict[str, RowCounts]:
+    """Returns the accesses of the tables that a profile has with the same rows and features, by table.
+
+    The width does not matter: column shards of a table are read like the whole table, under names of their own.
+
+    Args:
+        tables: ``EmbeddingBagConfig`` or `TableSpec`.
+        profile: accesses of these tables or others.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> whole = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
+        >>> shard = replace(whole, name="t[0:4]", embedding_dim=4, feature_names=("f[0:4]",))
+        >>> list(counted_tables([shard], AccessProfile([whole])))
+        ['t[0:4]']
+    """
+    known = {_what_is_read(table): table.name for table in profile.tables}
+    read = {table.name: known.get(_what_is_read(table)) for table in table_specs(tables)}
+    return {name: profile[source] for name, source in read.items() if source is not None}
+
+
+def _what_is_read(table: TableSpec) -> tuple[str, int, tuple[str, ...]]:
+    return uncut_name(table.name), table.num_embeddings, tuple(map(uncut_name, table.feature_names))
+
+
 def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: AccessProfile) -> TowerShardingPlan:
     """Returns a plan with the lookups of a profile, and with unequal row-wise shards where those help.
 
@@ -88,18 +114,20 @@ def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: Acce
         profile: accesses; tables that it does not have are taken to be read evenly.
 
     Raises:
-        InputError: the profile has no table of the plan with the same rows, columns and features.
+        InputError: the profile has no table of the plan with the same rows and features.
     """
     by_name = {table.name: table for table in tables}
-    known = {table.name for table in table_specs(tables) if table in profile.tables}
+    known = counted_tables(tables, profile)
     if not known:
         raise InputError(
             f"The profile has no table of this plan ({counted(len(by_name), 'table')}, the first is "
-            f"{next(iter(by_name))!r}) with the same rows, columns and features. Collect it with `dmt profile --out` "
-            "from the same config."
+            f"{next(iter(by_name))!r}) with the same rows and features. Collect it with `dmt profile --out` from the "
+            "same config."
         )
     planned = {entry.name: entry for entry in plan.tables}
     ranks: list[RankLoad] = []
+    cut: list[str] = []
+    row_wise_tables = 0
     for tower in plan.towers:
         own = [rank for rank in plan.ranks if rank.tower == tower.tower]
         loads = np.array([[getattr(rank, name) for name in _FIELDS] for rank in own], dtype=np.float64)
@@ -107,9 +135,11 @@ def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: Acce
         row_wise = [entry for entry in of_tower if entry.placement.scheme == "row_wise"]
         for entry in row_wise:
             even = _numbers(plan, by_name[entry.name], entry.placement, None)
-            loads += _numbers(plan, by_name[entry.name], entry.placement, profile[entry.name]) - even
+            loads += _numbers(plan, by_name[entry.name], entry.placement, known[entry.name]) - even
         for entry in sorted(row_wise, key=lambda entry: -entry.seconds):
-            planned[entry.name], loads = _cut(plan, by_name[entry.name], entry, profile, loads)
+            planned[entry.name], loads = _cut(plan, by_name[entry.name], entry, known[entry.name], profile, loads)
+        cut += [entry.name for entry in row_wise if planned[entry.name].placement != entry.placement]
+        row_wise_tables += len(row_wise)
         ranks += [
             replace(rank, seconds=float(s), memory=round(m), lookups=float(n), bytes_sent=float(b))
             for rank, (s, m, n, b) in zip(own, loads, strict=True)
@@ -119,14 +149,18 @@ def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: Acce
         for tower in plan.towers
     ]
     absent = len(plan.tables) - len(known)
-    words = "not in the profile with its rows, columns and features: taken to be read evenly."
-    note = f"{counted(absent, 'table')} {words}" if absent else ""
+    notes = [
+        f"access profile: {len(cut)} of {counted(row_wise_tables, 'row-wise table')} cut into unequal rows"
+        + (f" ({shorten(cut, ', ')})." if cut else ".")
+    ]
+    if absent:
+        notes.append(f"{counted(absent, 'table')} not in the profile with its rows and features: read evenly.")
     return replace(
         plan,
         tables=tuple(planned[entry.name] for entry in plan.tables),
         ranks=tuple(ranks),
         towers=tuple(towers),
-        notes=(*plan.notes, note) if note else plan.notes,
+        notes=(*plan.notes, *notes),
     )
 
 
@@ -134,11 +168,12 @@ def _cut(
     plan: TowerShardingPlan,
     table: Any,
     entry: TableSharding,
+    counts: RowCounts,
     profile: AccessProfile,
     loads: NDArray[np.float64],
 ) -> tuple[TableSharding, NDArray[np.float64]]:
     """Returns a row-wise table's entry, cut otherwise where that helps, and the loads of its tower's ranks, [L, 4]."""
-    counts, rows, placement = profile[table.name], table.num_embeddings, entry.placement
+    rows, placement = table.num_embeddings, entry.placement
     heights = [shard.rows for shard in table_shards(table, placement)]
     others = loads - _numbers(plan, table, placement, counts)
     can_change = not placement.sizes and placement.kernel == "fused"  # other memories have limits of their own
@@ -148,7 +183,7 @@ def _cut(
     room = plan.hardware.memory_per_rank or np.inf
     fitting = {one: way for one, way in ways.items() if way[:, 1].max() <= room}
     words = f"; by the profile its ranks have {_spread(access_shares(counts, rows, heights))} the mean lookups"
-    if (cold := _without_hot(plan, table, profile)) is not None:
+    if (cold := _without_hot(plan, table, counts, profile.num_samples)) is not None:
         left = _spread(access_shares(cold, rows, heights))
         words += f"; if all rows that pay without unique ids had copies, {left}"
     busiest, best = loads[:, 0].max(), min(fitting, key=lambda one: fitting[one][:, 0].max(), default=None)
@@ -177,17 +212,16 @@ def _numbers(
     return found
 
 
-def _without_hot(plan: TowerShardingPlan, table: Any, profile: AccessProfile) -> RowCounts | None:
+def _without_hot(plan: TowerShardingPlan, table: Any, counts: RowCounts, num_samples: int) -> RowCounts | None:
     """Returns the accesses that would be left to a table if all its rows that pay had copies; None where none pays.
 
     Rows are those that pay without unique ids, however many bytes they take.
     """
-    spec = next(one for one in profile.tables if one.name == table.name)
-    if not has_single_ids(profile, spec):
+    ids_per_sample = counts.total / max(num_samples * len(table.feature_names), 1)
+    if ids_per_sample > 1:  # of a bag of several ids the sum over its cold rows is as long as the whole
         return None
-    counts = profile[table.name]
-    num_ids = plan.workload.batch_size * profile.ids_per_sample(spec)
-    cold = saved_bytes(counts, spec, plan.topology, num_ids=num_ids, distinct=False) <= 0
+    num_ids = plan.workload.batch_size * ids_per_sample
+    cold = saved_bytes(counts, table, plan.topology, num_ids=num_ids, distinct=False) <= 0
     if cold.all():
         return None
     left = counts.total - int(counts.counts[~cold].sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -185,7 +186,7 @@ def check_rank_memory(job: Job) -> None:
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
     """The optimizer of everything: the tables' fused ones, one for tower modules and one for the other dense parts.
 
-    The three learning rates rise linearly over ``warmup_steps``.
+    The three learning rates rise linearly over ``warmup_steps`` and fall from ``decay_start`` on.
     """
     trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     rates = {"towers": config.dense_lr if config.tower_lr is None else config.tower_lr, "dense": config.dense_lr}
@@ -198,10 +199,43 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
         if parameters[part]:
             make = partial(DENSE_OPTIMIZERS[config.dense], lr=rate)
             parts.append((part, KeyedOptimizerWrapper(parameters[part], make), rate))
+    return CombinedOptimizer([(part, _Scheduled(one, _stages(config), lr=rate)) for part, one, rate in parts])
+
+
+def _stages(config: OptimizerConfig) -> list[WarmupStage]:
+    """The schedule of the learning rates; a stage holds up to and with its last step, ``max_iters``."""
     # Also without a warm-up, at the full rate: a checkpoint then has the same state with and without.
-    steps = max(1, config.warmup_steps)
-    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=steps, value=1 / steps)]
-    return CombinedOptimizer([(part, WarmupOptimizer(optimizer, stages, lr=rate)) for part, optimizer, rate in parts])
+    warmup = max(1, config.warmup_steps)
+    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=warmup, value=1 / warmup)]
+    if config.decay_start is not None and config.decay_steps is not None:
+        start, end = config.decay_start, config.decay_start + config.decay_steps
+        if start > warmup:
+            stages.append(WarmupStage(policy=WarmupPolicy.NONE, max_iters=start))
+        # TorchRec's falls from step 0 on; scaled, it is 1 where it starts.
+        fall = WarmupStage(
+            policy=WarmupPolicy.POLY,
+            max_iters=end - 1,
+            value=2.0,
+            decay_iters=end,
+            lr_scale=(end / config.decay_steps) ** 2,
+        )
+        stages += [fall, WarmupStage(policy=WarmupPolicy.CONSTANT, max_iters=2**62, value=config.decay_steps**-2.0)]
+    return stages
+
+
+class _Scheduled(WarmupOptimizer):
+    """A `WarmupOptimizer` that goes on from a checkpoint by its step: the saved stage may be of another schedule."""
+
+    def __init__(self, optimizer: KeyedOptimizer, stages: list[WarmupStage], *, lr: float) -> None:
+        self._ends = [stage.max_iters for stage in stages]
+        super().__init__(optimizer, stages, lr=lr)
+
+    def post_load_state_dict(self) -> None:
+        """Takes the learning rates of the step that was loaded."""
+        saved = self.state.get(self.params["__warmup"], {}).get("warmup")
+        if saved is not None:
+            saved[1] = bisect_left(self._ends, int(saved[0]))
+        super().post_load_state_dict()
 
 
 def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[str, Any]:

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 SHARDING_OF_TOWERS = (
     "tables",
     "plan",
+    "profile",
     "kernels",
     "cache_load_factor",
     "cache_policy",
@@ -191,6 +192,9 @@ class ShardingConfig(Section):
     """The scheme of single tables, or several to choose from, by name or pattern: ``"t_ad*" = "row_wise"``."""
     plan: str | None = None
     """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
+    profile: str | None = None
+    """Accesses that ``dmt profile --out`` or ``dmt prepare`` wrote: row-wise shards have the lookups that it tells, and
+    unequal rows where that helps. By default those of ``hot_rows.profile`` or of the prepared folder that is read."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
     kernels: dict[str, Kernel] = Field(default_factory=dict)
@@ -234,6 +238,11 @@ class ShardingConfig(Section):
         if self.plan is not None and (self.tables or self.scheme != "auto"):
             raise InputError(
                 f"sharding.plan={self.plan!r} says where tables go; leave out sharding.scheme and sharding.tables."
+            )
+        if self.plan is not None and self.profile is not None:
+            raise InputError(
+                f"sharding.plan={self.plan!r} is used without changes, which sharding.profile={self.profile!r} would "
+                "make. Leave out one of them."
             )
         if self.unique != "off" and self.id_route == "global":
             raise InputError(
@@ -301,6 +310,25 @@ class OptimizerConfig(Section):
     """Learning rate of tower modules; by default ``dense_lr``. A flat model has none."""
     warmup_steps: int = Field(default=100, ge=0)
     """Steps over which all learning rates rise linearly to their value."""
+    decay_start: int | None = Field(default=None, ge=1)
+    """Step s from which all learning rates fall to (1 - (step - s) / n)^2 of their value, as in MLPerf's DLRM."""
+    decay_steps: int | None = Field(default=None, ge=2)
+    """n, steps of the fall; the rates of its last step are kept."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        start, steps = self.decay_start, self.decay_steps
+        if (start is None) != (steps is None):
+            raise InputError(
+                f"optimizer.decay_start={start} and optimizer.decay_steps={steps} belong together. Set both, or leave "
+                "out both."
+            )
+        if start is not None and start < self.warmup_steps:
+            raise InputError(
+                f"optimizer.decay_start={start} is before the end of optimizer.warmup_steps={self.warmup_steps}. Let "
+                "the rates fall later, or shorten the warm-up."
+            )
+        return self
 
 
 class TrainConfig(Section):

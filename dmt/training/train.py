@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import re
@@ -48,6 +49,7 @@ from dmt.training.partition import write_affinity
 from dmt.training.records import RunRecord, print_settings, result_warnings
 from dmt.training.resume import checkpoint_folder, find_start, folder_lock, restart_safe_store
 from dmt.training.stop import SIGNALS, say_stopped
+from dmt.training.trained import BAGS
 
 __all__ = ["train", "train_job"]
 
@@ -267,6 +269,8 @@ def _describe(job: Job, folder: Path) -> None:
         replace(job.towers, tables=job.split_tables).save(folder / "towers.json")
     if job.sharding is not None:
         job.sharding.save(folder / "sharding.json")
+    if job.config.data.kind in ("columns", "source"):
+        (folder / BAGS).write_text(json.dumps(sorted(job.data.multi_hot)), encoding="utf-8")
     (folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")
 
 

@@ -7,13 +7,17 @@ from pathlib import Path
 from torch import nn
 
 from dmt.errors import InputError
+from dmt.files import read_json
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_override
 from dmt.training.data.config import with_files
 from dmt.training.job import Job, open_data
 
-__all__ = ["checkpoint_of", "trained_model"]
+__all__ = ["BAGS", "checkpoint_of", "trained_model"]
+
+BAGS = "bags.json"
+"""File of a checkpoint with the names of the features that have bags, which text files to read later do not tell."""
 
 
 def checkpoint_of(run: Path, data_path: str | None = None) -> tuple[Path, TrainingConfig]:
@@ -36,7 +40,11 @@ def checkpoint_of(run: Path, data_path: str | None = None) -> tuple[Path, Traini
         config = load_config(checkpoint / "config.toml", overrides)
         if config.data.kind == "synthetic":
             raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        return checkpoint, config.model_copy(update={"data": with_files(config.data, data_path)})
+        data = with_files(config.data, data_path)
+        if (bags := checkpoint / BAGS).exists():
+            names = read_json(bags, place=str(bags), remedy="Use another checkpoint.")
+            data = data.model_copy(update={"multi_hot": tuple(names)})
+        return checkpoint, config.model_copy(update={"data": data})
     return checkpoint, load_config(checkpoint / "config.toml", overrides)
 
 

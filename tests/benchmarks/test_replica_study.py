@@ -26,7 +26,7 @@ from benchmarks.towers.clicks import Clicks
 from benchmarks.towers.trials import STUDY_SETS, trial_config
 from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
-from dmt.testing.plain import PlainTraining, warmup_share
+from dmt.testing.plain import PlainTraining, rate_share
 from dmt.training.config import OptimizerConfig
 from tests.ranks import run_ranks
 
@@ -115,7 +115,7 @@ def test_wrong_sizes_are_refused() -> None:
 
 
 def test_the_warm_up_ends_at_one() -> None:
-    assert [warmup_share(step, 2) for step in range(4)] == [0.5, 0.75, 1.0, 1.0]
+    assert [rate_share(step, 2) for step in range(4)] == [0.5, 0.75, 1.0, 1.0]
 
 
 def differences_to_the_trainer(_: int, num_replicas: int, scale: float) -> dict[str, float]:

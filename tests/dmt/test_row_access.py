@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from pydantic import ValidationError
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.hot_rows.profile import AccessProfile
@@ -18,15 +21,22 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import TablePlacement
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import save_profile
+from dmt.training.checkpoints import load_plain
 from dmt.training.commands import main
-from dmt.training.config import to_toml
-from dmt.training.job import open_data
-from tests.training.small import small
+from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.data.prepare import PrepareOptions, prepare
+from dmt.training.job import open_data, open_job, resolve
+from dmt.training.resume import checkpoint_folder
+from dmt.training.train import train_job
+from tests.ranks import run_ranks
+from tests.training.small import plain, small
 
 TOPOLOGY = TowerTopology(num_towers=1, ranks_per_tower=4)
 TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=64, feature_names=("f",))
 OTHER = TableSpec(name="u", num_embeddings=900, embedding_dim=8, feature_names=("g",))
+CUTS = ((0, 32), (32, 64))
 # Lookups cost something beside what is sent.
 SLOW_MEMORY = Hardware(memory_gb_per_s=1.0, intra_tower_gb_per_s=100.0)
 
@@ -56,7 +66,10 @@ def test_lookups_of_ranks_are_those_of_the_profile() -> None:
     of_rows = np.bincount(np.repeat(profile["t"].rows, profile["t"].counts), minlength=1000).reshape(4, 250).sum(1)
     # 256 samples of the job; the other table is not in the profile, and every rank has a quarter of its lookups.
     assert [rank.lookups for rank in plan.ranks] == pytest.approx(256 * of_rows / of_rows.sum() + 64)
-    assert plan.notes[-1] == "1 table not in the profile with its rows, columns and features: taken to be read evenly."
+    assert plan.notes[-2:] == (
+        "access profile: 0 of 1 row-wise table cut into unequal rows.",
+        "1 table not in the profile with its rows and features: read evenly.",
+    )
     assert {rank.memory for rank in plan.ranks} == {rank.memory for rank in planned(Hardware()).ranks}
     entry = plan.tables[0]
     assert entry.placement == planned(Hardware()).placements["t"], "single ids cost little beside what is sent"
@@ -65,12 +78,27 @@ def test_lookups_of_ranks_are_those_of_the_profile() -> None:
     assert plan.tables[1] == planned(Hardware()).tables[1]
 
 
-@pytest.mark.parametrize("change", [{"embedding_dim": 32}, {"feature_names": ("h",)}, {"num_embeddings": 999}])
+@pytest.mark.parametrize("change", [{"name": "s"}, {"feature_names": ("h",)}, {"num_embeddings": 999}])
 def test_the_profile_of_another_model_is_refused(change: dict[str, Any]) -> None:
     other = replace(TABLE, **change)
     plan = plan_tables([[other]], TOPOLOGY, rules=ShardingRules(schemes=("row_wise",)))
-    with pytest.raises(InputError, match=r"has no table of this plan \(1 table, the first is 't'\) with the same rows"):
+    with pytest.raises(
+        InputError, match=r"has no table of this plan \(1 table, the first is '[st]'\) with the same rows"
+    ):
         plan_by_access(plan, [other], profile_of(1))
+
+
+def test_column_shards_and_other_widths_are_read_like_the_whole_table() -> None:
+    profile = profile_of(20)
+    wide = replace(TABLE, embedding_dim=128)
+    shards = [replace(TABLE, name=f"t[{a}:{b}]", embedding_dim=b - a, feature_names=(f"f[{a}:{b}]",)) for a, b in CUTS]
+    for tables in ([wide], shards):
+        plan = plan_tables([tables], TOPOLOGY, hardware=SLOW_MEMORY, rules=ShardingRules(schemes=("row_wise",)))
+        found = plan_by_access(plan, tables, profile)
+        assert found.notes[-1].startswith(f"access profile: {len(tables)} of {len(tables)} row-wise table")
+        for table in tables:
+            sizes = found.placements[table.name].sizes
+            assert 4 * access_shares(profile["t"], 1000, sizes).max() < 2
 
 
 def test_unequal_shards_are_taken_where_the_busiest_rank_gains() -> None:
@@ -150,3 +178,77 @@ def test_dmt_plan_reads_a_profile(tmp_path: Path) -> None:
     plan = TowerShardingPlan.load(tmp_path / "p.json")
     assert [rank.lookups > 0 for rank in plan.ranks] == [rank.local == 0 for rank in plan.ranks]
     assert all("its ranks have 0.00 to 2.00 x the mean lookups" in reason for reason in plan.reasons.values())
+
+
+def profiled(folder: Path, name: str, steps: int, **sections: dict[str, Any]) -> TrainingConfig:
+    train = {"max_steps": steps, "output_dir": str(folder / name)}
+    sharding = {"scheme": "row_wise", "memory_gb_per_s": 1e-3, **sections.pop("sharding", {})}
+    return small("dlrm", "sptt", sharding=sharding, train=train, **sections)
+
+
+def save_first_rows(config: TrainingConfig, path: Path) -> None:
+    """The profile of rows of which the first three alone are read."""
+    tables = open_data(config)[0].tables
+    profile = AccessProfile(tables)
+    profile.add({feature: [0, 1, 2] for table in tables for feature in table.feature_names}, num_samples=3)
+    save_profile(profile, path)
+
+
+def trained_with_profile(rank: int, folder: str) -> list[dict[str, torch.Tensor]]:
+    """Weights of a run whose profile is given for its first steps only, and of one that keeps it."""
+    path, weights = Path(folder), []
+    cut = {"profile": f"{path}/access.parquet"}
+    for name, steps, sharding in (("a", 3, cut), ("a", 5, {}), ("b", 5, cut)):
+        config = profiled(path, name, steps, sharding=sharding)
+        job = resolve(config, 4)
+        train_job(job, TowerMesh(job.topology))
+        placements = TowerShardingPlan.load(path / name / "sharding.json").placements
+        assert {placement.sizes for placement in placements.values()} == ({(2, 9)} if sharding else {()})
+        task = plain(config)
+        load_plain(task, checkpoint_folder(config))
+        weights.append({key: value.clone() for key, value in task.state_dict().items()})
+    return weights[1:]
+
+
+@pytest.mark.ranks
+def test_a_run_is_cut_by_its_profile_and_goes_on_without_it(tmp_path: Path) -> None:
+    save_first_rows(profiled(tmp_path, "a", 1), tmp_path / "access.parquet")
+    ours, wanted = run_ranks(trained_with_profile, 4, str(tmp_path))[0]
+    # Rows are added up in the same order wherever they live; dense layers see the same numbers.
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_profile_of_hot_rows_and_of_prepared_rows_is_read_unasked(tmp_path: Path) -> None:
+    run = profiled(tmp_path, "a", 1)
+    save_first_rows(run, tmp_path / "access.parquet")
+    hot = profiled(tmp_path, "a", 1, hot_rows={"extra_memory": 0.1, "profile": f"{tmp_path}/access.parquet"})
+    sizes = {placement.sizes for placement in open_job(hot).sharding.placements.values()}  # type: ignore[union-attr]
+    assert sizes == {(2, 9)}
+    prepare(run.data, tmp_path / "prepared", PrepareOptions())
+    save_first_rows(run, tmp_path / "prepared" / "access.parquet")
+    manifest = json.loads((tmp_path / "prepared" / "manifest.json").read_text())
+    manifest["files"]["access.parquet"] = (tmp_path / "prepared" / "access.parquet").stat().st_size
+    (tmp_path / "prepared" / "manifest.json").write_text(json.dumps(manifest))
+    values = run.model_dump(mode="json") | {"data": {"prepared": str(tmp_path / "prepared")}}
+    config = TrainingConfig.model_validate(values)
+    # As a checkpoint keeps it, and with tables of another width.
+    again = TrainingConfig.model_validate(
+        config.model_dump(mode="json") | {"model": values["model"] | {"embedding_dim": 4}}
+    )
+    for one in (config, again):
+        plan = open_job(one).sharding
+        assert plan is not None
+        assert {placement.sizes for placement in plan.placements.values()} == {(2, 9)}
+        assert plan.notes[-1].startswith("access profile: 6 of 6 row-wise tables cut into unequal rows (t_C")
+    # A plan that is named is used as it is.
+    open_job(run).sharding.save(tmp_path / "plan.json")  # type: ignore[union-attr]
+    values["sharding"] = {"dataflow": "sptt", "plan": str(tmp_path / "plan.json")}
+    plan = open_job(TrainingConfig.model_validate(values)).sharding
+    assert plan is not None
+    assert {placement.sizes for placement in plan.placements.values()} == {()}
+    values["sharding"]["profile"] = "access.parquet"
+    with pytest.raises(
+        ValidationError, match=r"plan=.* is used without changes, which sharding\.profile='access\.parquet'"
+    ):
+        TrainingConfig.model_validate(values)

@@ -115,6 +115,11 @@ def test_of_two_overrides_the_later_wins_and_the_file_keeps_the_rest() -> None:
         ("train.batch_size.x=3", r"'train\.batch_size\.x=3': 'batch_size' is a value, not a section"),
         ("train.max_steps.x=3", r"train\.max_steps: .*valid integer \(got \{'x': 3\}\)"),
         ("sharding.memory_gib=inf", r"sharding\.memory_gib: Input should be a finite number \(got inf\)"),
+        ("optimizer.decay_steps=9", r"decay_start=None and optimizer\.decay_steps=9 belong together"),
+        (
+            "optimizer={decay_start = 9, decay_steps = 9}",
+            r"decay_start=9 is before the end of optimizer\.warmup_steps=100",
+        ),
         ("optimizer.dense_lr=nan", r"optimizer\.dense_lr: Input should be a finite number \(got nan\)"),
     ],
 )

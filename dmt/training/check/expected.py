@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt.errors import InputError
 from dmt.models.complexity import is_tower_module
-from dmt.testing.plain import PlainTraining, is_table, table_name, warmup_share
+from dmt.testing.plain import PlainTraining, is_table, rate_share, table_name
 from dmt.testing.state import TableLayout
 from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params
 from dmt.training.check.rounding import as_sent
@@ -288,7 +288,7 @@ def _dense_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parame
 
 
 def _set_rates(training: PlainTraining, config: OptimizerConfig, step: int) -> None:
-    share = warmup_share(step, config.warmup_steps)
+    share = rate_share(step, config.warmup_steps, decay_start=config.decay_start, decay_steps=config.decay_steps)
     training.learning_rate = config.sparse_lr * share
     for optimizer in training.dense_optimizers:
         for group in optimizer.param_groups:

@@ -147,6 +147,8 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
         # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from weights.
         ("train", "dense_reduce_precision", "fp32", "dense gradients are sent in {after} instead of {before}"),
         ("optimizer", "warmup_steps", _WARMUP_STEPS, "learning rates rise over {after} steps instead of {before}"),
+        ("optimizer", "decay_start", _WARMUP_STEPS, "they fall from step {after} on instead of {before}"),
+        ("optimizer", "decay_steps", _WARMUP_STEPS, "their fall takes {after} steps instead of {before}"),
     ]
     if topology.num_replicas > 1:
         most = own.moment_scale if isinstance(own.moment_scale, str) else float(topology.num_replicas)
@@ -158,6 +160,8 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
     lines = []
     for section, key, after, line in changes:
         before = getattr(getattr(config, section), key)
+        if before is None:
+            continue
         after = after if isinstance(after, str) else min(before, after)
         if before != after:
             config = with_values(config, section, **{key: after})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,11 @@ from rich.text import Text
 
 from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes, natural, shorten
-from dmt.hot_rows.row_access import plan_by_access
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.simulator.cluster import load_cluster
-from dmt.training.access import load_profile
 from dmt.training.cluster_rates import planner_rates
-from dmt.training.config import load_config
+from dmt.training.config import load_config, to_override
 from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
 from dmt.training.job import Job, check_table_optimizer, open_job
@@ -79,16 +77,16 @@ def run_plan(
     """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
 
     A flat run has TorchRec's plan, and none of the options. With ``distinct``, the distinct inputs of the first global
-    batch are counted, for which rows are read. With a ``profile`` of ``dmt profile --out``, lookups of row-wise shards
-    are its, which are cut by it where that helps. With a ``cluster``, rates are those of its file but for what
-    ``overrides`` say.
+    batch are counted, for which rows are read. A ``profile`` is that of ``sharding.profile``. With a ``cluster``, rates
+    are those of its file but for what ``overrides`` say.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
     """
     run = load_config(config, overrides)
     if cluster is not None and run.dataflow != "flat":
-        run = load_config(config, [*planner_rates(load_cluster(cluster)), *overrides])
+        overrides = [*planner_rates(load_cluster(cluster)), *overrides]
+        run = load_config(config, overrides)
     if run.data.tables is None:
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
     given = {
@@ -101,12 +99,11 @@ def run_plan(
     if run.dataflow == "flat":
         options = [name for name, value in given.items() if value not in (None, False)]
         return _plan_flat(config, open_job(run), options)
+    if profile is not None:
+        run = load_config(config, [*overrides, to_override("sharding.profile", profile)])
     job = open_job(run)
     assert job.sharding is not None, "the tower dataflow has a plan"
     planned = job.sharding
-    if profile is not None:
-        planned = plan_by_access(planned, job.split_tables, load_profile(profile))
-        job = replace(job, sharding=planned)
     replicas = None
     if sync_gb_per_s is not None or job.topology.num_replicas > 1:
         replicas = replica_costs(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dmt.errors import InputError
 from dmt.files import read_json
 
-__all__ = ["FORMAT", "MANIFEST", "PARTS", "prepared_settings", "read_manifest", "with_prepared"]
+__all__ = ["FORMAT", "MANIFEST", "PARTS", "access_counts", "prepared_settings", "read_manifest", "with_prepared"]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -40,6 +40,18 @@ def read_manifest(folder: Path, place: str) -> dict[str, Any]:
             text = "is missing" if found is None else f"has {found} bytes, not {size}"
             raise InputError(f"{place}: {file} {text}. Copy the folder whole, or prepare it again.")
     return record
+
+
+def access_counts(train_path: str | None) -> Path | None:
+    """Returns the file of the access counts of a prepared folder, by its training rows; None if they are others.
+
+    Raises:
+        InputError: see `read_manifest`.
+    """
+    folder = Path(train_path or "").parent
+    if train_path != str(folder / PARTS[0]) or not (folder / MANIFEST).is_file():
+        return None
+    return folder / str(read_manifest(folder, f"data.train_path={train_path!r}")["access_counts"])
 
 
 def prepared_settings(folder: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dmt.training.data.config import with_files
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.loop import MetricValues, metric_values
 from dmt.training.serving.export import ServedManifest, explicit_data, load_program, read_manifest
-from dmt.training.trained import checkpoint_of, trained_model
+from dmt.training.trained import BAGS, checkpoint_of, trained_model
 
 __all__ = ["Scored", "score", "tensors_of"]
 
@@ -110,8 +110,14 @@ def _open(model: Path, data_path: str | None) -> tuple[Scorer, ClickData]:
 
 
 def _check_tells_bags(run: Path, data_path: str, error: InputError) -> None:
-    """Raises `InputError` for rows of text where the run's columns of bags are known from the types of its own data."""
-    trained = checkpoint_of(run)[1].data
+    """Raises `InputError` for rows of text where the run's columns of bags are known from the types of its own data.
+
+    Checkpoints of earlier versions do not keep their names.
+    """
+    checkpoint, config = checkpoint_of(run)
+    if (checkpoint / BAGS).exists():
+        return
+    trained = config.data
     has_types = trained.kind == "source" or is_parquet(trained.train_path or "")
     if has_types and not is_parquet(expand_path("--data", data_path, columns=True)[0]):
         raise InputError(

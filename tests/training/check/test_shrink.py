@@ -164,9 +164,15 @@ def test_a_limit_out_of_range_is_refused() -> None:
 
 
 def test_warm_up_is_cut_so_that_full_rates_are_run(tmp_path: Path) -> None:
-    run = shrunk(small("dmt-dlrm", optimizer={"warmup_steps": 100}), tmp_path)
-    assert run.config.optimizer.warmup_steps == 2
-    assert run.reduced == ("learning rates rise over 2 steps instead of 100",)
+    schedule = {"warmup_steps": 100, "decay_start": 900, "decay_steps": 80}
+    run = shrunk(small("dmt-dlrm", optimizer=schedule), tmp_path)
+    own = run.config.optimizer
+    assert (own.warmup_steps, own.decay_start, own.decay_steps) == (2, 2, 2)
+    assert run.reduced == (
+        "learning rates rise over 2 steps instead of 100",
+        "they fall from step 2 on instead of 900",
+        "their fall takes 2 steps instead of 80",
+    )
 
 
 def test_replicas_are_averaged_within_the_few_steps(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class Run:
         sparse: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         dense: str = "adamw",
         warmup_steps: int = 3,
+        **decay: int,
     ) -> None:
         self.mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
         self.configs = configs
@@ -77,7 +78,8 @@ class Run:
         self.model = DistributedModelParallel(
             module, device=torch.device("cpu"), plan=planner.plan(module, [sharder]), sharders=[sharder]
         )
-        config = OptimizerConfig(dense=dense, sparse_lr=0.05, warmup_steps=warmup_steps)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"dense": dense, "sparse_lr": 0.05, "warmup_steps": warmup_steps, **decay}
+        config = OptimizerConfig(**settings)
         self.optimizer: CombinedOptimizer = build_optimizer(config, self.model)
 
     def train(self, steps: range) -> None:
@@ -281,6 +283,36 @@ def other_states(folder: Path, saved: str, loaded: str, options: dict[str, Any])
         one.train(range(2, 3))
     if loaded == saved:
         assert_same(back.local(), run.local())
+
+
+def schedules_on_rank(rank: int, folder: str) -> None:
+    """A run goes on in the fall of its rates bit for bit; with other settings, by the step that it has come to."""
+    fall = {"warmup_steps": 1, "decay_start": 1, "decay_steps": 5}
+    run = Run("row_wise", tables(), **fall)
+    full = run.rates()
+    run.train(range(4))
+    assert run.rates() == pytest.approx({part: rate * (2 / 5) ** 2 for part, rate in full.items()}, rel=1e-12)
+    run.save(Path(folder) / "falling", 4)
+    again = Run("table_wise", tables(), **fall)
+    restore(Path(folder) / "falling", again.model, again.optimizer, mesh=again.mesh)
+    assert {**again.rates(), **run.rates()} == run.rates()
+    again = Run("row_wise", tables(), **fall)
+    restore(Path(folder) / "falling", again.model, again.optimizer, mesh=again.mesh)
+    for one in (run, again):
+        one.train(range(4, 8))
+    assert_same(again.local(), run.local())
+    assert again.rates() == run.rates() == pytest.approx({part: rate / 25 for part, rate in full.items()}, rel=1e-12)
+    run.save(Path(folder) / "fallen", 8)
+    constant = Run("row_wise", tables(), warmup_steps=1)
+    restore(Path(folder) / "fallen", constant.model, constant.optimizer, mesh=constant.mesh)
+    assert constant.rates() == full
+    constant.save(Path(folder) / "constant", 8)
+    restore(Path(folder) / "constant", again.model, again.optimizer, mesh=again.mesh)
+    assert again.rates() == run.rates()
+
+
+def test_the_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
+    run_ranks(schedules_on_rank, 2, str(tmp_path))
 
 
 def test_what_else_is_brought_back(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import load_plain
+from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.data import ClickBatch, open_source
+from dmt.training.job import open_job
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import score
+from dmt.training.train import _describe
+from dmt.training.trained import BAGS, checkpoint_of
 from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain
 
@@ -69,6 +72,29 @@ def test_text_is_not_scored_where_only_the_lost_data_tell_columns_of_bags(run: P
         assert score(run, tmp_path / "out.parquet", data_path=str(lost)).num_rows == ROWS
     finally:
         shutil.move(lost, run / "clicks.parquet")
+
+
+def test_a_checkpoint_tells_columns_of_bags_where_the_data_are_lost(run: Path, tmp_path: Path) -> None:
+    """Rows as text score like the Parquet rows of the training, which are gone."""
+    values = [(i % 7, "|".join(f"w{j}" for j in range(i % 4)), i) for i in range(8)]
+    lines = [f"0,test,ad{ad},{words},2026-11-22T{i:02}:00:00,{i}" for ad, words, i in values]
+    (tmp_path / "rows.csv").write_text("\n".join(["label,split,c_ad,c_words,time,d_age", *lines, ""]))
+    shutil.copytree(run / "checkpoint", tmp_path / "run" / "checkpoint")
+    checkpoint = newest(tmp_path / "run" / "checkpoint")
+    assert checkpoint is not None
+    (tmp_path / "described").mkdir()
+    _describe(open_job(load_config(checkpoint / "config.toml")), tmp_path / "described")
+    shutil.copy(tmp_path / "described" / BAGS, checkpoint)
+    score(run, tmp_path / "wanted.parquet", data_path=str(run / "clicks.parquet"))
+    lost = shutil.move(run / "clicks.parquet", tmp_path / "rows.parquet")
+    try:
+        assert checkpoint_of(tmp_path / "run", str(tmp_path / "rows.csv"))[1].data.multi_hot == ("c_words",)
+        score(tmp_path / "run", tmp_path / "out.parquet", data_path=str(tmp_path / "rows.csv"))
+    finally:
+        shutil.move(lost, run / "clicks.parquet")
+    wanted, ours = (read(tmp_path / f"{name}.parquet")["logit"] for name in ("wanted", "out"))
+    picked = [i for i in range(8) if i % 5]  # the others have no ad in the Parquet rows
+    assert [ours[i] for i in picked] == pytest.approx([wanted[i] for i in picked], abs=1e-6)
 
 
 def read(path: Path) -> dict[str, list[Any]]:
