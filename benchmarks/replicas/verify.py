@@ -15,11 +15,10 @@ from benchmarks.replicas.runs import Progress
 from benchmarks.replicas.simulation import Simulation
 from benchmarks.towers.clicks import Clicks
 from benchmarks.towers.trials import STUDY_SETS, build_trial_model, row_order, this_process_alone
-from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import load_plain_state
 from dmt.training.build import build_optimizer, shard_model
-from dmt.training.config import OptimizerConfig, TrainingConfig
+from dmt.training.config import OptimizerConfig, TopologyConfig, TrainingConfig
 from dmt.training.job import make_job
 
 __all__ = ["FusedReplicas", "compare", "verify"]
@@ -48,10 +47,11 @@ class FusedReplicas:
         optimizer = config.optimizer.model_dump()
         for name in ("sparse_lr", "sparse_eps"):
             optimizer[name] *= math.sqrt(moment_scale)
-        config = config.model_copy(update={"optimizer": OptimizerConfig(**optimizer)})
+        alone = TopologyConfig(num_towers=1, ranks_per_tower=1)
+        config = config.model_copy(update={"optimizer": OptimizerConfig(**optimizer), "topology": alone})
         plain = build_trial_model(config, clicks, seed).state_dict()
         this_process_alone()
-        mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=1))
+        mesh = TowerMesh(alone.build())
         self._models, self._optimizers = [], []
         for _ in range(num_replicas):
             model = shard_model(make_job(config, clicks.tables, clicks.train[0].shape[1]), mesh)

@@ -32,7 +32,7 @@ from dmt.testing.ranks import RanksFailedError
 from dmt.training import __main__ as training
 from dmt.training import partition as partition_of_run
 from dmt.training.check.shrink import with_values
-from dmt.training.commands import main
+from dmt.training.commands import launch, main
 from dmt.training.commands.demo import demo_settings
 from dmt.training.config import to_toml
 from tests.partitioner.clicks import planted_clicks
@@ -407,7 +407,7 @@ def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monke
         log.write_text(finished.stdout)
         return finished.returncode
 
-    monkeypatch.setattr("dmt.training.commands.demo._torchrun", launch)
+    monkeypatch.setattr("dmt.training.commands.launch._torchrun", launch)
     data = write_parquet(tmp_path / "my clicks'.parquet", ["c_user.country", "c_$\\frac{$", "c_a"], rows=200)
     out = tmp_path / "out"
     settings = ["topology.ranks_per_tower=1", "train.eval_every=3", "optimizer.warmup_steps=2"]
@@ -426,8 +426,8 @@ def test_a_demo_makes_towers_from_interactions(tmp_path: Path, monkeypatch: pyte
         trained.append(tomllib.loads(config.read_text())["model"]["arch"])
         return 1 if len(trained) == 2 else 0
 
-    monkeypatch.setattr("dmt.training.commands.demo._torchrun", launch)
-    monkeypatch.setattr("dmt.training.commands.demo.read_result", lambda folder: {})
+    monkeypatch.setattr("dmt.training.commands.launch._torchrun", launch)
+    monkeypatch.setattr("dmt.training.commands.launch.read_result", lambda folder: {})
     ids, labels = planted_clicks(4, [(0, 2), (1, 3)], rows=4000, strength=2.0)
     lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(4))])]
     lines += [",".join(map(str, [int(label), 0, *own])) for label, own in zip(labels, ids, strict=True)]
@@ -492,7 +492,6 @@ def test_a_rank_ends_with_the_process_that_started_it_though_it_died_meanwhile(m
 def test_a_demo_that_is_stopped_by_ctrl_c_waits_until_its_ranks_have_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    demo = importlib.import_module("dmt.training.commands.demo")  # the package has a command of that name
     # As torchrun and its ranks: they take their time, and SIGTERM or their parent's end would end them.
     saves = """
         import os, signal, sys, time
@@ -501,11 +500,11 @@ def test_a_demo_that_is_stopped_by_ctrl_c_waits_until_its_ranks_have_saved(
             time.sleep(seconds)
         open(sys.argv[-1], "w").close()
         """
-    monkeypatch.setattr(demo, "_TORCHRUN", textwrap.dedent(saves))
+    monkeypatch.setattr(launch, "_TORCHRUN", textwrap.dedent(saves))
     # A shell starts what runs in its background deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
-        demo._torchrun(tmp_path / "saved", 2, tmp_path / "log")
+        launch._torchrun(tmp_path / "saved", 2, tmp_path / "log")
     assert (tmp_path / "saved").exists()
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
@@ -515,7 +514,7 @@ def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> 
     dies = textwrap.dedent("""
         import os, subprocess, sys
         from pathlib import Path
-        from dmt.training.commands.demo import _torchrun
+        from dmt.training.commands.launch import _torchrun
 
         class Left(subprocess.Popen):
             def __init__(self, *arguments, **options):
@@ -543,7 +542,7 @@ def killed_while_its_rank_starts(rank: int, folder: str) -> None:
 
     os.environ["TMPDIR"] = folder
     threading.Thread(target=kill, daemon=True).start()
-    importlib.import_module("dmt.training.commands.demo")._torchrun(Path(folder, "run.toml"), 1, Path(folder, "log"))
+    launch._torchrun(Path(folder, "run.toml"), 1, Path(folder, "log"))
 
 
 @pytest.mark.ranks

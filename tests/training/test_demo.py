@@ -9,12 +9,8 @@ from dmt.training.commands.demo import flat_settings
 from dmt.training.config import load_config
 
 OF_TOWERS = [
-    "sharding.scheme=row_wise",
-    'sharding.scheme="data_parallel"',
     'sharding.tables={"t_*" = "row_wise"}',
     "sharding.tables.t_C1=row_wise",
-    "sharding.memory_gib=2",
-    "sharding.pooling_factors.C1=1.5",
     "sharding.memory_gb_per_s=500",
     "sharding.intra_tower_gb_per_s=20.0",
     "sharding.collective_latency_us=0",
@@ -34,7 +30,9 @@ def test_settings_of_towers_stay_away_from_the_flat_run(setting: str) -> None:
 
 def test_settings_of_both_runs_reach_both() -> None:
     settings = [
-        "sharding.scheme=column_wise",
+        "sharding.scheme=row_wise",
+        "sharding.memory_gib=2",
+        "sharding.pooling_factors.C1=1.5",
         "sharding.table_precision=fp16",
         "sharding.forward_precision=bf16",
         "sharding.tables_of_another_name=1",

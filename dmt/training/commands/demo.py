@@ -202,9 +202,7 @@ def flat_settings(settings: Sequence[str]) -> list[str]:
     """The settings without those that the flat dataflow refuses, because they are about tables inside towers."""
 
     def about_towers(setting: str) -> bool:
-        key, _, value = (part.strip() for part in setting.partition("="))
-        if key == "sharding.scheme":
-            return value.strip("\"'") in ("row_wise", "data_parallel", "data_wise")
+        key = setting.partition("=")[0].strip()
         return any(f"{key}.".startswith(f"{name}.") for name in _OF_TOWERS)
 
     return [setting for setting in settings if not about_towers(setting)]
