@@ -254,8 +254,9 @@ def alternatives(
     """Predicts a step flat, in towers, and compressed by them, with the runtime's options; fastest first.
 
     Towers are strided: how features are grouped hardly changes what is sent. A tower is a host or a rank; where there
-    are more hosts than features, it spans as many hosts as it takes. Of the config they keep tables, batch, layers and
-    optimizers, and of the section sharding what is said of the machine; everything else is as by default.
+    are more hosts than features, it spans as many hosts as it takes. Of the config they keep tables, batch, layers (of
+    ``model.factory`` the whole model, in towers only if the config has it so) and optimizers, and of the section
+    sharding what is said of the machine; everything else is as by default.
 
     Args:
         config: the run: its batch size, its dense parts, its ranks, and the hosts that its topology has.
@@ -278,7 +279,7 @@ def alternatives(
             jobs[key] = make_job(changed, tables, num_dense)
         job = replace(jobs[key], config=changed)
         # A model without towers is the same in all shapes.
-        own = (*base, *shape) if changed.model.has_towers else (changed.model.arch,)
+        own = (*base, *shape) if changed.model.has_towers else (changed.model.chosen,)
         if own not in models:
             models[own] = count(job)
         model = models[own]
@@ -313,14 +314,19 @@ def _models(
     topology = config.topology.build()
     hosts, size = topology.num_hosts, topology.host_size
     family = "dcn" if "dcn" in config.model.arch else "dlrm"
-    yield (f"model.arch={family}", "sharding.dataflow=flat"), _shape(hosts, size, size)
+    # A model of the user's own stays what it is: its towers have the outputs that they have.
+    own = config.model.factory is not None
+    plain = "model.in_towers=false" if own else f"model.arch={family}"
+    yield (plain, "sharding.dataflow=flat"), _shape(hosts, size, size)
     towers_of_hosts = max(towers for towers in range(1, hosts + 1) if hosts % towers == 0 and towers <= num_features)
     shapes = [_shape(towers_of_hosts, hosts * size // towers_of_hosts, size)]
     if size > 1 and hosts * size <= num_features:
         shapes.append(_shape(hosts * size, 1, size))
     for shape in shapes:
-        yield (f"model.arch={family}", "sharding.dataflow=sptt"), shape
-        for ratio in _RATIOS:
+        yield (plain, "sharding.dataflow=sptt"), shape
+        if own and config.model.in_towers:
+            yield ("model.in_towers=true", "sharding.dataflow=sptt"), shape
+        for ratio in () if own else _RATIOS:
             if columns % ratio == 0:
                 tower_dim = f"model.tower_dim={columns // ratio}"
                 yield (f"model.arch=dmt-{family}", "sharding.dataflow=sptt", tower_dim), shape
@@ -343,8 +349,6 @@ def changed_config(config: TrainingConfig, overrides: Sequence[str]) -> Training
     values = config.model_dump(mode="json", exclude_none=True)
     for section in ("towers", "replicas", "hot_rows", "topology"):
         values.pop(section, None)
-    for name in ("factory", "in_towers", "options"):
-        values["model"].pop(name, None)
     for name in ("micro_batches", "dense_reduce", "dense_reduce_precision", "affinity_rows"):
         values["train"].pop(name, None)
     kept = () if "sharding.dataflow=flat" in overrides else _KEPT

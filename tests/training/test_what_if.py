@@ -32,9 +32,10 @@ from dmt.training.distinct import InputGroup
 from dmt.training.exchanges import flat_exchanges
 from dmt.training.job import make_job, open_job
 from dmt.training.operators import count_operators
-from dmt.training.what_if import Repeats, alternatives, count, predict_step, step_work
+from dmt.training.what_if import Repeats, alternatives, changed_config, count, predict_step, step_work
 from tests.ranks import run_ranks
 from tests.training.small import small
+from tests.training.test_factory import deepfm, unsharded
 
 A100 = load_cluster("a100")
 SMALL = replace(A100, ranks_per_host=2)
@@ -159,8 +160,10 @@ def test_the_command_predicts_the_config_and_its_alternatives() -> None:
     assert found.exit_code == 0, found.output
     words = " ".join(found.output.split())
     assert "2 hosts x 8 ranks, 512 samples a rank, on h100" in words
-    for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16", "The fastest: model.arch="):
+    for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16"):
         assert name in words
+    assert words.endswith("a larger batch would tell them apart. No way to train is faster than another here.")
+    assert "The fastest: model.arch=" in run("demo", *shape, "train.batch_size=65536", "--cluster", "v100").output
     record = json.loads(run("demo", *shape, "--cluster", "h100", "--json").output)
     assert record["own"]["seconds"] == pytest.approx(sum(record["own"]["exposed"].values()))
     assert record["cluster"]["name"] == "h100"
@@ -329,3 +332,12 @@ def test_sizes_that_tell_no_rate_are_refused() -> None:
     with pytest.raises(InputError, match=r"all_to_all of 16 bytes took 1\.000 ms, .* Give larger --megabytes"):
         rate([small_one, small_one], "uplink_bytes")
     assert rate([small_one, replace(small_one, uplink_bytes=1016.0, seconds=2e-3)], "uplink_bytes") == 1e6
+
+
+def test_a_model_of_ones_own_stays_what_it_is() -> None:
+    config = deepfm()  # tables of several widths, which no shipped model has
+    job = unsharded(config)
+    found = alternatives(config, job.tables, job.num_dense, SMALL)
+    towers = {"model.in_towers=false", *(["model.in_towers=true"] if config.model.in_towers else [])}
+    assert {own for one in found for own in one.overrides if own.startswith("model.")} == towers
+    assert all(changed_config(config, one.overrides).model.factory == config.model.factory for one in found)

@@ -153,6 +153,10 @@ def print_what_if(result: WhatIf) -> None:
     fastest = result.found[0]
     if fastest.prediction.timeline.exposed["program"] > 0:
         console.print("The fastest ones are bound by the program (step_s): a larger batch would tell them apart.")
+        equal = [one.prediction.timeline.seconds for one in result.best()]
+        if max(equal) - min(equal) < 1e-7:
+            console.print("No way to train is faster than another here.")
+            return
     console.print(f"The fastest: {' '.join(fastest.overrides)}", soft_wrap=True)
     console.print(
         "With these, leave out what else the config has in [towers], [replicas], [hot_rows] and of exchanges in "
@@ -218,7 +222,8 @@ def _value(alternative: Alternative, key: str) -> str:
 
 
 def _way(alternative: Alternative) -> str:
-    return "towers" if "tower_dim" in " ".join(alternative.overrides) else _value(alternative, "dataflow")
+    in_towers = _value(alternative, "tower_dim") or _value(alternative, "in_towers") == "true"
+    return "towers" if in_towers else _value(alternative, "dataflow")
 
 
 def _name(alternative: Alternative) -> str:
