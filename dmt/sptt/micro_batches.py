@@ -72,7 +72,9 @@ def run_in_micro_batches(
     With ``schedule="1f1b"`` the module is the one that computes the loss: it returns the mean of a loss over its
     samples, a single number, alone or as the first of a tuple whose other tensors have a row for each sample. The
     backward passes of all micro-batches but the last are in its forward pass, so clear gradients before that
-    (``zero_grad``), not between it and ``backward()``, and call ``backward()`` on the loss as it is, not scaled.
+    (``zero_grad``), not between it and ``backward()``, and call ``backward()`` on the loss as it is, not scaled: an
+    `InputError`, but on GPUs a scaled loss fails an assertion of the device, so that nothing waits. Each loss is of one
+    micro-batch: it must not have a term of tower weights, such as a regulariser, which is not detected.
 
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in
@@ -87,7 +89,7 @@ def run_in_micro_batches(
     Raises:
         InputError: K is not positive, or not the same on all ranks; the module has no tower sharder's module inside, or
             one of TorchRec's that would run K times, or one with the global id route; it runs in micro-batches already.
-            With 1F1B also: ``unique`` inputs, a single tower, batch norm.
+            With 1F1B also: ``unique`` inputs, a single tower, batch norm, parameters shared by towers and dense part.
 
     Example::
 
@@ -190,6 +192,8 @@ class MicroBatches:
             "num_micro_batches": self._num,
             "schedule": self._schedule,
             "a module that runs in micro-batches already": runs_already,
+            # Each rank has the parameters of its own tower only.
+            "a parameter both in a tower and in the dense part": bool(tied := self._tied()),
         }
         check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
         if self._num < 1:
@@ -202,9 +206,18 @@ class MicroBatches:
         if self._schedule not in get_args(Schedule):
             raise InputError(f"schedule={self._schedule!r} is unknown; use one of {list(get_args(Schedule))}.")
         if self._schedule == "1f1b":
-            self._check_1f1b()
+            self._check_1f1b(tied)
 
-    def _check_1f1b(self) -> None:
+    def _tied(self) -> list[str]:
+        """Names of parameters that 1F1B could not tell apart: in a tower, and in the dense part too."""
+        if self._schedule != "1f1b":
+            return []
+        of_towers = {id(parameter) for part in self._sparse for parameter in part.parameters()}
+        paths = [f"{path}." for path, own in self._module.named_modules(remove_duplicate=False) if own in self._sparse]
+        named = self._module.named_parameters(remove_duplicate=False)
+        return [name for name, own in named if id(own) in of_towers and not name.startswith(tuple(paths))]
+
+    def _check_1f1b(self, tied: Sequence[str]) -> None:
         obstacle = ""
         if any(part.mesh.topology.num_towers == 1 for part in self._sparse):
             obstacle = "needs two towers or more; in one, no gradients are sent to others"
@@ -212,6 +225,8 @@ class MicroBatches:
             obstacle = "needs unique='off': samples of several micro-batches may share a row, and so its gradient"
         elif over := [type(part).__name__ for part in self._module.modules() if isinstance(part, _OVER_SAMPLES)]:
             obstacle = f"needs a loss that is a mean over samples, but {over[0]} makes each depend on the others"
+        elif tied:
+            obstacle = f"needs parameters of their own in towers and dense part, but they share {tied[0]!r}"
         if obstacle:
             raise InputError(f"schedule='1f1b' {obstacle}. Use schedule='all_forward'.")
 
@@ -318,7 +333,7 @@ class _MeanLoss:
         of_towers = {id(parameter) for part in sparse for parameter in part.parameters()}
         self._dense = [p for p in module.parameters() if p.requires_grad and id(p) not in of_towers]
         self._cuts: list[Tensor] = []
-        self._gradient: tuple[nn.Parameter, Tensor] | None = None
+        self._gradients: list[tuple[nn.Parameter, Tensor, int]] = []
         self._number = 0
         self.total: Tensor
         """Loss of the batch; that of the micro-batches so far."""
@@ -350,7 +365,7 @@ class _MeanLoss:
             self._run_backward(part, [cut for cut in cuts if cut is not None])
             self.total = part.detach() if self._number == 1 else self.total + part.detach()
         else:
-            self._gradient = next(((p, p.grad) for p in self._dense if p.grad is not None), None)
+            self._gradients = [(p, p.grad, p.grad._version) for p in self._dense if p.grad is not None]
             self.total = _JoinLoss.apply(self.total + part, self, *self._cuts)
         return tuple(others)
 
@@ -365,11 +380,12 @@ class _MeanLoss:
         self._cuts += [before for before, _ in cuts]
 
     def check_gradients(self) -> None:
-        """Raises `InputError` if the gradients of the first micro-batches were cleared before the last one's."""
-        if self._gradient is not None and self._gradient[0].grad is not self._gradient[1]:
+        """Raises `InputError` if gradients of the first micro-batches were changed before the last one's."""
+        # Cleared in place, as by zero_grad(set_to_none=False), they are the same tensors of another version.
+        if any(p.grad is not found or found._version != version for p, found, version in self._gradients):
             raise InputError(
-                "schedule='1f1b' has computed gradients in the forward pass, but they were cleared before backward(). "
-                "Call zero_grad() before the forward pass."
+                "schedule='1f1b' has computed gradients in the forward pass, but they were cleared or changed before "
+                "backward(). Call zero_grad() before the forward pass, and backward() before the next one."
             )
 
 
@@ -384,15 +400,20 @@ class _JoinLoss(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.mean.check_gradients()
-        # On a GPU it would be a wait.
-        if gradients[0].device.type == "cpu" and float(gradients[0]) != 1.0:
-            raise InputError(
-                "schedule='1f1b' has computed gradients of the loss in the forward pass, but backward() is called with "
-                f"{float(gradients[0])} times the loss. Call it on the loss as it is; scale it inside the module."
-            )
+        _check_unscaled(gradients[0])
         # Their own gradients came by the exchange.
         empty = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.cuts)
         return gradients[0], None, *empty
+
+
+def _check_unscaled(gradient: Tensor) -> None:
+    """Refuses a gradient of the loss other than 1: `InputError` on a CPU, an assertion of the device elsewhere."""
+    done = "schedule='1f1b' has computed gradients of the loss in the forward pass, but backward() is called with"
+    what_to_do = "Call it on the loss as it is; scale it inside the module."
+    if gradient.device.type != "cpu":  # to read the number would be a wait
+        torch._assert_async(gradient == 1.0, f"{done} a multiple of the loss. {what_to_do}")
+    elif float(gradient) != 1.0:
+        raise InputError(f"{done} {float(gradient)} times the loss. {what_to_do}")
 
 
 class _Rows(list[CachedAwaitable]):

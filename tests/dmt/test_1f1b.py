@@ -12,6 +12,7 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt import InputError, TowerMesh, TowerTopology, run_in_micro_batches
+from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.output_dist import _AllToAllRequest
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.state import table_layout
@@ -137,9 +138,14 @@ def refusals_on_rank(rank: int) -> list[str]:
         task, _, _ = sharded(own)
         return task, run_in_micro_batches(task.module, num, schedule="1f1b")
 
+    for in_place in (False, True):
+        task, handle = one()
+        loss, _ = task(*batch)
+        task.module.model.over_arch.zero_grad(set_to_none=not in_place)
+        refused(loss.backward)
     task, handle = one()
     loss, _ = task(*batch)
-    task.module.model.over_arch.zero_grad()
+    next(reversed(list(task.module.model.over_arch.parameters()))).grad.zero_()  # a single one
     refused(loss.backward)
     task, handle = one()
     refused((2 * task(*batch)[0]).backward)
@@ -154,6 +160,14 @@ def refusals_on_rank(rank: int) -> list[str]:
     refused(lambda: one(own=Case(towers=2, ranks=1, unique="rank")))
     refused(lambda: one(own=Case(towers=1, ranks=2, plan=((0, 1, 2, 3),))))
     task, _, _ = sharded(case)
+    sparse = next(part for part in task.module.modules() if isinstance(part, SPTTModule))
+    own = next(p for p in sparse.parameters() if p.requires_grad)
+    if rank == 0:  # as where only one tower shares it
+        task.module.tied = own
+    refused(lambda: run_in_micro_batches(task.module, 2, schedule="1f1b"))
+    task.module.tied = own
+    refused(lambda: run_in_micro_batches(task.module, 2, schedule="1f1b"))
+    task, _, _ = sharded(case)
     run_in_micro_batches(task.module.model, 2, schedule="1f1b")
     refused(lambda: task(*batch))
     return texts
@@ -161,13 +175,15 @@ def refusals_on_rank(rank: int) -> list[str]:
 
 def test_what_cannot_be_is_refused() -> None:
     expected = (
-        "they were cleared before backward",
+        *["they were cleared or changed before backward"] * 3,
         "called with 2.0 times the loss",
         "A batch of 5 samples has no sample for each of 6 micro-batches",
         "schedule='2f2b' is unknown",
         "BatchNorm1d makes each depend on the others",
         "needs unique='off'",
         "needs two towers or more",
+        "a parameter both in a tower and in the dense part",
+        "but they share 'tied'",
         "needs a module that returns the mean loss",
     )
     for texts in run_ranks(refusals_on_rank, 2, fresh=True):
