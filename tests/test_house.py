@@ -134,6 +134,8 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
             FeatureAffinity.collect(torch.nn.Linear(1, 1), [])
         except dmt.InputError as error:
             assert "collect needs TorchRec, which cannot be imported here" in str(error)
+        else:
+            raise AssertionError("collect was not refused")
 
         from dmt.training.data import DataConfig, open_source
 

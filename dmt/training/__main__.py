@@ -11,7 +11,6 @@ _PARENT = int(os.environ.get("DMT_LAUNCHER", os.getppid()))
 import signal
 import sys
 import time
-import traceback
 
 import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -65,7 +64,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         # When another rank dies, this one meets a broken connection. The traceback first, and what to do at its end.
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # torch's, which begins its lines with the rank
         get_error_handler().record_exception(error)
         if settings is not None and rank < 2:  # one of the two is alive, whichever died
             say_stopped(settings.train, "an error")

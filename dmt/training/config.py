@@ -18,7 +18,7 @@ from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.rules import CachePolicy
 from dmt.sharding.schemes import Kernel, Scheme
 from dmt.sptt.precision import ExchangePrecision
-from dmt.training.data.config import DataConfig, Section
+from dmt.training.data.config import OF_SOURCE, DataConfig, Section
 from dmt.training.data.prepared import prepared_settings
 
 __all__ = [
@@ -671,12 +671,13 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _replace_by_prepared(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Leaves out what the file says of the raw data where an override names the folder that was prepared from them."""
-    keys = {override.partition("=")[0].strip() for override in overrides}
-    folder = values.get("data", {}).get("prepared")
-    if "data.prepared" in keys and isinstance(folder, str):
-        for key in ("timestamps", *prepared_settings(folder)):
-            if f"data.{key}" not in keys:
-                values["data"].pop(key, None)
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    section = values.get("data")
+    if "data.prepared" not in keys or not isinstance(section, dict) or not isinstance(section["prepared"], str):
+        return
+    for key in ("timestamps", "split_column", *OF_SOURCE, *prepared_settings(section["prepared"])):
+        if not any(f"{given}.".startswith(f"data.{key}.") for given in keys):
+            section.pop(key, None)
 
 
 def _unknown_key(place: Sequence[int | str]) -> InputError:

@@ -340,14 +340,23 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
         ),
     )
     profile = None if sharding.plan is not None else _access_profile(config, tables)
-    return plan if profile is None else plan_by_access(plan, tables, profile)
+    if profile is None:
+        return plan
+    try:
+        return plan_by_access(plan, tables, profile)
+    except InputError as error:
+        named = sharding.profile or config.hot_rows.profile
+        raise InputError(f"The accesses of {named or 'the prepared data'}: {error}") from error
 
 
 def _access_profile(config: TrainingConfig, tables: Sequence[TableSpec]) -> AccessProfile | None:
     """Returns the accesses that a config names or that come with its rows; None without, or if those are of others."""
     if (named := config.sharding.profile or config.hot_rows.profile) is not None:
         return load_profile(Path(named))
-    if config.data.kind != "columns" or (file := access_counts(config.data.train_path)) is None:
+    # The counts are of ids as they are in the folder.
+    if config.data.kind != "columns" or config.data.id_mode != "index":
+        return None
+    if (file := access_counts(config.data.train_path)) is None:
         return None
     found = load_profile(file, remedy="Prepare the data again.")
     return found if counted_tables(tables, found) else None

@@ -19,7 +19,8 @@ __all__ = ["DataConfig", "Section", "SyntheticConfig", "check_memory", "with_fil
 _TABLE_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names")
 _DATA_TYPES = ("FP32", "FP16")
 _MOST_ROWS = 2**40
-_OF_SOURCE = ("source", "source_shards", "options")
+OF_SOURCE = ("source", "source_shards", "options")
+"""Keys of the section data that only a source has."""
 
 
 class Section(BaseModel):
@@ -300,7 +301,7 @@ def with_files(config: DataConfig, path: str) -> DataConfig:
     """Returns the settings for files with the columns of a source, or of other files, unchecked."""
     if config.kind != "source":
         return config.model_copy(update={"train_path": path})
-    fields = {name: DataConfig.model_fields[name].get_default(call_default_factory=True) for name in _OF_SOURCE}
+    fields = {name: DataConfig.model_fields[name].get_default(call_default_factory=True) for name in OF_SOURCE}
     return config.model_copy(update={**fields, "kind": "columns", "train_path": path})
 
 

@@ -31,6 +31,7 @@ def read_manifest(folder: Path, place: str) -> dict[str, Any]:
     try:
         files = {str(name): int(size) for name, size in record["files"].items()}
         dict(record["data"])
+        str(record["access_counts"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{place}: its {MANIFEST} is damaged ({error!r}). {remedy}") from error
     for name, size in files.items():
@@ -49,7 +50,7 @@ def access_counts(train_path: str | None) -> Path | None:
         InputError: see `read_manifest`.
     """
     folder = Path(train_path or "").parent
-    if train_path != str(folder / PARTS[0]) or not (folder / MANIFEST).is_file():
+    if train_path is None or Path(train_path) != folder / PARTS[0] or not (folder / MANIFEST).is_file():
         return None
     return folder / str(read_manifest(folder, f"data.train_path={train_path!r}")["access_counts"])
 

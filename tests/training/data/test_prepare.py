@@ -177,8 +177,13 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     # As an override of the config that it was prepared from, the folder takes the place of what that says.
     write(tmp_path / "raw.toml", ["[data]", 'kind = "criteo_tsv"', f'train_path = "{tmp_path / "a.tsv"}"'])
     assert load_config(tmp_path / "raw.toml", [f"data.prepared={out}"]).data == settings
-    with pytest.raises(InputError, match="id_mode has no meaning with prepared="):
-        load_config(tmp_path / "raw.toml", [f"data.prepared={out}", "data.id_mode=hash"])
+    for setting in ("id_mode=hash", "num_embeddings_per_feature.C1=7"):
+        with pytest.raises(InputError, match=rf"{setting[:7]}.* has no meaning with prepared="):
+            load_config(tmp_path / "raw.toml", [f"data.prepared={out}", f"data.{setting}"])
+    write(tmp_path / "raw.toml", ["[data]", 'split_column = "s"', 'source = "a.b:c"'])
+    assert load_config(tmp_path / "raw.toml", [f"data.prepared={out}"]).data == settings
+    with pytest.raises(InputError, match="data: "):
+        load_config(tmp_path / "raw.toml", ["data=3"])
     assert DataConfig.model_validate(settings.model_dump()) == settings
 
     part = out / "train" / "part-00000.parquet"
