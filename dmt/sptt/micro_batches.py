@@ -365,7 +365,8 @@ class _MeanLoss:
             self._run_backward(part, [cut for cut in cuts if cut is not None])
             self.total = part.detach() if self._number == 1 else self.total + part.detach()
         else:
-            self._gradients = [(p, p.grad, p.grad._version) for p in self._dense if p.grad is not None]
+            found = [(p, p.grad) for p in self._dense if p.grad is not None]
+            self._gradients = [(p, grad, grad._version) for p, grad in found]  # noqa: SLF001 - autograd's own
             self.total = _JoinLoss.apply(self.total + part, self, *self._cuts)
         return tuple(others)
 
@@ -382,7 +383,7 @@ class _MeanLoss:
     def check_gradients(self) -> None:
         """Raises `InputError` if gradients of the first micro-batches were changed before the last one's."""
         # Cleared in place, as by zero_grad(set_to_none=False), they are the same tensors of another version.
-        if any(p.grad is not found or found._version != version for p, found, version in self._gradients):
+        if any(p.grad is not own or own._version != found for p, own, found in self._gradients):  # noqa: SLF001
             raise InputError(
                 "schedule='1f1b' has computed gradients in the forward pass, but they were cleared or changed before "
                 "backward(). Call zero_grad() before the forward pass, and backward() before the next one."
@@ -411,7 +412,8 @@ def _check_unscaled(gradient: Tensor) -> None:
     done = "schedule='1f1b' has computed gradients of the loss in the forward pass, but backward() is called with"
     what_to_do = "Call it on the loss as it is; scale it inside the module."
     if gradient.device.type != "cpu":  # to read the number would be a wait
-        torch._assert_async(gradient == 1.0, f"{done} a multiple of the loss. {what_to_do}")
+        message = f"{done} a multiple of the loss. {what_to_do}"
+        torch._assert_async(gradient == 1.0, message)  # noqa: SLF001 - the one assertion without a wait
     elif float(gradient) != 1.0:
         raise InputError(f"{done} {float(gradient)} times the loss. {what_to_do}")
 
