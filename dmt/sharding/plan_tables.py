@@ -124,6 +124,7 @@ class _TowerPlanner:
             if asked[table.name] is None
             and self.allowed[table.name].placement is None
             and self.allowed[table.name].schemes != ("data_parallel",)
+            and self._is_smaller_with_a_cache(table)
         ]
         hardware = self.model.hardware
         tiers: list[Kernel] = ["fused_uvm_caching"] if hardware.host_memory_per_rank else []
@@ -148,6 +149,15 @@ class _TowerPlanner:
         if isinstance(found, _NoRoomError):
             raise found
         return found
+
+    def _is_smaller_with_a_cache(self, table: Any) -> bool:
+        """Narrow tables take more of a device with their weights elsewhere: a cache has a map of all rows."""
+        rows, columns, cache = table.num_embeddings, table.embedding_dim, self.rules.tiers.cache_load_factor
+        fused, cached = (
+            self.model.shard(table, "table_wise", rows, columns, kernel=kernel, cache=cache).memory
+            for kernel in ("fused", "fused_uvm_caching")
+        )
+        return cached < fused
 
     def attempt(self) -> _Planned:
         """Plans with the kernels as they are."""
@@ -260,7 +270,9 @@ class _TowerPlanner:
             f"table {free[largest].name!r}. Let large tables be row_wise, or use more ranks per tower.",
         )
 
-    def _check_tiers(self, shards: Mapping[str, Sequence[tuple[int, ShardLoad]]]) -> tuple[list[int], list[int]]:
+    def _check_tiers(
+        self, shards: Mapping[str, Sequence[tuple[int, ShardLoad]]], placements: Mapping[str, TablePlacement]
+    ) -> tuple[list[int], list[int]]:
         """Returns the bytes of each rank in host memory and on its SSD.
 
         Raises:
@@ -285,7 +297,7 @@ class _TowerPlanner:
                     f"Local rank {fullest} of tower {self.number} needs {human_bytes(on_rank[fullest])} of "
                     f"{'host memory' if tier == 'host' else 'SSD'} for tables that do not fit its device, but "
                     f"{name}_per_rank is {human_bytes(room)}; the largest is table {largest!r} "
-                    f"({self.kernels[largest]}) with {human_bytes(sizes[largest])}. Use more ranks per tower or a "
+                    f"({placements[largest].kernel}) with {human_bytes(sizes[largest])}. Use more ranks per tower or a "
                     "smaller data type, or give it more.",
                 )
             held.append(on_rank)
@@ -296,7 +308,7 @@ class _TowerPlanner:
         seconds = np.full(num_ranks, self._fixed_seconds({p.scheme for p in placements.values()}))
         memory, lookups, sent = [0] * num_ranks, np.zeros(num_ranks), np.zeros(num_ranks)
         shards = {table.name: self.model.shards(table, placements[table.name]) for table in self.tables}
-        host, ssd = self._check_tiers(shards)
+        host, ssd = self._check_tiers(shards, placements)
         for name in sorted(shards):
             exchanged = placements[name].scheme in ("table_wise", "column_wise")
             for rank, load in shards[name]:

@@ -43,6 +43,7 @@ _ALL = ("data_parallel", "table_wise", "column_wise", "table_column_wise", "row_
 # TorchRec's planner leaves the last ones out on a CPU, where they run all the same.
 _CHOICES = {"auto": ("table_wise", "column_wise"), "grid": ("grid_shard",), "planner": _ALL}
 _ID_BYTES = 8  # an id, and a length
+_NO_LIMIT = 2**50  # bytes
 
 
 class FlatSharder(EmbeddingBagCollectionSharder):
@@ -263,7 +264,7 @@ def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> Emb
             # Left alone, TorchRec cuts no table of 128 columns or fewer into a grid.
             min_partition=_grid_columns(table, topology) if "grid_shard" in schemes and len(schemes) == 1 else None,
         )
-    room = job.rank_memory
+    room = _NO_LIMIT if job.rank_memory is None else job.rank_memory  # else TorchRec has a limit of its own
     return EmbeddingShardingPlanner(
         topology=Topology(
             world_size=topology.world_size,

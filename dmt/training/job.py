@@ -292,6 +292,12 @@ def check_kernels(job: Job) -> None:
     """Raises `InputError` if the plan has tables in a memory that the job's devices cannot reach."""
     placements = {} if job.sharding is None else job.sharding.placements
     on_ssd = [name for name, placement in placements.items() if placement.kernel == "key_value"]
+    if on_ssd and job.config.optimizer.sparse not in ("rowwise_adagrad", "adam"):
+        raise InputError(
+            f"The plan has table {on_ssd[0]!r} on an SSD (key_value), where FBGEMM has only row-wise AdaGrad and Adam, "
+            f"but this run has optimizer.sparse={job.config.optimizer.sparse!r}. Leave out sharding.ssd_gib, or use "
+            "one of those."
+        )
     if on_ssd and job.device_type == "cpu":
         raise InputError(
             f"The plan has table {on_ssd[0]!r} on an SSD (key_value), but FBGEMM keeps tables there behind caches of "
