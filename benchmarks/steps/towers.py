@@ -31,6 +31,7 @@ _SHARDER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "global": {"id_route": "global"},
     "unique": {"unique": "rank"},
     "all": {"unique": "auto"},
+    "1f1b": {"unique": "off"},  # after "all", as options are sorted
 }
 
 

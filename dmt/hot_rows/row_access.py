@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.formatting import counted, shorten
-from dmt.hot_rows.costs import saved_bytes
+from dmt.hot_rows.costs import has_single_ids, saved_bytes
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.column_shards import uncut_name
 from dmt.plan.tables import TableSpec, table_specs
@@ -80,8 +80,8 @@ def access_heights(counts: RowCounts, rows: int, num_blocks: int, *, mix: float)
     return np.diff([*ends, rows]).tolist()
 
 
-def counted_tables(tables: Sequence[Any], profile: AccessProfile) -> dict[str, RowCounts]:
-    """Returns the accesses of the tables that a profile has with the same rows and features, by table.
+def counted_tables(tables: Sequence[Any], profile: AccessProfile) -> dict[str, TableSpec]:
+    """Returns the tables of a profile with the rows and features of these, by the name of the one here.
 
     The width does not matter: column shards of a table are read like the whole table, under names of their own.
 
@@ -96,9 +96,9 @@ def counted_tables(tables: Sequence[Any], profile: AccessProfile) -> dict[str, R
         >>> list(counted_tables([shard], AccessProfile([whole])))
         ['t[0:4]']
     """
-    known = {_what_is_read(table): table.name for table in profile.tables}
+    known = {_what_is_read(table): table for table in profile.tables}
     read = {table.name: known.get(_what_is_read(table)) for table in table_specs(tables)}
-    return {name: profile[source] for name, source in read.items() if source is not None}
+    return {name: source for name, source in read.items() if source is not None}
 
 
 def _what_is_read(table: TableSpec) -> tuple[str, int, tuple[str, ...]]:
@@ -135,7 +135,8 @@ def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: Acce
         row_wise = [entry for entry in of_tower if entry.placement.scheme == "row_wise"]
         for entry in row_wise:
             even = _numbers(plan, by_name[entry.name], entry.placement, None)
-            loads += _numbers(plan, by_name[entry.name], entry.placement, known[entry.name]) - even
+            counts = profile[known[entry.name].name]
+            loads += _numbers(plan, by_name[entry.name], entry.placement, counts) - even
         for entry in sorted(row_wise, key=lambda entry: -entry.seconds):
             planned[entry.name], loads = _cut(plan, by_name[entry.name], entry, known[entry.name], profile, loads)
         cut += [entry.name for entry in row_wise if planned[entry.name].placement != entry.placement]
@@ -168,12 +169,12 @@ def _cut(
     plan: TowerShardingPlan,
     table: Any,
     entry: TableSharding,
-    counts: RowCounts,
+    source: TableSpec,
     profile: AccessProfile,
     loads: NDArray[np.float64],
 ) -> tuple[TableSharding, NDArray[np.float64]]:
     """Returns a row-wise table's entry, cut otherwise where that helps, and the loads of its tower's ranks, [L, 4]."""
-    rows, placement = table.num_embeddings, entry.placement
+    counts, rows, placement = profile[source.name], table.num_embeddings, entry.placement
     heights = [shard.rows for shard in table_shards(table, placement)]
     others = loads - _numbers(plan, table, placement, counts)
     can_change = not placement.sizes and placement.kernel == "fused"  # other memories have limits of their own
@@ -183,7 +184,7 @@ def _cut(
     room = plan.hardware.memory_per_rank or np.inf
     fitting = {one: way for one, way in ways.items() if way[:, 1].max() <= room}
     words = f"; by the profile its ranks have {_spread(access_shares(counts, rows, heights))} the mean lookups"
-    if (cold := _without_hot(plan, table, counts, profile.num_samples)) is not None:
+    if (cold := _without_hot(plan, table, source, profile)) is not None:
         left = _spread(access_shares(cold, rows, heights))
         words += f"; if all rows that pay without unique ids had copies, {left}"
     busiest, best = loads[:, 0].max(), min(fitting, key=lambda one: fitting[one][:, 0].max(), default=None)
@@ -212,15 +213,15 @@ def _numbers(
     return found
 
 
-def _without_hot(plan: TowerShardingPlan, table: Any, counts: RowCounts, num_samples: int) -> RowCounts | None:
+def _without_hot(plan: TowerShardingPlan, table: Any, source: TableSpec, profile: AccessProfile) -> RowCounts | None:
     """Returns the accesses that would be left to a table if all its rows that pay had copies; None where none pays.
 
     Rows are those that pay without unique ids, however many bytes they take.
     """
-    ids_per_sample = counts.total / max(num_samples * len(table.feature_names), 1)
-    if ids_per_sample > 1:  # of a bag of several ids the sum over its cold rows is as long as the whole
+    if not has_single_ids(profile, source):
         return None
-    num_ids = plan.workload.batch_size * ids_per_sample
+    counts = profile[source.name]
+    num_ids = plan.workload.batch_size * profile.ids_per_sample(source)
     cold = saved_bytes(counts, table, plan.topology, num_ids=num_ids, distinct=False) <= 0
     if cold.all():
         return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from dmt.errors import InputError
@@ -91,6 +91,16 @@ class TowerTopology:
     def _ranks_of_tower(self) -> int:
         """Neighbouring ranks that hold one tower: its L, with ``"intra_host"`` replicas R * L."""
         return self.ranks_per_tower * (self.num_replicas if self.replica_placement == "intra_host" else 1)
+
+    def as_one_tower(self) -> TowerTopology:
+        """Returns the topology whose one tower, in each replica, spans all the ranks.
+
+        Example:
+            >>> TowerTopology(num_towers=3, ranks_per_tower=2).as_one_tower().ranks_per_tower
+            6
+        """
+        ranks = self.num_towers * self.ranks_per_tower
+        return replace(self, num_towers=1, ranks_per_tower=ranks, ranks_per_host=None)
 
     @property
     def num_hosts(self) -> int:

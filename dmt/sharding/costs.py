@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from dmt.errors import InputError
+from dmt.errors import InputError, did_you_mean
 from dmt.number_formats import NUMBER_FORMATS, SyncPrecision
 from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
@@ -74,6 +74,15 @@ class StepWorkload:
                 raise InputError(
                     f"StepWorkload: pooling_factors[{feature!r}]={factor} must be a positive number, the mean ids per "
                     "sample. Leave the feature out for 1.0."
+                )
+
+    def check_features(self, features: Collection[str]) -> None:
+        """Raises `InputError` if a pooling factor is of a feature that is none of these."""
+        for feature in self.pooling_factors:
+            if feature not in features:
+                raise InputError(
+                    f"pooling_factors names the feature {feature!r}, which no table has ({len(features)} features)."
+                    f"{did_you_mean(feature, features)} Drop it or fix the name."
                 )
 
 

@@ -45,8 +45,8 @@ __all__ = [
     "row_starts",
 ]
 
-ROW_SCHEMES = ("row_wise", "table_row_wise", "grid_shard")
-"""TorchRec's schemes that cut rows."""
+# TorchRec's schemes that cut rows.
+_ROW_SCHEMES = ("row_wise", "table_row_wise", "grid_shard")
 
 StartMean = Callable[[Tensor], Callable[[bool], None]]
 """Starts the mean of a gradient over ranks, in place, and returns what ends it."""
@@ -97,7 +97,7 @@ class GroupShardedEBC(OpenShardedEBC):
         fused = [self._with_scaled_rate(optimizer) for _, optimizer in super().fused_optimizer.optimizers]
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
-            if scheme in ROW_SCHEMES:
+            if scheme in _ROW_SCHEMES:
                 self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank(), max(1, self.host_sizes[i]))
         names, self._widths = zip(*self.output_columns, strict=True)
         divided = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError
 from dmt.formatting import human_bytes
 from dmt.plan.tables import feature_names, table_specs
 from dmt.plan.topology import TowerTopology
@@ -81,13 +81,7 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel) -> 
             f"num_towers={model.topology.num_towers}. Give one list of tables for each tower of the mesh."
         )
     tables = [table for tower in tables_by_tower for table in tower]
-    features = set(feature_names(table_specs(tables, one_table_per_feature=False)))
-    for feature in model.workload.pooling_factors:
-        if feature not in features:
-            raise InputError(
-                f"pooling_factors names the feature {feature!r}, which no table has ({len(features)} features)."
-                f"{did_you_mean(feature, features)} Drop it or fix the name."
-            )
+    model.workload.check_features(set(feature_names(table_specs(tables, one_table_per_feature=False))))
 
 
 class _NoRoomError(InputError):

@@ -113,6 +113,8 @@ class MicroBatches:
         self._num = num_micro_batches
         self._schedule = schedule
         self._sparse = [part for part in module.modules() if isinstance(part, SPTTModule)]
+        self._of_towers = {id(parameter) for part in self._sparse for parameter in part.parameters()}
+        self._dense = [parameter for parameter in module.parameters() if id(parameter) not in self._of_towers]
         self._check()
         self._replaced = [_Replaced(module, "forward", self)]
         self._forward: Callable[..., Any] = self._replaced[0].original
@@ -161,7 +163,7 @@ class MicroBatches:
         sizes = micro_batch_sizes(batch_sizes.pop(), self._num)
         owner = type(self._module).__name__
         parts = _split((args, kwargs), sizes, owner)
-        mean = _MeanLoss(self._module, self._sparse, sizes) if self._schedule == "1f1b" else None
+        mean = _MeanLoss(owner, self._dense, sizes) if self._schedule == "1f1b" else None
         servers = [_Server(part) for part in self._sparse]
         try:
             outputs = []
@@ -212,10 +214,9 @@ class MicroBatches:
         """Names of parameters that 1F1B could not tell apart: in a tower, and in the dense part too."""
         if self._schedule != "1f1b":
             return []
-        of_towers = {id(parameter) for part in self._sparse for parameter in part.parameters()}
         paths = [f"{path}." for path, own in self._module.named_modules(remove_duplicate=False) if own in self._sparse]
         named = self._module.named_parameters(remove_duplicate=False)
-        return [name for name, own in named if id(own) in of_towers and not name.startswith(tuple(paths))]
+        return [name for name, own in named if id(own) in self._of_towers and not name.startswith(tuple(paths))]
 
     def _check_1f1b(self, tied: Sequence[str]) -> None:
         obstacle = ""
@@ -328,10 +329,9 @@ class ResultInParts(CachedAwaitable):
 class _MeanLoss:
     """The mean loss of a batch from those of its micro-batches, whose backward passes it runs: all but the last."""
 
-    def __init__(self, module: nn.Module, sparse: Sequence[nn.Module], sizes: Sequence[int]) -> None:
-        self._module, self._sizes = module, list(sizes)
-        of_towers = {id(parameter) for part in sparse for parameter in part.parameters()}
-        self._dense = [p for p in module.parameters() if p.requires_grad and id(p) not in of_towers]
+    def __init__(self, owner: str, dense: Sequence[nn.Parameter], sizes: Sequence[int]) -> None:
+        self._owner, self._sizes = owner, list(sizes)
+        self._dense = [parameter for parameter in dense if parameter.requires_grad]
         self._cuts: list[Tensor] = []
         self._gradients: list[tuple[nn.Parameter, Tensor, int]] = []
         self._number = 0
@@ -352,7 +352,7 @@ class _MeanLoss:
             shown = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise InputError(
                 f"schedule='1f1b' needs a module that returns the mean loss of its samples first, a single number; "
-                f"{type(self._module).__name__} returns {shown}. Give it the module with the loss."
+                f"{self._owner} returns {shown}. Give it the module with the loss."
             )
         self.has_more = bool(others)
         size = self._sizes[self._number]

@@ -58,7 +58,7 @@ from dmt.training.distinct import InputGroup, distinct_inputs_of
 from dmt.training.exchanges import flat_exchanges, step_exchanges
 from dmt.training.factory import make_model
 from dmt.training.factory import without_tables as replace_tables
-from dmt.training.flat import FlatPlan, codecs_of_all_ranks, plan_flat, shard_flat
+from dmt.training.flat import FlatPlan, codecs_of_all_ranks, flat_costs, place_flat, shard_flat
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "fused_params",
     "hot_rows",
     "in_micro_batches",
+    "place_tables",
     "replica_sync",
     "shard_model",
     "sharding_result",
@@ -263,8 +264,9 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
     model = ClickTask(build_model(job, device="meta"))
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
     if config.dataflow == "flat":
-        flat = shard_flat if config.topology.num_replicas == 1 else _flat_replicas
-        sharders, plan = flat(job, model, mesh, fused_params(config.optimizer, job.device_type))
+        fused = fused_params(config.optimizer, job.device_type)
+        is_single = config.topology.num_replicas == 1
+        sharders, plan = shard_flat(job, mesh, fused) if is_single else _flat_replicas(job, model, mesh, fused)
     else:
         assert job.towers is not None, "resolved by make_job"
         assert job.sharding is not None, "resolved by make_job"
@@ -311,9 +313,9 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
     if config.micro_batches == 1:
         return None
     task: Any = model.module
-    if config.micro_batch_schedule == "1f1b":
-        return run_in_micro_batches(task, config.micro_batches, schedule="1f1b")
-    return run_in_micro_batches(task.model, config.micro_batches)  # the loss is of the whole batch
+    # With 1F1B each micro-batch has its loss, else it is of the whole batch.
+    module = task if config.micro_batch_schedule == "1f1b" else task.model
+    return run_in_micro_batches(module, config.micro_batches, schedule=config.micro_batch_schedule)
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
@@ -334,8 +336,7 @@ def _flat_replicas(
     job: Job, model: ClickTask, mesh: TowerMesh, fused: dict[str, Any]
 ) -> tuple[list[Any], ShardingPlan]:
     """Shards with TorchRec's exchange over all ranks of a replica: one tower that spans them."""
-    config, full = job.config, mesh.topology
-    topology = replace(full, num_towers=1, ranks_per_tower=full.num_towers * full.ranks_per_tower, ranks_per_host=None)
+    config, topology = job.config, mesh.topology.as_one_tower()
     sharder = SPTTEmbeddingBagCollectionSharder(
         TowerMesh(topology),
         TowerPlan.from_lists([feature_names(job.tables)]),
@@ -377,7 +378,7 @@ def _access_profile(job: Job) -> AccessProfile | None:
 def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> Traffic:
     """Returns the bytes that all ranks send in one step of a job, as `TrafficMeter` counts.
 
-    What is counted, and ``distinct``, are those of `step_exchanges`, or of `dmt.training.flat.plan_flat` with the flat
+    What is counted, and ``distinct``, are those of `step_exchanges`, or of `dmt.training.flat.flat_costs` with the flat
     dataflow (with replicas, of `flat_exchanges`).
     """
     if (plan := flat_tables(job)) is not None:
@@ -393,12 +394,17 @@ def flat_tables(job: Job) -> FlatPlan | None:
     Raises:
         InputError: TorchRec's planner cannot place the tables.
     """
+    if job.flat_plan is None:
+        return None
+    return flat_costs(job, job.flat_plan, build_model(job, device="meta", without_tables=True))
+
+
+def place_tables(job: Job) -> ShardingPlan | None:
+    """Makes the `Job.flat_plan` of a job."""
     if job.config.dataflow == "sptt" or job.config.topology.num_replicas > 1:
         return None
-    # A plan is of tables, the bytes of the dense part are of a model without them.
-    plain = build_model(job, device="meta", without_tables=True)
     model = ClickTask(build_model(job, device="meta"))
-    return plan_flat(job, model, plain, fused_params(job.config.optimizer, job.device_type))
+    return place_flat(job, model, fused_params(job.config.optimizer, job.device_type))
 
 
 def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dmt.training.data.prepared import prepared_settings
 
 __all__ = [
     "SHARDING_OF_TOWERS",
+    "SHARDING_RATES",
     "HotRowsConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -42,13 +43,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-SHARDING_OF_TOWERS = (
-    "tables",
-    "plan",
-    "profile",
-    "kernels",
-    "cache_load_factor",
-    "cache_policy",
+SHARDING_RATES = (
     "host_memory_gib",
     "ssd_gib",
     "host_gb_per_s",
@@ -56,6 +51,16 @@ SHARDING_OF_TOWERS = (
     "memory_gb_per_s",
     "intra_tower_gb_per_s",
     "collective_latency_us",
+)
+"""Keys of the section sharding that describe the machine to the planner of towers."""
+SHARDING_OF_TOWERS = (
+    "tables",
+    "plan",
+    "profile",
+    "kernels",
+    "cache_load_factor",
+    "cache_policy",
+    *SHARDING_RATES,
     "id_route",
     "unique",
 )

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -23,7 +24,7 @@ from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, S
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt._torchrec import host_groups
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError
 from dmt.models.complexity import dense_weight_bytes
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import TableSpec, feature_names
@@ -36,7 +37,7 @@ from dmt.traffic import Traffic
 from dmt.training.exchanges import dense_bytes
 from dmt.training.job import Job
 
-__all__ = ["FlatPlan", "FlatSharder", "codecs_of_all_ranks", "plan_flat", "shard_flat"]
+__all__ = ["FlatPlan", "FlatSharder", "codecs_of_all_ranks", "flat_costs", "place_flat", "shard_flat", "share_plan"]
 
 _BY_HOST = ("table_row_wise", "grid_shard")
 _ALL = ("data_parallel", "table_wise", "column_wise", "table_column_wise", "row_wise", *_BY_HOST)
@@ -101,12 +102,19 @@ class FlatSharder(EmbeddingBagCollectionSharder):
             return make()
 
 
-def shard_flat(
-    job: Job, model: nn.Module, mesh: TowerMesh, fused_params: dict[str, Any]
-) -> tuple[list[Any], ShardingPlan]:
+def shard_flat(job: Job, mesh: TowerMesh, fused_params: dict[str, Any]) -> tuple[list[Any], ShardingPlan]:
     """Returns the sharders and the plan of a flat job, the same plan on every rank; collective."""
     sharder = FlatSharder(mesh, fused_params=fused_params, qcomm_codecs_registry=codecs_of_all_ranks(job))
-    return [sharder], _plan(job, model, sharder, mesh)
+    plan = share_plan(job, mesh)
+    assert plan is not None, "a flat job without replicas has a plan"
+    return [sharder], plan
+
+
+def share_plan(job: Job, mesh: TowerMesh) -> ShardingPlan | None:
+    """Gives all ranks the `Job.flat_plan` of the first, which alone makes it where none has one; collective."""
+    plan = invoke_on_rank_and_broadcast_result(mesh.global_group, 0, lambda: job.flat_plan)
+    vars(job)["flat_plan"] = plan
+    return plan
 
 
 def codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
@@ -121,7 +129,7 @@ def codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatPlan:
-    """Placement of the tables of a flat job, and the bytes of its steps; made by `plan_flat`."""
+    """Placement of the tables of a flat job, and the bytes of its steps; made by `flat_costs`."""
 
     topology: TowerTopology
     schemes: Mapping[str, str]
@@ -153,23 +161,8 @@ class FlatPlan:
         }
 
 
-def plan_flat(job: Job, model: nn.Module, without_tables: nn.Module, fused_params: dict[str, Any]) -> FlatPlan:
-    """Plans a flat job as `shard_flat` does, in one process.
-
-    Args:
-        job: the run, with one replica.
-        model: its model, on the meta device.
-        without_tables: the same with stand-ins for the tables.
-        fused_params: of the tables.
-
-    Raises:
-        InputError: TorchRec's planner cannot place the tables.
-    """
-    return _costs(job, without_tables, _plan(job, model, FlatSharder(None, fused_params=fused_params)))
-
-
-def _costs(job: Job, model: nn.Module, plan: ShardingPlan) -> FlatPlan:
-    """Returns memory and bytes of a plan of TorchRec's for a flat job.
+def flat_costs(job: Job, plan: ShardingPlan, model: nn.Module) -> FlatPlan:
+    """Returns memory and bytes of the plan of a flat job, whose ``model`` has stand-ins for its tables.
 
     Ids follow ``sharding.pooling_factors``, rows of a table are read equally often, gradients of data-parallel tables
     and of the dense part go round in rings. Not counted: the sizes that ranks tell each other before an exchange.
@@ -188,7 +181,7 @@ def _costs(job: Job, model: nn.Module, plan: ShardingPlan) -> FlatPlan:
         pooling_factors=own.pooling_factors,
         optimizer=job.config.optimizer.sparse,
     )
-    costs = CostModel(topology=_one_tower(topology), workload=workload)
+    costs = CostModel(topology=topology.as_one_tower(), workload=workload)
     batch, world, local = workload.batch_size, topology.world_size, topology.host_size
     tables = sorted(job.tables, key=lambda table: -table.num_bytes)
     held, memory = [0] * world, dict.fromkeys((table.name for table in tables), 0)
@@ -247,13 +240,7 @@ class _Sums:
 
 def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> EmbeddingShardingPlanner:
     own, topology = job.config.sharding, job.topology
-    names = set(feature_names(job.tables))
-    for feature in own.pooling_factors:
-        if feature not in names:
-            raise InputError(
-                f"pooling_factors names the feature {feature!r}, which no table has ({len(names)} features)."
-                f"{did_you_mean(feature, names)} Drop it or fix the name."
-            )
+    StepWorkload(pooling_factors=own.pooling_factors).check_features(set(feature_names(job.tables)))
     means = [t for part in model.modules() if isinstance(part, EmbeddingBagCollection) for t in _means(part)]
     constraints = {}
     for table in job.tables:
@@ -280,16 +267,23 @@ def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> Emb
     )
 
 
-def _plan(job: Job, model: nn.Module, sharder: FlatSharder, mesh: TowerMesh | None = None) -> ShardingPlan:
-    """Returns TorchRec's plan; with a mesh, that of its first rank on all."""
+def place_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
+    """Places the tables of a flat job with one replica by TorchRec's planner; see `Job.flat_plan`.
+
+    Args:
+        job: the run.
+        model: its model, on the meta device.
+        fused_params: of the tables.
+
+    Raises:
+        InputError: the planner cannot place the tables.
+    """
+    sharder = FlatSharder(None, fused_params=fused_params, qcomm_codecs_registry=codecs_of_all_ranks(job))
     # TorchRec warns of how its planner is called, and of every data-parallel table.
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
-        planner = _planner(job, model, sharder.fused_params or {})
-        if mesh is None:
-            return planner.plan(model, [sharder])
-        return planner.collective_plan(model, [sharder], mesh.global_group)
+        return _planner(job, model, fused_params).plan(model, [sharder])
     except (PlannerError, RuntimeError) as error:
         own = job.config.sharding
         limit = f", sharding.memory_gib={own.memory_gib}" if own.memory_gib is not None else ""
@@ -332,11 +326,6 @@ def _grid_columns(table: TableSpec, topology: TowerTopology) -> int:
 
 def _means(collection: EmbeddingBagCollection) -> list[str]:
     return [table.name for table in collection.embedding_bag_configs() if table.pooling.value == "MEAN"]
-
-
-def _one_tower(topology: TowerTopology) -> TowerTopology:
-    ranks = topology.num_towers * topology.ranks_per_tower
-    return replace(topology, num_towers=1, ranks_per_tower=ranks, ranks_per_host=None)
 
 
 def _shards(table: TableSpec, sharding: ParameterSharding, world: int) -> list[tuple[int, int, int]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from dmt.errors import InputError
 from dmt.formatting import shorten
@@ -28,6 +29,9 @@ from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.data.config import read_tables
 from dmt.training.data.prepared import access_counts
 from dmt.training.device import DeviceType, device_type
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ShardingPlan
 
 __all__ = [
     "Job",
@@ -94,8 +98,21 @@ class Job:
     @property
     def rank_memory(self) -> int | None:
         """Bytes of a rank for tables and their optimizer state; None: no limit."""
-        room = self.config.sharding.memory_gib
-        return None if room is None else int(room * 2**30)
+        return _bytes(self.config.sharding.memory_gib)
+
+    @cached_property
+    def flat_plan(self) -> ShardingPlan | None:
+        """TorchRec's plan of the tables of a flat job with one replica, made when first asked for; None for any other.
+
+        Once a job: TorchRec's planner takes time with the square of the tables.
+
+        Raises:
+            InputError: the planner cannot place the tables.
+        """
+        # Imported here: planning towers works without TorchRec.
+        from dmt.training.build import place_tables
+
+        return place_tables(self)
 
     @property
     def split_tables(self) -> tuple[TableSpec, ...]:
@@ -329,9 +346,9 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             batch_size=config.train.batch_size, pooling_factors=factors, optimizer=config.optimizer.sparse
         ),
         hardware=Hardware(
-            memory_per_rank=None if sharding.memory_gib is None else int(sharding.memory_gib * 2**30),
-            host_memory_per_rank=None if sharding.host_memory_gib is None else int(sharding.host_memory_gib * 2**30),
-            ssd_per_rank=None if sharding.ssd_gib is None else int(sharding.ssd_gib * 2**30),
+            memory_per_rank=_bytes(sharding.memory_gib),
+            host_memory_per_rank=_bytes(sharding.host_memory_gib),
+            ssd_per_rank=_bytes(sharding.ssd_gib),
             host_gb_per_s=sharding.host_gb_per_s,
             ssd_gb_per_s=sharding.ssd_gb_per_s,
             memory_gb_per_s=sharding.memory_gb_per_s,
@@ -353,6 +370,10 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
     except InputError as error:
         named = sharding.profile or config.hot_rows.profile
         raise InputError(f"The accesses of {named or 'the prepared data'}: {error}") from error
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * 2**30)
 
 
 def _access_profile(config: TrainingConfig, tables: Sequence[TableSpec]) -> AccessProfile | None:

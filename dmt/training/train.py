@@ -42,6 +42,7 @@ from dmt.training.build import (
 from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.config import TrainConfig, TrainingConfig, to_toml
 from dmt.training.device import backend, current_device, device_type, take_device
+from dmt.training.flat import share_plan
 from dmt.training.health import check_same_input
 from dmt.training.job import Job, compare_hosts, resolve, validate_rows
 from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
@@ -94,6 +95,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
     # What cannot be planned is known before training, even if hot rows change the numbers in its course.
+    share_plan(job, mesh)
     planned = asdict(count_model(job)) | sharding_result(job)
 
     # The start, and the records.

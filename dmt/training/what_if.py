@@ -23,7 +23,7 @@ from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import Timeline, simulate
 from dmt.simulator.work import PartWork
 from dmt.training.build import build_model
-from dmt.training.config import TrainingConfig
+from dmt.training.config import SHARDING_RATES, TrainingConfig
 from dmt.training.distinct import InputGroup
 from dmt.training.exchanges import Exchange, flat_exchanges, step_exchanges
 from dmt.training.job import Job, make_job
@@ -46,17 +46,7 @@ _MICRO_BATCHES = (1, 4, 8)
 # Times that copies of hot rows, or their gradients, are read or written in an update, however few ids come.
 _HELD_PASSES = 5
 # What alternatives keep of [sharding]: what the machine and the tables are, not how they are used.
-_KEPT = (
-    "memory_gib",
-    "host_memory_gib",
-    "ssd_gib",
-    "host_gb_per_s",
-    "ssd_gb_per_s",
-    "memory_gb_per_s",
-    "intra_tower_gb_per_s",
-    "collective_latency_us",
-    "pooling_factors",
-)
+_KEPT = ("memory_gib", *SHARDING_RATES, "pooling_factors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +273,7 @@ def alternatives(
         if own not in models:
             models[own] = count(job)
         model = models[own]
-        plain = step_work(replace(job, config=changed_config(config, (*base, *shape))), model)
+        plain = step_work(job, model)
         for precision in ("fp32", "fp16"):
             work = _in_format(plain, precision)
             formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")

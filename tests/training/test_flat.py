@@ -18,11 +18,12 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.plain import PlainTraining
 from dmt.testing.state import table_layout
+from dmt.training import build
 from dmt.training.build import build_optimizer, flat_tables, fused_params, shard_model
 from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.commands.plan import run_plan
 from dmt.training.config import TrainingConfig
-from dmt.training.flat import FlatPlan, FlatSharder
+from dmt.training.flat import FlatPlan, FlatSharder, place_flat
 from dmt.training.job import open_job
 from tests.parity import FUSED, Batches, FlatModel, make_tables
 from tests.ranks import run_ranks
@@ -172,6 +173,20 @@ def test_tables_that_cannot_have_the_scheme_stay_whole() -> None:
     found = flat_tables(open_job(config_of(2, 2, "data_parallel", **sections)))
     assert found is not None
     assert set(found.schemes.values()) == {"table_wise"}, "gradients of FP16 tables would be FP16"
+
+
+def test_a_job_asks_torchrec_for_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: list[ShardingPlan] = []
+
+    def place(*args: Any) -> ShardingPlan:
+        placed.append(place_flat(*args))
+        return placed[-1]
+
+    monkeypatch.setattr(build, "place_flat", place)
+    job = open_job(config_of(2, 2, "planner"))
+    build.check_rank_memory(job)
+    assert build.sharding_result(job)["sharding"]["tables_by_scheme"]
+    assert len(placed) == 1
 
 
 @pytest.mark.parametrize("scheme", ["table_row_wise", "grid", "planner"])

@@ -186,13 +186,14 @@ def _print_flat(console: Console, found: FlatPlan, everything: bool) -> None:
     fullest = sorted(range(len(found.rank_memory)), key=lambda rank: (-found.rank_memory[rank], rank))
     shown = range(len(fullest)) if everything else fullest[:_SHOWN_RANKS]
     rows = [(str(rank), human_bytes(found.rank_memory[rank])) for rank in shown]
-    _print_table(console, _title("ranks", "fullest", len(shown), len(fullest)), ("rank", "memory"), rows)
+    title = _title("fullest ranks", len(shown), len(fullest), "Ranks")
+    _print_table(console, title, ("rank", "memory"), rows)
     tables = list(found.schemes.items())[: None if everything else _SHOWN_TABLES]
     rows_of = [
         (name, human_bytes(found.memory[name]), scheme, shorten([str(rank) for rank in found.ranks[name]], ", "))
         for name, scheme in tables
     ]
-    title = _title("tables", "largest", len(tables), len(found.schemes))
+    title = _title("largest tables", len(tables), len(found.schemes), "Tables")
     _print_table(console, title, ("table", "memory", "scheme", "on ranks"), rows_of)
     schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in found.tables_by_scheme.items())
     console.print(f"{counted(len(found.schemes), 'table')} placed by TorchRec's planner: {schemes}.")
@@ -204,8 +205,8 @@ def _print_flat(console: Console, found: FlatPlan, everything: bool) -> None:
     )
 
 
-def _title(what: str, which: str, shown: int, number: int) -> str:
-    return f"The {shown} {which} {what}; --all shows {number - shown:,} more" if shown < number else what.capitalize()
+def _title(which: str, shown: int, number: int, of_all: str) -> str:
+    return f"The {shown} {which}; --all shows {number - shown:,} more" if shown < number else of_all
 
 
 def _print_distinct(console: Console, found: DistinctBytes, everything: bool) -> None:
@@ -263,10 +264,10 @@ def _print_table(console: Console, title: str, headers: Sequence[str], rows: Row
 
 
 def _ranks(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:
-    ranks, more, title = list(found.ranks), len(found.ranks) - _SHOWN_RANKS, "Ranks, inside their towers"
-    if more > 0 and not everything:
+    ranks = list(found.ranks)
+    if len(ranks) > _SHOWN_RANKS and not everything:
         ranks = sorted(ranks, key=lambda rank: (-rank.seconds, rank.tower, rank.local))[:_SHOWN_RANKS]
-        title = f"The {_SHOWN_RANKS} busiest ranks; --all shows {more:,} more"
+    title = _title("busiest ranks", len(ranks), len(found.ranks), "Ranks, inside their towers")
     rows = []
     tiers = {"host memory": [r.host_memory for r in ranks], "SSD": [r.ssd for r in ranks]}
     tiers = {name: held for name, held in tiers.items() if any(held)}
@@ -281,6 +282,5 @@ def _tables(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[s
     ranked = sorted(found.tables, key=lambda entry: (-entry.seconds, natural(entry.name)))
     shown = ranked if everything else ranked[:_SHOWN_TABLES]
     rows = [(t.name, str(t.tower), human_bytes(t.memory), _time(t.seconds), t.reason) for t in shown]
-    more = len(ranked) - len(shown)
-    title = f"The {len(shown)} costliest tables; --all shows {more:,} more" if more else "Tables, costliest first"
+    title = _title("costliest tables", len(shown), len(ranked), "Tables, costliest first")
     return title, ("table", "tower", "memory", "cost", "why"), rows

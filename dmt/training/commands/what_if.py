@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import atomic_write
+from dmt.files import write_or_raise
 from dmt.formatting import human_bytes
 from dmt.partitioner.report.style import add_title, dress_axes, new_figure, save_figure
 from dmt.simulator.cluster import Cluster, load_cluster
@@ -41,7 +41,7 @@ class WhatIf:
 
     def write(self, path: Path) -> None:
         """Writes the config of the fastest alternative."""
-        with atomic_write(path) as part:
+        with write_or_raise(path, "Config") as part:
             part.write_text(to_toml(changed_config(self.config, self.found[0].overrides)), encoding="utf-8")
 
     def best(self) -> list[Alternative]:

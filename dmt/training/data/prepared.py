@@ -49,8 +49,10 @@ def access_counts(train_path: str | None) -> Path | None:
     Raises:
         InputError: see `read_manifest`.
     """
-    folder = Path(train_path or "").parent
-    if train_path is None or Path(train_path) != folder / PARTS[0] or not (folder / MANIFEST).is_file():
+    if train_path is None:
+        return None
+    folder = Path(train_path).parent
+    if Path(train_path) != folder / PARTS[0] or not (folder / MANIFEST).is_file():
         return None
     return folder / str(read_manifest(folder, f"data.train_path={train_path!r}")["access_counts"])
 
