@@ -268,16 +268,7 @@ def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> Emb
 
 
 def place_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
-    """Places the tables of a flat job with one replica by TorchRec's planner; see `Job.flat_plan`.
-
-    Args:
-        job: the run.
-        model: its model, on the meta device.
-        fused_params: of the tables.
-
-    Raises:
-        InputError: the planner cannot place the tables.
-    """
+    """Places the tables of a flat job, whose model is on the meta device, as `Job.flat_plan` says."""
     sharder = FlatSharder(None, fused_params=fused_params, qcomm_codecs_registry=codecs_of_all_ranks(job))
     # TorchRec warns of how its planner is called, and of every data-parallel table.
     before = logging.root.manager.disable

@@ -88,14 +88,15 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     with held, _process_group(backend(kind)) as group:
         job = job or resolve(config, world_size)
         check_same_input(job, group)
-        return train_job(job, TowerMesh(job.topology))
+        mesh = TowerMesh(job.topology)
+        share_plan(job, mesh)
+        return train_job(job, mesh)
 
 
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
     # What cannot be planned is known before training, even if hot rows change the numbers in its course.
-    share_plan(job, mesh)
     planned = asdict(count_model(job)) | sharding_result(job)
 
     # The start, and the records.
