@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import numpy as np
@@ -35,6 +35,7 @@ from dmt.files import atomic_write
 from dmt.hot_rows.costs import table_bytes
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows
+from dmt.sptt.unique import Unique
 from dmt.testing.ranks import RankPool
 from dmt.traffic import TrafficMeter
 
@@ -46,6 +47,7 @@ _MOST_ROWS, _DIM, _BATCH = 100_000, 128, 4096
 _PROFILE_STEPS, _STEPS, _DRIFT_STEPS = 100, 2, 12
 # By the popular ids' new places: as if other items had become popular over night.
 _DRIFT = 20_000
+_PREDICTED = ("plain", "unique", "unique_host", "hot", "unique_hot")
 _WAYS = ("cost rule", "OPER's rule", "0.1 % of rows", "1 % of rows", "5 % of rows")
 
 
@@ -110,7 +112,7 @@ class _Sum(nn.Module):
 
 
 class _Job:
-    def __init__(self, rank: int, unique: Literal["off", "rank"]) -> None:
+    def __init__(self, rank: int, unique: Unique) -> None:
         self.mesh, self.rank = TowerMesh(_TOPOLOGY), rank
         plan = TowerPlan.strided([f"f{i}" for i in range(len(tables()))], _TOPOLOGY.num_towers)
         settings = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01}
@@ -138,10 +140,12 @@ def _ones(num_features: int) -> Tensor:
     return torch.ones(num_features * _BATCH, dtype=torch.int64)
 
 
-def measure(rank: int, profile: AccessProfile, unique: Literal["off", "rank"]) -> dict[str, Any]:
+def measure(rank: int, profile: AccessProfile, unique: Unique) -> dict[str, Any]:
     """Bytes without hot rows, with those of each rule, and where other rows become popular."""
     job = _Job(rank, unique)
     found: dict[str, Any] = {"none": {"rows": 0, "bytes": job.mean(0)}}
+    if unique == "host":
+        return found
     # Choices are made here, not by the number of steps.
     hot = HotRows(job.model, job.mesh, extra_memory=1.0, refresh_every=10**9, profile=profile)
     job.step(9)
@@ -165,23 +169,23 @@ def measure(rank: int, profile: AccessProfile, unique: Literal["off", "rank"]) -
 def predicted(profile: AccessProfile) -> dict[str, float]:
     """Bytes between hosts of a step, by `table_bytes`."""
     of_tables = table_bytes(profile, _TOPOLOGY, batch_size=_BATCH)
-    return {way: sum(getattr(one, way) for one in of_tables) for way in ("plain", "unique", "hot", "unique_hot")}
+    return {way: sum(getattr(one, way) for one in of_tables) for way in _PREDICTED}
 
 
 def write_page(record: dict[str, Any], path: Path) -> None:
     """The record as a page."""
     plain = record["off"]["none"]["bytes"]
     names = {("off", "none"): "plain", ("rank", "none"): "unique", ("off", "cost rule"): "hot"}
-    names |= {("rank", "cost rule"): "unique_hot"}
+    names |= {("rank", "cost rule"): "unique_hot", ("host", "none"): "unique_host"}
     rows = []
-    for unique in ("off", "rank"):
+    for unique, words in (("off", ""), ("rank", "unique ids, "), ("host", "unique ids per host, ")):
         for way, one in record[unique].items():
             if way == "drift":
                 continue
             expected = record["predicted"].get(names.get((unique, way), ""))
             rows.append(
                 [
-                    ("unique ids, " if unique == "rank" else "") + ("no hot rows" if way == "none" else way),
+                    words + ("no hot rows" if way == "none" else way),
                     f"{one['rows']:,}",
                     f"{one['bytes'] / 1e6:.1f}",
                     f"{plain / one['bytes']:.2f}",
@@ -214,7 +218,7 @@ def main(*, out: Path) -> None:
     }
     with RankPool() as pool:
         run = partial(pool.run, measure, _TOPOLOGY.world_size, profile, timeout_s=3600)
-        record |= {unique: run(unique)[0] for unique in ("off", "rank")}
+        record |= {unique: run(unique)[0] for unique in ("off", "rank", "host")}
     with atomic_write(out / "hot_rows.json") as scratch:
         scratch.write_text(json.dumps(record, indent=1) + "\n")
     write_page(record, out / "hot_rows.md")

@@ -21,6 +21,7 @@ name                    what it is
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
 ``...+unique``          each distinct input of a rank crosses hosts once (part of ``+all``, where enough repeat)
+``...+unique-host``     each distinct input of a host crosses once; without micro-batches and ``+hot``
 ``...+hot``             hot rows on every rank, by a profile (`dmt.hot_rows.runtime`); for ``sptt``
 ``...+global``          ids take the global route (`dmt.sptt.input_dist`)
 ======================  ==============================================================================================
@@ -50,7 +51,9 @@ FLAT_SCHEMES = {
     "grid": "grid_shard",
     "planner": "planner",
 }
-OWN_OPTIONS = ("all", "hier", "bf16-dense", "mb2", "mb4", "mb8", "1f1b", "rank-towers", "unique", "hot", "global")
+_PARTS = ("mb2", "mb4", "mb8")
+_SHARING = ("unique", "unique-host", "hot")
+OWN_OPTIONS = ("all", "hier", "bf16-dense", *_PARTS, "1f1b", "rank-towers", *_SHARING, "global")
 """Options that only this library's contenders have; see `benchmarks.steps.towers`."""
 _RATIOS = (2, 4, 8, 16)
 _NAME = re.compile(
@@ -120,7 +123,12 @@ class Contender:
     def is_unique(self) -> bool:
         """True if equal inputs of a rank cross hosts once."""
         # Of whole tower inputs of 13 features hardly any repeat, so that "auto" leaves them alone.
-        return "unique" in self.options or ("all" in self.options and self.family == "sptt")
+        return self.is_united or "unique" in self.options or ("all" in self.options and self.family == "sptt")
+
+    @property
+    def is_united(self) -> bool:
+        """True if equal inputs of all ranks of a host cross hosts once."""
+        return "unique-host" in self.options
 
     @property
     def has_hot_rows(self) -> bool:
@@ -166,8 +174,10 @@ def parse_contender(name: str) -> Contender:
         raise InputError(f"Contender {name!r}: +bf16-dense goes with +fp16 only.")
     if "hot" in extras and family != "sptt":
         raise InputError(f"Contender {name!r}: +hot is for sptt only; with tower modules copies save nothing.")
+    if "unique-host" in extras and {"all", *_PARTS, "unique", "hot", "global", "rank-towers"} & set(extras):
+        raise InputError(f"Contender {name!r}: +unique-host goes with a tower on each host, without micro-batches.")
     if "1f1b" in extras and (
-        not {"mb2", "mb4", "mb8", "all"} & set(extras)
+        not {*_PARTS, "all"} & set(extras)
         or {"unique", "hot", "global"} & set(extras)
         or (family == "sptt" and "all" in extras)
     ):

@@ -82,17 +82,21 @@ def access_profile(setting: Setting) -> AccessProfile:
     return profile
 
 
-def distinct_inputs(setting: Setting, features: Sequence[str], host: int) -> int:
+def distinct_inputs(setting: Setting, features: Sequence[str], host: int, *, of_hosts: bool = False) -> int:
     """Distinct inputs of each rank in the first step that come from other hosts: ids of some features together.
 
     Args:
         setting: sizes of the job.
         features: of a tower, or one.
         host: that they are sent to.
+        of_hosts: counts the distinct inputs of each host.
     """
     batches = [_first_batch(setting, rank) for rank in range(setting.world_size)]
     step = [torch.stack([ids[feature].values() for feature in features]) for ids in batches]
-    away = [ids for rank, ids in enumerate(step) if rank // setting.ranks_per_host != host]
+    size = setting.ranks_per_host
+    if of_hosts:
+        step, size = [torch.cat(step[first : first + size], dim=1) for first in range(0, len(step), size)], 1
+    away = [ids for rank, ids in enumerate(step) if rank // size != host]
     return sum(torch.unique(ids, dim=1).shape[1] for ids in away)
 
 

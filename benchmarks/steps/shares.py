@@ -86,7 +86,9 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int]:
 
 def _inputs(contender: Contender, setting: Setting, features: Sequence[str], host: int) -> int | None:
     """Distinct ids of these features together that the ranks of other hosts have in a step; None for all samples."""
-    return distinct_inputs(setting, features, host) if contender.is_unique else None
+    if not contender.is_unique:
+        return None
+    return distinct_inputs(setting, features, host, of_hosts=contender.is_united)
 
 
 def weight_bytes(built: Built) -> int:

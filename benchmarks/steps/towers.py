@@ -30,6 +30,7 @@ __all__ = ["own_planner", "own_sharders", "own_topology", "own_towers", "own_wra
 _SHARDER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "global": {"id_route": "global"},
     "unique": {"unique": "rank"},
+    "unique-host": {"unique": "host"},
     "all": {"unique": "auto"},
     "1f1b": {"unique": "off"},  # after "all", as options are sorted
 }

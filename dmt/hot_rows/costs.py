@@ -49,6 +49,8 @@ class TableBytes:
     """Every output is sent: SPTT, and flat table-wise sharding."""
     unique: float | None
     """Each rank is sent each distinct input once (``sharding.unique``); None of bags of several ids."""
+    unique_host: float | None
+    """Each host is (``sharding.unique = "host"``); None of bags of several ids, and where towers span hosts."""
     data_parallel: float
     """Every row is on every rank."""
     hot: float | None
@@ -63,7 +65,7 @@ class TableBytes:
     @property
     def best(self) -> str:
         """Name of the way that sends least; of equal ones the simplest."""
-        ways = ("plain", "data_parallel", "unique", "hot", "unique_hot")
+        ways = ("plain", "data_parallel", "unique", "unique_host", "hot", "unique_hot")
         known = [way for way in ways if getattr(self, way) is not None]
         return min(known, key=lambda way: getattr(self, way))
 
@@ -215,6 +217,7 @@ def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology,
             name=table.name,
             plain=plain,
             unique=None,
+            unique_host=None,
             data_parallel=whole,
             hot=None,
             hot_rows=0,
@@ -226,10 +229,12 @@ def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology,
     pays, pays_distinct = (
         saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct) > 0 for distinct in (False, True)
     )
+    unite = topology.ranks_per_tower if topology.towers_are_inside_hosts else None
     return TableBytes(
         name=table.name,
         plain=plain,
         unique=away * sent * counts.expected_distinct(num_ids),
+        unique_host=None if unite is None else away * sent * counts.expected_distinct(unite * num_ids) / unite,
         data_parallel=whole,
         hot=float(summed[pays].sum()) + away * sent * num_ids * (1 - float(shares[pays].sum())),
         hot_rows=int(pays.sum()),

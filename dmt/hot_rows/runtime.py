@@ -106,6 +106,8 @@ class HotRows:
     ) -> None:
         arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": _digest(profile)}
         check_agreement("HotRows", arguments, mesh.global_group)
+        if any(getattr(part, "unique", "") == "host" for part in model.modules()):
+            raise InputError("HotRows goes with unique='rank', but this model was sharded with unique='host'.")
         if profile is not None and not isinstance(profile, AccessProfile):
             raise InputError(
                 f"HotRows: profile={profile!r} must be an AccessProfile. Read the file of `dmt profile --out` with "

@@ -52,6 +52,7 @@ from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.sharding.group_ebc import GroupShardedEBC
+from dmt.sptt.host_rows import HostRows, UnitedRows
 from dmt.sptt.input_dist import BothHops, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.results import CachedAwaitable
@@ -133,15 +134,23 @@ class SPTTContext(Multistreamable):
     """Copies whose ids were split off."""
     distinct: DistinctInputs | None = None
     """Rows that this rank asks the towers for; None where every sample is one."""
+    united: UnitedRows | None = None
+    """Rows that the ranks of the host ask of each other; None where each asks the towers for its own."""
     parts: list[PartRows] = field(default_factory=list)
     """Rows of each micro-batch, once the ids have arrived."""
     in_tower: list[tuple[Any, Any]] = field(default_factory=list)
     """The second hop: for each sharded collection of the tower its own context, and its ids."""
 
+    @property
+    def is_identity(self) -> bool:
+        """True if every sample of this rank has a row of its own."""
+        return self.united is None and self.distinct is not None and self.distinct.is_identity
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of what pipelines make on another stream until this one has done its work."""
         made = [part for of_collection in self.in_tower for part in of_collection]
         own = [self.ids, *(self.hot[1:] if self.hot else []), self.distinct.inverse if self.distinct else None]
+        own += [self.united.place] if self.united else []
         for part in [*made, *(part for part in own if part is not None)]:
             part.record_stream(stream)
 
@@ -200,6 +209,7 @@ class SPTTModule(TowerState):
         self._rows_sent = [0] * sum(map(len, groups))
         self._samples_sent = 0
         self._is_shareable = [[True] * len(of_tower) for of_tower in groups]
+        self._host: HostRows | None = None
         self._outputs: AgreedOutputs | None = None
 
     @property
@@ -391,8 +401,11 @@ class SPTTModule(TowerState):
                 wanted = [False] * len(wanted)
             has_hot = ctx.hot is not None
             ids, ctx.distinct = distinct_inputs(ids, sizes, wanted=wanted, auto=is_auto, share_empty=has_hot)
-            started = exchange.send(ids)
             self._samples_sent += ctx.distinct.inverse.shape[1]
+            if self.unique == "host" and self.mesh.topology.ranks_per_tower > 1:
+                self._host = self._host or HostRows(self.mesh.tower_group, sizes, wanted)
+                ids, ctx.distinct, ctx.united = self._host.unite(ids, ctx.distinct)
+            started = exchange.send(ids)
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
         ctx.request = KJTListSplitsAwaitable([started], ctx)
         if self._route.num_hops == 2:
@@ -444,7 +457,7 @@ class SPTTModule(TowerState):
             return exchange(numbers, [size for [size] in rows.arrived])
         own = agreed.groups[tower], agreed.widths[tower]
         sizes = [numbers_of(of_peer, *own) for of_peer in rows.arrived]
-        if ctx.distinct.is_identity:
+        if ctx.is_identity:
             arriving: list[tuple[int, ...]] = [(rows.sent[0][0], columns) for columns in exchange.output_sizes]
         else:
             by_tower = zip(rows.sent, agreed.groups, agreed.widths, strict=True)
@@ -464,18 +477,25 @@ class SPTTModule(TowerState):
         return [CachedAwaitable(rows, block.add) for rows, block in zip(cold, blocks, strict=True)]
 
     def _taken_rows(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Tensor]]) -> list[Awaitable[Tensor]]:
-        if ctx.distinct is None or ctx.distinct.is_identity:
+        if ctx.distinct is None or ctx.is_identity:
             return list(exchanges)
         agreed = self._outputs
         assert agreed is not None, "something was exchanged"
         rows, starts = ctx.distinct.inverse, [0, *itertools.accumulate(map(len, self._groups))]
         of_pieces = [start + group for start, own in zip(starts, agreed.groups, strict=False) for group in own]
-        blocks = rows[of_pieces].split(micro_batch_sizes(rows.shape[1], len(exchanges)), dim=1)
         cut = functools.partial(arrived_pieces, groups=agreed.groups, widths=agreed.widths)
         parts = [
             CachedAwaitable(exchange, functools.partial(cut, rows=part.sent))
             for exchange, part in zip(exchanges, ctx.parts, strict=True)
         ]
+        if ctx.united is not None:
+            assert self._host is not None, "it has united the rows"
+            widths = list(itertools.chain(*agreed.widths))
+            back = functools.partial(
+                self._host.send_back, united=ctx.united, distinct=ctx.distinct, groups=of_pieces, widths=widths
+            )
+            return [TakenRows([CachedAwaitable(part, back) for part in parts], ctx.united.place[of_pieces])]
+        blocks = rows[of_pieces].split(micro_batch_sizes(rows.shape[1], len(exchanges)), dim=1)
         needed = parts_needed(ctx.distinct, [part.sent for part in ctx.parts])
         return [TakenRows(parts[:number], block) for number, block in zip(needed, blocks, strict=True)]
 

@@ -45,6 +45,7 @@ class PeerExchange(nn.Module):
         device: of the outputs.
         precision: number formats; None sends as is. Blocks are padded where a format needs whole groups of numbers.
         tag: tag of the messages, the same on all ranks; tells exchanges over one group apart.
+        divides_gradients: False leaves gradients as they arrive, in a group that no mean is over.
 
     Raises:
         InputError: the device cannot do a format.
@@ -59,10 +60,12 @@ class PeerExchange(nn.Module):
         device: torch.device | None = None,
         precision: ExchangePrecision | None = None,
         tag: int = 0,
+        divides_gradients: bool = True,
     ) -> None:
         super().__init__()
         self.group = group
         self.tag = tag
+        self.divides_gradients = divides_gradients
         self.output_sizes = list(output_sizes)
         self.dtype = dtype
         self.precision = precision or ExchangePrecision()
@@ -154,7 +157,8 @@ class _AllToAllRequest:
     def end_backward(self) -> Tensor:
         """The gradients of all numbers sent, one after the other."""
         gradients = torch.cat(self._end(self.exchange.backward_codec))
-        return gradients.div_(len(self._sizes)) if get_gradient_division() else gradients
+        divides = self.exchange.divides_gradients and get_gradient_division()
+        return gradients.div_(len(self._sizes)) if divides else gradients
 
     def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
         """Sends a block to each peer; blocks of these sizes will arrive."""

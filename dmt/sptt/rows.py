@@ -29,6 +29,7 @@ __all__ = [
     "TakenRows",
     "arrange_rows",
     "arrived_pieces",
+    "copied_rows",
     "micro_batch_sizes",
     "numbers_of",
     "parts_needed",
@@ -220,8 +221,12 @@ class TakenRows(Awaitable[Tensor]):
         by_piece = zip(*(part.wait() for part in self._arriving), strict=True)
         columns = []
         for parts, samples in zip(by_piece, self._inverse, strict=True):
-            rows = torch.cat(parts) if len(parts) > 1 else parts[0]
-            # Its gradient sums the samples of a row in a fixed order, on a GPU too; in BF16 it would stop growing.
-            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            columns.append(F.embedding(samples, wide).to(rows.dtype))
+            columns.append(copied_rows(torch.cat(parts) if len(parts) > 1 else parts[0], samples))
         return torch.cat(columns, dim=1)
+
+
+def copied_rows(rows: Tensor, samples: Tensor) -> Tensor:
+    """Copies rows [rows, width] to the samples that share them, [samples, width]; differentiable."""
+    # Its gradient sums the samples of a row in a fixed order, on a GPU too; in BF16 it would stop growing.
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return F.embedding(samples, wide).to(rows.dtype)

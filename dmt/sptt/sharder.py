@@ -60,10 +60,12 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default
             their number. Learning rate and epsilon in ``fused_params`` stay the user's; the kernel gets scaled ones.
         unique: whether samples of a batch with equal inputs share what is sent, looked up and returned
-            (`dmt.sptt.unique`): ``"rank"``: always; ``"auto"``: where a look at the batch promises a gain; ``"off"``.
+            (`dmt.sptt.unique`): ``"rank"``: always; ``"host"``: also those of the batches of a host's ranks;
+            ``"auto"``: those of a batch where a look at it promises a gain; ``"off"``.
 
     Raises:
-        InputError: ``id_route`` or ``unique`` is unknown, they do not go together, or ``moment_scale`` is out of range.
+        InputError: ``id_route`` or ``unique`` is unknown, they do not go together or with the topology, or
+            ``moment_scale`` is out of range.
     """
 
     def __init__(
@@ -84,6 +86,11 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 raise InputError(f"{name}={value!r} is unknown; use one of {list(known)}.{did_you_mean(value, known)}")
         if unique != "off" and id_route == "global":
             raise InputError(f"unique={unique!r} needs id_route='peer'; the global route sends every sample's ids.")
+        if unique == "host" and not mesh.topology.towers_are_inside_hosts:
+            raise InputError(
+                "unique='host' unites the rows of a tower's ranks over the links inside a host, but towers of "
+                f"{mesh.topology.ranks_per_tower} ranks span hosts of {mesh.topology.host_size}. Use unique='rank'."
+            )
         self.mesh = mesh
         self.id_route = id_route
         self.peer_precision = peer_precision or ExchangePrecision()

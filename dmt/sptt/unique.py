@@ -23,6 +23,7 @@ drop the same numbers, and a batch norm would count them once.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -34,14 +35,16 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
     "UNIQUE",
+    "Bags",
     "DistinctInputs",
     "Unique",
     "distinct_inputs",
     "why_not_per_sample",
 ]
 
-Unique = Literal["off", "rank", "auto"]
-"""Equal inputs share a row: ``"off"``: never; ``"rank"``: those of a rank's batch; ``"auto"``: if enough repeat."""
+Unique = Literal["off", "rank", "host", "auto"]
+"""Equal inputs share a row: ``"off"``: never; ``"rank"``: those of a rank's batch; ``"host"``: those of all ranks of a
+host that share a tower (`dmt.sptt.host_rows`); ``"auto"``: those of a rank's batch if enough repeat."""
 
 UNIQUE: tuple[Unique, ...] = get_args(Unique)
 
@@ -73,6 +76,7 @@ def distinct_inputs(
     wanted: Sequence[bool],
     auto: bool = False,
     share_empty: bool = False,
+    is_row: Tensor | None = None,
 ) -> tuple[KeyedJaggedTensor, DistinctInputs]:
     """Finds the samples of a batch that have equal inputs.
 
@@ -83,6 +87,7 @@ def distinct_inputs(
         auto: keeps all samples of a group in whose first samples fewer than one in 50 repeats another. That depends on
             the batch alone, so ranks need not agree on it, and a resumed run decides as the first one did.
         share_empty: lets samples without any id share a row in all groups.
+        is_row: [groups, B], False for empty bags at the end of a group, which get no row; None: all are samples.
 
     Returns:
         The ids of the first sample of each row, with a batch size for each feature, and the rows.
@@ -100,16 +105,19 @@ def distinct_inputs(
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)
     if any(wanted) and num_samples:
-        bags = _Bags(ids, group_of, len(sizes))
-        wanted = bags.repeating(wanted) if auto else wanted
+        inputs = _Inputs(ids, group_of, len(sizes))
+        wanted = inputs.repeating(wanted) if auto else wanted
         chosen = torch.tensor(wanted, device=device).unsqueeze(1)
-        first = torch.where(chosen, bags.first_equal(), first) if any(wanted) else first
+        first = torch.where(chosen, inputs.first_equal(), first) if any(wanted) else first
     if share_empty and num_samples:
         num_ids = ids.lengths().view(-1, num_samples)
         is_empty = num_ids.new_zeros(first.shape).index_add_(0, group_of, num_ids) == 0
         first = torch.where(is_empty, is_empty.int().argmax(dim=1, keepdim=True), first)
     is_first = first == samples
-    rows = is_first.sum(dim=1).tolist() if any(wanted) or share_empty else [num_samples] * len(sizes)
+    if is_row is not None:
+        is_first &= is_row
+    is_known = not any(wanted) and not share_empty and is_row is None
+    rows = [num_samples] * len(sizes) if is_known else is_first.sum(dim=1).tolist()
     inverse = (is_first.cumsum(dim=1) - 1).gather(1, first)
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
     if any(number < num_samples for number in rows):
@@ -122,39 +130,64 @@ def distinct_inputs(
     return sent, DistinctInputs(rows, inverse)
 
 
-class _Bags:
-    """Bags of a batch as numbers that are equal where the bags are, [groups, B]."""
+class Bags:
+    """Bags of ids, with hashes that are the same for equal bags of any batch.
+
+    Args:
+        lengths: of each bag, [bags].
+        ids: of all bags, one after the other.
+        weights: of the ids; bags that differ in one, to the bit, differ.
+    """
+
+    def __init__(self, lengths: Tensor, ids: Tensor, weights: Tensor | None) -> None:
+        self.ids, self.weights, self.lengths = ids, weights, lengths.long()
+        self.is_single = ids.numel() == lengths.numel() and bool((lengths == 1).all())
+        """True if each bag has one id."""
+        if self.is_single:
+            return
+        self.offsets = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+        self.bag_of = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
+            self.lengths, output_size=ids.numel()
+        )
+        self.place = torch.arange(ids.numel(), device=lengths.device) - self.offsets[self.bag_of]
+
+    @functools.cached_property
+    def hashes(self) -> Tensor:
+        """Hash of each bag, [bags] int64."""
+        values = self.ids.long()
+        if self.weights is not None:
+            values = values * _MIX[0] + self.weights.float().view(torch.int32)
+        if self.is_single:
+            return _mix(values + _mix(values.new_ones(1))) + 1
+        mixed = _mix(values + _mix(self.place + 1))
+        sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
+        return sums[self.offsets[1:]] - sums[self.offsets[:-1]] + self.lengths
+
+    def hashes_of_rows(self, feature: Tensor, row: Tensor, num_rows: int) -> Tensor:
+        """Hashes the bags of several features together, [num_rows], from the feature and the row of each bag."""
+        mixed = _mix(self.hashes + _mix(feature + 1))
+        return mixed.new_zeros(num_rows).index_add_(0, row, mixed)
+
+
+class _Inputs:
+    """Inputs of the samples of a batch, which are found to be equal where they are, [groups, B]."""
 
     def __init__(self, ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> None:
         self._group_of = group_of
         self._num_groups = num_groups
         num_features, num_samples = len(group_of), ids.stride()
         self._shape = (num_features, num_samples)
-        self._ids, self._weights = ids.values(), ids.weights_or_none()
-        values = self._ids.long()
-        if self._weights is not None:
-            # Bags that differ in a weight differ, to the bit.
-            values = values * _MIX[0] + self._weights.float().view(torch.int32)
-        lengths = ids.lengths().long()
-        self._is_single = values.numel() == lengths.numel() and bool((lengths == 1).all())
-        if self._is_single:
-            hashes = values.view(self._shape)
+        self._bags = bags = Bags(ids.lengths(), ids.values(), ids.weights_or_none())
+        self._is_exact = bags.is_single and num_groups == num_features and bags.weights is None
+        if self._is_exact:
+            hashes = bags.ids.long()
+        elif num_groups == num_features:
+            hashes = bags.hashes
         else:
-            self._lengths = lengths
-            self._offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-            self._bag_of = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
-                lengths, output_size=values.numel()
-            )
-            self._place = torch.arange(values.numel(), device=lengths.device) - self._offsets[self._bag_of]
-            mixed = _mix(values + _mix(self._place + 1))
-            sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
-            hashes = (sums[self._offsets[1:]] - sums[self._offsets[:-1]] + lengths).view(self._shape)
-        self._is_exact = self._is_single and num_groups == num_features and self._weights is None
-        if num_groups < num_features:
-            features = torch.arange(1, num_features + 1, device=hashes.device).unsqueeze(1)
-            mixed = _mix(hashes + _mix(features))
-            hashes = mixed.new_zeros(num_groups, num_samples).index_add_(0, group_of, mixed)
-        self._hashes = hashes
+            bag = torch.arange(num_features * num_samples, device=group_of.device)
+            feature, sample = bag // num_samples, bag % num_samples
+            hashes = bags.hashes_of_rows(feature, group_of[feature] * num_samples + sample, num_groups * num_samples)
+        self._hashes = hashes.view(num_groups, num_samples)
 
     def repeating(self, wanted: Sequence[bool]) -> list[bool]:
         """Returns for each wanted group whether enough of its first samples repeat others."""
@@ -177,24 +210,25 @@ class _Bags:
         num_features, num_samples = self._shape
         of_feature = other[self._group_of]
         starts = torch.arange(num_features, device=other.device).unsqueeze(1) * num_samples
-        bags = (of_feature + starts).flatten()
-        if self._is_single:
-            differ = self._differ(bags).view(self._shape)
+        others, bags = (of_feature + starts).flatten(), self._bags
+        if bags.is_single:
+            differ = self._differ(others).view(self._shape)
         else:
-            same_length = self._lengths[bags] == self._lengths
+            same_length = bags.lengths[others] == bags.lengths
             # A bag of another length is compared with itself.
-            bags = torch.where(same_length, bags, torch.arange(len(bags), device=bags.device))
-            unequal = self._differ(self._offsets[bags][self._bag_of] + self._place).cumsum(0)
+            others = torch.where(same_length, others, torch.arange(len(others), device=others.device))
+            unequal = self._differ(bags.offsets[others][bags.bag_of] + bags.place).cumsum(0)
             sums = torch.cat([unequal.new_zeros(1), unequal])
-            differ = ((sums[self._offsets[1:]] != sums[self._offsets[:-1]]) | ~same_length).view(self._shape)
+            differ = ((sums[bags.offsets[1:]] != sums[bags.offsets[:-1]]) | ~same_length).view(self._shape)
         if self._num_groups == num_features:
             return ~differ
         return other.new_zeros(other.shape).index_add_(0, self._group_of, differ.long()) == 0
 
     def _differ(self, places: Tensor) -> Tensor:
-        differ = self._ids[places] != self._ids
-        if self._weights is not None:
-            bits = self._weights.contiguous().view(_BITS[self._weights.element_size()])
+        ids, weights = self._bags.ids, self._bags.weights
+        differ = ids[places] != ids
+        if weights is not None:
+            bits = weights.contiguous().view(_BITS[weights.element_size()])
             differ |= bits[places] != bits
         return differ
 

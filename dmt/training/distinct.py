@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -30,9 +30,11 @@ class InputGroup:
     features: tuple[str, ...]
     """All features of the tower; of a flat model a feature alone."""
     distinct: DistinctRows
-    """Distinct inputs of a rank's batch, and the ids in them; means over ranks."""
+    """Distinct inputs that a rank asks towers for, and the ids in them; means over ranks."""
     share: float
     """Distinct over all inputs."""
+    in_host: DistinctRows | None = None
+    """Distinct inputs of a rank's batch, which the ranks of its host unite; None if each asks towers for its own."""
 
 
 def distinct_inputs_of(
@@ -54,31 +56,52 @@ def distinct_inputs_of(
     whole = [(i, tuple(features)) for i, features in enumerate(towers)]
     groups = whole if job.config.model.has_towers else [(i, (name,)) for i, features in whole for name in features]
     sizes = [len(group) for _, group in groups]
-    counted = []
     hot = hot_rows or {}
     rows_of = {f: hot[table.name] for table in job.split_tables if table.name in hot for f in table.feature_names}
     if batches is None:
         batches = first_ids(job.data, world_size=job.topology.world_size, batch_size=size)
-    for ids in batches:
-        order = [ids.keys().index(name) for _, group in groups for name in group]
-        # Without hot rows the question is what it would be to share.
-        wanted = [not hot_rows or job.config.sharding.unique != "off"] * len(groups)
-        is_auto = job.config.sharding.unique == "auto"
-        cold = _without(ids.permute(order), rows_of) if hot_rows else ids.permute(order)
+    # Without hot rows the question is what it would be to share.
+    wanted = [not hot_rows or job.config.sharding.unique != "off"] * len(groups)
+    is_auto = job.config.sharding.unique == "auto"
+
+    def count(ids: KeyedJaggedTensor) -> list[float]:
+        cold = _without(ids, rows_of) if hot_rows else ids
         sent, found = distinct_inputs(cold, sizes, wanted=wanted, auto=is_auto, share_empty=bool(hot_rows))
         rows = [number for number, features in zip(found.rows, sizes, strict=True) for _ in range(features)]
-        counted.append([*found.rows, *(int(lengths.sum()) for lengths in sent.lengths().split(rows))])
+        return [*found.rows, *(int(lengths.sum()) for lengths in sent.lengths().split(rows))]
+
+    names = [name for _, group in groups for name in group]
+    by_rank = [ids.permute([ids.keys().index(name) for name in names]) for ids in batches]
+    found = of_ranks = _distinct_rows(groups, [count(ids) for ids in by_rank])
+    if is_united := job.config.sharding.unique == "host":
+        hosts = [ranks for ranks in job.topology.tower_groups() if max(ranks) < len(by_rank)]
+        united = [np.divide(count(_joined([by_rank[rank] for rank in ranks])), len(ranks)) for ranks in hosts]
+        found = _distinct_rows(groups, united)
+    return [
+        InputGroup(
+            tower=tower, features=group, distinct=own, share=own.rows / size, in_host=of_rank if is_united else None
+        )
+        for (tower, group), own, of_rank in zip(groups, found, of_ranks, strict=True)
+    ]
+
+
+def _distinct_rows(groups: Sequence[tuple[int, tuple[str, ...]]], counted: Sequence[Any]) -> list[DistinctRows]:
+    """Means over ranks of the rows of each group, then of the ids of each feature."""
     means = np.mean(counted, axis=0).tolist()
     of_feature = iter(means[len(groups) :])
     return [
-        InputGroup(
-            tower=tower,
-            features=group,
-            distinct=DistinctRows(rows=rows, ids=tuple(islice(of_feature, len(group)))),
-            share=rows / size,
-        )
-        for (tower, group), rows in zip(groups, means, strict=False)
+        DistinctRows(rows=rows, ids=tuple(islice(of_feature, len(group))))
+        for (_, group), rows in zip(groups, means, strict=False)
     ]
+
+
+def _joined(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Returns the samples of several batches as one."""
+    keys, strides = batches[0].keys(), [ids.stride() for ids in batches]
+    lengths = torch.cat([ids.lengths().view(len(keys), -1) for ids in batches], dim=1)
+    by_feature = zip(*(ids.values().split(ids.length_per_key()) for ids in batches), strict=True)
+    values = torch.cat([part for parts in by_feature for part in parts])
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths.flatten(), stride=sum(strides))
 
 
 def _without(ids: KeyedJaggedTensor, rows_of: Mapping[str, Any]) -> KeyedJaggedTensor:

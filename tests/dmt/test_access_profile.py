@@ -122,6 +122,8 @@ def test_bytes_are_those_of_drawn_steps(topology: tuple[int, int]) -> None:
     # Draws of 300 steps differ from what is expected of them by about 1 / sqrt(300 * distinct ids of a step).
     assert found.plain == pytest.approx(sent_by_hand(drawn, none, **sizes, unique=False), rel=1e-9)
     assert found.unique == pytest.approx(sent_by_hand(drawn, none, **sizes, unique=True), rel=0.01)
+    of_hosts = drawn.reshape(steps, towers, ranks * batch)
+    assert found.unique_host == pytest.approx(sent_by_hand(of_hosts, none, **sizes, unique=True), rel=0.01)
     assert found.hot == pytest.approx(sent_by_hand(drawn, hot, **sizes, unique=False), rel=0.01)
     assert found.unique_hot == pytest.approx(sent_by_hand(drawn, distinct_hot, **sizes, unique=True), rel=0.01)
     assert found.data_parallel == 2 * (towers - 1) * rows * dim * 4
@@ -133,6 +135,7 @@ def test_bytes_are_those_of_drawn_steps(topology: tuple[int, int]) -> None:
     assert of_hot < sent_by_hand(drawn, by_count[: found.hot_rows + 1], **sizes, unique=False) + 2 * held
     if ranks > 1:
         assert found.unique_hot < found.unique < found.plain
+        assert found.unique_host < found.unique
 
 
 def test_a_lone_rank_of_a_tower_gains_nothing_from_hot_rows_on_top_of_unique_ids() -> None:
@@ -157,6 +160,7 @@ def test_bytes_are_those_between_hosts_wherever_towers_are() -> None:
     # A tower on two hosts, as of two: a bag comes to the tower on its own host, and half of the time goes on to the
     # other. Everything on one host: nothing leaves it.
     assert of(1, 4, 2).plain == pytest.approx(of(2, 2, None).plain)
+    assert of(1, 4, 2).unique_host is None
     one = of(4, 2, 8)
     assert (one.plain, one.hot, one.hot_rows) == (0, 0, 0)
 
@@ -187,7 +191,7 @@ def test_bags_of_several_ids_are_left_alone() -> None:
 
 def test_the_best_way_is_the_least_and_the_simplest_of_equals() -> None:
     def bytes_of(**values: float) -> TableBytes:
-        base = {"plain": 9, "unique": 9, "data_parallel": 9, "hot": 9, "unique_hot": 9}
+        base = {"plain": 9, "unique": 9, "unique_host": 9, "data_parallel": 9, "hot": 9, "unique_hot": 9}
         return TableBytes(name="t", hot_rows=0, unique_hot_rows=0, **{**base, **values})
 
     assert bytes_of().best == "plain"

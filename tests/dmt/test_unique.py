@@ -17,6 +17,7 @@ from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dmt.sptt.dataflow
+import dmt.sptt.host_rows
 import dmt.sptt.rows
 import dmt.sptt.unique
 from dmt import (
@@ -28,6 +29,7 @@ from dmt import (
     TowerTopology,
 )
 from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.rows import PartRows, TakenRows, arrange_rows, parts_needed, rows_in_parts
 from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
 from dmt.testing import gather_plain_state
@@ -160,7 +162,7 @@ def cases_on_rank(rank: int, cases: list[Case]) -> None:
             raise
 
 
-WAYS = [("rank", 1), ("rank", 3), ("auto", 1)]
+WAYS = [("rank", 1), ("rank", 3), ("auto", 1), ("host", 1)]
 
 
 @pytest.mark.ranks
@@ -171,7 +173,7 @@ WAYS = [("rank", 1), ("rank", 3), ("auto", 1)]
         pytest.param(name, ways, id=name if len(ways) == 1 else f"{name}, others", marks=marks)
         for number, name in enumerate(CASES)
         for ways, marks in (
-            ([WAYS[number % 3]], []),
+            ([WAYS[number % 3], WAYS[3]], []),
             ([WAYS[(number + 1) % 3], WAYS[(number + 2) % 3]], [pytest.mark.slow]),
         )
     ],
@@ -179,6 +181,9 @@ WAYS = [("rank", 1), ("rank", 3), ("auto", 1)]
 def test_rows_train_as_samples_do(name: str, ways: list[tuple[str, int]]) -> None:
     case = CASES[name]
     run_ranks(cases_on_rank, case.world, [replace(case, unique=unique, micro_batches=num) for unique, num in ways])
+
+
+HOST_FAULTS = ("mean of a host", "rows of another rank")
 
 
 def with_fault(fault: str) -> pytest.MonkeyPatch:
@@ -199,6 +204,11 @@ def with_fault(fault: str) -> pytest.MonkeyPatch:
             return ids, DistinctInputs(distinct.rows, torch.minimum(seen[0].inverse, last))
 
         patch.setattr(dmt.sptt.dataflow, "distinct_inputs", stale)
+    elif fault == "mean of a host":
+        patch.setattr(dmt.sptt.host_rows, "PeerExchange", lambda *a, divides_gradients, **k: PeerExchange(*a, **k))
+    elif fault == "rows of another rank":
+        place = dmt.sptt.host_rows.UnitedRows
+        patch.setattr(dmt.sptt.host_rows, "UnitedRows", lambda *a: place(a[0], a[1], a[2].flip(1)))
     return patch
 
 
@@ -242,12 +252,14 @@ def fault_on_rank(rank: int, case: Case, fault: str) -> str | None:
             ("wrong inverse", "modules"),
             ("gradients not summed", "flat"),
             ("stale inverse", "modules"),
+            *((fault, "flat") for fault in HOST_FAULTS),
         )
         for kind in ("flat", "modules")
     ],
 )
 def test_a_fault_fails_the_comparison(fault: str, kind: str) -> None:
-    case = Case(towers=2, ranks=2, kind=kind, sizes=(9, 9, 9, 9), unique="rank")
+    unique = "host" if fault in HOST_FAULTS else "rank"
+    case = Case(towers=2, ranks=2, kind=kind, sizes=(9, 9, 9, 9), unique=unique)
     assert all(noticed == "AssertionError" for noticed in run_ranks(fault_on_rank, 4, case, fault))
 
 
@@ -290,6 +302,45 @@ def test_bytes_are_those_of_the_distinct_inputs(kind: str) -> None:
     # Besides: to the one other tower from each of four ranks two sizes and a number of rows for each of two features.
     sizes = 4 * (3 + 2) * 8
     assert traffic.ids == sum(needed["ids"] for _, needed in answers) + sizes
+
+
+def bags_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, list[Bag]]]:
+    """Bytes of the second step, and the bags of its batch."""
+    mesh = TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks))
+    model = shard(case, build(case), mesh)
+    for step in range(2):
+        with TrafficMeter(host_of=lambda number: number // case.ranks) as meter:
+            ids, labels = case.batches().draw(rank, step, make_tables(list(case.dims)))
+            loss = loss_of(model(ids)[1], labels)
+            with meter.phase("backward"):
+                loss.backward()
+    return meter.total(mesh.global_group), dict(zip(ids.keys(), bags_of(ids), strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "ranks"), [("flat", 3), ("modules", 2)])
+def test_bytes_are_those_of_the_distinct_inputs_of_a_host(kind: str, ranks: int) -> None:
+    sizes = (40, 31, 40, 8, 17, 9)[: 2 * ranks]
+    case = Case(towers=2, ranks=ranks, kind=kind, dims=(8, 16, 4, 12), max_bag=2, sizes=sizes, unique="host")
+    answers = run_ranks(bags_on_rank, 2 * ranks, case)
+    rows = ids = united = 0
+    for host in range(2):
+        bags = [own for _, own in answers[host * ranks : (host + 1) * ranks]]
+        for tower, members in enumerate(case.plan):
+            names = [f"f{i}" for i in members]
+            groups = [[name] for name in names] if kind == "flat" else [names]
+            for group in groups:
+                of_ranks = [set(zip(*(own[name] for name in group), strict=True)) for own in bags]
+                width = case.dims[int(group[0][1:])] if kind == "flat" else 3 + tower
+                if tower != host:
+                    rows += len(set.union(*of_ranks)) * width
+                    ids += sum(1 + len(bag) for row in set.union(*of_ranks) for bag in row)
+                united += sum(map(len, of_ranks)) - len(set.union(*of_ranks))
+    traffic = answers[0][0]
+    assert traffic.forward == traffic.backward == 4 * rows
+    # Besides: sizes and numbers of rows, as with unique="rank".
+    assert 0 <= traffic.ids - 8 * ids <= 8 * 2 * ranks * (3 + 2 * 2)
+    assert united > 0, "the ranks of a host have inputs in common"
 
 
 class Arrived:
@@ -430,3 +481,6 @@ def test_what_cannot_be_is_refused() -> None:
         SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="ranks")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unique='rank' needs id_route='peer'"):
         SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="rank", id_route="global")
+    mesh.topology = TowerTopology(num_towers=2, ranks_per_tower=2, ranks_per_host=1)
+    with pytest.raises(InputError, match=r"unique='host' .* towers of 2 ranks span hosts of 1. Use unique='rank'"):
+        SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="host")

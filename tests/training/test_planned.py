@@ -271,8 +271,18 @@ def test_distinct_inputs_are_planned_once(arch: str, tmp_path: Path) -> None:
 
 
 # Each model and each scheme; then the other pairs.
-SCHEMES = [("dmt-dlrm", "rank", "table_wise"), ("dlrm", "auto", "row_wise"), ("dmt-dlrm", "rank", "data_parallel")]
-OTHERS = [("dlrm", "rank", "table_wise"), ("dmt-dlrm", "auto", "row_wise"), ("dlrm", "rank", "data_parallel")]
+SCHEMES = [
+    ("dmt-dlrm", "rank", "table_wise"),
+    ("dlrm", "auto", "row_wise"),
+    ("dmt-dlrm", "rank", "data_parallel"),
+    ("dlrm", "host", "table_wise"),
+]
+OTHERS = [
+    ("dlrm", "rank", "table_wise"),
+    ("dmt-dlrm", "auto", "row_wise"),
+    ("dlrm", "rank", "data_parallel"),
+    ("dmt-dlrm", "host", "row_wise"),
+]
 
 
 def requests_config(folder: str, arch: str, unique: str, scheme: str) -> TrainingConfig:
@@ -323,14 +333,16 @@ def test_a_step_sends_the_distinct_inputs_that_were_planned(cases: list[tuple[st
         groups = distinct_inputs_of(job)
         assert all(group.share < 0.5 for group in groups)
         planned, every = asdict(expected_traffic(job, groups)), asdict(expected_traffic(job))
-        # Planned from the mean of all ranks' rows, of which each sends only those to other towers.
+        # Planned from the mean of all ranks' rows, of which each sends only those to other towers. With so few rows, a
+        # hash shares them out among the ranks of a host less evenly than planned.
+        error = 0.1 if case[1] == "host" else 0.03
         for kind in ("forward", "backward"):
-            assert found[kind] == pytest.approx(planned[kind], rel=0.03), (case, kind)
+            assert found[kind] == pytest.approx(planned[kind], rel=error), (case, kind)
         assert found["dense"] == planned["dense"], case
         assert planned["forward"] < 0.5 * every["forward"]
         # Numbers of rows come on top: a few for each feature and pair of ranks.
         for kind in ("ids", "inside"):
-            assert found[kind] == pytest.approx(planned[kind], rel=0.03, abs=16 * 8 * 4 * 3), (case, kind)
+            assert found[kind] == pytest.approx(planned[kind], rel=error, abs=16 * 8 * 4 * 3), (case, kind)
 
 
 def test_a_warning_needs_a_tenth() -> None:

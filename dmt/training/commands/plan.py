@@ -213,9 +213,10 @@ def _print_distinct(console: Console, found: DistinctBytes, everything: bool) ->
     shown = found.groups if everything else found.groups[:_SHOWN_TABLES]
     rows = [(shorten(g.features, ", ", most=_SHOWN_FEATURES), str(g.tower), f"{g.share:.1%}") for g in shown]
     _print_table(console, "Inputs that are told apart together", ("features", "tower", "distinct"), rows)
+    whose = "a rank's batch" if found.groups[0].in_host is None else "the batches of a host"
     console.print(
         f"To other towers, with gradients: {human_bytes(found.every)} per step; {human_bytes(found.once)} where each "
-        "distinct input of a rank's batch is sent once."
+        f"distinct input of {whose} is sent once."
     )
 
 

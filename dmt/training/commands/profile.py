@@ -28,6 +28,7 @@ _SHARES = (0.001, 0.01, 0.1)
 _WAYS = {
     "plain": "plain",
     "unique": "unique",
+    "unique_host": "unique per host",
     "data_parallel": "data-parallel",
     "hot": "hot rows",
     "unique_hot": "unique + hot rows",
@@ -152,8 +153,8 @@ def print_profile(found: ProfiledTables, *, everything: bool, out: Path | None) 
         )
     console.print(
         "These are bytes of a flat model over SPTT; tower modules send their outputs whichever rows are hot. unique: "
-        "sharding.unique=rank. hot rows: hot_rows.extra_memory. data-parallel across towers is an estimate: it "
-        "cannot be configured yet."
+        "sharding.unique=rank; per host: host. hot rows: hot_rows.extra_memory. data-parallel across towers is an "
+        "estimate: it cannot be configured yet."
     )
     if out is not None:
         console.print(f"Written to {out}.", soft_wrap=True)

@@ -1,0 +1,167 @@
+"""Rows of a host: each distinct input of all ranks of a tower's group crosses hosts once (``unique="host"``).
+
+With ``unique="rank"`` (`dmt.sptt.unique`) the ranks of a host ask the towers for the same inputs, popular ones above
+all. Here they unite them over the fast links first: of each distinct input one of the L ranks asks, told by a hash.
+
+====== =======================================================================================  =====
+ids    distinct inputs of a rank to the ranks of its host that ask for them (`HostRows.unite`)    tower
+a to f as with ``unique="rank"``, for the distinct inputs of what a rank was asked for             peer
+f      rows to the ranks that asked, and there to the samples (`HostRows.send_back`)              tower
+====== =======================================================================================  =====
+
+The backward pass goes the same way back: samples of a rank are summed, then the ranks of a host, then they are sent.
+
+Legend: G groups of features of all towers, L ranks of the host, R rows of the group that has most, B samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.rows import PartRows, arrange_rows, copied_rows, numbers_of
+from dmt.sptt.unique import Bags, DistinctInputs, distinct_inputs
+
+__all__ = ["HostRows", "UnitedRows"]
+
+
+class UnitedRows(NamedTuple):
+    """Rows of one batch that the ranks of a host ask of each other."""
+
+    asked: list[list[int]]
+    """[L][G], rows that each rank asks of this one."""
+    sent: list[list[int]]
+    """[L][G], rows that this rank asks of each."""
+    place: Tensor
+    """Place of each sample's row among those that arrive for its group, rank by rank: [G, B] int64."""
+
+
+class HostRows:
+    """Unites the rows of the ranks of a host, and returns what the towers answered; collective over the group.
+
+    Args:
+        group: the ranks of the host that share a tower, of whom each has a peer in every tower.
+        sizes: number of features of each group, of all towers.
+        wanted: for each group False to keep all samples apart.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], wanted: Sequence[bool]) -> None:
+        self._group, self._sizes, self._wanted = group, list(sizes), list(wanted)
+        self._first = [0, *itertools.accumulate(sizes)][:-1]
+        self._ids = KJTAllToAll(group, [sum(sizes)] * group.size())
+        self._rows: PeerExchange | None = None
+
+    def unite(
+        self, ids: KeyedJaggedTensor, distinct: DistinctInputs
+    ) -> tuple[KeyedJaggedTensor, DistinctInputs, UnitedRows]:
+        """Sends the distinct inputs of this rank to the ranks that ask for them, and unites those that arrive.
+
+        Args:
+            ids: the distinct inputs, of each group as many as it has.
+            distinct: which samples have them.
+
+        Returns:
+            The distinct inputs that this rank asks the towers for, the rows of [G, R] that arrived which have them, and
+            who asked.
+        """
+        ids, sent, place = self._by_rank(ids, distinct.rows)
+        starts = torch.tensor([0, *itertools.accumulate(distinct.rows)][:-1], device=place.device)
+        own = place[distinct.inverse + starts.unsqueeze(1)]
+        arrived = self._ids(ids).wait().wait()
+        strides = arrived.stride_per_key_per_rank()
+        asked = [[strides[first][rank] for first in self._first] for rank in range(self._group.size())]
+        rows = PartRows(asked, sent=[])
+        is_row = torch.arange(rows.num_rows) < torch.tensor(rows.by_group).unsqueeze(1)
+        ids, united = distinct_inputs(
+            arrange_rows(arrived, [rows], self._sizes),
+            self._sizes,
+            wanted=self._wanted,
+            is_row=is_row.to(place.device),
+        )
+        return ids, united, UnitedRows(asked, sent, own)
+
+    def _by_rank(
+        self, ids: KeyedJaggedTensor, rows: Sequence[int]
+    ) -> tuple[KeyedJaggedTensor, list[list[int]], Tensor]:
+        """Sorts rows by the rank that asks for them; as many features for each rank, one after the other.
+
+        Returns:
+            The ids so, the number of rows [L][G], and the place of each row in its group.
+        """
+        device, num_ranks, num_groups, num_features = ids.device(), self._group.size(), len(rows), sum(self._sizes)
+        lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
+        sizes, num_rows = (torch.tensor(numbers, device=device) for numbers in (self._sizes, rows))
+        group_of = torch.arange(num_groups, device=device).repeat_interleave(sizes, output_size=num_features)
+        num_bags = num_rows[group_of]
+        first_row, first_bag = num_rows.cumsum(0) - num_rows, num_bags.cumsum(0) - num_bags
+        group = torch.arange(num_groups, device=device).repeat_interleave(num_rows, output_size=sum(rows))
+        feature = torch.arange(num_features, device=device).repeat_interleave(num_bags, output_size=len(lengths))
+        row = torch.arange(len(lengths), device=device) - first_bag[feature] + first_row[group_of[feature]]
+        bags = Bags(lengths, values, weights)
+        hashes = bags.hashes if num_groups == num_features else bags.hashes_of_rows(feature, row, len(group))
+        rank = (hashes >> 33) % num_ranks
+        # Stable sorts, so that rows of one rank keep their order.
+        order = (rank[row] * num_features + feature).argsort(stable=True).int()
+        place = torch.empty_like(group)
+        place[(group * num_ranks + rank).argsort(stable=True)] = torch.arange(len(group), device=device)
+        counts = torch.bincount(rank * num_groups + group, minlength=num_ranks * num_groups).view(num_ranks, -1)
+        sent: list[list[int]] = counts.tolist()
+        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+            order, lengths, values, weights, values.numel()
+        )
+        by_feature = [
+            [n] for of_rank in sent for n, size in zip(of_rank, self._sizes, strict=True) for _ in range(size)
+        ]
+        sorted_ids = KeyedJaggedTensor(
+            keys=ids.keys() * num_ranks,
+            values=values,
+            weights=weights,
+            lengths=lengths,
+            stride_per_key_per_rank=by_feature,
+        )
+        return sorted_ids, sent, place - first_row[group]
+
+    def send_back(
+        self,
+        pieces: Sequence[Tensor],
+        united: UnitedRows,
+        *,
+        distinct: DistinctInputs,
+        groups: Sequence[int],
+        widths: Sequence[int],
+    ) -> list[Tensor]:
+        """Sends rows to the ranks that asked for them; differentiable, their gradients are summed.
+
+        Args:
+            pieces: of all towers, [rows of the group, width] each.
+            united: who asked.
+            distinct: which of the rows answers.
+            groups: group of each piece.
+            widths: columns of each piece.
+
+        Returns:
+            The pieces with the rows that this rank asked for, rank by rank.
+        """
+        by_piece = []
+        for piece, group in zip(pieces, groups, strict=True):
+            of_ranks = [of_rank[group] for of_rank in united.asked]
+            by_piece.append(copied_rows(piece, distinct.inverse[group, : sum(of_ranks)]).split(of_ranks))
+        numbers = torch.cat([block.flatten() for of_rank in zip(*by_piece, strict=True) for block in of_rank])
+        asked, sent = ([numbers_of(rows, groups, widths) for rows in by_rank] for by_rank in united[:2])
+        if self._rows is None:
+            self._rows = PeerExchange(self._group, asked, dtype=numbers.dtype, divides_gradients=False)
+        arrived = self._rows.exchange(numbers, asked, [(number,) for number in sent]).wait()
+        cuts = [rows[group] * width for rows in united.sent for group, width in zip(groups, widths, strict=True)]
+        blocks = arrived.split(cuts)
+        return [
+            torch.cat([block.view(-1, width) for block in blocks[piece :: len(widths)]])
+            for piece, width in enumerate(widths)
+        ]
