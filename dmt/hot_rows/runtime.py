@@ -106,8 +106,6 @@ class HotRows:
     ) -> None:
         arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": _digest(profile)}
         check_agreement("HotRows", arguments, mesh.global_group)
-        if any(getattr(part, "unique", "") == "host" for part in model.modules()):
-            raise InputError("HotRows goes with unique='rank', but this model was sharded with unique='host'.")
         if profile is not None and not isinstance(profile, AccessProfile):
             raise InputError(
                 f"HotRows: profile={profile!r} must be an AccessProfile. Read the file of `dmt profile --out` with "
@@ -403,6 +401,8 @@ def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingB
         raise InputError("HotRows: this model has a HotRows already; use that one.")
     if module.id_route == "global":
         raise InputError("HotRows needs id_route='peer'; the global route sends every sample's ids and outputs.")
+    if module.unique == "host":
+        raise InputError("HotRows does not go with unique='host'. Shard the model with 'rank', 'auto' or 'off'.")
     return module
 
 

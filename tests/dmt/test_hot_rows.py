@@ -556,6 +556,7 @@ def refusal_on_rank(rank: int) -> list[str]:
 
     refused(sharded(replace(FLAT, kind="modules")))
     refused(sharded(replace(FLAT, id_route="global")))
+    refused(sharded(replace(FLAT, unique="host")))
     refused(sharded(replace(FLAT, pooling="MEAN")))
     flat = sharded(FLAT)
     refused(flat, extra_memory=0)
@@ -572,6 +573,7 @@ def test_what_cannot_be_is_refused() -> None:
     reasons = [
         r"the model has tower modules, and with them copies save nothing",
         r"HotRows needs id_route='peer'",
+        r"HotRows does not go with unique='host'",
         r"no table can have copies; of table 't0', its bags are averaged",
         r"extra_memory=0 must be a share above 0",
         r"refresh_every=0 must be a number of steps from 1 on, or None",

@@ -216,6 +216,7 @@ def test_dmt_check_copies_rows(
         ({"model": {"arch": "dmt-dlrm"}}, "needs a flat model, but .*: towers send their modules' outputs"),
         ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt', but this run has 'flat'"),
         ({"sharding": {"dataflow": "sptt", "id_route": "global"}}, "needs sharding.id_route='peer'"),
+        ({"sharding": {"dataflow": "sptt", "unique": "host"}}, "needs sharding.unique='rank', .* this run has 'host'"),
         ({"sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "needs sharding.table_precision='fp32'"),
         ({"hot_rows": {"extra_memory": 0.0, "profile": "x"}}, "hot_rows.profile='x' needs hot_rows.extra_memory"),
         ({"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
