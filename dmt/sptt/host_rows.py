@@ -50,11 +50,10 @@ class HostRows:
     Args:
         group: the ranks of the host that share a tower, of whom each has a peer in every tower.
         sizes: number of features of each group, of all towers.
-        wanted: for each group False to keep all samples apart.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], wanted: Sequence[bool]) -> None:
-        self._group, self._sizes, self._wanted = group, list(sizes), list(wanted)
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int]) -> None:
+        self._group, self._sizes = group, list(sizes)
         self._first = [0, *itertools.accumulate(sizes)][:-1]
         self._ids = KJTAllToAll(group, [sum(sizes)] * group.size())
         self._rows: PeerExchange | None = None
@@ -83,7 +82,7 @@ class HostRows:
         ids, united = distinct_inputs(
             arrange_rows(arrived, [rows], self._sizes),
             self._sizes,
-            wanted=self._wanted,
+            wanted=[True] * len(self._sizes),
             is_row=is_row.to(place.device),
         )
         return ids, united, UnitedRows(asked, sent, own)

@@ -75,6 +75,8 @@ def distinct_inputs_of(
     found = of_ranks = _distinct_rows(groups, [count(ids) for ids in by_rank])
     if is_united := job.config.sharding.unique == "host":
         hosts = [ranks for ranks in job.topology.tower_groups() if max(ranks) < len(by_rank)]
+        # Little data, or hosts of more ranks than are counted: what there is stands for a host.
+        hosts = hosts or [list(range(len(by_rank)))]
         united = [np.divide(count(_joined([by_rank[rank] for rank in ranks])), len(ranks)) for ranks in hosts]
         found = _distinct_rows(groups, united)
     return [

@@ -15,7 +15,7 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_optimizer, expected_traffic, shard_model
 from dmt.training.config import TrainingConfig
-from dmt.training.distinct import InputGroup, distinct_inputs_of
+from dmt.training.distinct import InputGroup, distinct_inputs_of, first_ids
 from dmt.training.job import open_job
 from dmt.training.loop import Trainer
 from dmt.training.records import traffic_warning
@@ -259,6 +259,11 @@ def test_distinct_inputs_are_planned_once(arch: str, tmp_path: Path) -> None:
             ("q_a",): (8.0, (8.0,)), ("q_b",): (4.0, (4.0,)),
         }
     )  # fmt: skip
+    # Data for one rank's batch only: it stands for a host's.
+    by_host = {"dataflow": "sptt", "scheme": "table_wise", "unique": "host"}
+    of_hosts = open_job(small(arch, "sptt", sharding=by_host, **sections))
+    few = distinct_inputs_of(of_hosts, batches=first_ids(job.data, world_size=1, batch_size=64))
+    assert [group.distinct for group in few] == [group.in_host for group in few] == [g.distinct for g in groups]
     whole, once = expected_traffic(job), expected_traffic(job, groups)
     # Half of what 4 ranks send goes to the other tower: a length for each feature and row, and the ids.
     numbers = (4 * 3 + 12, 8 * 2 + 16) if arch == "dmt-dlrm" else (8 + 8 + 2 + 2, 16 + 8)
