@@ -403,7 +403,7 @@ class SPTTModule(TowerState):
             ids, ctx.distinct = distinct_inputs(ids, sizes, wanted=wanted, auto=is_auto, share_empty=has_hot)
             self._samples_sent += ctx.distinct.inverse.shape[1]
             if self.unique == "host" and self.mesh.topology.ranks_per_tower > 1:
-                self._host = self._host or HostRows(self.mesh.tower_group, sizes)
+                self._host = self._host or HostRows(self.mesh.tower_group, sizes, tag=self._tag)
                 ids, ctx.distinct, ctx.united = self._host.unite(ids, ctx.distinct)
             started = exchange.send(ids)
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]

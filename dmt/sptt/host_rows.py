@@ -50,10 +50,11 @@ class HostRows:
     Args:
         group: the ranks of the host that share a tower, of whom each has a peer in every tower.
         sizes: number of features of each group, of all towers.
+        tag: tag of the messages, the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int]) -> None:
-        self._group, self._sizes = group, list(sizes)
+    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], *, tag: int) -> None:
+        self._group, self._sizes, self._tag = group, list(sizes), tag
         self._first = [0, *itertools.accumulate(sizes)][:-1]
         self._ids = KJTAllToAll(group, [sum(sizes)] * group.size())
         self._rows: PeerExchange | None = None
@@ -156,7 +157,7 @@ class HostRows:
         numbers = torch.cat([block.flatten() for of_rank in zip(*by_piece, strict=True) for block in of_rank])
         asked, sent = ([numbers_of(rows, groups, widths) for rows in by_rank] for by_rank in united[:2])
         if self._rows is None:
-            self._rows = PeerExchange(self._group, asked, dtype=numbers.dtype, divides_gradients=False)
+            self._rows = PeerExchange(self._group, asked, dtype=numbers.dtype, tag=self._tag, divides_gradients=False)
         arrived = self._rows.exchange(numbers, asked, [(number,) for number in sent]).wait()
         cuts = [rows[group] * width for rows in united.sent for group, width in zip(groups, widths, strict=True)]
         blocks = arrived.split(cuts)
