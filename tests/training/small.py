@@ -24,6 +24,8 @@ ARCHS = [
 def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, Any]) -> TrainingConfig:
     """A run of 2 towers x 2 ranks on tables of equal size; ``sections`` change single values."""
     synthetic = {"num_features": 6, "num_dense": NUM_DENSE, "rows_per_table": 11, "num_groups": 2}
+    # A run is evaluated at its end, on all rows that there are for it.
+    synthetic |= {"num_eval_rows": 200}
     values: dict[str, dict[str, Any]] = {
         "model": {"arch": arch, "embedding_dim": 8, "dense_arch": [6], "over_arch": [4, 1], "tower_dim": 4},
         "data": {"synthetic": synthetic | sections.pop("synthetic", {})},
