@@ -81,7 +81,16 @@ OTHERS = [
     Replicated(replicas=2, case=Case(towers=2, ranks=1, sizes=(4, 4, 7, 7), plan=((0, 1, 2), (3,))), interval=2),
 ]
 # Daily, each value of each field is in one of the others.
-SLOW = [TWO_TWO_TWO[0], TWO_TWO_TWO[1], TWO_TWO_TWO[4], TWO_TWO_TWO[6], OTHERS[0], OTHERS[1], WITH_COPIES[0]]
+SLOW = [
+    TWO_TWO_TWO[0],
+    TWO_TWO_TWO[1],
+    TWO_TWO_TWO[4],
+    TWO_TWO_TWO[6],
+    OTHERS[0],
+    OTHERS[1],
+    WITH_COPIES[0],
+    WITH_COPIES[3],
+]
 
 
 def label(case: Replicated) -> str:

@@ -532,29 +532,59 @@ def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> 
     assert not (tmp_path / "said").read_text(), "it started ranks"
 
 
-def killed_while_its_rank_starts(rank: int, folder: str) -> None:
+def killed_while_its_rank_starts(rank: int, folder: str, processes: int, stand_in: str) -> None:
     """Stands in for a demo, in a process that has everything loaded: starts torchrun, and is killed."""
 
     def kill() -> None:
         # Those that this process has started: torchrun and its rank.
-        wait_until(lambda: len(processes_with(f"TMPDIR={folder}")) >= 2, 300)
+        wait_until(lambda: len(processes_with(f"TMPDIR={folder}")) >= processes, 300)
+        wait_until(lambda: not stand_in or Path(stand_in, "launcher").exists(), 300)
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.environ["TMPDIR"] = folder
+    if stand_in:
+        os.environ["PYTHONPATH"] = f"{stand_in}:{os.environ.get('PYTHONPATH', '')}"
     threading.Thread(target=kill, daemon=True).start()
     launch._torchrun(Path(folder, "run.toml"), 1, Path(folder, "log"))
 
 
-@pytest.mark.ranks
-def test_a_killed_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
-    # Minutes, in which it would be found, were it left.
-    long = small(topology={"num_towers": 1, "ranks_per_tower": 1}, synthetic={"num_rows": 16 * 10**5})
-    (tmp_path / "run.toml").write_text(to_toml(with_values(long, "train", output_dir=str(tmp_path / "run"))))
+def check_killed_demo(folder: Path, processes: int, stand_in: str = "") -> None:
     with pytest.raises(RanksFailedError, match="Rank 0 died with exit code -9"):
-        run_ranks(killed_while_its_rank_starts, 1, str(tmp_path), fresh=True)
-    left = partial(processes_with, f"TMPDIR={tmp_path}")
+        run_ranks(killed_while_its_rank_starts, 1, str(folder), processes, stand_in, fresh=True)
+    left = partial(processes_with, f"TMPDIR={folder}")
     # A rank that still imports ends when it has.
     assert wait_until(lambda: not left(), 120), left()
+
+
+@pytest.mark.ranks
+def test_a_killed_demo_takes_torchrun_along(tmp_path: Path) -> None:
+    """Beside a torchrun that only says who it is, and waits for minutes in which it would be found, were it left."""
+    package, told = tmp_path / "instead" / "torch" / "distributed", tmp_path / "instead" / "launcher"
+    (package / "elastic" / "multiprocessing").mkdir(parents=True)
+    for folder in (package.parent, package, package / "elastic", package / "elastic" / "multiprocessing"):
+        (folder / "__init__.py").touch()
+    (package / "elastic" / "multiprocessing" / "api.py").write_text("class SignalException(Exception): ...")
+    wait = f"""
+        import os, time
+        def main():
+            with open({f"{told}.part"!r}, "w") as file:
+                file.write(f"{{os.getpid()}} {{os.environ['DMT_LAUNCHER']}}")
+            os.rename({f"{told}.part"!r}, {str(told)!r})
+            time.sleep(280)
+        """
+    (package / "run.py").write_text(textwrap.dedent(wait))
+    check_killed_demo(tmp_path, 1, str(tmp_path / "instead"))
+    own, named = told.read_text().split()
+    assert own == named
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_killed_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
+    """The same with torchrun itself, whose rank says by itself that it ends with it: see a_rank_ends_with above."""
+    long = small(topology={"num_towers": 1, "ranks_per_tower": 1}, synthetic={"num_rows": 16 * 10**5})
+    (tmp_path / "run.toml").write_text(to_toml(with_values(long, "train", output_dir=str(tmp_path / "run"))))
+    check_killed_demo(tmp_path, 2)
 
 
 @pytest.mark.ranks

@@ -228,7 +228,7 @@ REPLICA_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], 
 TOGETHER = [name for name in FAULTS if name not in ("rows", "towers")]
 RUNS = {"sound": [], "rows": ["rows"], "towers": ["towers"], "together": TOGETHER}
 # Their rows fail by other faults too.
-SLOW = ("altered state", "moments")
+SLOW = ("altered state", "states at once", "moments")
 REPLICA_RUNS = {
     "sound": [],
     "altered table": ["altered table", "tower modules"],

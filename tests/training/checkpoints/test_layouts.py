@@ -46,6 +46,7 @@ SLOW = [
     ("table-wise", "row-wise"),
     ("4 columns", "1 rank"),
     ("4 columns", "table-wise"),
+    ("4 columns", "4 ranks"),
 ]
 PAIRS = [
     ("table-wise", "table-wise"),
