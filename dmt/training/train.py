@@ -89,7 +89,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         job = job or resolve(config, world_size)
         check_same_input(job, group)
         mesh = TowerMesh(job.topology)
-        share_plan(job, mesh)
+        if config.dataflow == "flat":
+            share_plan(job, mesh)
         return train_job(job, mesh)
 
 
