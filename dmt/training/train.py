@@ -89,7 +89,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         job = job or resolve(config, world_size)
         check_same_input(job, group)
         mesh = TowerMesh(job.topology)
-        if config.dataflow == "flat":
+        if job.towers is None:
             share_plan(job, mesh)
         return train_job(job, mesh)
 
