@@ -68,7 +68,7 @@ def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Pr
     Args:
         job: the run; its topology may be of another size than the cluster that was measured.
         cluster: speed of its ranks and links.
-        work: its `step_work`, where that is known; micro-batches and prefetching do not change it.
+        work: its `step_work`, where that is known; with `Repeats` for these micro-batches.
     """
     work, train = work or step_work(job, count(job)), job.config.train
     if job.sharding is None:
@@ -79,6 +79,7 @@ def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Pr
             cluster,
             job.topology,
             micro_batches=train.micro_batches,
+            one_f_one_b=train.micro_batch_schedule == "1f1b" and train.micro_batches > 1,
             prefetch=train.prefetch_ids,
             hierarchical=train.dense_reduce == "hierarchical",
         )
@@ -103,7 +104,6 @@ def not_counted(config: TrainingConfig) -> list[str]:
         f"sharding.scheme={own.scheme!r}": is_flat and own.scheme not in ("auto", "table_wise", "column_wise"),
         f"topology.num_replicas={config.topology.num_replicas}": is_flat and config.topology.num_replicas > 1,
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
-        "train.micro_batch_schedule='1f1b'": train.micro_batch_schedule == "1f1b",
         f"sharding.unique={own.unique!r}": own.unique != "off",
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
         "replicas.asynchronous=true": config.replicas.asynchronous and config.topology.num_replicas > 1,
@@ -197,7 +197,10 @@ def step_work(job: Job, model: CountedModel, repeats: Repeats | None = None) -> 
     )
     if repeats is None:
         return work
-    work = replace(work, told_apart=batch * len(columns))
+    needed = [group.needed for group in repeats.distinct]
+    if all(group.distinct.rows == batch for group in repeats.distinct) or not all(needed):
+        needed = []
+    work = replace(work, told_apart=batch * len(columns), parts_needed=tuple(map(max, zip(*needed, strict=True))))
     return work if repeats.hot is None else _with_hot_rows(work, repeats.hot, samples, topology)
 
 
