@@ -82,6 +82,11 @@ class StepWork:
     share."""
     told_apart: float = 0.0
     """Ids of a rank whose inputs are told apart."""
+    parts_needed: tuple[int, ...] = ()
+    """For each micro-batch the exchanges, from the first on, that bring its samples the rows they share; nothing where
+    each micro-batch has rows of its own."""
+    host_rows: Load = _NOTHING
+    """What ranks of a host exchange with ``unique="host"``; counted in bytes, not yet in the order of a step."""
     hot_weights: Load = _NOTHING
     """Gradients of the copies of hot rows."""
     hot_bytes: tuple[float, float] = (0.0, 0.0)
@@ -161,6 +166,7 @@ def tower_step(
     topology: TowerTopology,
     *,
     micro_batches: int = 1,
+    one_f_one_b: bool = False,
     prefetch: bool = False,
     hierarchical: bool = False,
 ) -> list[Operation]:
@@ -171,6 +177,7 @@ def tower_step(
         cluster: where it runs.
         topology: of the job.
         micro_batches: K.
+        one_f_one_b: True if the backward pass of a micro-batch comes right after its forward pass.
         prefetch: True if the ids of the next batch travel during the step.
         hierarchical: True if dense gradients are summed inside hosts before they cross, and handed out again after.
     """
@@ -189,28 +196,41 @@ def tower_step(
     arrived = step.send("embeddings", "embeddings", "all_to_all", load=work.tower_outputs, ranks=inner, channel="tower")
     forward, backward = work.towers.seconds(work.peer_samples / micro_batches, cluster)
     over, over_back = work.dense.seconds(work.samples / micro_batches, cluster)
-    early, early_back = work.early.seconds(work.samples, cluster)
+    early, early_back = work.early.seconds(work.samples / micro_batches, cluster)
     there, back_again = (work.added_bytes[way] / 2 / micro_batches for way in (0, 1))
+    needed = work.parts_needed or [k + 1 for k in parts]
+    # A micro-batch joins the rows of the exchanges that it needs. Its gradient begins as zeros for all these rows, and
+    # is added to those of other micro-batches.
+    is_joined = work.parts_needed and micro_batches > 1
+    joined = [number / micro_batches * work.output_bytes if is_joined else 0.0 for number in needed]
     # Of each micro-batch but the first the gradients of weights are added to those that there are.
     sums = [0.0 if k == 0 else _SUM_PASSES / 2 for k in parts]
     sent = []
     for k in parts:
         step.compute(f"towers {k}", forward, moved=_COPIES * work.embedding_bytes / micro_batches, after=[arrived])
         sent.append(_part(step, f"outputs {k}", work.peer_outputs, peers, micro_batches))
-    step.compute("dense arch", early)
     if work.hot_bytes[0]:
         step.compute("hot rows", moved=work.hot_bytes[0] / 2)
+    returned: dict[int, str] = {}
+
+    def go_back(k: int) -> None:
+        moved = _COPIES * work.output_bytes / micro_batches + sums[len(returned)] * work.dense.weight_bytes
+        step.compute(f"over {k}, backward", over_back, moved=moved + (_SUM_PASSES + 1) / 2 * joined[k])
+        # The gradients of an exchange are complete once no micro-batch that has yet to go back needs it.
+        for part in reversed(range(needed[k - 1] if k else 0, needed[k])):
+            returned[part] = _part(step, f"gradients {part}", work.peer_gradients, peers, micro_batches)
+        step.compute(f"dense arch {k}, backward", early_back)
+
     for k in parts:
-        moved = _COPIES * work.output_bytes / micro_batches + there
-        step.compute(f"over {k}", over, moved=moved, after=[sent[k]])
-    returned = []
-    for k in parts:
-        moved = _COPIES * work.output_bytes / micro_batches + sums[k] * work.dense.weight_bytes
-        step.compute(f"over {k}, backward", over_back, moved=moved)
-        returned.append(_part(step, f"gradients {k}", work.peer_gradients, peers, micro_batches))
-    step.compute("dense arch, backward", early_back)
+        step.compute(f"dense arch {k}", early)
+        moved = _COPIES * work.output_bytes / micro_batches + there + joined[k]
+        step.compute(f"over {k}", over, moved=moved, after=[sent[needed[k] - 1]])
+        if one_f_one_b:
+            go_back(k)
+    for k in () if one_f_one_b else reversed(parts):
+        go_back(k)
     reduced = _reduction(step, work.dense_weights, topology, hierarchical=hierarchical)
-    for k in parts:
+    for k in reversed(parts):
         moved = _COPIES * work.embedding_bytes / micro_batches + back_again + sums[k] * work.towers.weight_bytes
         step.compute(f"towers {k}, backward", backward, moved=moved, after=[returned[k]])
     weights = step.send(

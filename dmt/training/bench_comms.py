@@ -109,7 +109,7 @@ def measure_cluster(
         all_reduce=rates["all_reduce"],
         operator_s=1 / _speed(_time_operators(device), mesh, device),
         told_apart_s=1 / _speed(_time_telling_apart(device), mesh, device),
-        source="measured by dmt bench-comms",
+        source="measured by dmt bench-comms" + (", on one host: no uplink was measured" if hosts == 1 else ""),
     )
     return cluster, timings
 

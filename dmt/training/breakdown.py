@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -116,7 +117,10 @@ def read_trace(path: Path) -> Breakdown:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         found = json.loads(content)
-        events = [event for event in found["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+        # Those without a duration say nothing of where time went.
+        events = [event for event in found["traceEvents"] if event.get("ph") == "X" and float(event.get("dur", 0)) > 0]
+        if not all(math.isfinite(float(event["ts"]) + float(event["dur"])) for event in events):
+            raise ValueError("an event has no finite ts and dur")
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path} is no trace of torch.profiler ({type(error).__name__}: {error}). Write one with "

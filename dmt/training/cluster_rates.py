@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dmt.errors import InputError
 from dmt.simulator.cluster import Cluster
 
 __all__ = ["planner_rates", "torchrec_topology"]
@@ -36,6 +37,9 @@ def torchrec_topology(cluster: Cluster, *, hosts: int | None = None, device: str
         device: ``"cuda"`` or ``"cpu"``.
         sizes: other arguments of ``Topology``, such as ``hbm_cap`` in bytes.
 
+    Raises:
+        InputError: the cluster was measured on one host and ``hosts`` are more.
+
     Example:
         >>> from dmt.simulator.cluster import load_cluster
         >>> topology = torchrec_topology(load_cluster("a100"), hosts=2, hbm_cap=40 * 2**30)
@@ -44,6 +48,11 @@ def torchrec_topology(cluster: Cluster, *, hosts: int | None = None, device: str
     """
     from torchrec.distributed.planner import Topology
 
+    if cluster.hosts == 1 < (hosts or 1):
+        raise InputError(
+            f"Cluster {cluster.name!r} was measured on one host, which tells nothing of links between hosts={hosts}. "
+            "Measure two hosts or more with `dmt bench-comms`."
+        )
     ranks, rates = cluster.ranks_per_host, cluster.all_to_all
     lookups = cluster.lookup_bytes_per_s / 1e3
     memory = {"hbm_mem_bw": lookups} if device == "cuda" else {"ddr_mem_bw": lookups}

@@ -12,7 +12,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.plan.distinct import DistinctRows
-from dmt.sptt.unique import distinct_inputs
+from dmt.sptt.rows import parts_needed, rows_in_parts
+from dmt.sptt.unique import DistinctInputs, distinct_inputs
 from dmt.training.data import ClickData
 from dmt.training.job import Job
 
@@ -35,6 +36,8 @@ class InputGroup:
     """Distinct over all inputs."""
     in_host: DistinctRows | None = None
     """Distinct inputs of a rank's batch, which the ranks of its host unite; None if each asks towers for its own."""
+    needed: tuple[int, ...] = ()
+    """For each micro-batch of the run the exchanges, from the first on, that bring its rows; most of any rank."""
 
 
 def distinct_inputs_of(
@@ -56,6 +59,8 @@ def distinct_inputs_of(
     whole = [(i, tuple(features)) for i, features in enumerate(towers)]
     groups = whole if job.config.model.has_towers else [(i, (name,)) for i, features in whole for name in features]
     sizes = [len(group) for _, group in groups]
+    needed: list[list[list[int]]] = []
+    parts = job.config.train.micro_batches
     hot = hot_rows or {}
     rows_of = {f: hot[table.name] for table in job.split_tables if table.name in hot for f in table.feature_names}
     if batches is None:
@@ -67,6 +72,8 @@ def distinct_inputs_of(
     def count(ids: KeyedJaggedTensor) -> list[float]:
         cold = _without(ids, rows_of) if hot_rows else ids
         sent, found = distinct_inputs(cold, sizes, wanted=wanted, auto=is_auto, share_empty=bool(hot_rows))
+        by_group = zip(found.rows, found.inverse.split(1), strict=True)
+        needed.append([parts_needed(DistinctInputs([n], of), rows_in_parts([[n]], parts)) for n, of in by_group])
         rows = [number for number, features in zip(found.rows, sizes, strict=True) for _ in range(features)]
         return [*found.rows, *(int(lengths.sum()) for lengths in sent.lengths().split(rows))]
 
@@ -81,9 +88,16 @@ def distinct_inputs_of(
         found = _distinct_rows(groups, united)
     return [
         InputGroup(
-            tower=tower, features=group, distinct=own, share=own.rows / size, in_host=of_rank if is_united else None
+            tower=tower,
+            features=group,
+            distinct=own,
+            share=own.rows / size,
+            in_host=of_rank if is_united else None,
+            needed=tuple(np.max(of_group, axis=0).tolist()),
         )
-        for (tower, group), own, of_rank in zip(groups, found, of_ranks, strict=True)
+        for (tower, group), own, of_rank, of_group in zip(
+            groups, found, of_ranks, zip(*needed, strict=True), strict=True
+        )
     ]
 
 

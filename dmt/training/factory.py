@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables
@@ -152,5 +152,16 @@ def without_tables(model: nn.Module) -> nn.Module:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, EmbeddingBagCollection):
-                setattr(parent, name, MetaTables(child.embedding_bag_configs(), "meta"))
+                setattr(parent, name, _MetaCollection(child.embedding_bag_configs(), "meta"))
     return model
+
+
+class _MetaCollection(MetaTables):
+    """`MetaTables` whose result is a ``KeyedTensor``, as a model of one's own may need it."""
+
+    def forward(self, ids: Tensor) -> Any:
+        """Ids [B], used for every feature -> ``KeyedTensor`` [B, sum of N]."""
+        from torchrec.sparse.jagged_tensor import KeyedTensor
+
+        embeddings = super().forward(ids)
+        return KeyedTensor.from_tensor_list(list(embeddings), list(embeddings.values()))

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.simulator.work import Operator, PartWork
 
@@ -203,7 +204,11 @@ class _Counter(TorchDispatchMode):
 
 
 def _per_sample(few: _Counted, more: _Counted) -> tuple[Operator, ...]:
-    assert len(few) == len(more), "the operators of a model depend on the number of samples"
+    if len(few) != len(more):
+        raise InputError(
+            f"The model runs {len(few)} operators for {_SIZES[0]} samples and {len(more)} for {_SIZES[1]}, so that a "
+            "step cannot be counted. Write its forward (model.factory) without a loop over the samples."
+        )
     small, large = _SIZES
     found = []
     for (flops, size), (_, larger) in zip(few, more, strict=True):

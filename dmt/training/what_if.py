@@ -23,7 +23,8 @@ from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import Timeline, simulate
 from dmt.simulator.work import PartWork
 from dmt.training.build import build_model
-from dmt.training.config import SHARDING_RATES, TrainingConfig
+from dmt.training.cluster_rates import planner_rates
+from dmt.training.config import SHARDING_OF_TOWERS, SHARDING_RATES, TrainingConfig
 from dmt.training.distinct import InputGroup
 from dmt.training.exchanges import Exchange, flat_exchanges, step_exchanges
 from dmt.training.job import Job, make_job
@@ -37,6 +38,7 @@ __all__ = [
     "alternatives",
     "changed_config",
     "count",
+    "not_counted",
     "predict_step",
     "step_work",
 ]
@@ -46,7 +48,7 @@ _MICRO_BATCHES = (1, 4, 8)
 # Times that copies of hot rows, or their gradients, are read or written in an update, however few ids come.
 _HELD_PASSES = 5
 # What alternatives keep of [sharding]: what the machine and the tables are, not how they are used.
-_KEPT = ("memory_gib", *SHARDING_RATES, "pooling_factors")
+_KEPT = ("memory_gib", *SHARDING_RATES, "pooling_factors", "table_precision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Pr
     Args:
         job: the run; its topology may be of another size than the cluster that was measured.
         cluster: speed of its ranks and links.
-        work: its `step_work`, where that is known; micro-batches and prefetching do not change it.
+        work: its `step_work`, where that is known; with `Repeats` for these micro-batches.
     """
     work, train = work or step_work(job, count(job)), job.config.train
     if job.sharding is None:
@@ -77,6 +79,7 @@ def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Pr
             cluster,
             job.topology,
             micro_batches=train.micro_batches,
+            one_f_one_b=train.micro_batch_schedule == "1f1b" and train.micro_batches > 1,
             prefetch=train.prefetch_ids,
             hierarchical=train.dense_reduce == "hierarchical",
         )
@@ -86,6 +89,28 @@ def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Pr
         uplink_bytes=work.uplink_bytes,
         samples_per_s=train.batch_size * job.topology.world_size / timeline.seconds,
     )
+
+
+def not_counted(config: TrainingConfig) -> list[str]:
+    """Returns the settings of a run that `predict_step` does not know: it predicts the step as if they were not there.
+
+    Example:
+        >>> not_counted(TrainingConfig.model_validate({"sharding": {"dataflow": "sptt", "unique": "rank"}}))
+        ["sharding.unique='rank'"]
+    """
+    own, train, is_flat = config.sharding, config.train, config.dataflow == "flat"
+    is_tiered = bool(own.kernels or own.host_memory_gib or own.ssd_gib)
+    wrong = {
+        f"sharding.scheme={own.scheme!r}": is_flat and own.scheme not in ("auto", "table_wise", "column_wise"),
+        f"topology.num_replicas={config.topology.num_replicas}": is_flat and config.topology.num_replicas > 1,
+        f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
+        f"sharding.unique={own.unique!r}": own.unique != "off",
+        f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
+        "replicas.asynchronous=true": config.replicas.asynchronous and config.topology.num_replicas > 1,
+        "tables in host memory or on SSDs": is_tiered,
+        f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
+    }
+    return [what for what, is_wrong in wrong.items() if is_wrong]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +197,10 @@ def step_work(job: Job, model: CountedModel, repeats: Repeats | None = None) -> 
     )
     if repeats is None:
         return work
-    work = replace(work, told_apart=batch * len(columns))
+    needed = [group.needed for group in repeats.distinct]
+    if all(group.distinct.rows == batch for group in repeats.distinct) or not all(needed):
+        needed = []
+    work = replace(work, told_apart=batch * len(columns), parts_needed=tuple(map(max, zip(*needed, strict=True))))
     return work if repeats.hot is None else _with_hot_rows(work, repeats.hot, samples, topology)
 
 
@@ -260,9 +288,9 @@ def alternatives(
     found = []
     columns = max(table.embedding_dim for table in tables)
     jobs: dict[tuple[str, ...], Job] = {}
-    models: dict[tuple[str, ...], CountedModel] = {}
+    models: dict[tuple[str, ...], CountedModel | None] = {}
     for base, shape in _models(config, len(feature_names(tables)), columns):
-        changed = changed_config(config, (*base, *shape))
+        changed = changed_config(config, (*base, *shape), cluster)
         # Tables are placed once for all models of a dataflow and shape.
         key = (changed.dataflow, *shape)
         if key not in jobs:
@@ -271,19 +299,30 @@ def alternatives(
         # A model without towers is the same in all shapes.
         own = (*base, *shape) if changed.model.has_towers else (changed.model.chosen,)
         if own not in models:
-            models[own] = count(job)
+            models[own] = count(job) if changed.model.in_towers or not config.model.in_towers else _count_flat(job)
         model = models[own]
+        if model is None:
+            continue
         plain = step_work(job, model)
         for precision in ("fp32", "fp16"):
             work = _in_format(plain, precision)
             formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
             for options in _options(job):
                 overrides = (*base, *shape, *formats, *options)
-                way = replace(job, config=changed_config(config, overrides))
+                way = replace(job, config=changed_config(config, overrides, cluster))
                 prediction = predict_step(way, cluster, work)
                 found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
     # Of equally fast ones, but for rounding, that which changes the model less, and then the settings.
     return sorted(found, key=lambda one: (round(one.prediction.timeline.seconds, 7), one.ratio, len(one.overrides)))
+
+
+def _count_flat(job: Job) -> CountedModel | None:
+    """Counts the flat model of a factory whose run is in towers; None where it makes none."""
+    try:
+        build_model(job, device="meta", without_tables=True)
+    except Exception:  # the user's function, given towers=None, may fail in any way
+        return None
+    return count(job)
 
 
 def _in_format(work: StepWork, precision: str) -> StepWork:
@@ -334,16 +373,21 @@ def _options(job: Job) -> list[tuple[str, ...]]:
     return [(*reduce, f"train.micro_batches={parts}") for parts in _MICRO_BATCHES]
 
 
-def changed_config(config: TrainingConfig, overrides: Sequence[str]) -> TrainingConfig:
-    """The config with these settings, and with what concerns the dataflow as by default."""
+def changed_config(config: TrainingConfig, overrides: Sequence[str], cluster: Cluster) -> TrainingConfig:
+    """The config with these settings, and with what concerns the dataflow as by default.
+
+    Towers that a flat config gets are placed by the rates of the cluster; it has none of its own.
+    """
     values = config.model_dump(mode="json", exclude_none=True)
     for section in ("towers", "replicas", "hot_rows", "topology"):
         values.pop(section, None)
-    for name in ("micro_batches", "dense_reduce", "dense_reduce_precision", "affinity_rows"):
+    for name in ("micro_batches", "micro_batch_schedule", "dense_reduce", "dense_reduce_precision", "affinity_rows"):
         values["train"].pop(name, None)
-    kept = () if "sharding.dataflow=flat" in overrides else _KEPT
+    is_flat = "sharding.dataflow=flat" in overrides
+    kept = [name for name in _KEPT if not is_flat or name not in SHARDING_OF_TOWERS]
     values["sharding"] = {name: value for name, value in values["sharding"].items() if name in kept}
-    for override in overrides:
+    rates = planner_rates(cluster) if config.dataflow == "flat" and not is_flat else []
+    for override in (*rates, *overrides):
         key, _, value = override.partition("=")
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = int(value) if value.isdecimal() else value

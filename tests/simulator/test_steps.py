@@ -97,7 +97,7 @@ def test_cores_that_serve_collectives_slow_what_computes() -> None:
     busy = replace(CLUSTER, exchange=rates)
     # The bottom MLP runs beside the outputs: a rank's 20 of the host's 40 bytes are 2 s of its cores.
     plain, slower = (simulate(tower_step(WORK, cluster, TOPOLOGY)) for cluster in (CLUSTER, busy))
-    assert slower.spans["dense arch"][1] - slower.spans["dense arch"][0] == pytest.approx(2.0)
+    assert slower.spans["dense arch 0"][1] - slower.spans["dense arch 0"][0] == pytest.approx(2.0)
     assert slower.seconds == pytest.approx(plain.seconds)
 
 
@@ -123,8 +123,47 @@ def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None
         sum(o.seconds.get("core", 0.0) for o in tower_step(replace(WORK, dense=dense), slow, TOPOLOGY, micro_batches=k))
         for k in (1, 4)
     )
-    # Of towers and dense part one operator each way; sums of 4 bytes read two tensors and write one.
-    assert four - one == pytest.approx(3 * 4 * 0.5 + 3 * 3 * 4)
+    # Of towers, bottom MLP and dense part one operator each way; sums of 4 bytes read two tensors and write one.
+    assert four - one == pytest.approx(3 * 6 * 0.5 + 3 * 3 * 4)
+
+
+def test_1f1b_sends_gradients_between_forward_passes_and_towers_wait_for_the_last() -> None:
+    work = replace(WORK, early=PartWork())
+    all_forward, in_turn = (
+        simulate(tower_step(work, CLUSTER, TOPOLOGY, micro_batches=2, one_f_one_b=own)).spans for own in (False, True)
+    )
+    begin = all_forward["outputs 0"][0]
+    # Outputs take 2 s each, the dense part 2 s forward and 4 s back, gradients 4 s each.
+    order = {"over 0": (2, 4), "over 1": (4, 6), "over 1, backward": (6, 10), "over 0, backward": (10, 14)}
+    sent = {"gradients 1": (10, 14), "gradients 0": (14, 18), "towers 1, backward": (14, 16)}
+    for name, span in (order | sent).items():
+        assert all_forward[name] == pytest.approx((begin + span[0], begin + span[1])), name
+    order = {"over 0": (2, 4), "over 0, backward": (4, 8), "over 1": (8, 10), "over 1, backward": (10, 14)}
+    sent = {"gradients 0": (8, 12), "gradients 1": (14, 18), "towers 1, backward": (18, 20)}
+    for name, span in (order | sent).items():
+        assert in_turn[name] == pytest.approx((begin + span[0], begin + span[1])), name
+
+
+def test_micro_batches_wait_for_the_exchanges_that_bring_the_rows_they_share() -> None:
+    own, shared = (
+        simulate(tower_step(replace(WORK, parts_needed=needed), CLUSTER, TOPOLOGY, micro_batches=2)).spans
+        for needed in ((1, 2), (2, 2))
+    )
+    assert own["over 0"][0] == own["outputs 0"][1] < own["outputs 1"][1]
+    assert shared["over 0"][0] == shared["outputs 1"][1]
+    # No gradient is complete before the last micro-batch has gone back.
+    assert own["gradients 1"][0] == own["over 1, backward"][1]
+    assert shared["gradients 1"][0] == shared["over 0, backward"][1]
+    # Two micro-batches read and write the 2 x 5 bytes they join, and back they write zeros and sum: 2 x 5 x 4 more.
+    slow = replace(CLUSTER, memory_bytes_per_s=1.0)
+    plain, joined = (
+        sum(
+            one.seconds.get("core", 0.0)
+            for one in tower_step(replace(WORK, output_bytes=5.0, parts_needed=n), slow, TOPOLOGY, micro_batches=2)
+        )
+        for n in ((), (2, 2))
+    )
+    assert joined - plain == pytest.approx(2 * 5 * (2 + 4))
 
 
 def test_number_formats_cost_their_conversion() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from click.testing import CliRunner
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from dmt.errors import InputError
+from dmt.formatting import human_bytes
 from dmt.hot_rows.costs import HotLoad
 from dmt.models import DLRM, ModelOptions
 from dmt.models.complexity import MetaTables, count_on_meta
@@ -24,16 +27,18 @@ from dmt.simulator.steps import tower_step
 from dmt.training import bench_comms
 from dmt.training.bench_comms import Timing, measure_cluster, rate
 from dmt.training.build import build_model, expected_traffic
-from dmt.training.cluster_rates import planner_rates
+from dmt.training.cluster_rates import planner_rates, torchrec_topology
 from dmt.training.commands import main
 from dmt.training.commands.bench_comms import run_bench_comms
-from dmt.training.config import load_config
-from dmt.training.distinct import InputGroup
+from dmt.training.commands.what_if import _numbers
+from dmt.training.config import load_config, to_toml
+from dmt.training.distinct import InputGroup, distinct_inputs_of
 from dmt.training.exchanges import flat_exchanges
 from dmt.training.job import make_job, open_job
 from dmt.training.operators import count_operators
 from dmt.training.what_if import Repeats, alternatives, changed_config, count, predict_step, step_work
 from tests.ranks import run_ranks
+from tests.training import deepfm_page
 from tests.training.small import small
 from tests.training.test_factory import deepfm, unsharded
 
@@ -76,6 +81,36 @@ def test_a_host_sends_what_is_planned(dataflow: str) -> None:
     planned = expected_traffic(job)
     work = step_work(job, count(job))
     assert work.uplink_bytes * job.topology.num_hosts == pytest.approx(planned.across)
+
+
+def test_the_schedule_of_a_config_is_predicted() -> None:
+    slow = replace(SMALL, step_s=0.0, memory_bytes_per_s=1e5, exchange=replace(SMALL.exchange, uplink_bytes_per_s=1e5))
+    spans = [
+        predict_step(open_job(small("dmt-dlrm", train={"micro_batches": 2, "micro_batch_schedule": own})), slow)
+        for own in ("all_forward", "1f1b")
+    ]
+    first = [one.timeline.spans["over 0, backward"][0] < one.timeline.spans["over 1"][0] for one in spans]
+    assert first == [False, True]
+
+
+def test_rows_that_micro_batches_share_are_waited_for() -> None:
+    """Ids 0 1 0 1 in one feature, 0 1 2 3 in all others: of two parts the first has one row of the first feature."""
+    job = open_job(small("dlrm", dataflow="sptt", sharding={"unique": "rank"}, train={"micro_batches": 2}))
+    features = [name for tower in job.towers.to_lists() for name in tower]
+    ids = torch.tensor([[0, 1, 0, 1]] + [[0, 1, 2, 3]] * (len(features) - 1))
+    batch = KeyedJaggedTensor(features, ids.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int32))
+    config = changed(job.config, "train", batch_size=4)
+    job = replace(job, config=config)
+    found = distinct_inputs_of(job, batches=[batch])
+    assert [group.needed for group in found] == [(2, 2)] + [(1, 2)] * (len(features) - 1)
+    assert step_work(job, count(job), Repeats(distinct=found)).parts_needed == (2, 2)
+    other = KeyedJaggedTensor(features, ids[1].repeat(len(features)), lengths=batch.lengths())
+    apart = distinct_inputs_of(job, batches=[other])
+    assert step_work(job, count(job), Repeats(distinct=apart)).parts_needed == ()
+
+
+def changed(config: Any, section: str, **values: Any) -> Any:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def test_a_row_that_samples_share_is_sent_and_computed_once() -> None:
@@ -191,6 +226,7 @@ def test_the_fastest_are_trained_and_measured(monkeypatch: pytest.MonkeyPatch, t
         return {"samples_per_second": 4 * 512 / 0.5}
 
     monkeypatch.setattr("dmt.training.commands.what_if.train_here", fake)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
     save_cluster(SMALL, tmp_path / "c.toml")
     found = run("demo", "--cluster", str(tmp_path / "c.toml"), "--verify", "2", "--json")
     verified = json.loads(found.output)["verified"]
@@ -200,6 +236,19 @@ def test_the_fastest_are_trained_and_measured(monkeypatch: pytest.MonkeyPatch, t
     refused = run("demo", "data.tables=t.json", "--cluster", str(tmp_path / "c.toml"), "--verify", "1")
     assert refused.exit_code == 2
     assert "--verify 1: give a number of alternatives to train" in refused.output
+    for speed in (0.0, math.nan):
+        monkeypatch.setattr("dmt.training.commands.what_if.train_here", lambda _, s=speed: {"samples_per_second": s})
+        refused = run("demo", "--cluster", str(tmp_path / "c.toml"), "--verify", "1")
+        assert refused.exit_code == 2
+        assert f"--verify measured {speed} samples per second in 30 steps. Give data" in refused.output
+
+
+def test_more_ranks_than_cores_are_not_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    save_cluster(SMALL, tmp_path / "c.toml")
+    refused = run("demo", "--cluster", str(tmp_path / "c.toml"), "--verify", "1")
+    assert refused.exit_code == 2
+    assert "--verify 1: the run has 4 ranks, this machine 3 cores" in refused.output
 
 
 def test_tables_are_placed_by_the_rates_of_a_cluster(tmp_path: Path) -> None:
@@ -226,9 +275,14 @@ def test_hosts_of_another_size_than_the_clusters_are_refused() -> None:
     assert "neither a file" in run("demo", "--cluster", "none.toml").output
 
 
+def any_rate(timings: list[Timing], counted: str) -> float:
+    """Stands in for `rate`: beside other tests more bytes may take no longer."""
+    return 1.0 if timings else 0.0
+
+
 def measured_on_rank(rank: int, folder: str) -> list[Any]:
     # What is measured of a rank alone says nothing here, and takes seconds at its full size.
-    with patch.multiple(bench_comms, _WIDTH=64, _SAMPLES=64, _ROWS=1000, _LOOKUPS=256, _MOVED=64_000):
+    with patch.multiple(bench_comms, _WIDTH=64, _SAMPLES=64, _ROWS=1000, _LOOKUPS=256, _MOVED=64_000, rate=any_rate):
         cluster, timings = measure_cluster("ranks", 2, torch.device("cpu"), megabytes=(4.0,))
     return [cluster, timings]
 
@@ -273,20 +327,32 @@ def test_what_cannot_be_measured_is_told(
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "hosts", "left_out"),
     [
-        ["topology.num_towers=1"],
-        ["train.micro_batches=4", "sharding.scheme=row_wise", "train.dense_reduce=hierarchical"],
-        ["sharding.unique=rank", "sharding.forward_precision=int8"],
-        ["topology.num_replicas=2", "replicas.moment_scale=2"],
-        ["hot_rows.extra_memory=0.01", "model.arch=dlrm"],
+        (["topology.num_towers=1"], 1, []),
+        (["train.micro_batches=4", "sharding.scheme=row_wise", "train.dense_reduce=hierarchical"], 2, []),
+        (["sharding.unique=rank", "sharding.forward_precision=int8"], 2, ["sharding.unique='rank'"]),
+        (["topology.num_replicas=2", "replicas.moment_scale=2"], 4, []),
+        (["hot_rows.extra_memory=0.01", "model.arch=dlrm"], 2, ["hot_rows.extra_memory=0.01"]),
+        (["train.micro_batches=4", "train.micro_batch_schedule=1f1b"], 2, []),
+        (["optimizer.sparse=adam"], 2, ["the state of optimizer.sparse='adam'"]),
     ],
 )
-def test_alternatives_to_any_config_are_found(overrides: list[str]) -> None:
+def test_alternatives_to_any_config_are_found(overrides: list[str], hosts: int, left_out: list[str]) -> None:
+    """They are the same ways to train whatever the config, of which only tables and ranks are kept."""
     values = ["topology.num_towers=2", "topology.ranks_per_tower=8", "sharding.dataflow=sptt", *overrides]
-    found = run("demo", *values, "--cluster", "a100")
+    found = run("demo", *values, "--cluster", "a100", "--json")
     assert found.exit_code == 0, found.output
-    assert "flat (TorchRec)" in found.output
+    record = json.loads(found.output)
+    assert record["not_counted"] == left_out
+    # Flat, and SPTT and four ratios in three numbers of micro-batches, with a tower on each host and, up to 26, rank.
+    towers = {own for one in record["alternatives"] for own in one["overrides"] if own.startswith("topology.num_tow")}
+    assert towers == {f"topology.num_towers={number}" for number in (hosts, 8 * hosts) if number <= 26}
+    assert len(record["alternatives"]) == 2 * (1 + 5 * 3 * len(towers))
+    for one in record["alternatives"]:
+        made = load_config("demo", one["overrides"])
+        assert made.topology.build().world_size == 8 * hosts
+        assert made.train.micro_batch_schedule == "all_forward"
 
 
 def test_of_equally_fast_ones_the_model_that_is_unchanged_comes_first() -> None:
@@ -336,8 +402,108 @@ def test_sizes_that_tell_no_rate_are_refused() -> None:
 
 def test_a_model_of_ones_own_stays_what_it_is() -> None:
     config = deepfm()  # tables of several widths, which no shipped model has
+    assert config.model.in_towers
     job = unsharded(config)
     found = alternatives(config, job.tables, job.num_dense, SMALL)
-    towers = {"model.in_towers=false", *(["model.in_towers=true"] if config.model.in_towers else [])}
-    assert {own for one in found for own in one.overrides if own.startswith("model.")} == towers
-    assert all(changed_config(config, one.overrides).model.factory == config.model.factory for one in found)
+    ratios = {next(own for own in one.overrides if own.startswith("model.")): one.ratio for one in found}
+    assert ratios == {"model.in_towers=false": 1.0, "model.in_towers=true": count(job).ratio}
+    assert count(job).ratio > 1
+    assert all(changed_config(config, one.overrides, SMALL).model.factory == config.model.factory for one in found)
+
+
+def towers_only(tables: Any, num_dense: int, options: Any, towers: Any, device: Any) -> torch.nn.Module:
+    """A factory that has no flat model."""
+    assert len(towers.towers) > 0
+    return deepfm_page.deepfm(tables, num_dense, options, towers, device)
+
+
+def test_a_model_that_is_in_towers_only_has_no_flat_rows(tmp_path: Path) -> None:
+    shape = {"num_towers": 2, "ranks_per_tower": 2}
+    config = deepfm(model={"factory": "tests.training.test_what_if:towers_only"}, topology=shape)
+    job = unsharded(config)
+    found = alternatives(config, job.tables, job.num_dense, SMALL)
+    assert {one.overrides[0] for one in found} == {"model.in_towers=true"}
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    save_cluster(SMALL, tmp_path / "c.toml")
+    printed = run(str(tmp_path / "run.toml"), "--cluster", str(tmp_path / "c.toml"))
+    assert printed.exit_code == 0, printed.output
+    assert "makes no model without towers; model.in_towers=false says why." in " ".join(printed.output.split())
+
+
+class Concatenated(torch.nn.Module):
+    """A model that reads its embeddings as one matrix."""
+
+    def __init__(self, tables: Any, device: Any) -> None:
+        super().__init__()
+        self.tables = EmbeddingBagCollection(tables=tables, device=device)
+        self.over = torch.nn.Linear(sum(t.embedding_dim * len(t.feature_names) for t in tables), 1)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
+        return self.over(self.tables(sparse_features).values())
+
+
+def concatenated(tables: Any, device: Any) -> torch.nn.Module:
+    return Concatenated(tables, device)
+
+
+def test_a_model_may_read_all_columns_at_once() -> None:
+    config = deepfm(model={"factory": "tests.training.test_what_if:concatenated", "in_towers": False, "options": {}})
+    job = unsharded(config)
+    columns = sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
+    assert [one.flops for one in count(job).work.rest.forward if one.flops] == [2.0 * columns]
+
+
+def test_alternatives_keep_what_is_said_of_ids_and_tables() -> None:
+    values = ["topology.num_towers=2", "topology.ranks_per_tower=2", "sharding.table_precision=fp16"]
+    config = load_config("demo", [*values, "sharding.memory_gib=8", "sharding.pooling_factors.C1=7"])
+    for dataflow in ("flat", "sptt"):
+        own = changed_config(config, ("model.arch=dlrm", f"sharding.dataflow={dataflow}"), SMALL).sharding
+        assert (own.table_precision, own.memory_gib, own.pooling_factors) == ("fp16", 8, {"C1": 7})
+
+
+def test_more_ids_take_longer_in_every_way_to_train() -> None:
+    shape = ["topology.num_towers=2", "topology.ranks_per_tower=2"]
+    tables, cluster = criteo_1tb_tables(64), replace(SMALL, step_s=0.0)
+    configs = [load_config("demo", [*shape, *more]) for more in ([], ["sharding.pooling_factors.C1=900"])]
+    few, many = (
+        {one.overrides: one.prediction.timeline.seconds for one in alternatives(config, tables, 13, cluster)}
+        for config in configs
+    )
+    assert few.keys() == many.keys()
+    assert all(few[way] < many[way] for way in few)
+
+
+def test_towers_beside_a_flat_config_are_placed_by_the_rates_of_the_cluster() -> None:
+    config = load_config("demo", ["model.arch=dlrm", "sharding.dataflow=flat"])
+    own = changed_config(config, ("model.arch=dlrm", "sharding.dataflow=sptt"), SMALL).sharding
+    assert (own.memory_gb_per_s, own.intra_tower_gb_per_s, own.collective_latency_us) == (1300, 252, 30)
+    towers = load_config("demo", ["sharding.dataflow=sptt", "sharding.memory_gb_per_s=7"])
+    assert changed_config(towers, ("sharding.dataflow=sptt",), SMALL).sharding.memory_gb_per_s == 7
+
+
+def test_what_a_prediction_does_not_know_is_told() -> None:
+    shape = ["topology.num_towers=2", "topology.ranks_per_tower=8", "model.arch=dlrm", "--cluster", "h100"]
+    found = " ".join(run("demo", *shape, "sharding.dataflow=flat", "sharding.scheme=row_wise").output.split())
+    assert "This config is predicted as if it had not sharding.scheme='row_wise'." in found
+    assert "as if it had not" not in run("demo", *shape, "sharding.dataflow=flat").output
+
+
+def test_a_step_that_its_program_bounds_is_not_exposed() -> None:
+    prediction = predict_step(open_job(small("dlrm", dataflow="flat")), replace(SMALL, step_s=1e3))
+    assert _numbers(prediction, None)[2:] == ("", human_bytes(prediction.uplink_bytes), "0%")
+
+
+def test_operators_that_depend_on_the_samples_are_refused() -> None:
+    class Looping(torch.nn.Module):
+        def forward(self, dense: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+            return torch.cat([row[None, :1] * 2 for row in dense])
+
+    with pytest.raises(
+        InputError, match=r"runs 3 operators for 2 samples and 5 for 4.*without a loop over the samples"
+    ):
+        count_operators(Looping(), 3)
+
+
+def test_a_cluster_of_one_host_gives_torchrec_no_rate_between_hosts() -> None:
+    with pytest.raises(InputError, match="measured on one host, which tells nothing of links between hosts=2"):
+        torchrec_topology(replace(A100, hosts=1), hosts=2)

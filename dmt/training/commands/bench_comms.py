@@ -102,4 +102,11 @@ def print_measured(found: Measured, out: Path) -> None:
         f"{human_bytes(cluster.lookup_bytes_per_s)}/s, {1e6 * cluster.operator_s:,.1f} us to start an operator, "
         "while all ranks work."
     )
-    console.print(f"Written to {out}. Next: dmt what-if CONFIG.toml --cluster {out}", soft_wrap=True)
+    console.print(f"Written to {out}.", soft_wrap=True)
+    if cluster.hosts > 1:
+        console.print(f"Next: dmt what-if CONFIG.toml --cluster {out}", soft_wrap=True)
+    else:
+        console.print(
+            "One host tells nothing of the links to others, which decide whether towers pay: the uplink in the file is "
+            "no measurement. Run it on two hosts or more (torchrun --nnodes 2 ...) before dmt what-if."
+        )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dmt.errors import InputError
 from dmt.files import write_or_raise
@@ -17,9 +21,10 @@ from dmt.training.cluster_rates import planner_rates
 from dmt.training.commands.launch import train_here
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.console import make_table, table_console
+from dmt.training.device import device_type
 from dmt.training.job import open_job
 from dmt.training.report.curves import RUN_COLORS
-from dmt.training.what_if import Alternative, Prediction, alternatives, changed_config, predict_step
+from dmt.training.what_if import Alternative, Prediction, alternatives, changed_config, not_counted, predict_step
 
 __all__ = ["WhatIf", "draw_what_if", "print_what_if", "run_what_if"]
 
@@ -42,7 +47,9 @@ class WhatIf:
     def write(self, path: Path) -> None:
         """Writes the config of the fastest alternative."""
         with write_or_raise(path, "Config") as part:
-            part.write_text(to_toml(changed_config(self.config, self.found[0].overrides)), encoding="utf-8")
+            part.write_text(
+                to_toml(changed_config(self.config, self.found[0].overrides, self.cluster)), encoding="utf-8"
+            )
 
     def best(self) -> list[Alternative]:
         """The fastest of each way to train and number format, fastest first."""
@@ -58,6 +65,7 @@ class WhatIf:
         return {
             "cluster": asdict(self.cluster),
             "own": _record(self.own),
+            "not_counted": not_counted(self.config),
             "verified": [
                 {"overrides": a.overrides, "measured_seconds": s, **_record(a.prediction)} for a, s in self.verified
             ],
@@ -80,11 +88,7 @@ def run_what_if(config: str, overrides: Sequence[str], cluster: str, *, num_veri
     run, described = load_config(config, overrides), load_cluster(cluster)
     if run.dataflow != "flat":
         run = load_config(config, [*planner_rates(described), *overrides])
-    if num_verified < 0 or (num_verified and run.data.tables is not None):
-        raise InputError(
-            f"--verify {num_verified}: give a number of alternatives to train, from 1 on, and data instead of "
-            f"data.tables={run.data.tables!r}, which lists tables without rows."
-        )
+    _check_verify(num_verified, run)
     size = run.topology.build().host_size
     if size != described.ranks_per_host:
         raise InputError(
@@ -106,7 +110,23 @@ def run_what_if(config: str, overrides: Sequence[str], cluster: str, *, num_veri
         verified=[],
     )
     chosen = result.best()[:num_verified]
-    return replace(result, verified=[(one, _measure(changed_config(run, one.overrides))) for one in chosen])
+    return replace(result, verified=[(one, _measure(changed_config(run, one.overrides, described))) for one in chosen])
+
+
+def _check_verify(num: int, run: TrainingConfig) -> None:
+    if num < 0 or (num and run.data.tables is not None):
+        raise InputError(
+            f"--verify {num}: give a number of alternatives to train, from 1 on, and data instead of "
+            f"data.tables={run.data.tables!r}, which lists tables without rows."
+        )
+    ranks, is_gpu = run.topology.build().world_size, device_type(run.train.device) == "cuda"
+    places = torch.cuda.device_count() if is_gpu else os.cpu_count() or 1
+    if num and ranks > places:
+        raise InputError(
+            f"--verify {num}: the run has {ranks} ranks, this machine {places} {'GPUs' if is_gpu else 'cores'}, which "
+            "ranks would share unlike those of the cluster. Write the config with --write, and train it where it will "
+            "run."
+        )
 
 
 def _measure(config: TrainingConfig) -> float:
@@ -114,14 +134,20 @@ def _measure(config: TrainingConfig) -> float:
     with tempfile.TemporaryDirectory(prefix="dmt-what-if-") as folder:
         settings = {"output_dir": folder, "max_steps": _VERIFIED_STEPS, "eval_every": None, "resume": "never"}
         trained = train_here(config.model_copy(update={"train": config.train.model_copy(update=settings)}))
-    rows = config.train.batch_size * config.topology.build().world_size
-    return float(rows / trained["samples_per_second"])
+    speed = float(trained["samples_per_second"])
+    if not 0 < speed < math.inf:
+        raise InputError(
+            f"--verify measured {speed} samples per second in {_VERIFIED_STEPS} steps. Give data for as many steps: at "
+            f"least {_VERIFIED_STEPS} x {config.train.batch_size:,} rows for each rank."
+        )
+    return config.train.batch_size * config.topology.build().world_size / speed
 
 
 def print_what_if(result: WhatIf) -> None:
     """Prints the run's own step, the fastest of each way to train, and how to choose one."""
     console, topology, train = table_console(markup=False), result.config.topology.build(), result.config.train
-    flat = min(found.prediction.timeline.seconds for found in result.found if _way(found) == "flat")
+    # A factory of models in towers may make no flat one.
+    flat = min((found.prediction.timeline.seconds for found in result.found if _way(found) == "flat"), default=None)
     of_config = (result.config.sharding.forward_precision, str(topology.num_towers), str(train.micro_batches))
     rows = [("this config", *of_config, *_numbers(result.own, flat))]
     for found in result.best():
@@ -131,10 +157,19 @@ def print_what_if(result: WhatIf) -> None:
     title = f"{topology.num_hosts} hosts x {topology.host_size} ranks, {train.batch_size:,} samples a rank"
     console.print(make_table(headers, rows, title=f"{title}, on {result.cluster.name}"))
     console.print(
-        "exposed: the share of the step in which a rank computes nothing. Towers with a ratio above 1 compute another "
-        "model than the flat one; docs/quality.md shows what that costs. Left out: skewed and repeated ids, and the "
-        "reading of data. Measure the best two before you choose."
+        "exposed: the share of the step in which a rank only waits for exchanges. Towers with a ratio above 1 compute "
+        "another model than the flat one; docs/quality.md shows what that costs. Left out: skewed and repeated ids, "
+        "and the reading of data. Measure the best two before you choose."
     )
+    if left_out := not_counted(result.config):
+        console.print(f"This config is predicted as if it had not {', '.join(left_out)}.")
+    if result.config.model.factory is not None:
+        words = f"{result.config.model.chosen} decides what its towers send, so no other ratio was tried. "
+        if not result.config.model.in_towers:
+            words += "Set model.in_towers=true to see its towers."
+        elif flat is None:
+            words += "It makes no model without towers; model.in_towers=false says why."
+        console.print(words.strip())
     if result.verified:
         rows = []
         for one, measured in result.verified:
@@ -199,11 +234,12 @@ def draw_what_if(result: WhatIf, path: Path) -> None:
     save_figure(figure, path, caller="--picture")
 
 
-def _numbers(found: Prediction, flat: float) -> tuple[str, ...]:
-    seconds = found.timeline.seconds
-    exposed = 1 - found.timeline.exposed["compute"] / seconds
+def _numbers(found: Prediction, flat: float | None) -> tuple[str, ...]:
+    seconds, spent = found.timeline.seconds, found.timeline.exposed
+    exposed = 1 - (spent["compute"] + spent["program"]) / seconds
     step, speed = f"{1e3 * seconds:,.1f} ms", f"{found.samples_per_s:,.0f}"
-    return step, speed, f"{flat / seconds:.2f}", human_bytes(found.uplink_bytes), f"{exposed:.0%}"
+    faster = "" if flat is None else f"{flat / seconds:.2f}"
+    return step, speed, faster, human_bytes(found.uplink_bytes), f"{exposed:.0%}"
 
 
 def _record(found: Prediction) -> dict[str, Any]:
