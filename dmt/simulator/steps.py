@@ -86,7 +86,7 @@ class StepWork:
     """For each micro-batch the exchanges, from the first on, that bring its samples the rows they share; nothing where
     each micro-batch has rows of its own."""
     host_rows: Load = _NOTHING
-    """What ranks of a host exchange with ``unique="host"``; counted in bytes, not yet in the order of a step."""
+    """Rows that ranks of a host exchange with ``unique="host"``; counted in bytes, not yet in the order of a step."""
     hot_weights: Load = _NOTHING
     """Gradients of the copies of hot rows."""
     hot_bytes: tuple[float, float] = (0.0, 0.0)
