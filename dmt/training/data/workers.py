@@ -46,7 +46,7 @@ class _Pieces(Dataset[_Sent]):
         report, rows = self._read(piece)
         # As a tensor, rows come through shared memory; arrays would be written to a pipe. One tensor: the rank asks for
         # each over a socket, which the worker answers when its interpreter lets go of the parsing.
-        return report, rows.num_rows, torch.from_numpy(rows.flat())
+        return report, rows.num_rows, torch.from_numpy(rows.flatten())
 
 
 def read_ahead(
@@ -115,7 +115,7 @@ def read_ahead(
 def _fetch(iterator: Iterator[_Sent], layout: RowLayout) -> tuple[PieceReport, PackedRows]:
     report, num_rows, sent = next(iterator)
     # A copy: a tensor that came through shared memory holds its place there and an open file.
-    return report, layout.of_flat(sent.numpy().copy(), num_rows)
+    return report, layout.unflatten(sent.numpy().copy(), num_rows)
 
 
 def _follow(rank: int, worker: int) -> None:
