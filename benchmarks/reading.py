@@ -5,8 +5,13 @@
 Ranks make batches of 1,024 rows and do nothing with them: of a file in Criteo's format, plain and gzip, of Parquet
 with the same columns, of what ``dmt prepare`` makes of that, and of a ``data.source`` that yields its record batches.
 In each round every contender reads every file once, so that what else the machine does meets all of them. Time counts
-from the first batch on, when workers have started. On a busy machine, the CPU time of a rank tells more than the clock:
-it should fall as 1 / ranks. TorchRec's reader of Criteo's lines makes them lists of numbers, without checks or hashing;
+from the opening of the files on, with the workers' start. On a busy machine, the CPU time of a rank tells more than the
+clock: it should fall as 1 / ranks.
+
+``2 alone`` is the ceiling: two readers at once that share nothing, each of a whole file, as ``1 rank`` does. What they
+miss of twice its speed the machine takes (memory, caches, clock), and ``2 ranks`` can get no further.
+
+TorchRec's reader of Criteo's lines makes them lists of numbers, without checks or hashing;
 they are made into tensors of 1,024 rows here.
 
 Memory is the most that a rank has used since before it opened the data.
@@ -51,21 +56,23 @@ __all__ = ["main"]
 _RESULTS = Path(__file__).parent / "results"
 _COLUMNS: dict[str, Any] = {"kind": "columns", "dense": CRITEO_DENSE, "categorical": CRITEO_CATEGORICAL}
 _BATCH = 1024
-_BLOCK = 1 << 14  # rows of a rank that are read before the first batch
+_BLOCK = 1 << 14  # rows that are shuffled together
 _STEP_S, _READ_S = 0.050, 0.040
+_ALONE = "2 alone"
 _CONTENDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
+    _ALONE: (2, {}),
     "2 ranks": (2, {}),
     "2 ranks, shared": (2, {"reading": "shared"}),
     "1 rank, 1 worker": (1, {"workers": 1}),
 }
-_OTHERS = {"gzip": ("1 rank", "2 ranks"), "prepared": ("1 rank", "2 ranks"), "source": ("1 rank", "2 ranks")}
+_OTHERS = dict.fromkeys(("gzip", "prepared", "source"), ("1 rank", _ALONE, "2 ranks"))
 _TORCHREC_ROWS = 50_000
 
 
 @click.command()
-@click.option("--rows", default=500_000, help="Rows of a file.")
-@click.option("--rounds", default=7, help="Rounds, of which medians are taken.")
+@click.option("--rows", default=1 << 19, help="Rows of a file.")
+@click.option("--rounds", default=5, help="Rounds, of which medians are taken.")
 @click.option("--out", default=str(_RESULTS / "reading.json"), help="The record.")
 def main(rows: int, rounds: int, out: str) -> None:
     """Measures, prints a table, and writes the record."""
@@ -85,15 +92,16 @@ def main(rows: int, rounds: int, out: str) -> None:
                     if name not in _OTHERS.get(kind, _CONTENDERS):
                         continue
                     settings = {"source_shards": 2, **settings} if kind == "source" else settings
-                    found = pool.run(_read_on_rank, ranks, kind, path, settings, timeout_s=600)
-                    read = rows - ranks * _BLOCK
+                    alone = name == _ALONE
+                    found = pool.run(_read_on_rank, ranks, kind, path, settings, alone, timeout_s=600)
+                    read = ranks * rows if alone else rows
                     speeds[kind].setdefault(name, []).append(read / max(seconds for seconds, _, _ in found))
                     cpu[kind].setdefault(name, []).append(max(used for _, used, _ in found) / read)
         for kind, name in [(form, contender) for form in files for contender in cpu[form]]:
             # Of processes that have read nothing before, which would have kept memory.
             with RankPool({}) as fresh:
                 ranks, settings = _CONTENDERS[name]
-                found = fresh.run(_read_on_rank, ranks, kind, files[kind], settings, timeout_s=600)
+                found = fresh.run(_read_on_rank, ranks, kind, files[kind], settings, name == _ALONE, timeout_s=600)
                 memory[kind][name] = max(most for _, _, most in found)
         size = int(statistics.median(speeds["tsv"]["1 rank"]) * _READ_S)
         waits: dict[str, list[float]] = {}
@@ -101,7 +109,6 @@ def main(rows: int, rounds: int, out: str) -> None:
             for workers in (0, 1):
                 share = pool.run(_wait_on_rank, 1, files["tsv"], size, workers, timeout_s=600)[0]
                 waits.setdefault(f"{workers} workers", []).append(share)
-    medians = {kind: {name: statistics.median(values) for name, values in of.items()} for kind, of in speeds.items()}
     record = {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
@@ -113,24 +120,37 @@ def main(rows: int, rounds: int, out: str) -> None:
         "rows_per_second": speeds,
         "cpu_seconds_of_a_rank_per_row": cpu,
         "megabytes_of_a_rank": memory,
-        "speed_up_of_2_ranks": {
-            kind: statistics.median(b / a for a, b in zip(of["1 rank"], of["2 ranks"], strict=True))
-            for kind, of in speeds.items()
-        },
+        "speed_up_of_2_ranks": {kind: _ratio(of, "2 ranks", "1 rank") for kind, of in speeds.items()},
+        "ceiling_of_2_ranks": {kind: _ratio(of, _ALONE, "1 rank") for kind, of in speeds.items()},
+        "share_of_the_ceiling": {kind: _ratio(of, "2 ranks", _ALONE) for kind, of in speeds.items()},
         "wait": {"batch": size, "step_s": _STEP_S, "read_s": _READ_S, "share": waits},
     }
     with atomic_write(Path(out)) as scratch:
         scratch.write_text(json.dumps(record, indent=1) + "\n")
-    for kind, of in medians.items():
-        for name, speed in of.items():
-            used = statistics.median(cpu[kind].get(name, [float("nan")])) * 1e6
-            share, most = speed / of["1 rank"], memory[kind].get(name, float("nan"))
+    _print(record)
+
+
+def _print(record: dict[str, Any]) -> None:
+    for kind, of in record["rows_per_second"].items():
+        cpu, memory = record["cpu_seconds_of_a_rank_per_row"][kind], record["megabytes_of_a_rank"][kind]
+        for name, speeds in of.items():
+            used = statistics.median(cpu.get(name, [float("nan")])) * 1e6
+            speed, most = statistics.median(speeds), memory.get(name, float("nan"))
+            share = speed / statistics.median(of["1 rank"])
             click.echo(
                 f"{kind:8} {name:18} {speed:12,.0f} rows/s  {share:5.2f} of 1 rank  {used:5.2f} us CPU a row  "
                 f"{most:6,.0f} MB"
             )
-    click.echo(f"median of the rounds' speed-ups of 2 ranks: {record['speed_up_of_2_ranks']}")
-    click.echo(f"share of the time waited: { {name: statistics.median(shares) for name, shares in waits.items()} }")
+    for title in ("speed_up_of_2_ranks", "ceiling_of_2_ranks", "share_of_the_ceiling"):
+        found = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in record[title].items())
+        click.echo(f"{title.replace('_', ' ')}, median of the rounds: {found}")
+    shares = {name: statistics.median(shares) for name, shares in record["wait"]["share"].items()}
+    click.echo(f"share of the time waited: {shares}")
+
+
+def _ratio(speeds: dict[str, list[float]], one: str, other: str) -> float:
+    """Returns the median of the rounds' ratios."""
+    return statistics.median(a / b for a, b in zip(speeds[one], speeds[other], strict=True))
 
 
 def _write_files(folder: Path, rows: int) -> dict[str, str]:
@@ -193,7 +213,7 @@ def batches_of_parquet(shard: int, num_shards: int, options: dict[str, Any]) -> 
     yield from file.iter_batches(1 << 14, row_groups=range(shard, file.num_row_groups, num_shards), use_threads=False)
 
 
-def _batches(kind: str, path: str, batch_size: int, settings: dict[str, Any]) -> Iterator[Any]:
+def _batches(kind: str, path: str, batch_size: int, settings: dict[str, Any], *, alone: bool = False) -> Iterator[Any]:
     shape: dict[str, Any] = {"train_path": path, "eval_path": path, "kind": "criteo_tsv"}
     if kind == "source":
         function = "benchmarks.reading:batches_of_parquet"
@@ -205,21 +225,20 @@ def _batches(kind: str, path: str, batch_size: int, settings: dict[str, Any]) ->
     data = open_source(DataConfig.model_validate({**shape, **settings}))
     group = dist.group.WORLD
     assert group is not None, "made by the pool"
-    place: dict[str, Any] = {"rank": group.rank(), "world_size": group.size(), "batch_size": batch_size}
-    return data.batches("train", group=group, **place)
+    if alone:
+        return data.batches("train", rank=0, world_size=1, batch_size=batch_size)
+    return data.batches("train", rank=group.rank(), world_size=group.size(), batch_size=batch_size, group=group)
 
 
-def _read_on_rank(rank: int, kind: str, path: str, settings: dict[str, Any]) -> tuple[float, float, float]:
-    """Returns the seconds, by the clock and of this process, from the first batch on, and the most MB in use."""
+def _read_on_rank(rank: int, kind: str, path: str, settings: dict[str, Any], alone: bool) -> tuple[float, float, float]:
+    """Returns the seconds, by the clock and of this process, of a pass, and the most MB in use."""
     _allow_workers()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
     before = _megabytes("VmRSS")
-    batches = _batches(kind, path, _BATCH, {"shuffle_rows": _BLOCK, **settings})
-    next(batches)
     dist.barrier()
     began, used = time.perf_counter(), time.process_time()
-    for _ in batches:
+    for _ in _batches(kind, path, _BATCH, {"shuffle_rows": _BLOCK, **settings}, alone=alone):
         pass
     return time.perf_counter() - began, time.process_time() - used, _megabytes("VmHWM") - before
 

@@ -92,6 +92,12 @@ class RowLayout:
         lengths: NDArray[np.int64] = words[:, self.num_words - sum(self.is_bag) :].sum(axis=1, dtype=np.int64)
         return lengths
 
+    def unflatten(self, flat: NDArray[np.int32], number: int) -> PackedRows:
+        """Returns ``number`` rows from their one array of words (`PackedRows.flatten`), without a copy."""
+        size = number * self.num_words
+        words = flat[:size].reshape(number, self.num_words)
+        return PackedRows(words, flat[size:].view(self.id_type), self.num_ids(words))
+
     def empty(self) -> PackedRows:
         """Returns no rows."""
         return self.zeros(0)
@@ -133,6 +139,10 @@ class PackedRows:
     def num_rows(self) -> int:
         """Number of rows."""
         return len(self.words)
+
+    def flatten(self) -> NDArray[np.int32]:
+        """Returns words and ids as one array, from which `RowLayout.unflatten` makes the rows again."""
+        return np.concatenate([self.words.reshape(-1), self.ids.view(np.int32)])
 
     def slice(self, start: int, stop: int) -> PackedRows:
         """Returns rows start to stop, without a copy."""

@@ -104,7 +104,7 @@ def text_blocks(
             block = _clean(b"".join([*rest, piece[:cut]]), first=line == 1 and start == 0)
             rest = [piece[cut:]]
             yield line, block
-            line += block.count(b"\n")
+            line += _num_lines(block)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(
             f"{path}, line {line} or soon after: the gzip file is cut off or damaged ({error}). Fetch it again."
@@ -156,7 +156,7 @@ def parse_block(block: bytes, form: TextFormat) -> tuple[pa.Table, NDArray[np.in
             strings_can_be_null=True,
         ),
     )
-    present = np.ones(block.count(b"\n"), dtype=bool)
+    present = np.ones(_num_lines(block), dtype=bool)
     present[list(cut_wrong)] = False
     lines = np.flatnonzero(present)
     assert len(lines) == table.num_rows, f"{len(lines)} lines gave {table.num_rows} rows"
@@ -184,9 +184,15 @@ def _parts(path: str, size: int, start: int, stop: int | None) -> Iterator[bytes
             continue  # the end of a line that began in the piece before
         piece = b"\n"
         while (left := (2**62 if stop is None else stop) - raw.tell()) > 0 and (piece := raw.read(min(size, left))):
+            if left <= size and not piece.endswith(b"\n"):
+                piece += raw.readline(size)  # not a block by itself, which would cost as much as a hundred lines
             yield piece
         while left <= 0 and not piece.endswith(b"\n") and (piece := raw.readline(size)):
             yield piece
+
+
+def _num_lines(block: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\n")))  # bytes.count takes four times as long
 
 
 def _clean(text: bytes, *, first: bool) -> bytes:

@@ -12,6 +12,8 @@ import multiprocessing as mp
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -22,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dmt.errors import InputError
 from dmt.testing.ranks import end_with
-from dmt.training.data.packed import PackedRows
+from dmt.training.data.packed import PackedRows, RowLayout
 from dmt.training.data.pieces import Piece
 from dmt.training.data.sharing import PieceReader, PieceReport
 
@@ -31,7 +33,7 @@ __all__ = ["read_ahead"]
 _AHEAD = 2  # pieces of each worker that are read or being read
 _PRELOAD = ["dmt.training.data.workers", "dmt.training.data.readers", "pandas.util", "torch.utils.data"]
 
-_Sent = tuple[PieceReport, tuple[torch.Tensor, ...]]
+_Sent = tuple[PieceReport, int, torch.Tensor]
 
 
 class _Pieces(Dataset[_Sent]):
@@ -42,8 +44,9 @@ class _Pieces(Dataset[_Sent]):
 
     def __getitem__(self, piece: Piece) -> _Sent:
         report, rows = self._read(piece)
-        # As tensors, rows come through shared memory; arrays would be written to a pipe.
-        return report, tuple(torch.from_numpy(part) for part in (rows.words, rows.ids, rows.lengths))
+        # As a tensor, rows come through shared memory; arrays would be written to a pipe. One tensor: the rank asks for
+        # each over a socket, which the worker answers when its interpreter lets go of the parsing.
+        return report, rows.num_rows, torch.from_numpy(rows.flatten())
 
 
 def read_ahead(
@@ -80,29 +83,39 @@ def read_ahead(
     end = partial(_kill, workers)
     # At the end of a program that an error ends, Python would wait for them before it lets go of the iterator.
     atexit.register(end)
-    try:
-        for piece in pieces:
-            try:
-                report, parts = next(iterator)
-            # Tensors are fetched over a socket of their worker, which resets, refuses or ends once it is dead.
-            except (RuntimeError, OSError, EOFError) as error:
-                if not isinstance(error, RuntimeError):
-                    wait([process.sentinel for process in workers], timeout=1.0)
-                if all(process.is_alive() for process in workers):
-                    raise
-                raise RuntimeError(
-                    f"{piece}: a worker process (data.workers={num_workers}) died while it read this piece or one soon "
-                    "after. Was it killed for want of memory, or is /dev/shm full? Set fewer data.workers, or write "
-                    "smaller row groups."
-                ) from error
-            # Copies: a tensor that came through shared memory holds its place there and an open file.
-            words, ids, lengths = (part.numpy().copy() for part in parts)
-            del parts
-            yield report, PackedRows(words, ids, lengths)
-    finally:
-        end()
-        del iterator  # which waits for them
-        atexit.unregister(end)
+    # A thread fetches the next piece while the rank computes: the answer of a worker that parses takes milliseconds.
+    with ThreadPoolExecutor(1, "read_ahead") as fetcher:
+        ahead = fetcher.submit(_fetch, iterator, read.layout) if pieces else None
+        try:
+            for number, piece in enumerate(pieces, start=1):
+                assert ahead is not None, "there is a piece"
+                try:
+                    found = ahead.result()
+                # Tensors are fetched over a socket of their worker, which resets, refuses or ends once it is dead.
+                except (RuntimeError, OSError, EOFError) as error:
+                    if not isinstance(error, RuntimeError):
+                        wait([process.sentinel for process in workers], timeout=1.0)
+                    if all(process.is_alive() for process in workers):
+                        raise
+                    raise RuntimeError(
+                        f"{piece}: a worker process (data.workers={num_workers}) died while it read this piece or one "
+                        "soon after. Was it killed for want of memory, or is /dev/shm full? Set fewer data.workers, or "
+                        "write smaller row groups."
+                    ) from error
+                ahead = fetcher.submit(_fetch, iterator, read.layout) if number < len(pieces) else None
+                yield found
+        finally:
+            if ahead is not None:
+                futures.wait([ahead], timeout=1.0)  # the loader notices only after seconds that workers were killed
+            end()
+    del iterator  # which waits for them
+    atexit.unregister(end)
+
+
+def _fetch(iterator: Iterator[_Sent], layout: RowLayout) -> tuple[PieceReport, PackedRows]:
+    report, num_rows, sent = next(iterator)
+    # A copy: a tensor that came through shared memory holds its place there and an open file.
+    return report, layout.unflatten(sent.numpy().copy(), num_rows)
 
 
 def _follow(rank: int, worker: int) -> None:

@@ -55,6 +55,17 @@ def test_exact_values(tmp_path):
     assert all(bags.offsets is None for bags in rows.bags)
 
 
+def test_one_malformed_line_does_not_change_the_others(tmp_path):
+    # A block without one is parsed in another way.
+    numbers = ["", "-7", "007", "-0", "9" * 18, "0" * 19 + "5", *["1"] * 7]
+    lines = [criteo_line("1", numbers, ["", *["0123456789abcdEF"] * 25]), *numbered_lines(3)]
+    clean, _, _ = read(write(tmp_path / "a.tsv", lines))
+    rows, found, reader = read(write(tmp_path / "b.tsv", [*lines, criteo_line("0", ["1.5", *["1"] * 12])]), skip=True)
+    assert (found, reader.counts) == ([1, 2, 3, 4], {str(tmp_path / "b.tsv"): 1})
+    np.testing.assert_array_equal(rows.dense, clean.dense)
+    assert [bags.values.tolist() for bags in rows.bags] == [bags.values.tolist() for bags in clean.bags]
+
+
 @pytest.mark.parametrize("variant", ["plain", "gz", "crlf", "no_last_newline", "bom"])
 def test_variants_of_a_file_give_the_same_rows(tmp_path, variant):
     lines = numbered_lines(50)
@@ -90,6 +101,10 @@ BAD = {
     "integer": (criteo_line("0", [*["1"] * 4, "x7", *["1"] * 8]), r"column I5: .*whole number.*found 'x7'"),
     "float": (criteo_line("0", ["1.5", *["1"] * 12]), r"column I1: expected a whole number or nothing, found '1\.5'"),
     "0x": (criteo_line("0", ["0x10", *["1"] * 12]), r"column I1: .*found '0x10'"),
+    "plus": (criteo_line("0", ["+5", *["1"] * 12]), r"column I1: .*found '\+5'"),
+    "space": (criteo_line("0", ["5 ", *["1"] * 12]), r"column I1: .*found '5 '"),
+    "19 digits": (criteo_line("0", ["-1" + "0" * 18, *["1"] * 12]), r"column I1: .*found '-10{18}'"),
+    "17 hex digits": (criteo_line("0", None, ["0" * 17, *["0a"] * 25]), r"column C1: .*found '0{17}'"),
     "huge": (criteo_line("0", ["9" * 30, *["1"] * 12]), r"column I1: .*found '9{30}'"),
     "hex": (criteo_line("0", None, ["0g", *["0a"] * 25]), r"column C1: expected a hexadecimal number.*found '0g'"),
     "quote": (criteo_line("0", None, ['"', *["0a"] * 25]), r"column C1: .*found '\"'"),
