@@ -11,6 +11,7 @@ import atexit
 import multiprocessing as mp
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -121,8 +122,15 @@ def _fetch(iterator: Iterator[_Sent], layout: RowLayout) -> tuple[PieceReport, P
 def _follow(rank: int, worker: int) -> None:
     # If someone else has started the fork server, it is not deaf to it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    sys.excepthook = _unless_cut_off
     # PyTorch's own watch is on a worker's parent, which is the fork server.
     end_with(rank)
+
+
+def _unless_cut_off(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Prints an error of a thread, but not that the rank was gone while a piece was handed to it."""
+    if not issubclass(kind, OSError | EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _kill(processes: Sequence[Any]) -> None:
