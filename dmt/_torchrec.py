@@ -34,6 +34,7 @@ __all__ = [
     "fused_settings",
     "group_env",
     "host_groups",
+    "in_backward_pass",
     "key_mismatch",
     "mark_updated_in_backward",
     "place_globally",
@@ -48,6 +49,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.ops.aten": "_assert_async",
     "torchrec.sparse.jagged_tensor.KeyedTensor": "_values",
     "torch.autograd.Variable": "_execution_engine",
+    "torch._C": "_current_graph_task_id",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
         "_embedding_shardings _sharding_types _lookups _input_dists _output_dists _embedding_names _embedding_dims "
         "_create_input_dist _pre_load_state_dict_hook _has_mean_pooling_callback"
@@ -232,6 +234,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls ``callback`` when the backward pass that is running has computed every gradient, before it returns."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def in_backward_pass() -> bool:
+    """Returns whether autograd is running a backward pass on this thread, whoever has called it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:

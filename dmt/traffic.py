@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dmt._torchrec import in_backward_pass
 from dmt.collectives import gather_objects
 
 __all__ = ["Traffic", "TrafficMeter"]
@@ -30,10 +31,10 @@ class Traffic:
     ids: int = 0
     """Bytes across hosts of integer tensors wider than a byte: sparse ids, lengths and sizes."""
     forward: int = 0
-    """Bytes across hosts of floating-point tensors outside the backward phase: embeddings or tower outputs on their way
-    to the samples, and the weights of weighted bags."""
+    """Bytes across hosts of floating-point tensors outside backward passes: embeddings or tower outputs on their way to
+    the samples, and the weights of weighted bags."""
     backward: int = 0
-    """Bytes across hosts of floating-point tensors in the backward phase: gradients on the way back."""
+    """Bytes across hosts of floating-point tensors in backward passes: gradients on the way back."""
     dense: int = 0
     """Bytes across hosts of the gradients of replicated parameters (all-reduce)."""
     inside: int = 0
@@ -50,7 +51,9 @@ class Traffic:
 
 
 class TrafficMeter(TorchDispatchMode):
-    """Counts bytes sent by this rank while it is active; ``with meter.phase("backward"):`` names what runs inside.
+    """Counts bytes sent by this rank while it is active.
+
+    What autograd's backward passes send counts as backward, wherever they run; see `phase` for exchanges outside them.
 
     An all-to-all counts exactly what is addressed to each rank. An all-reduce of S bytes over n ranks on h hosts
     counts what a ring in host order sends: 2 S (n - 1) / n per rank, of which h of the n ring links cross hosts;
@@ -64,10 +67,7 @@ class TrafficMeter(TorchDispatchMode):
 
         meter = TrafficMeter(host_of=lambda rank: rank // ranks_per_host)
         with meter:
-            with meter.phase("forward"):
-                loss = model(batch)
-            with meter.phase("backward"):
-                loss.backward()
+            model(batch).backward()
         traffic = meter.total(mesh.global_group)
     """
 
@@ -80,7 +80,10 @@ class TrafficMeter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Books floating-point exchanges under ``"forward"`` or ``"backward"``."""
+        """Books floating-point exchanges outside autograd's backward passes; under ``"forward"`` by default.
+
+        A loop that sends gradients by itself, after ``backward()``, says ``with meter.phase("backward"):``.
+        """
         assert name in ("forward", "backward"), f"unknown phase {name!r}"
         before, self._phase = self._phase, name
         try:
@@ -136,7 +139,9 @@ class TrafficMeter(TorchDispatchMode):
     def _send(self, tensors: Any, to: dict[int, float]) -> None:
         dtype = next(_flat(tensors)).dtype
         # Quantised numbers travel as bytes; ids and lengths are wider.
-        kind = self._phase if dtype.is_floating_point or dtype == torch.uint8 else "ids"
+        kind = "ids"
+        if dtype.is_floating_point or dtype == torch.uint8:
+            kind = "backward" if in_backward_pass() else self._phase
         for rank, size in to.items():
             if rank == self._rank:
                 continue

@@ -317,8 +317,7 @@ class Trainer:
         self._optimizer.zero_grad()
         with meter:
             loss, _ = self._model(batch)
-            with meter.phase("backward"):
-                loss.backward()
+            loss.backward()
         return meter.total(self._mesh.global_group)
 
     def _batches(

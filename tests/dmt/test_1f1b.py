@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -11,11 +11,13 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dmt import InputError, TowerMesh, TowerTopology, run_in_micro_batches
+from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter, run_in_micro_batches
 from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.micro_batches import Schedule
 from dmt.sptt.output_dist import _AllToAllRequest
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.state import table_layout
+from dmt.traffic import Traffic
 from tests.parity import DENSE, LR, loss_of, make_tables, plain_training, train_plainly
 from tests.ranks import run_ranks
 from tests.sptt_case import STEPS, Case, build, check_worst, shard
@@ -122,6 +124,22 @@ def order_on_rank(rank: int) -> tuple[list[str], list[str]]:
 
 def test_gradients_of_a_part_leave_before_the_next_is_computed() -> None:
     assert run_ranks(order_on_rank, 2) == [(list("FBFBF"), ["B"])] * 2
+
+
+def traffic_on_rank(rank: int, schedule: Schedule) -> Traffic:
+    case = Case(towers=2, ranks=2, micro_batches=3)
+    task, mesh, _ = sharded(case)
+    run_in_micro_batches(task.module if schedule == "1f1b" else task.module.model, 3, schedule=schedule)
+    for step in range(2):  # the first step also exchanges sizes that never change again
+        with TrafficMeter(host_of=mesh.topology.host) as meter:
+            task(*case.batches().draw(rank, step, make_tables(list(case.dims))))[0].backward()
+    return meter.total(mesh.global_group)
+
+
+def test_bytes_of_each_kind_are_those_without_1f1b() -> None:
+    early, late = (run_ranks(traffic_on_rank, 4, schedule)[0] for schedule in get_args(Schedule))
+    assert early == late
+    assert early.forward == early.backward > 0
 
 
 def refusals_on_rank(rank: int) -> list[str]:

@@ -273,8 +273,7 @@ def bytes_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, int]]:
             ids, labels = case.batches().draw(rank, step, tables)
             _, logits = model(ids)
             loss = loss_of(logits, labels)
-            with meter.phase("backward"):
-                loss.backward()
+            loss.backward()
     by_feature = dict(zip(ids.keys(), bags_of(ids), strict=True))
     for tower, members in enumerate(case.plan):
         if tower == mesh.tower:

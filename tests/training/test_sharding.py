@@ -210,8 +210,7 @@ def trained(
         meter = TrafficMeter(host_of=lambda r: r // 2)
         with meter:
             loss, _ = model(batch)
-            with meter.phase("backward"):
-                loss.backward()
+            loss.backward()
         losses.append(loss.item())
     traffic = meter.total(mesh.global_group)
     return gather_plain_state(model), losses, (traffic.forward, traffic.backward)
