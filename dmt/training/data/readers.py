@@ -277,7 +277,9 @@ class CriteoReader(FileReader):
     """
 
     def _open(self, piece: Piece) -> tuple[str, Iterator[Part]]:
-        return "line", _text_parts(piece, _CRITEO_FORMAT, parse=_parse_criteo)
+        # A request is told by the text of its value ("07" is not "7"), which the quick parse does not keep.
+        parse = parse_block if self.encoder.group_by in CRITEO_DENSE else _parse_criteo
+        return "line", _text_parts(piece, _CRITEO_FORMAT, parse=parse)
 
     def _check(self, part: Part) -> _Checked:
         table, numbers, faults = part
@@ -297,7 +299,8 @@ class CriteoReader(FileReader):
         request = [self.encoder.group_by] if self.encoder.group_by else []
         table = table.select(list(dict.fromkeys([*request, *self.encoder.dense, *self.encoder.num_embeddings])))
         for name in self.encoder.dense:
-            table = _with_numbers(table, name, _to_numbers(table.column(name).combine_chunks())[0])
+            # No -0.0: a whole number has no sign of zero, and the quick parse keeps none.
+            table = _with_numbers(table, name, _to_numbers(table.column(name).combine_chunks())[0] + 0.0)
         return table, labels, good
 
 

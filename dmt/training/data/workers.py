@@ -109,8 +109,8 @@ def read_ahead(
             if ahead is not None:
                 futures.wait([ahead], timeout=1.0)  # the loader notices only after seconds that workers were killed
             end()
+            atexit.unregister(end)  # also after an error, or each pass that one ends would keep its processes
     del iterator  # which waits for them
-    atexit.unregister(end)
 
 
 def _fetch(iterator: Iterator[_Sent], layout: RowLayout) -> tuple[PieceReport, PackedRows]:

@@ -5,6 +5,7 @@ It prints one JSON object for each stage: what it has read, and the processes th
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,9 @@ def main() -> None:
     early = read_ahead(read, cut, 2)
     next(early)
     early.close()
-    tell(closed=True)
+    del early
+    gc.collect()
+    tell(closed=True, kept=sum(isinstance(found, BaseProcess) for found in gc.get_objects()))
     _MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.1,)  # after which it looks for dead ones
     before = descendants(os.getpid())
     early = read_ahead(read, cut, 2)

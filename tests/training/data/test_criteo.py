@@ -6,6 +6,7 @@ import gzip
 import logging
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,6 +65,21 @@ def test_one_malformed_line_does_not_change_the_others(tmp_path):
     assert (found, reader.counts) == ([1, 2, 3, 4], {str(tmp_path / "b.tsv"): 1})
     np.testing.assert_array_equal(rows.dense, clean.dense)
     assert [bags.values.tolist() for bags in rows.bags] == [bags.values.tolist() for bags in clean.bags]
+
+
+def test_a_block_has_the_same_zeros_and_requests_with_a_malformed_line_and_without(tmp_path):
+    lines = [criteo_line("1", [number, "-0", *["1"] * 11]) for number in ("7", "07", "007", "7", "-0", "0")]
+    reader = CriteoReader(
+        encoder=replace(ENCODER, dense=("I2",), signed_log1p=False, group_by="I1"), skip_bad_lines=True
+    )
+    (clean,) = reader.blocks([Piece(write(tmp_path / "a.tsv", lines))])
+    (block,) = reader.blocks([Piece(write(tmp_path / "b.tsv", [*lines, "x"]))])
+    assert clean.requests.tolist() == block.requests.tolist()
+    assert [list(clean.requests).index(number) for number in clean.requests] == [0, 1, 2, 0, 4, 5]
+    ungrouped = replace(reader.encoder, group_by=None)
+    for name in ("a.tsv", "b.tsv"):
+        (block,) = CriteoReader(encoder=ungrouped, skip_bad_lines=True).blocks([Piece(str(tmp_path / name))])
+        assert not np.signbit(block.rows(every_row(block)).dense).any()
 
 
 @pytest.mark.parametrize("variant", ["plain", "gz", "crlf", "no_last_newline", "bom"])

@@ -61,6 +61,7 @@ def test_workers_read_what_the_rank_would_read_and_end_with_the_generator(tmp_pa
     assert read["fault"].startswith(f"{tmp_path}/a.tsv, line 41: column label: expected 0 or 1, found 'x'. Fix")
     # Those that were told to stop by SIGTERM read on to the end; then only the server is left, until the rank ends.
     assert read["pids"] == closed["pids"] == began["pids"][:1]
+    assert closed["kept"] == 1, "only the main process: nothing of a pass that was closed is kept to the end"
     assert all_end(began["pids"])
     # A worker that is killed, for want of memory say.
     place = rf"{tmp_path}/a\.tsv, from byte \d+ to \d+: "
