@@ -251,6 +251,16 @@ def test_more_ranks_than_cores_are_not_trained(monkeypatch: pytest.MonkeyPatch, 
     assert "--verify 1: the run has 4 ranks, this machine 3 cores" in refused.output
 
 
+def test_a_cluster_of_gpus_is_asked_about_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    shape = ["topology.num_towers=2", "topology.ranks_per_tower=8", "train.device=cuda"]
+    found = run("demo", *shape, "--cluster", "h100", "--json")
+    assert found.exit_code == 0, found.output
+    refused = run("demo", *shape, "--cluster", "h100", "--verify", "1")
+    assert refused.exit_code == 2
+    assert "train.device" in refused.output
+
+
 def test_tables_are_placed_by_the_rates_of_a_cluster(tmp_path: Path) -> None:
     save_cluster(replace(SMALL, lookup_bytes_per_s=5e9), tmp_path / "c.toml")
     rates = planner_rates(load_cluster(tmp_path / "c.toml"))

@@ -119,9 +119,11 @@ def _check_verify(num: int, run: TrainingConfig) -> None:
             f"--verify {num}: give a number of alternatives to train, from 1 on, and data instead of "
             f"data.tables={run.data.tables!r}, which lists tables without rows."
         )
+    if not num:
+        return  # a cluster of GPUs may be asked about where there is none
     ranks, is_gpu = run.topology.build().world_size, device_type(run.train.device) == "cuda"
     places = torch.cuda.device_count() if is_gpu else os.cpu_count() or 1
-    if num and ranks > places:
+    if ranks > places:
         raise InputError(
             f"--verify {num}: the run has {ranks} ranks, this machine {places} {'GPUs' if is_gpu else 'cores'}, which "
             "ranks would share unlike those of the cluster. Write the config with --write, and train it where it will "
