@@ -251,6 +251,15 @@ def test_more_ranks_than_cores_are_not_trained(monkeypatch: pytest.MonkeyPatch, 
     assert "--verify 1: the run has 4 ranks, this machine 3 cores" in refused.output
 
 
+def test_a_list_of_tables_is_enough(tmp_path: Path) -> None:
+    tables = [{"name": f"t{i}", "num_embeddings": 9, "embedding_dim": 8, "feature_names": [f"f{i}"]} for i in range(8)]
+    (tmp_path / "t.json").write_text(json.dumps(tables))
+    shape = ["topology.num_towers=2", "topology.ranks_per_tower=8", f"data.tables={tmp_path / 't.json'}"]
+    found = run("demo", *shape, "data.synthetic.num_dense=5", "--cluster", "h100")
+    assert found.exit_code == 0, found.output
+    assert "5 dense columns are assumed beside the tables" in " ".join(found.output.split())
+
+
 def test_a_cluster_of_gpus_is_asked_about_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     shape = ["topology.num_towers=2", "topology.ranks_per_tower=8", "train.device=cuda"]

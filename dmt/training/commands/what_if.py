@@ -102,6 +102,9 @@ def run_what_if(config: str, overrides: Sequence[str], cluster: str, *, num_veri
             f"{run.topology.build().num_hosts} hosts of the run. Measure two hosts or more with `dmt bench-comms`."
         )
     job = open_job(run)
+    if run.data.tables is not None:
+        # A list of tables has no dense columns, but models read some.
+        job = replace(job, num_dense=run.data.synthetic.num_dense)
     result = WhatIf(
         cluster=described,
         config=run,
@@ -163,6 +166,9 @@ def print_what_if(result: WhatIf) -> None:
         "another model than the flat one; docs/quality.md shows what that costs. Left out: skewed and repeated ids, "
         "and the reading of data. Measure the best two before you choose."
     )
+    if result.config.data.tables is not None:
+        number = result.config.data.synthetic.num_dense
+        console.print(f"{number} dense columns are assumed beside the tables; set data.synthetic.num_dense for others.")
     if left_out := not_counted(result.config):
         console.print(f"This config is predicted as if it had not {', '.join(left_out)}.")
     if result.config.model.factory is not None:
