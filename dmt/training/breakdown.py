@@ -17,6 +17,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def read_trace(path: Path) -> Breakdown:
         events = [event for event in found["traceEvents"] if event.get("ph") == "X" and float(event.get("dur", 0)) > 0]
         if not all(math.isfinite(float(event["ts"]) + float(event["dur"])) for event in events):
             raise ValueError("an event has no finite ts and dur")
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, EOFError, zlib.error, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{path} is no trace of torch.profiler ({type(error).__name__}: {error}). Write one with "
             "profile.export_chrome_trace."

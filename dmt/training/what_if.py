@@ -295,7 +295,8 @@ def alternatives(
         key = (changed.dataflow, *shape)
         if key not in jobs:
             jobs[key] = make_job(changed, tables, num_dense)
-        job = replace(jobs[key], config=changed)
+        reduce = _reduce(jobs[key])
+        job = replace(jobs[key], config=changed_config(config, (*base, *shape, *reduce), cluster))
         # A model without towers is the same in all shapes.
         own = (*base, *shape) if changed.model.has_towers else (changed.model.chosen,)
         if own not in models:
@@ -369,8 +370,12 @@ def _shape(towers: int, ranks: int, ranks_per_host: int) -> tuple[str, ...]:
 def _options(job: Job) -> list[tuple[str, ...]]:
     if job.sharding is None:
         return [()]
-    reduce = ("train.dense_reduce=hierarchical",) if job.topology.num_hosts > 1 else ()
-    return [(*reduce, f"train.micro_batches={parts}") for parts in _MICRO_BATCHES]
+    return [(*_reduce(job), f"train.micro_batches={parts}") for parts in _MICRO_BATCHES]
+
+
+def _reduce(job: Job) -> tuple[str, ...]:
+    """Towers on several hosts sum their dense gradients inside hosts first."""
+    return ("train.dense_reduce=hierarchical",) if job.sharding is not None and job.topology.num_hosts > 1 else ()
 
 
 def changed_config(config: TrainingConfig, overrides: Sequence[str], cluster: Cluster) -> TrainingConfig:

@@ -72,6 +72,7 @@ def test_a_gpu_trace_counts_its_kernels_and_the_mean_of_its_steps(tmp_path: Path
     [
         (b"no trace", "is no trace of torch.profiler"),
         (b"[]", "is no trace of torch.profiler"),
+        (b"[" * 100_000, r"no trace of torch.profiler \(RecursionError"),
         (b'{"traceEvents": [{"ph": "X", "dur": 1, "cat": "kernel"}]}', r"no trace of torch.profiler \(KeyError: 'ts'"),
         (b'{"traceEvents": [{"ph": "X", "ts": 0, "dur": "long"}]}', r"no trace of torch.profiler \(ValueError"),
         (b'{"traceEvents": [{"ph": "X", "ts": NaN, "dur": 1}]}', "an event has no finite ts and dur"),
