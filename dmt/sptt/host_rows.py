@@ -28,7 +28,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.rows import PartRows, arrange_rows, copied_rows, numbers_of
-from dmt.sptt.unique import Bags, DistinctInputs, distinct_inputs
+from dmt.sptt.unique import Bags, DistinctInputs, distinct_inputs, hashes_of_features
 
 __all__ = ["HostRows", "UnitedRows"]
 
@@ -105,8 +105,10 @@ class HostRows:
         group = torch.arange(num_groups, device=device).repeat_interleave(num_rows, output_size=sum(rows))
         feature = torch.arange(num_features, device=device).repeat_interleave(num_bags, output_size=len(lengths))
         row = torch.arange(len(lengths), device=device) - first_bag[feature] + first_row[group_of[feature]]
-        bags = Bags(lengths, values, weights)
-        hashes = bags.hashes if num_groups == num_features else bags.hashes_of_rows(feature, row, len(group))
+        hashes = Bags(lengths, values, weights).hashes
+        if num_groups < num_features:
+            mixed = hashes_of_features(hashes, feature)
+            hashes = mixed.new_zeros(len(group)).index_add_(0, row, mixed)
         rank = (hashes >> 33) % num_ranks
         # Stable sorts, so that rows of one rank keep their order.
         order = (rank[row] * num_features + feature).argsort(stable=True).int()

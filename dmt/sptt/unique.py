@@ -39,6 +39,7 @@ __all__ = [
     "DistinctInputs",
     "Unique",
     "distinct_inputs",
+    "hashes_of_features",
     "why_not_per_sample",
 ]
 
@@ -152,21 +153,24 @@ class Bags:
         self.place = torch.arange(ids.numel(), device=lengths.device) - self.offsets[self.bag_of]
 
     @functools.cached_property
+    def numbers(self) -> Tensor:
+        """A number for each id with its weight, [ids] int64: the id itself where there are no weights."""
+        values = self.ids.long()
+        return values if self.weights is None else values * _MIX[0] + self.weights.float().view(torch.int32)
+
+    @functools.cached_property
     def hashes(self) -> Tensor:
         """Hash of each bag, [bags] int64."""
-        values = self.ids.long()
-        if self.weights is not None:
-            values = values * _MIX[0] + self.weights.float().view(torch.int32)
         if self.is_single:
-            return _mix(values + _mix(values.new_ones(1))) + 1
-        mixed = _mix(values + _mix(self.place + 1))
+            return _mix(self.numbers + _mix(self.numbers.new_ones(1))) + 1
+        mixed = _mix(self.numbers + _mix(self.place + 1))
         sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
         return sums[self.offsets[1:]] - sums[self.offsets[:-1]] + self.lengths
 
-    def hashes_of_rows(self, feature: Tensor, row: Tensor, num_rows: int) -> Tensor:
-        """Hashes the bags of several features together, [num_rows], from the feature and the row of each bag."""
-        mixed = _mix(self.hashes + _mix(feature + 1))
-        return mixed.new_zeros(num_rows).index_add_(0, row, mixed)
+
+def hashes_of_features(hashes: Tensor, feature: Tensor) -> Tensor:
+    """Mixes the number of its feature into each hash: sums of them, over a group, tell its features apart."""
+    return _mix(hashes + _mix(feature + 1))
 
 
 class _Inputs:
@@ -179,15 +183,12 @@ class _Inputs:
         self._shape = (num_features, num_samples)
         self._bags = bags = Bags(ids.lengths(), ids.values(), ids.weights_or_none())
         self._is_exact = bags.is_single and num_groups == num_features and bags.weights is None
-        if self._is_exact:
-            hashes = bags.ids.long()
-        elif num_groups == num_features:
-            hashes = bags.hashes
-        else:
-            bag = torch.arange(num_features * num_samples, device=group_of.device)
-            feature, sample = bag // num_samples, bag % num_samples
-            hashes = bags.hashes_of_rows(feature, group_of[feature] * num_samples + sample, num_groups * num_samples)
-        self._hashes = hashes.view(num_groups, num_samples)
+        # Bags of this batch are compared with each other only, so that single ids need no hash.
+        hashes = (bags.numbers if bags.is_single else bags.hashes).view(self._shape)
+        if num_groups < num_features:
+            mixed = hashes_of_features(hashes, torch.arange(num_features, device=hashes.device).unsqueeze(1))
+            hashes = mixed.new_zeros(num_groups, num_samples).index_add_(0, group_of, mixed)
+        self._hashes = hashes
 
     def repeating(self, wanted: Sequence[bool]) -> list[bool]:
         """Returns for each wanted group whether enough of its first samples repeat others."""
