@@ -126,7 +126,10 @@ class CountedModel:
 
 def count(job: Job) -> CountedModel:
     """Builds a job's model on the meta device and counts it."""
-    model = build_model(job, device="meta", without_tables=True)
+    return _counted(job, build_model(job, device="meta", without_tables=True))
+
+
+def _counted(job: Job, model: nn.Module) -> CountedModel:
     work, (_, dense_bytes) = count_operators(model, job.num_dense), dense_weight_bytes(model)
     return CountedModel(model=model, work=work, dense_bytes=dense_bytes, ratio=compression_ratio(model))
 
@@ -289,14 +292,17 @@ def alternatives(
     columns = max(table.embedding_dim for table in tables)
     jobs: dict[tuple[str, ...], Job] = {}
     models: dict[tuple[str, ...], CountedModel | None] = {}
+    across = config.topology.build().num_hosts > 1
     for base, shape in _models(config, len(feature_names(tables)), columns):
-        changed = changed_config(config, (*base, *shape), cluster)
+        # Towers on several hosts sum their dense gradients inside hosts first.
+        is_flat = "sharding.dataflow=flat" in base
+        reduce = ("train.dense_reduce=hierarchical",) if across and not is_flat else ()
+        changed = changed_config(config, (*base, *shape, *reduce), cluster)
         # Tables are placed once for all models of a dataflow and shape.
         key = (changed.dataflow, *shape)
         if key not in jobs:
             jobs[key] = make_job(changed, tables, num_dense)
-        reduce = _reduce(jobs[key])
-        job = replace(jobs[key], config=changed_config(config, (*base, *shape, *reduce), cluster))
+        job = replace(jobs[key], config=changed)
         # A model without towers is the same in all shapes.
         own = (*base, *shape) if changed.model.has_towers else (changed.model.chosen,)
         if own not in models:
@@ -308,8 +314,8 @@ def alternatives(
         for precision in ("fp32", "fp16"):
             work = _in_format(plain, precision)
             formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
-            for options in _options(job):
-                overrides = (*base, *shape, *formats, *options)
+            for options in [()] if is_flat else [(f"train.micro_batches={parts}",) for parts in _MICRO_BATCHES]:
+                overrides = (*base, *shape, *formats, *reduce, *options)
                 way = replace(job, config=changed_config(config, overrides, cluster))
                 prediction = predict_step(way, cluster, work)
                 found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
@@ -320,10 +326,10 @@ def alternatives(
 def _count_flat(job: Job) -> CountedModel | None:
     """Counts the flat model of a factory whose run is in towers; None where it makes none."""
     try:
-        build_model(job, device="meta", without_tables=True)
+        model = build_model(job, device="meta", without_tables=True)
     except Exception:  # the user's function, given towers=None, may fail in any way
         return None
-    return count(job)
+    return _counted(job, model)
 
 
 def _in_format(work: StepWork, precision: str) -> StepWork:
@@ -365,17 +371,6 @@ def _models(
 def _shape(towers: int, ranks: int, ranks_per_host: int) -> tuple[str, ...]:
     sizes = {"num_towers": towers, "ranks_per_tower": ranks, "ranks_per_host": ranks_per_host, "num_replicas": 1}
     return tuple(f"topology.{name}={size}" for name, size in sizes.items())
-
-
-def _options(job: Job) -> list[tuple[str, ...]]:
-    if job.sharding is None:
-        return [()]
-    return [(*_reduce(job), f"train.micro_batches={parts}") for parts in _MICRO_BATCHES]
-
-
-def _reduce(job: Job) -> tuple[str, ...]:
-    """Towers on several hosts sum their dense gradients inside hosts first."""
-    return ("train.dense_reduce=hierarchical",) if job.sharding is not None and job.topology.num_hosts > 1 else ()
 
 
 def changed_config(config: TrainingConfig, overrides: Sequence[str], cluster: Cluster) -> TrainingConfig:
