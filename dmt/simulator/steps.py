@@ -82,9 +82,8 @@ class StepWork:
     share."""
     told_apart: float = 0.0
     """Ids of a rank whose inputs are told apart."""
-    parts_needed: tuple[int, ...] = ()
-    """For each micro-batch the exchanges, from the first on, that bring its samples the rows they share; nothing where
-    each micro-batch has rows of its own."""
+    parts: tuple[float, ...] = ()
+    """For each micro-batch the share of the rows that no earlier one has; nothing where samples share no rows."""
     host_rows: Load = _NOTHING
     """Rows that ranks of a host exchange with ``unique="host"``; counted in bytes, not yet in the order of a step."""
     hot_weights: Load = _NOTHING
@@ -126,16 +125,16 @@ class _Program:
         *,
         load: Load,
         ranks: int,
-        parts: int = 1,
+        share: float = 1.0,
         channel: str,
         at_once: bool = False,
     ) -> str:
-        """Adds a collective over groups of ``ranks`` ranks, with one of ``parts`` equal parts of a load.
+        """Adds a collective over groups of ``ranks`` ranks, with a share of a load.
 
         It begins once the program has come to it, or ``at_once``.
         """
         rates = self.cluster.rates(collective)
-        uplink, inside = load.uplink / parts, load.inside / parts
+        uplink, inside = share * load.uplink, share * load.inside
         if not uplink and not inside:
             return self._last.get("core", "")
         operation = Operation(
@@ -194,21 +193,21 @@ def tower_step(
     )
     step.compute("lookup", looked_up=work.lookup_bytes / 3, after=[] if prefetch else [ids, local])
     arrived = step.send("embeddings", "embeddings", "all_to_all", load=work.tower_outputs, ranks=inner, channel="tower")
-    forward, backward = work.towers.seconds(work.peer_samples / micro_batches, cluster)
+    shares = work.parts or [1 / micro_batches for _ in parts]
+    towers = [work.towers.seconds(work.peer_samples * share, cluster) for share in shares]
     over, over_back = work.dense.seconds(work.samples / micro_batches, cluster)
     early, early_back = work.early.seconds(work.samples / micro_batches, cluster)
     there, back_again = (work.added_bytes[way] / 2 / micro_batches for way in (0, 1))
-    needed = work.parts_needed or [k + 1 for k in parts]
-    # A micro-batch joins the rows of the exchanges that it needs. Its gradient begins as zeros for all these rows, and
-    # is added to those of other micro-batches.
-    is_joined = work.parts_needed and micro_batches > 1
-    joined = [number / micro_batches * work.output_bytes if is_joined else 0.0 for number in needed]
+    # Where samples share rows, a micro-batch joins its own to those before. Its gradient begins as zeros for all these
+    # rows, and is added to those of other micro-batches.
+    joined = [sum(shares[: k + 1]) * work.output_bytes if k and work.parts else 0.0 for k in parts]
     # Of each micro-batch but the first the gradients of weights are added to those that there are.
     sums = [0.0 if k == 0 else _SUM_PASSES / 2 for k in parts]
     sent = []
     for k in parts:
-        step.compute(f"towers {k}", forward, moved=_COPIES * work.embedding_bytes / micro_batches, after=[arrived])
-        sent.append(_part(step, f"outputs {k}", work.peer_outputs, peers, micro_batches))
+        moved = _COPIES * work.embedding_bytes * shares[k]
+        step.compute(f"towers {k}", towers[k][0], moved=moved, after=[arrived])
+        sent.append(_part(step, f"outputs {k}", work.peer_outputs, peers, shares[k]))
     if work.hot_bytes[0]:
         step.compute("hot rows", moved=work.hot_bytes[0] / 2)
     returned: dict[int, str] = {}
@@ -216,23 +215,22 @@ def tower_step(
     def go_back(k: int) -> None:
         moved = _COPIES * work.output_bytes / micro_batches + sums[len(returned)] * work.dense.weight_bytes
         step.compute(f"over {k}, backward", over_back, moved=moved + (_SUM_PASSES + 1) / 2 * joined[k])
-        # The gradients of an exchange are complete once no micro-batch that has yet to go back needs it.
-        for part in reversed(range(needed[k - 1] if k else 0, needed[k])):
-            returned[part] = _part(step, f"gradients {part}", work.peer_gradients, peers, micro_batches)
+        # Complete, because those that share its rows, the later ones, have gone back before.
+        returned[k] = _part(step, f"gradients {k}", work.peer_gradients, peers, shares[k])
         step.compute(f"dense arch {k}, backward", early_back)
 
     for k in parts:
         step.compute(f"dense arch {k}", early)
         moved = _COPIES * work.output_bytes / micro_batches + there + joined[k]
-        step.compute(f"over {k}", over, moved=moved, after=[sent[needed[k] - 1]])
+        step.compute(f"over {k}", over, moved=moved, after=[sent[k]])
         if one_f_one_b:
             go_back(k)
     for k in () if one_f_one_b else reversed(parts):
         go_back(k)
     reduced = _reduction(step, work.dense_weights, topology, hierarchical=hierarchical)
     for k in reversed(parts):
-        moved = _COPIES * work.embedding_bytes / micro_batches + back_again + sums[k] * work.towers.weight_bytes
-        step.compute(f"towers {k}, backward", backward, moved=moved, after=[returned[k]])
+        moved = _COPIES * work.embedding_bytes * shares[k] + back_again + sums[k] * work.towers.weight_bytes
+        step.compute(f"towers {k}, backward", towers[k][1], moved=moved, after=[returned[k]])
     weights = step.send(
         "tower gradients", "dense", "all_reduce", load=work.tower_weights, ranks=inner * copies, channel="tower weights"
     )
@@ -249,8 +247,8 @@ def tower_step(
     return step.operations
 
 
-def _part(step: _Program, name: str, load: Load, peers: int, parts: int) -> str:
-    return step.send(name, "embeddings", "exchange", load=load, ranks=peers, parts=parts, channel="peers")
+def _part(step: _Program, name: str, load: Load, peers: int, share: float) -> str:
+    return step.send(name, "embeddings", "exchange", load=load, ranks=peers, share=share, channel="peers")
 
 
 def _reduction(step: _Program, load: Load, topology: TowerTopology, *, hierarchical: bool) -> str:

@@ -57,14 +57,15 @@ from dmt.sptt.input_dist import BothHops, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.output_dist import PeerExchange
 from dmt.sptt.results import CachedAwaitable
 from dmt.sptt.rows import (
+    JoinedRows,
     PartRows,
     TakenRows,
-    arrange_rows,
     arrived_pieces,
+    filled_up,
+    in_micro_batches,
     micro_batch_sizes,
     numbers_of,
-    parts_needed,
-    rows_in_parts,
+    rows_by_part,
     sent_numbers,
 )
 from dmt.sptt.sharder import TowerSharder, TowerState
@@ -296,7 +297,7 @@ class SPTTModule(TowerState):
         if not self._is_weighted and ids.weights_or_none() is not None:
             # TorchRec's sharded lookups would apply them; the unsharded module does not.
             ids = KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), stride=ids.stride())
-        return self._exchange_ids(ctx, ids)
+        return self._exchange_ids(ctx, ids, self.num_micro_batches)
 
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> TowerOutput:
         """Computes this tower's output for the samples of all peers (steps b, d, e and the tower module)."""
@@ -319,24 +320,25 @@ class SPTTModule(TowerState):
             # goes on with the ids that it has: nobody has waited for this exchange.
             dist_input = ctx.request.wait().wait()
         ctx.request = None
-        if ctx.split_by is not self.hot:
-            # Hot rows are others than when the batch was split.
-            dist_input = self._exchanged_again(ctx)
+        in_parts = num_micro_batches if ctx.distinct is None else len(ctx.distinct.parts)
+        if ctx.split_by is not self.hot or in_parts != num_micro_batches:
+            # Hot rows are others than when the batch was split, or micro-batches began or ended.
+            dist_input = self._exchanged_again(ctx, num_micro_batches)
         if self.hot is not None and ctx.ids is not None:
             # Here, and not where they are sent: a checkpoint between the two has batches of the steps before only.
             self.hot.count(ctx.ids)
         if isinstance(self._route, GlobalIdRoute):
             return self._arranged(ctx, dist_input[0], num_micro_batches)
         if len(ctx.parts) != num_micro_batches:
-            # They were arranged for another number, before micro-batches began or ended.
+            # Samples were arranged for another number of micro-batches.
             self._start_in_tower(ctx, num_micro_batches, dist_input[0])()
         return ctx.in_tower
 
-    def _exchanged_again(self, ctx: SPTTContext) -> KJTList:
+    def _exchanged_again(self, ctx: SPTTContext, num: int) -> KJTList:
         """Exchanges the ids of a batch once more; its context forgets the exchange before."""
         assert ctx.ids is not None, "the batch was exchanged before"
         fresh = self.create_context()
-        dist_input = self._exchange_ids(fresh, ctx.ids).wait().wait()
+        dist_input = self._exchange_ids(fresh, ctx.ids, num).wait().wait()
         for part in fields(fresh):
             setattr(ctx, part.name, getattr(fresh, part.name))
         ctx.request = None
@@ -355,26 +357,25 @@ class SPTTModule(TowerState):
 
     def _arranged(self, ctx: SPTTContext, ids: KeyedJaggedTensor, num: int) -> KeyedJaggedTensor:
         """Puts ids in the order of the micro-batches, and their numbers of rows in the context."""
-        towers = range(self.mesh.topology.num_towers)
+        tower = self.mesh.tower
         if ctx.distinct is None:
-            sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
-            arrived, sent = [[size] for size in sizes], [[sizes[self.mesh.tower]] for _ in towers]
-            if num == 1:
-                ctx.parts = [PartRows(arrived, sent)]
-                return ids
-        else:
-            by_feature = dict(zip(ids.keys(), ids.stride_per_key_per_rank(), strict=True))
-            arrived = [[by_feature[group[0]][tower] for group in self._groups[self.mesh.tower]] for tower in towers]
-            rows = iter(ctx.distinct.rows)
-            sent = [[next(rows) for _ in groups] for groups in self._groups]
-        parts = zip(rows_in_parts(arrived, num), rows_in_parts(sent, num), strict=True)
-        ctx.parts = [PartRows(*part) for part in parts]
-        return arrange_rows(ids, ctx.parts, [len(group) for group in self._groups[self.mesh.tower]])
+            batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
+            by_part = zip(*(micro_batch_sizes(size, num) for size in batch_sizes), strict=True)
+            ctx.parts = [PartRows([[size] for size in part], [[part[tower]] for _ in part]) for part in by_part]
+            return ids if num == 1 else in_micro_batches(ids, batch_sizes, num)
+        sizes = [len(group) for group in self._groups[tower]]
+        asked = [iter(of_part) for of_part in ctx.distinct.parts]
+        sent = [[[next(rows) for _ in groups] for groups in self._groups] for rows in asked]
+        ctx.parts = [PartRows(*rows) for rows in zip(rows_by_part(ids, sizes, num), sent, strict=True)]
+        return filled_up(ids, ctx.parts, sizes)
 
     @profiler_range("exchange_ids")
     @torch.no_grad()
-    def _exchange_ids(self, ctx: SPTTContext, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, samples in peer order."""
+    def _exchange_ids(self, ctx: SPTTContext, ids: KeyedJaggedTensor, num: int) -> Awaitable[Awaitable[KJTList]]:
+        """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, samples in peer order.
+
+        They come out in ``num`` micro-batches.
+        """
         dtypes = {
             f"dtype of {part}": None if values is None else values.dtype
             for part, values in (("ids", ids.values()), ("lengths", ids.lengths()), ("weights", ids.weights_or_none()))
@@ -399,8 +400,14 @@ class SPTTModule(TowerState):
                 ids, ctx.hot = self.hot.split(ids)
             if self.unique == "off":
                 wanted = [False] * len(wanted)
-            has_hot = ctx.hot is not None
-            ids, ctx.distinct = distinct_inputs(ids, sizes, wanted=wanted, auto=is_auto, share_empty=has_hot)
+            ids, ctx.distinct = distinct_inputs(
+                ids,
+                sizes,
+                wanted=wanted,
+                auto=is_auto,
+                share_empty=ctx.hot is not None,
+                micro_batches=micro_batch_sizes(ids.stride(), num),
+            )
             self._samples_sent += ctx.distinct.inverse.shape[1]
             if self.unique == "host" and self.mesh.topology.ranks_per_tower > 1:
                 self._host = self._host or HostRows(self.mesh.tower_group, sizes, tag=self._tag)
@@ -409,7 +416,7 @@ class SPTTModule(TowerState):
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
         ctx.request = KJTListSplitsAwaitable([started], ctx)
         if self._route.num_hops == 2:
-            start = functools.partial(self._start_in_tower, ctx, self.num_micro_batches)
+            start = functools.partial(self._start_in_tower, ctx, num)
             ctx.request = KJTListSplitsAwaitable([BothHops(ctx.request.wait(), start)], ctx)
         return ctx.request
 
@@ -491,13 +498,15 @@ class SPTTModule(TowerState):
         if ctx.united is not None:
             assert self._host is not None, "it has united the rows"
             widths = list(itertools.chain(*agreed.widths))
-            back = functools.partial(
-                self._host.send_back, united=ctx.united, distinct=ctx.distinct, groups=of_pieces, widths=widths
-            )
-            return [TakenRows([CachedAwaitable(part, back) for part in parts], ctx.united.place[of_pieces])]
+            back = functools.partial(self._host.send_back, distinct=ctx.distinct, groups=of_pieces, widths=widths)
+            parts = [
+                CachedAwaitable(JoinedRows(parts[: k + 1]), functools.partial(back, united=ctx.united, part=k))
+                for k in range(len(parts))
+            ]
+            rows = ctx.united.place
         blocks = rows[of_pieces].split(micro_batch_sizes(rows.shape[1], len(exchanges)), dim=1)
-        needed = parts_needed(ctx.distinct, [part.sent for part in ctx.parts])
-        return [TakenRows(parts[:number], block) for number, block in zip(needed, blocks, strict=True)]
+        # Each micro-batch also needs the rows that it shares with those before it.
+        return [TakenRows(JoinedRows(parts[:k]), block) for k, block in enumerate(blocks, start=1)]
 
     def finish(self, columns_BS: Tensor) -> Any:
         """Turns the columns that step f delivered into the unsharded module's result."""

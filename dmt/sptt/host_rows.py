@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dmt.sptt.input_dist import exchange_keys
 from dmt.sptt.output_dist import PeerExchange
-from dmt.sptt.rows import PartRows, arrange_rows, copied_rows, numbers_of
+from dmt.sptt.rows import PartRows, copied_rows, filled_up, is_real, numbers_of, rows_by_part
 from dmt.sptt.unique import Bags, DistinctInputs, distinct_inputs, hashes_of_features
 
 __all__ = ["HostRows", "UnitedRows"]
@@ -36,12 +36,10 @@ __all__ = ["HostRows", "UnitedRows"]
 class UnitedRows(NamedTuple):
     """Rows of one batch that the ranks of a host ask of each other."""
 
-    asked: list[list[int]]
-    """[L][G], rows that each rank asks of this one."""
-    sent: list[list[int]]
-    """[L][G], rows that this rank asks of each."""
+    parts: list[PartRows]
+    """For each micro-batch the rows that each rank asks of this one, and those that this rank asks of each."""
     place: Tensor
-    """Place of each sample's row among those that arrive for its group, rank by rank: [G, B] int64."""
+    """Place of each sample's row among those that arrive for its group, by micro-batch and rank: [G, B] int64."""
 
 
 class HostRows:
@@ -55,8 +53,6 @@ class HostRows:
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], *, tag: int) -> None:
         self._group, self._sizes, self._tag = group, list(sizes), tag
-        self._first = [0, *itertools.accumulate(sizes)][:-1]
-        self._ids = KJTAllToAll(group, [sum(sizes)] * group.size())
         self._rows: PeerExchange | None = None
 
     def unite(
@@ -70,39 +66,46 @@ class HostRows:
 
         Returns:
             The distinct inputs that this rank asks the towers for, the rows of [G, R] that arrived which have them, and
-            who asked.
+            who asked. A row that several ranks ask for belongs to the first micro-batch in which one does.
         """
-        ids, sent, place = self._by_rank(ids, distinct.rows)
+        num_ranks, num = self._group.size(), len(distinct.parts)
+        ids, sent, place = self._by_rank(ids, distinct.parts)
         starts = torch.tensor([0, *itertools.accumulate(distinct.rows)][:-1], device=place.device)
         own = place[distinct.inverse + starts.unsqueeze(1)]
-        arrived = self._ids(ids).wait().wait()
-        strides = arrived.stride_per_key_per_rank()
-        asked = [[strides[first][rank] for first in self._first] for rank in range(self._group.size())]
-        rows = PartRows(asked, sent=[])
-        is_row = torch.arange(rows.num_rows) < torch.tensor(rows.by_group).unsqueeze(1)
+        arrived = exchange_keys(self._group, [sum(self._sizes)] * num_ranks, ids).wait().wait()
+        asked = rows_by_part(arrived, self._sizes, num)
+        parts = [PartRows(*rows) for rows in zip(asked, sent, strict=True)]
         ids, united = distinct_inputs(
-            arrange_rows(arrived, [rows], self._sizes),
+            filled_up(arrived, parts, self._sizes),
             self._sizes,
             wanted=[True] * len(self._sizes),
-            is_row=is_row.to(place.device),
+            is_row=is_real(parts).to(place.device),
+            micro_batches=[part.num_rows for part in parts],
         )
-        return ids, united, UnitedRows(asked, sent, own)
+        return ids, united, UnitedRows(parts, own)
 
     def _by_rank(
-        self, ids: KeyedJaggedTensor, rows: Sequence[int]
-    ) -> tuple[KeyedJaggedTensor, list[list[int]], Tensor]:
+        self, ids: KeyedJaggedTensor, parts: Sequence[Sequence[int]]
+    ) -> tuple[KeyedJaggedTensor, list[list[list[int]]], Tensor]:
         """Sorts rows by the rank that asks for them; as many features for each rank, one after the other.
 
+        Args:
+            ids: rows of each feature, by micro-batch.
+            parts: number of rows, [K][G].
+
         Returns:
-            The ids so, the number of rows [L][G], and the place of each row in its group.
+            The ids so, the number of rows [K][L][G], and the place of each row in its group, by micro-batch and rank.
         """
-        device, num_ranks, num_groups, num_features = ids.device(), self._group.size(), len(rows), sum(self._sizes)
+        device, num_ranks, num_groups, num_features = ids.device(), self._group.size(), len(parts[0]), sum(self._sizes)
         lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
-        sizes, num_rows = (torch.tensor(numbers, device=device) for numbers in (self._sizes, rows))
+        sizes, by_part = (torch.tensor(numbers, device=device) for numbers in (self._sizes, parts))
+        num_rows, num = by_part.sum(dim=0), len(parts)
+        total = sum(map(sum, parts))
         group_of = torch.arange(num_groups, device=device).repeat_interleave(sizes, output_size=num_features)
         num_bags = num_rows[group_of]
         first_row, first_bag = num_rows.cumsum(0) - num_rows, num_bags.cumsum(0) - num_bags
-        group = torch.arange(num_groups, device=device).repeat_interleave(num_rows, output_size=sum(rows))
+        cells = torch.arange(num_groups * num, device=device).repeat_interleave(by_part.T.flatten(), output_size=total)
+        group, part = cells // num, cells % num
         feature = torch.arange(num_features, device=device).repeat_interleave(num_bags, output_size=len(lengths))
         row = torch.arange(len(lengths), device=device) - first_bag[feature] + first_row[group_of[feature]]
         hashes = Bags(lengths, values, weights).hashes
@@ -113,21 +116,20 @@ class HostRows:
         # Stable sorts, so that rows of one rank keep their order.
         order = (rank[row] * num_features + feature).argsort(stable=True).int()
         place = torch.empty_like(group)
-        place[(group * num_ranks + rank).argsort(stable=True)] = torch.arange(len(group), device=device)
-        counts = torch.bincount(rank * num_groups + group, minlength=num_ranks * num_groups).view(num_ranks, -1)
-        sent: list[list[int]] = counts.tolist()
+        place[(cells * num_ranks + rank).argsort(stable=True)] = torch.arange(total, device=device)
+        counts = torch.bincount((part * num_ranks + rank) * num_groups + group, minlength=num * num_ranks * num_groups)
+        sent: list[list[list[int]]] = counts.view(num, num_ranks, num_groups).tolist()
         lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
             order, lengths, values, weights, values.numel()
         )
-        by_feature = [
-            [n] for of_rank in sent for n, size in zip(of_rank, self._sizes, strict=True) for _ in range(size)
-        ]
+        of_features = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        by_key = [[of_part[to][own]] for to in range(num_ranks) for own in of_features for of_part in sent]
         sorted_ids = KeyedJaggedTensor(
             keys=ids.keys() * num_ranks,
             values=values,
             weights=weights,
             lengths=lengths,
-            stride_per_key_per_rank=by_feature,
+            stride_per_key_per_rank=by_key,
         )
         return sorted_ids, sent, place - first_row[group]
 
@@ -135,6 +137,7 @@ class HostRows:
         self,
         pieces: Sequence[Tensor],
         united: UnitedRows,
+        part: int,
         *,
         distinct: DistinctInputs,
         groups: Sequence[int],
@@ -143,8 +146,9 @@ class HostRows:
         """Sends rows to the ranks that asked for them; differentiable, their gradients are summed.
 
         Args:
-            pieces: of all towers, [rows of the group, width] each.
+            pieces: of all towers, [rows of the group, width] each, of this micro-batch and those before it.
             united: who asked.
+            part: number of the micro-batch that asked.
             distinct: which of the rows answers.
             groups: group of each piece.
             widths: columns of each piece.
@@ -152,16 +156,19 @@ class HostRows:
         Returns:
             The pieces with the rows that this rank asked for, rank by rank.
         """
+        asked_rows, sent_rows = united.parts[part].arrived, united.parts[part].sent
+        start = sum(before.num_rows for before in united.parts[:part])
         by_piece = []
         for piece, group in zip(pieces, groups, strict=True):
-            of_ranks = [of_rank[group] for of_rank in united.asked]
-            by_piece.append(copied_rows(piece, distinct.inverse[group, : sum(of_ranks)]).split(of_ranks))
+            of_ranks = [of_rank[group] for of_rank in asked_rows]
+            rows = distinct.inverse[group, start : start + sum(of_ranks)]
+            by_piece.append(copied_rows(piece, rows).split(of_ranks))
         numbers = torch.cat([block.flatten() for of_rank in zip(*by_piece, strict=True) for block in of_rank])
-        asked, sent = ([numbers_of(rows, groups, widths) for rows in by_rank] for by_rank in united[:2])
+        asked, sent = ([numbers_of(rows, groups, widths) for rows in by_rank] for by_rank in (asked_rows, sent_rows))
         if self._rows is None:
             self._rows = PeerExchange(self._group, asked, dtype=numbers.dtype, tag=self._tag, divides_gradients=False)
         arrived = self._rows.exchange(numbers, asked, [(number,) for number in sent]).wait()
-        cuts = [rows[group] * width for rows in united.sent for group, width in zip(groups, widths, strict=True)]
+        cuts = [rows[group] * width for rows in sent_rows for group, width in zip(groups, widths, strict=True)]
         blocks = arrived.split(cuts)
         return [
             torch.cat([block.view(-1, width) for block in blocks[piece :: len(widths)]])

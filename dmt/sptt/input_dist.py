@@ -30,7 +30,15 @@ from dmt.sharding.group_ebc import GroupShardedEBC, row_starts
 from dmt.sharding.schemes import why_not
 from dmt.sptt.mesh import TowerMesh
 
-__all__ = ["BothHops", "GlobalIdRoute", "GlobalInputDist", "PeerIdRoute", "PeerInputDist", "WantedIds"]
+__all__ = [
+    "BothHops",
+    "GlobalIdRoute",
+    "GlobalInputDist",
+    "PeerIdRoute",
+    "PeerInputDist",
+    "WantedIds",
+    "exchange_keys",
+]
 
 
 class PeerInputDist(nn.Module):
@@ -64,8 +72,7 @@ class PeerInputDist(nn.Module):
         self.register_buffer(
             "_order_tensor", torch.tensor(self._order, dtype=torch.int32, device=device), persistent=False
         )
-        # Not called _dist: under that name TorchRec's train pipeline would put off the exchange of the sizes.
-        self._exchange = KJTAllToAll(group, [len(features) for features in features_by_tower])
+        self._group, self._sizes = group, [len(features) for features in features_by_tower]
 
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the exchange; the first ``wait`` has the sizes, the second the ids."""
@@ -76,8 +83,27 @@ class PeerInputDist(nn.Module):
         return ids.permute(self._order, self._order_tensor)
 
     def send(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the exchange of ids in the order of `by_tower`; each feature may have a batch size of its own."""
-        return self._exchange(ids)
+        """Starts the exchange of ids in the order of `by_tower`.
+
+        Each feature may have a batch size of its own, and as many keys as there are micro-batches.
+        """
+        return exchange_keys(self._group, self._sizes, ids)
+
+
+def exchange_keys(
+    group: dist.ProcessGroup, sizes: Sequence[int], ids: KeyedJaggedTensor
+) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+    """Starts TorchRec's exchange of ids whose features have one key or several, one after the other.
+
+    Args:
+        group: the ranks.
+        sizes: number of features for each of them.
+        ids: their ids, rank by rank.
+    """
+    # Not an attribute called _dist: under that name TorchRec's train pipeline would put off the exchange of the sizes.
+    num = len(ids.keys()) // max(1, sum(sizes))
+    started: Awaitable[Awaitable[KeyedJaggedTensor]] = KJTAllToAll(group, [size * num for size in sizes])(ids)
+    return started
 
 
 class PeerIdRoute:

@@ -205,8 +205,6 @@ class MicroBatches:
         # The global route brings samples to the ranks in another order.
         if self._num > 1 and any(part.id_route == "global" for part in self._sparse):
             raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")
-        if self._num > 1 and any(part.unique == "host" for part in self._sparse):
-            raise InputError("Micro-batches go with unique='rank', but this model was sharded with unique='host'.")
         if self._schedule not in get_args(Schedule):
             raise InputError(f"schedule={self._schedule!r} is unknown; use one of {list(get_args(Schedule))}.")
         if self._schedule == "1f1b":

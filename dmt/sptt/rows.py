@@ -1,15 +1,14 @@
 """Rows that a batch makes cross between peers, micro-batch by micro-batch: their order, and where they go.
 
 Without `dmt.sptt.unique` every sample is a row of every group of features. With it a group has a row for each of its
-distinct inputs, so that groups differ in their number of rows, and a row may serve samples of several micro-batches: a
-micro-batch waits for the parts up to the last one that holds a row of its samples.
+distinct inputs, so that groups differ in their number of rows, and a row may serve samples of several micro-batches: it
+crosses with the first of them, so that a micro-batch waits for its own exchange and those before it.
 
 Shape suffixes: F features, G groups of one tower, T peers, B samples of this rank.
 """
 
 from __future__ import annotations
 
-import bisect
 import functools
 import itertools
 from collections.abc import Sequence
@@ -22,18 +21,18 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.sptt.unique import DistinctInputs
-
 __all__ = [
+    "JoinedRows",
     "PartRows",
     "TakenRows",
-    "arrange_rows",
     "arrived_pieces",
     "copied_rows",
+    "filled_up",
+    "in_micro_batches",
+    "is_real",
     "micro_batch_sizes",
     "numbers_of",
-    "parts_needed",
-    "rows_in_parts",
+    "rows_by_part",
     "sent_numbers",
 ]
 
@@ -58,12 +57,6 @@ class PartRows:
         return max(self.by_group)
 
 
-def rows_in_parts(rows: Sequence[Sequence[int]], num: int) -> list[list[list[int]]]:
-    """Splits numbers of rows [T][G] over micro-batches, [num][T][G]."""
-    parts = [[micro_batch_sizes(of_group, num) for of_group in of_peer] for of_peer in rows]
-    return [[[of_group[k] for of_group in of_peer] for of_peer in parts] for k in range(num)]
-
-
 def micro_batch_sizes(batch_size: int, num: int) -> list[int]:
     """Returns the samples of each micro-batch, the first ones one larger where it does not divide; any may be 0.
 
@@ -75,52 +68,80 @@ def micro_batch_sizes(batch_size: int, num: int) -> list[int]:
     return [small + 1] * rest + [small] * (num - rest)
 
 
-def arrange_rows(ids: KeyedJaggedTensor, parts: Sequence[PartRows], sizes: Sequence[int]) -> KeyedJaggedTensor:
-    """Arranges the rows that peers sent as bags [F, rows], micro-batch by micro-batch, in each peer by peer.
+def in_micro_batches(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: int) -> KeyedJaggedTensor:
+    """Arranges the samples that peers sent micro-batch by micro-batch, in each peer by peer.
 
-    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3). Where
-    groups differ in their number of rows, empty bags fill up a micro-batch.
+    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3).
 
     Args:
         ids: ids as they arrived, of each feature peer by peer.
+        batch_sizes: B of every peer.
+        num: number of micro-batches.
+
+    Example:
+        >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
+        >>> in_micro_batches(ids, [2, 3], 2).values().tolist()  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
+        [0, 2, 3, 1, 4]
+    """
+    blocks = torch.arange(sum(batch_sizes)).split(
+        [part for size in batch_sizes for part in micro_batch_sizes(size, num)]
+    )
+    order = torch.cat([block for k in range(num) for block in blocks[k::num]])
+    bags = torch.arange(len(ids.keys())).unsqueeze(1) * ids.stride() + order
+    permuted = bags.flatten().to(device=ids.device(), dtype=torch.int32)
+    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+        permuted, ids.lengths(), ids.values(), ids.weights_or_none(), ids.values().numel()
+    )
+    # No bag goes to another feature: ids per feature are as before. Counted again, a GPU would be waited for.
+    per_key = ids.length_per_key_or_none()
+    return KeyedJaggedTensor(
+        keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=ids.stride(), length_per_key=per_key
+    )
+
+
+def rows_by_part(ids: KeyedJaggedTensor, sizes: Sequence[int], num: int) -> list[list[list[int]]]:
+    """Reads the rows that arrived, [num][T][G], off ids with ``num`` keys for each feature.
+
+    Args:
+        ids: ids as they arrived, with a batch size for each key and peer.
+        sizes: number of features of each group; all of a group have its rows.
+        num: number of micro-batches.
+    """
+    strides, firsts = ids.stride_per_key_per_rank(), [0, *itertools.accumulate(sizes)][:-1]
+    by_part = [[strides[first * num + k] for first in firsts] for k in range(num)]
+    return [[list(of_peer) for of_peer in zip(*of_part, strict=True)] for of_part in by_part]
+
+
+def filled_up(ids: KeyedJaggedTensor, parts: Sequence[PartRows], sizes: Sequence[int]) -> KeyedJaggedTensor:
+    """Gives all features one batch size: empty bags fill up a micro-batch of a group that has fewer rows than another.
+
+    Args:
+        ids: ids as they arrived, with a key for each feature and micro-batch, in each peer by peer.
         parts: rows of each micro-batch.
         sizes: number of features of each group.
 
     Returns:
-        The ids, all features with one batch size.
-
-    Example:
-        >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
-        >>> parts = [PartRows(arrived, sent=[]) for arrived in rows_in_parts([[2], [3]], 2)]
-        >>> arrange_rows(ids, parts, [1]).values().tolist()  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
-        [0, 2, 3, 1, 4]
+        The ids as bags [F, rows], micro-batch by micro-batch, in each peer by peer.
     """
-    device, num = ids.device(), len(parts)
-    lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
-    if num > 1:
-        by_peer = list(zip(*(part.arrived for part in parts), strict=True))
-        bags, start = [], 0
-        for group, size in enumerate(sizes):
-            cuts = [of_peer[group] for of_parts in by_peer for of_peer in of_parts]
-            blocks = torch.arange(sum(cuts)).split(cuts)
-            order = torch.cat([block for k in range(num) for block in blocks[k::num]])
-            for _ in range(size):
-                bags.append(order + start)
-                start += len(order)
-        permuted = torch.cat(bags).to(device=device, dtype=torch.int32)
-        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-            permuted, lengths, values, weights, values.numel()
-        )
+    num, lengths, per_key = len(parts), ids.lengths(), ids.length_per_key_or_none()
     if any(number < part.num_rows for part in parts for number in part.by_group):
-        blocks_of_rows = [torch.arange(part.num_rows) < torch.tensor(part.by_group).unsqueeze(1) for part in parts]
-        is_row = torch.cat(blocks_of_rows, dim=1)
-        is_row = is_row.repeat_interleave(torch.tensor(sizes), dim=0)
-        lengths = lengths.new_zeros(is_row.shape).masked_scatter_(is_row.to(device), lengths).flatten()
-    # No bag goes to another feature: ids per feature are as before. Counted again, a GPU would be waited for.
-    stride, per_key = sum(part.num_rows for part in parts), ids.length_per_key_or_none()
+        is_row = is_real(parts).repeat_interleave(torch.tensor(sizes), dim=0).to(ids.device())
+        lengths = lengths.new_zeros(is_row.shape).masked_scatter_(is_row, lengths).flatten()
     return KeyedJaggedTensor(
-        keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=stride, length_per_key=per_key
+        keys=ids.keys()[::num],
+        values=ids.values(),
+        weights=ids.weights_or_none(),
+        lengths=lengths,
+        stride=sum(part.num_rows for part in parts),
+        # Counted again, a GPU would be waited for.
+        length_per_key=per_key and [sum(per_key[i : i + num]) for i in range(0, len(per_key), num)],
     )
+
+
+def is_real(parts: Sequence[PartRows]) -> Tensor:
+    """Returns which bags of `filled_up` are rows of their group, [G, rows] bool, on the CPU."""
+    blocks = [torch.arange(part.num_rows) < torch.tensor(part.by_group).unsqueeze(1) for part in parts]
+    return torch.cat(blocks, dim=1)
 
 
 def sent_numbers(
@@ -181,48 +202,38 @@ def _is_even(rows: Sequence[int]) -> bool:
     return len(set(rows)) == 1
 
 
-def parts_needed(distinct: DistinctInputs, rows: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """For each micro-batch the number of parts, from the first on, that hold the rows of all its samples.
+class JoinedRows(Awaitable[list[Tensor]]):
+    """Rows that several exchanges bring, of each piece those of the first exchange first; differentiable.
 
     Args:
-        distinct: the rows that this rank asked for.
-        rows: [parts][T][G], rows of each group of each tower in each part.
+        arriving: awaitables of `arrived_pieces`.
     """
-    num = len(rows)
-    if num == 1:
-        return [1]
-    by_group = zip(*([number for of_tower in part for number in of_tower] for part in rows), strict=True)
-    ends = [list(itertools.accumulate(of_group)) for of_group in by_group]
-    blocks = distinct.inverse.split(micro_batch_sizes(distinct.inverse.shape[1], num), dim=1)
-    nothing = distinct.inverse.new_full((len(ends), 1), -1)
-    last = torch.stack([torch.cat([nothing, block], dim=1).amax(dim=1) for block in blocks])
-    needed = [
-        max(bisect.bisect_right(of_group, row) + 1 for row, of_group in zip(of_block, ends, strict=True))
-        for of_block in last.tolist()
-    ]
-    # The last one waits for all: peers have rows in parts where this rank has none, and send gradients for them.
-    return [*itertools.accumulate(needed[:-1], max), num]
+
+    def __init__(self, arriving: Sequence[Any]) -> None:
+        super().__init__()
+        self._arriving = arriving
+
+    def _wait_impl(self) -> list[Tensor]:
+        by_piece = zip(*(part.wait() for part in self._arriving), strict=True)
+        return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in by_piece]
 
 
 class TakenRows(Awaitable[Tensor]):
     """Copies the rows that arrive to the samples of a micro-batch that share them, [B, S]; differentiable.
 
     Args:
-        arriving: awaitables of the `arrived_pieces` of this micro-batch and those before, in order.
+        rows: awaitable of the rows of each piece, those of this micro-batch and of all before it.
         inverse: row of each sample for each piece, [pieces, B].
     """
 
-    def __init__(self, arriving: Sequence[Any], inverse: Tensor) -> None:
+    def __init__(self, rows: Awaitable[list[Tensor]], inverse: Tensor) -> None:
         super().__init__()
-        self._arriving = arriving
+        self._rows = rows
         self._inverse = inverse
 
     def _wait_impl(self) -> Tensor:
-        by_piece = zip(*(part.wait() for part in self._arriving), strict=True)
-        columns = []
-        for parts, samples in zip(by_piece, self._inverse, strict=True):
-            columns.append(copied_rows(torch.cat(parts) if len(parts) > 1 else parts[0], samples))
-        return torch.cat(columns, dim=1)
+        pieces = zip(self._rows.wait(), self._inverse, strict=True)
+        return torch.cat([copied_rows(rows, samples) for rows, samples in pieces], dim=1)
 
 
 def copied_rows(rows: Tensor, samples: Tensor) -> Tensor:

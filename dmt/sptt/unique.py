@@ -7,7 +7,8 @@ carries rows instead of samples:
 
 ====== ==========================================================================================================
 ids    of each group the distinct inputs only (`distinct_inputs`); TorchRec's KJT all-to-all carries the
-       number of rows of every feature along, so both ends know all sizes from then on
+       number of rows of every feature along, so both ends know all sizes from then on; in micro-batches, the
+       number of those first seen in each
 a to d rows of all peers side by side; groups with fewer rows get empty bags at the end (`dmt.sptt.rows`),
        which never leave the tower
 f      only real rows are sent; the receiver copies each to its samples
@@ -59,10 +60,15 @@ _MIX = (-7046029254386353131, -4658895280553007687)
 class DistinctInputs(NamedTuple):
     """The distinct inputs of a batch."""
 
-    rows: list[int]
-    """Number of distinct inputs of each group."""
+    parts: list[list[int]]
+    """For each micro-batch the number of distinct inputs of each group that no earlier one has, [K][groups]."""
     inverse: Tensor
     """The row of each sample, [groups, B] int64. Rows are numbered by the first sample that has them."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Number of distinct inputs of each group."""
+        return [sum(of_group) for of_group in zip(*self.parts, strict=True)]
 
     @property
     def is_identity(self) -> bool:
@@ -78,6 +84,7 @@ def distinct_inputs(
     auto: bool = False,
     share_empty: bool = False,
     is_row: Tensor | None = None,
+    micro_batches: Sequence[int] | None = None,
 ) -> tuple[KeyedJaggedTensor, DistinctInputs]:
     """Finds the samples of a batch that have equal inputs.
 
@@ -88,10 +95,12 @@ def distinct_inputs(
         auto: keeps all samples of a group in whose first samples fewer than one in 50 repeats another. That depends on
             the batch alone, so ranks need not agree on it, and a resumed run decides as the first one did.
         share_empty: lets samples without any id share a row in all groups.
-        is_row: [groups, B], False for empty bags at the end of a group, which get no row; None: all are samples.
+        is_row: [groups, B], False for empty bags that fill up a group, which get no row; None: all are samples.
+        micro_batches: number of samples of each; None: the batch is whole.
 
     Returns:
-        The ids of the first sample of each row, with a batch size for each feature, and the rows.
+        The ids of the first sample of each row, and the rows. A feature has a key for each micro-batch, one after the
+        other, with the rows first seen in it as its batch size.
 
     Example:
         >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9, 7, 8]), lengths=torch.tensor([2, 1, 2]))
@@ -106,7 +115,7 @@ def distinct_inputs(
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)
     if any(wanted) and num_samples:
-        inputs = _Inputs(ids, group_of, len(sizes))
+        inputs = _Inputs(ids, group_of, len(sizes), is_row)
         wanted = inputs.repeating(wanted) if auto else wanted
         chosen = torch.tensor(wanted, device=device).unsqueeze(1)
         first = torch.where(chosen, inputs.first_equal(), first) if any(wanted) else first
@@ -118,17 +127,27 @@ def distinct_inputs(
     if is_row is not None:
         is_first &= is_row
     is_known = not any(wanted) and not share_empty and is_row is None
-    rows = [num_samples] * len(sizes) if is_known else is_first.sum(dim=1).tolist()
-    inverse = (is_first.cumsum(dim=1) - 1).gather(1, first)
+    cuts = [num_samples] if micro_batches is None else list(micro_batches)
+    blocks = is_first.split(cuts, dim=1)
+    parts: list[list[int]] = (
+        [[cut] * len(sizes) for cut in cuts]
+        if is_known
+        else torch.stack([block.sum(dim=1) for block in blocks]).tolist()
+    )
+    distinct = DistinctInputs(parts, (is_first.cumsum(dim=1) - 1).gather(1, first))
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
-    if any(number < num_samples for number in rows):
+    if any(number < num_samples for number in distinct.rows):
         kept = is_first[group_of].flatten().nonzero().flatten().int()
         lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(kept, lengths, values, weights, None)
-    by_feature = [[number] for number, size in zip(rows, sizes, strict=True) for _ in range(size)]
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
     sent = KeyedJaggedTensor(
-        keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride_per_key_per_rank=by_feature
+        keys=[key for key in ids.keys() for _ in parts],  # noqa: SIM118 - a KeyedJaggedTensor is no dict
+        values=values,
+        weights=weights,
+        lengths=lengths,
+        stride_per_key_per_rank=[[part[group]] for group in groups for part in parts],
     )
-    return sent, DistinctInputs(rows, inverse)
+    return sent, distinct
 
 
 class Bags:
@@ -176,7 +195,7 @@ def hashes_of_features(hashes: Tensor, feature: Tensor) -> Tensor:
 class _Inputs:
     """Inputs of the samples of a batch, which are found to be equal where they are, [groups, B]."""
 
-    def __init__(self, ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> None:
+    def __init__(self, ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int, is_row: Tensor | None) -> None:
         self._group_of = group_of
         self._num_groups = num_groups
         num_features, num_samples = len(group_of), ids.stride()
@@ -188,7 +207,8 @@ class _Inputs:
         if num_groups < num_features:
             mixed = hashes_of_features(hashes, torch.arange(num_features, device=hashes.device).unsqueeze(1))
             hashes = mixed.new_zeros(num_groups, num_samples).index_add_(0, group_of, mixed)
-        self._hashes = hashes
+        # A real bag without ids must not be taken for one that fills up, which has no row.
+        self._hashes = hashes if is_row is None else torch.where(is_row, hashes, hashes + 1)
 
     def repeating(self, wanted: Sequence[bool]) -> list[bool]:
         """Returns for each wanted group whether enough of its first samples repeat others."""

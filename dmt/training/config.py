@@ -488,11 +488,6 @@ class TrainingConfig(Section):
                 f"train.micro_batches={number} needs the tower dataflow, but this run has sharding.dataflow='flat', "
                 "which would look up and send each micro-batch by itself. Set it to 'sptt', or leave micro_batches out."
             )
-        if number > 1 and self.sharding.unique == "host":
-            raise InputError(
-                f"train.micro_batches={number} does not go with sharding.unique='host'. Use unique='rank', or leave "
-                "micro_batches out."
-            )
         if number > 1 and self.sharding.id_route == "global":
             raise InputError(
                 f"train.micro_batches={number} needs sharding.id_route='peer', but this run has 'global', which brings "

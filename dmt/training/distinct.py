@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.plan.distinct import DistinctRows
-from dmt.sptt.rows import parts_needed, rows_in_parts
-from dmt.sptt.unique import DistinctInputs, distinct_inputs
+from dmt.sptt.rows import in_micro_batches, micro_batch_sizes
+from dmt.sptt.unique import distinct_inputs
 from dmt.training.data import ClickData
 from dmt.training.job import Job
 
@@ -36,8 +36,8 @@ class InputGroup:
     """Distinct over all inputs."""
     in_host: DistinctRows | None = None
     """Distinct inputs of a rank's batch, which the ranks of its host unite; None if each asks towers for its own."""
-    needed: tuple[int, ...] = ()
-    """For each micro-batch of the run the exchanges, from the first on, that bring its rows; most of any rank."""
+    parts: tuple[float, ...] = ()
+    """For each micro-batch of the run the share of the distinct inputs that no earlier one has."""
 
 
 def distinct_inputs_of(
@@ -59,8 +59,7 @@ def distinct_inputs_of(
     whole = [(i, tuple(features)) for i, features in enumerate(towers)]
     groups = whole if job.config.model.has_towers else [(i, (name,)) for i, features in whole for name in features]
     sizes = [len(group) for _, group in groups]
-    needed: list[list[list[int]]] = []
-    parts = job.config.train.micro_batches
+    num = job.config.train.micro_batches
     hot = hot_rows or {}
     rows_of = {f: hot[table.name] for table in job.split_tables if table.name in hot for f in table.feature_names}
     if batches is None:
@@ -69,23 +68,35 @@ def distinct_inputs_of(
     wanted = [not hot_rows or job.config.sharding.unique != "off"] * len(groups)
     is_auto = job.config.sharding.unique == "auto"
 
-    def count(ids: KeyedJaggedTensor) -> list[float]:
+    def count(of_ranks: Sequence[KeyedJaggedTensor]) -> list[float]:
+        """Counts rows of each micro-batch and group, then ids of each feature; for each of some ranks together."""
+        batch_sizes = [ids.stride() for ids in of_ranks]
+        ids = in_micro_batches(_joined(of_ranks), batch_sizes, num)
         cold = _without(ids, rows_of) if hot_rows else ids
-        sent, found = distinct_inputs(cold, sizes, wanted=wanted, auto=is_auto, share_empty=bool(hot_rows))
-        by_group = zip(found.rows, found.inverse.split(1), strict=True)
-        needed.append([parts_needed(DistinctInputs([n], of), rows_in_parts([[n]], parts)) for n, of in by_group])
+        by_part = zip(*(micro_batch_sizes(samples, num) for samples in batch_sizes), strict=True)
+        sent, found = distinct_inputs(
+            cold,
+            sizes,
+            wanted=wanted,
+            auto=is_auto,
+            share_empty=bool(hot_rows),
+            micro_batches=[sum(part) for part in by_part],
+        )
         rows = [number for number, features in zip(found.rows, sizes, strict=True) for _ in range(features)]
-        return [*found.rows, *(int(lengths.sum()) for lengths in sent.lengths().split(rows))]
+        num_ids = (int(lengths.sum()) for lengths in sent.lengths().split(rows))
+        return [number / len(of_ranks) for number in (*chain(*found.parts), *num_ids)]
 
     names = [name for _, group in groups for name in group]
     by_rank = [ids.permute([ids.keys().index(name) for name in names]) for ids in batches]
-    found = of_ranks = _distinct_rows(groups, [count(ids) for ids in by_rank])
+    means = np.mean([count([ids]) for ids in by_rank], axis=0)
+    found = of_ranks = _distinct_rows(groups, means, num)
     if is_united := job.config.sharding.unique == "host":
         hosts = [ranks for ranks in job.topology.tower_groups() if max(ranks) < len(by_rank)]
         # Little data, or hosts of more ranks than are counted: what there is stands for a host.
         hosts = hosts or [list(range(len(by_rank)))]
-        united = [np.divide(count(_joined([by_rank[rank] for rank in ranks])), len(ranks)) for ranks in hosts]
-        found = _distinct_rows(groups, united)
+        means = np.mean([count([by_rank[rank] for rank in ranks]) for ranks in hosts], axis=0)
+        found = _distinct_rows(groups, means, num)
+    by_group = means[: num * len(groups)].reshape(num, -1).T
     return [
         InputGroup(
             tower=tower,
@@ -93,21 +104,19 @@ def distinct_inputs_of(
             distinct=own,
             share=own.rows / size,
             in_host=of_rank if is_united else None,
-            needed=tuple(np.max(of_group, axis=0).tolist()),
+            parts=tuple((parts / max(1, parts.sum())).tolist()),
         )
-        for (tower, group), own, of_rank, of_group in zip(
-            groups, found, of_ranks, zip(*needed, strict=True), strict=True
-        )
+        for (tower, group), own, of_rank, parts in zip(groups, found, of_ranks, by_group, strict=True)
     ]
 
 
-def _distinct_rows(groups: Sequence[tuple[int, tuple[str, ...]]], counted: Sequence[Any]) -> list[DistinctRows]:
-    """Means over ranks of the rows of each group, then of the ids of each feature."""
-    means = np.mean(counted, axis=0).tolist()
-    of_feature = iter(means[len(groups) :])
+def _distinct_rows(groups: Sequence[tuple[int, tuple[str, ...]]], counted: Any, num: int) -> list[DistinctRows]:
+    """Reads rows of each micro-batch and group, then ids of each feature."""
+    rows = counted[: num * len(groups)].reshape(num, -1).sum(axis=0).tolist()
+    of_feature = iter(counted[num * len(groups) :].tolist())
     return [
-        DistinctRows(rows=rows, ids=tuple(islice(of_feature, len(group))))
-        for (_, group), rows in zip(groups, means, strict=False)
+        DistinctRows(rows=own, ids=tuple(islice(of_feature, len(group))))
+        for (_, group), own in zip(groups, rows, strict=True)
     ]
 
 

@@ -5,6 +5,7 @@ Legend: B samples per rank, T towers, H hosts, W ranks, N columns of an embeddin
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -200,10 +201,12 @@ def step_work(job: Job, model: CountedModel, repeats: Repeats | None = None) -> 
     )
     if repeats is None:
         return work
-    needed = [group.needed for group in repeats.distinct]
-    if all(group.distinct.rows == batch for group in repeats.distinct) or not all(needed):
-        needed = []
-    work = replace(work, told_apart=batch * len(columns), parts_needed=tuple(map(max, zip(*needed, strict=True))))
+    by_first: tuple[float, ...] = ()
+    if any(group.distinct.rows < batch for group in repeats.distinct) and all(g.parts for g in repeats.distinct):
+        sent = [group.distinct.rows * sum(columns[name] for name in group.features) for group in repeats.distinct]
+        by_part = zip(*(group.parts for group in repeats.distinct), strict=True)
+        by_first = tuple(sum(map(operator.mul, shares, sent)) / sum(sent) for shares in by_part)
+    work = replace(work, told_apart=batch * len(columns), parts=by_first)
     return work if repeats.hot is None else _with_hot_rows(work, repeats.hot, samples, topology)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ from dmt import (
 )
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.output_dist import PeerExchange
-from dmt.sptt.rows import PartRows, TakenRows, arrange_rows, parts_needed, rows_in_parts
+from dmt.sptt.rows import JoinedRows, PartRows, TakenRows, filled_up, micro_batch_sizes, rows_by_part
 from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic, TrafficMeter
@@ -77,22 +78,31 @@ def batches(draw: Callable[..., Any]) -> tuple[KeyedJaggedTensor, list[int]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(batches(), st.booleans())
+@given(batches(), st.booleans(), st.integers(1, 4))
 def test_rows_are_the_distinct_inputs_in_the_order_of_their_first_samples(
-    drawn: tuple[KeyedJaggedTensor, list[int]], all_hashes_are_equal: bool
+    drawn: tuple[KeyedJaggedTensor, list[int]], all_hashes_are_equal: bool, num_micro_batches: int
 ) -> None:
     ids, sizes = drawn
     with pytest.MonkeyPatch.context() as patch:
         if all_hashes_are_equal:  # then only the comparison tells inputs apart, and some rows are sent twice
             patch.setattr(dmt.sptt.unique, "_mix", lambda numbers: numbers * 0)
-        sent, distinct = distinct_inputs(ids, sizes, wanted=[True] * len(sizes))
-    before, after = bags_of(ids), bags_of(sent)
+        cut = micro_batch_sizes(ids.stride(), num_micro_batches)
+        sent, distinct = distinct_inputs(ids, sizes, wanted=[True] * len(sizes), micro_batches=cut)
+    before, by_key = bags_of(ids), bags_of(sent)
+    after = [list(itertools.chain(*by_key[i : i + len(cut)])) for i in range(0, len(by_key), len(cut))]
+    blocks = distinct.inverse.split(cut, dim=1)
     first = 0
     for group, size in enumerate(sizes):
         inputs = list(zip(*before[first : first + size], strict=True))
         rows = list(zip(*after[first : first + size], strict=True))
         assert [rows[row] for row in distinct.inverse[group].tolist()] == inputs
         assert distinct.rows[group] == len(rows)
+        seen = 0
+        for part, block, own in zip(distinct.parts, blocks, by_key[first * len(cut) :], strict=False):
+            assert part[group] == len(own), "each key has the rows of a micro-batch"
+            seen += part[group]
+            assert all(row < seen for row in block[group].tolist()), "no micro-batch needs rows of a later one"
+            assert part[group] == len({row for row in block[group].tolist() if row >= seen - part[group]})
         if not all_hashes_are_equal and ids.weights_or_none() is None:  # 0.0 and -0.0 are two inputs
             assert rows == list(dict.fromkeys(inputs))
         first += size
@@ -110,27 +120,19 @@ def test_unwanted_groups_keep_all_samples_and_auto_looks_first() -> None:
 
 
 def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
+    strides = [[1, 1], [0, 1], [2, 1], [1, 1]]  # of two micro-batches of a, then of b, from each of two peers
     ids = KeyedJaggedTensor(
-        ["a", "b"], torch.arange(8), lengths=torch.ones(8, dtype=torch.int64), stride_per_key_per_rank=[[1, 2], [3, 2]]
+        ["a", "a", "b", "b"],
+        torch.arange(8),
+        lengths=torch.ones(8, dtype=torch.int64),
+        stride_per_key_per_rank=strides,
     )
-    parts = [PartRows(arrived, sent=[]) for arrived in rows_in_parts([[1, 3], [2, 2]], 2)]
-    arranged = arrange_rows(ids, parts, [1, 1])
+    parts = [PartRows(arrived, sent=[]) for arrived in rows_by_part(ids, [1, 1], 2)]
+    assert [part.arrived for part in parts] == [[[1, 2], [1, 1]], [[0, 1], [1, 1]]]
     assert [part.num_rows for part in parts] == [3, 2]
-    assert bags_of(arranged) == [
+    assert bags_of(filled_up(ids, parts, [1, 1])) == [
         [((0, 0.0),), ((1, 0.0),), (), ((2, 0.0),), ()],
-        [((3, 0.0),), ((4, 0.0),), ((6, 0.0),), ((5, 0.0),), ((7, 0.0),)],
-    ]
-
-
-def test_a_micro_batch_needs_the_parts_with_rows_of_its_samples() -> None:
-    inverse = torch.tensor([[0, 1, 0, 2, 0, 1, 0, 3]])
-    rows = rows_in_parts([[4]], 4)
-    assert parts_needed(DistinctInputs([4], inverse), rows) == [2, 3, 3, 4]
-    assert parts_needed(DistinctInputs([1], torch.zeros(1, 8, dtype=torch.int64)), rows_in_parts([[1]], 4)) == [
-        1,
-        1,
-        1,
-        4,
+        [((3, 0.0),), ((4, 0.0),), ((5, 0.0),), ((6, 0.0),), ((7, 0.0),)],
     ]
 
 
@@ -162,7 +164,7 @@ def cases_on_rank(rank: int, cases: list[Case]) -> None:
             raise
 
 
-WAYS = [("rank", 1), ("rank", 3), ("auto", 1), ("host", 1)]
+WAYS = [("rank", 1), ("rank", 3), ("auto", 1), ("host", 1), ("host", 3)]
 
 
 @pytest.mark.ranks
@@ -173,8 +175,8 @@ WAYS = [("rank", 1), ("rank", 3), ("auto", 1), ("host", 1)]
         pytest.param(name, ways, id=name if len(ways) == 1 else f"{name}, others", marks=marks)
         for number, name in enumerate(CASES)
         for ways, marks in (
-            ([WAYS[number % 3], WAYS[3]], []),
-            ([WAYS[(number + 1) % 3], WAYS[(number + 2) % 3]], [pytest.mark.slow]),
+            ([WAYS[number % 3], WAYS[3 + number % 2]], []),
+            ([WAYS[(number + 1) % 3], WAYS[(number + 2) % 3], WAYS[4 - number % 2]], [pytest.mark.slow]),
         )
     ],
 )
@@ -201,14 +203,14 @@ def with_fault(fault: str) -> pytest.MonkeyPatch:
             ids, distinct = found(*args, **kwargs)
             seen.append(distinct)
             last = torch.tensor(distinct.rows).unsqueeze(1) - 1
-            return ids, DistinctInputs(distinct.rows, torch.minimum(seen[0].inverse, last))
+            return ids, DistinctInputs(distinct.parts, torch.minimum(seen[0].inverse, last))
 
         patch.setattr(dmt.sptt.dataflow, "distinct_inputs", stale)
     elif fault == "mean of a host":
         patch.setattr(dmt.sptt.host_rows, "PeerExchange", lambda *a, divides_gradients, **k: PeerExchange(*a, **k))
     elif fault == "rows of another rank":
         place = dmt.sptt.host_rows.UnitedRows
-        patch.setattr(dmt.sptt.host_rows, "UnitedRows", lambda *a: place(a[0], a[1], a[2].flip(1)))
+        patch.setattr(dmt.sptt.host_rows, "UnitedRows", lambda *a: place(a[0], a[1].flip(1)))
     return patch
 
 
@@ -347,7 +349,7 @@ class Arrived:
 def test_gradients_of_many_samples_are_summed_in_fp32() -> None:
     """In BF16 a sum of ones stops at 256."""
     rows = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    taken = TakenRows([Arrived(rows)], torch.zeros(1, 4096, dtype=torch.int64)).wait()
+    taken = TakenRows(JoinedRows([Arrived(rows)]), torch.zeros(1, 4096, dtype=torch.int64)).wait()
     assert taken.dtype == torch.bfloat16
     taken.backward(torch.ones_like(taken))
     assert rows.grad is not None

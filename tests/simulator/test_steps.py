@@ -144,26 +144,25 @@ def test_1f1b_sends_gradients_between_forward_passes_and_towers_wait_for_the_las
         assert in_turn[name] == pytest.approx((begin + span[0], begin + span[1])), name
 
 
-def test_micro_batches_wait_for_the_exchanges_that_bring_the_rows_they_share() -> None:
-    own, shared = (
-        simulate(tower_step(replace(WORK, parts_needed=needed), CLUSTER, TOPOLOGY, micro_batches=2)).spans
-        for needed in ((1, 2), (2, 2))
-    )
-    assert own["over 0"][0] == own["outputs 0"][1] < own["outputs 1"][1]
-    assert shared["over 0"][0] == shared["outputs 1"][1]
-    # No gradient is complete before the last micro-batch has gone back.
-    assert own["gradients 1"][0] == own["over 1, backward"][1]
-    assert shared["gradients 1"][0] == shared["over 0, backward"][1]
-    # Two micro-batches read and write the 2 x 5 bytes they join, and back they write zeros and sum: 2 x 5 x 4 more.
+def test_rows_that_micro_batches_share_cross_with_the_first_of_them() -> None:
+    work = replace(WORK, parts=(0.75, 0.25))
+    half, most = (simulate(tower_step(own, CLUSTER, TOPOLOGY, micro_batches=2)).spans for own in (WORK, work))
+    for name in ("outputs", "gradients", "towers"):
+        for k, share in enumerate((0.75, 0.25)):
+            lasted, lasts = (spans[f"{name} {k}"][1] - spans[f"{name} {k}"][0] for spans in (half, most))
+            assert lasts == pytest.approx(2 * share * lasted), (name, k)
+    assert most["over 0"][0] == most["outputs 0"][1]
+    assert most["gradients 1"][0] == most["over 1, backward"][1]
+    # The second micro-batch reads and writes the 10 bytes it joins, and back it writes zeros and sums: 10 x 4 / 2 more.
     slow = replace(CLUSTER, memory_bytes_per_s=1.0)
     plain, joined = (
         sum(
             one.seconds.get("core", 0.0)
-            for one in tower_step(replace(WORK, output_bytes=5.0, parts_needed=n), slow, TOPOLOGY, micro_batches=2)
+            for one in tower_step(replace(WORK, output_bytes=10.0, parts=n), slow, TOPOLOGY, micro_batches=2)
         )
-        for n in ((), (2, 2))
+        for n in ((), (0.5, 0.5))
     )
-    assert joined - plain == pytest.approx(2 * 5 * (2 + 4))
+    assert joined - plain == pytest.approx(10 * (2 + 4))
 
 
 def test_number_formats_cost_their_conversion() -> None:

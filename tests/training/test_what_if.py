@@ -93,8 +93,8 @@ def test_the_schedule_of_a_config_is_predicted() -> None:
     assert first == [False, True]
 
 
-def test_rows_that_micro_batches_share_are_waited_for() -> None:
-    """Ids 0 1 0 1 in one feature, 0 1 2 3 in all others: of two parts the first has one row of the first feature."""
+def test_rows_cross_with_the_first_micro_batch_that_has_them() -> None:
+    """Ids 0 1 0 1 in one feature, 0 1 2 3 in all others."""
     job = open_job(small("dlrm", dataflow="sptt", sharding={"unique": "rank"}, train={"micro_batches": 2}))
     features = [name for tower in job.towers.to_lists() for name in tower]
     ids = torch.tensor([[0, 1, 0, 1]] + [[0, 1, 2, 3]] * (len(features) - 1))
@@ -102,11 +102,13 @@ def test_rows_that_micro_batches_share_are_waited_for() -> None:
     config = changed(job.config, "train", batch_size=4)
     job = replace(job, config=config)
     found = distinct_inputs_of(job, batches=[batch])
-    assert [group.needed for group in found] == [(2, 2)] + [(1, 2)] * (len(features) - 1)
-    assert step_work(job, count(job), Repeats(distinct=found)).parts_needed == (2, 2)
+    num = len(features)
+    assert [group.parts for group in found] == [(1.0, 0.0)] + [(0.5, 0.5)] * (num - 1)
+    shares = (2 * num / (4 * num - 2), (2 * num - 2) / (4 * num - 2))
+    assert step_work(job, count(job), Repeats(distinct=found)).parts == pytest.approx(shares)
     other = KeyedJaggedTensor(features, ids[1].repeat(len(features)), lengths=batch.lengths())
     apart = distinct_inputs_of(job, batches=[other])
-    assert step_work(job, count(job), Repeats(distinct=apart)).parts_needed == ()
+    assert step_work(job, count(job), Repeats(distinct=apart)).parts == ()
 
 
 def changed(config: Any, section: str, **values: Any) -> Any:
