@@ -21,7 +21,7 @@ name                    what it is
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
 ``...+unique``          each distinct input of a rank crosses hosts once (part of ``+all``, where enough repeat)
-``...+unique-host``     each distinct input of a host crosses once; without micro-batches and ``+hot``
+``...+unique-host``     each distinct input of a host crosses once; without ``+hot``
 ``...+hot``             hot rows on every rank, by a profile (`dmt.hot_rows.runtime`); for ``sptt``
 ``...+global``          ids take the global route (`dmt.sptt.input_dist`)
 ======================  ==============================================================================================
@@ -174,11 +174,11 @@ def parse_contender(name: str) -> Contender:
         raise InputError(f"Contender {name!r}: +bf16-dense goes with +fp16 only.")
     if "hot" in extras and family != "sptt":
         raise InputError(f"Contender {name!r}: +hot is for sptt only; with tower modules copies save nothing.")
-    if "unique-host" in extras and {"all", *_PARTS, "unique", "hot", "global", "rank-towers"} & set(extras):
-        raise InputError(f"Contender {name!r}: +unique-host goes with a tower on each host, without micro-batches.")
+    if "unique-host" in extras and {"unique", "hot", "global", "rank-towers"} & set(extras):
+        raise InputError(f"Contender {name!r}: +unique-host goes with a tower on each host, and not with +hot.")
     if "1f1b" in extras and (
         not {*_PARTS, "all"} & set(extras)
-        or {"unique", "hot", "global"} & set(extras)
+        or {*_SHARING, "global"} & set(extras)
         or (family == "sptt" and "all" in extras)
     ):
         raise InputError(f"Contender {name!r}: +1f1b goes with micro-batches, and neither with +unique nor +hot.")

@@ -61,6 +61,7 @@ from dmt.sptt.rows import (
     PartRows,
     TakenRows,
     arrived_pieces,
+    by_micro_batch,
     filled_up,
     in_micro_batches,
     micro_batch_sizes,
@@ -360,7 +361,7 @@ class SPTTModule(TowerState):
         tower = self.mesh.tower
         if ctx.distinct is None:
             batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
-            by_part = zip(*(micro_batch_sizes(size, num) for size in batch_sizes), strict=True)
+            by_part = [batch_sizes] if num == 1 else by_micro_batch(batch_sizes, num)
             ctx.parts = [PartRows([[size] for size in part], [[part[tower]] for _ in part]) for part in by_part]
             return ids if num == 1 else in_micro_batches(ids, batch_sizes, num)
         sizes = [len(group) for group in self._groups[tower]]

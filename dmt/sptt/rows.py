@@ -26,6 +26,7 @@ __all__ = [
     "PartRows",
     "TakenRows",
     "arrived_pieces",
+    "by_micro_batch",
     "copied_rows",
     "filled_up",
     "in_micro_batches",
@@ -66,6 +67,11 @@ def micro_batch_sizes(batch_size: int, num: int) -> list[int]:
     """
     small, rest = divmod(batch_size, num)
     return [small + 1] * rest + [small] * (num - rest)
+
+
+def by_micro_batch(batch_sizes: Sequence[int], num: int) -> list[list[int]]:
+    """Returns the samples of each peer in each micro-batch, [num][T]."""
+    return [list(part) for part in zip(*(micro_batch_sizes(size, num) for size in batch_sizes), strict=True)]
 
 
 def in_micro_batches(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: int) -> KeyedJaggedTensor:

@@ -12,7 +12,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.plan.distinct import DistinctRows
-from dmt.sptt.rows import in_micro_batches, micro_batch_sizes
+from dmt.sptt.rows import by_micro_batch, in_micro_batches
 from dmt.sptt.unique import distinct_inputs
 from dmt.training.data import ClickData
 from dmt.training.job import Job
@@ -73,14 +73,13 @@ def distinct_inputs_of(
         batch_sizes = [ids.stride() for ids in of_ranks]
         ids = in_micro_batches(_joined(of_ranks), batch_sizes, num)
         cold = _without(ids, rows_of) if hot_rows else ids
-        by_part = zip(*(micro_batch_sizes(samples, num) for samples in batch_sizes), strict=True)
         sent, found = distinct_inputs(
             cold,
             sizes,
             wanted=wanted,
             auto=is_auto,
             share_empty=bool(hot_rows),
-            micro_batches=[sum(part) for part in by_part],
+            micro_batches=[sum(part) for part in by_micro_batch(batch_sizes, num)],
         )
         rows = [number for number, features in zip(found.rows, sizes, strict=True) for _ in range(features)]
         num_ids = (int(lengths.sum()) for lengths in sent.lengths().split(rows))

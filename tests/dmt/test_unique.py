@@ -28,6 +28,7 @@ from dmt import (
     TowerMesh,
     TowerPlan,
     TowerTopology,
+    run_in_micro_batches,
 )
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.output_dist import PeerExchange
@@ -477,3 +478,29 @@ def test_what_cannot_be_is_refused() -> None:
     mesh.topology = TowerTopology(num_towers=2, ranks_per_tower=2, ranks_per_host=1)
     with pytest.raises(InputError, match=r"unique='host' .* towers of 2 ranks span hosts of 1. Use unique='rank'"):
         SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="host")
+
+
+def changed_number_on_rank(rank: int, unique: str) -> None:
+    """Ids are on their way when micro-batches begin, and when they end."""
+    case = Case(towers=2, ranks=2, kind="flat", max_bag=2, sizes=(9, 7, 2, 9), unique=unique)
+    model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)))
+    (sparse,) = (part for part in model.modules() if isinstance(part, SPTTModule))
+    ids, _ = case.batches().draw(rank, 0, make_tables(list(case.dims)))
+
+    def sent() -> tuple[Any, Any]:
+        context = sparse.create_context()
+        return context, sparse.input_dist(context, ids).wait().wait()
+
+    expected = sparse.compute_and_output_dist(*sent()).wait().values()
+    before = sent()
+    micro_batches = run_in_micro_batches(model, num_micro_batches=3)
+    assert torch.equal(sparse.compute_and_output_dist(*before).wait().values(), expected)
+    between = sent()
+    micro_batches.detach()
+    assert torch.equal(sparse.compute_and_output_dist(*between).wait().values(), expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("unique", ["rank", "host"])
+def test_batches_on_their_way_outlive_another_number_of_micro_batches(unique: str) -> None:
+    run_ranks(changed_number_on_rank, 4, unique)
