@@ -15,7 +15,7 @@ name                    what it is
 ``...+fp16``            outputs and their gradients travel as FP16
 ``...+prefetch``        TorchRec's ``TrainPipelineSparseDist``: ids travel one batch ahead
 ``...+hier``            dense gradients reduced host by host (`dmt.HierarchicalDataParallel`)
-``...+bf16-dense``      the same with BF16 between hosts; goes with ``+fp16``, and is in no full run
+``...+bf16-dense``      the same with BF16 between hosts; goes with ``+fp16``
 ``...+mb8``             8 micro-batches (`dmt.run_in_micro_batches`); ``+mb2``, ``+mb4`` likewise
 ``...+1f1b``            each backward pass after its forward pass; goes with micro-batches, without ``+unique``
 ``...+rank-towers``     a tower on each rank instead of each host

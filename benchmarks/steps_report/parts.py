@@ -42,6 +42,11 @@ _UNIQUE_FLATS = (
     *("flat-tw-dp600+prefetch", "flat-tw-dp15000+prefetch"),
 )
 _UNIQUE_PAIRS = ("sptt", "sptt+unique", "dmt-cr2", "dmt-cr2+unique")
+# Fewer micro-batches than in "+all": with so few bytes there is less to hide. In 16 bits, flat and SPTT.
+_UNIQUE_OPTIONS = (
+    *("sptt+all", "sptt+prefetch+hier+mb2+unique", "sptt+hier+unique-host", "dmt-cr2+all"),
+    *("flat-tw-dp+fp16+prefetch", "sptt+fp16+prefetch+bf16-dense+mb2+unique"),
+)
 _REQUEST = 8
 
 # For the estimate, from runs on two cores: starting a job, building one contender, computing one sample's step.
@@ -122,7 +127,7 @@ def unique_jobs(*, rounds: int) -> list[Job]:
         rounds: measured ones.
     """
     setting = Setting(rounds=rounds, steps_per_turn=1)
-    contenders = (*_UNIQUE_FLATS, *_UNIQUE_PAIRS, "sptt+all", "dmt-cr2+all")
+    contenders = (*_UNIQUE_FLATS, *_UNIQUE_PAIRS, *_UNIQUE_OPTIONS)
     return [
         Job(part="unique", setting=setting, contenders=contenders),
         Job(part="unique", setting=replace(setting, ids="distinct"), contenders=_UNIQUE_PAIRS),

@@ -202,12 +202,13 @@ def test_goals_by_hand() -> None:
 
 def test_goals_of_sending_each_input_once_by_hand() -> None:
     skewed = [measured("flat-tw-dp", [4.0]), measured("flat-tw", [9.0]), measured("sptt+unique", [1.6])]
+    skewed += [measured("sptt+all", [1.25]), measured("sptt+fp16+all", [0.9])]
     distinct = [measured("dmt-cr2", [0.97]), measured("dmt-cr2+unique", [1.0])]
     requests = [measured("dmt-cr2", [1.8]), measured("dmt-cr2+unique", [1.0], across={"forward": 20e6})]
     goals = judge_unique(skewed, distinct, requests)
     assert [(goal.held, goal.measured) for goal in goals] == [
         (True, "2.50 (sptt+unique over flat-tw-dp)"),
-        (None, ""),
+        (False, "3.20 (sptt+all over flat-tw-dp)"),
         (False, "0.97 (dmt-cr2+unique over dmt-cr2)"),
         (True, "1.80 (dmt-cr2+unique over dmt-cr2)"),
     ]
