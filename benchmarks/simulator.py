@@ -62,9 +62,12 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     if contender.has_towers:
         values["model"] |= {"arch": "dmt-dlrm", "tower_dim": 128 // contender.compression}
     if contender.is_unique:
-        values["sharding"] |= {"unique": "rank" if "unique" in contender.options else "auto"}
+        own = "host" if contender.is_united else "rank" if "unique" in contender.options else "auto"
+        values["sharding"] |= {"unique": own}
     if contender.precision == "fp16":
         values["sharding"] |= {"forward_precision": "fp16", "backward_precision": "fp16"}
+    if not is_flat and contender.scheme != "planner":
+        values["sharding"]["scheme"] = contender.scheme
     tables = benchmark_tables(setting)
     if is_flat:
         values["sharding"]["scheme"] = _FLAT[contender.scheme]

@@ -142,7 +142,7 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         topology = own_topology(contender, setting)
         mesh = meshes.get(topology)
         sharders = own_sharders(contender, mesh, own_towers(contender, setting), fused)
-        plan = own_planner(topology, setting).plan(model, sharders)
+        plan = own_planner(contender, topology, setting).plan(model, sharders)
     cpu = torch.device("cpu")
     with startable_on_cpu() if contender.family == "etc" else nullcontext():
         sharded = DistributedModelParallel(

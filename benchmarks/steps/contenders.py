@@ -11,6 +11,7 @@ name                    what it is
 ``etc-cr2-twrw``        the same, row-wise inside towers
 ``sptt``                DLRM in this library's tower dataflow, nothing else changed
 ``dmt-cr2``             DMT-DLRM in this library's towers; towers send 1/2 of the numbers (1/4, ... with cr4, ...)
+``sptt-tw``             all tables table-wise inside towers; elsewhere as this library's planner has it; ``dmt-cr2-tw``
 ``sptt-2d``             two replicas of the tables inside each host (2D sparse parallelism); ``dmt-cr2-2d`` likewise
 ``...+fp16``            outputs and their gradients travel as FP16
 ``...+prefetch``        TorchRec's ``TrainPipelineSparseDist``: ids travel one batch ahead
@@ -204,11 +205,11 @@ def _scheme(name: str, family: str, scheme: str | None) -> str:
         return FLAT_SCHEMES[scheme]
     if family == "etc" and scheme in (None, "twrw"):
         return "table_column_wise" if scheme is None else "table_row_wise"
-    if family in ("sptt", "dmt") and scheme is None:
-        return "planner"
+    if family in ("sptt", "dmt") and scheme in (None, "tw"):
+        return "planner" if scheme is None else "table_wise"
     raise InputError(
         f"Contender {name!r}: flat needs one of {list(FLAT_SCHEMES)} after the name, etc takes twrw or nothing, sptt "
-        "and dmt take none."
+        "and dmt take tw or nothing."
     )
 
 

@@ -84,6 +84,9 @@ def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
     return TowerPlan.strided(feature_names(benchmark_tables(setting)), num_towers)
 
 
-def own_planner(topology: TowerTopology, setting: Setting) -> TowerShardingPlanner:
-    """The library's planner as a user would take it."""
-    return TowerShardingPlanner(topology, workload=StepWorkload(batch_size=setting.batch_size))
+def own_planner(contender: Contender, topology: TowerTopology, setting: Setting) -> TowerShardingPlanner:
+    """The library's planner as a user would take it, or with a scheme that is asked for."""
+    workload = StepWorkload(batch_size=setting.batch_size)
+    if contender.scheme == "table_wise":
+        return TowerShardingPlanner(topology, scheme="table_wise", workload=workload)
+    return TowerShardingPlanner(topology, workload=workload)

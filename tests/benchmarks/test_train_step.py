@@ -60,6 +60,7 @@ def test_every_name_is_read_as_it_is_written() -> None:
         ("global",),
     )
     assert parse_contender("etc-cr4-twrw").scheme == "table_row_wise"
+    assert [parse_contender(name).scheme for name in ("sptt", "dmt-cr2-tw")] == ["planner", "table_wise"]
     assert parse_contender("dmt-cr2+global+unique").name == "dmt-cr2+unique+global"
     assert [parse_contender(f"flat-{way}").data_parallel_rows for way in ("tw", "tw-dp", "cw-dp99")] == [0, None, 99]
     assert [parse_contender(name).is_unique for name in ("sptt", "sptt+unique", "sptt+all", "dmt-cr2+all")] == [
