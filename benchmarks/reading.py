@@ -50,6 +50,7 @@ from dmt.training.data.config import DataConfig
 from dmt.training.data.dataset import open_source
 from dmt.training.data.prepare import PrepareOptions, prepare
 from dmt.training.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
+from dmt.training.data.workers import BatchThread
 
 __all__ = ["main"]
 
@@ -252,6 +253,8 @@ def _wait_on_rank(rank: int, path: str, batch_size: int, workers: int) -> float:
     """Returns the share of the time that is waited, after the first batches."""
     _allow_workers()
     batches = _batches("tsv", path, batch_size, {"workers": workers, "shuffle_rows": batch_size})
+    if workers:
+        batches = BatchThread().ahead(batches)
     next(batches)
     time.sleep(1.0)  # the workers' start
     waited, began = 0.0, time.perf_counter()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from dmt.training.health import SoundnessCheck
 from dmt.training.records import RunRecord
 from dmt.training.save_times import SaveTimes
 from dmt.training.stop import StopRequest
+
+if TYPE_CHECKING:
+    from dmt.training.data.workers import BatchThread
 
 __all__ = ["ClickMetrics", "MetricValues", "Position", "Trainer", "TrainingTime", "metric_values"]
 
@@ -195,6 +198,14 @@ class Trainer:
         """Copies of hot rows that are told of each step; set by the caller."""
         self._device = current_device(device_type(config.device))
         self._pipeline = _pipeline(config, model, optimizer, self._device)
+        self._thread: BatchThread | None = None
+        self._reading_group = mesh.global_group
+        if data.config.workers:
+            from dmt.training.data.workers import BatchThread  # takes a while to import
+
+            self._thread = BatchThread()
+            if mesh.topology.world_size > 1:
+                self._reading_group = mesh.new_group([list(range(mesh.topology.world_size))])
         self._soundness = SoundnessCheck(model, mesh.global_group)
         self._checked: int | None = None
         start = position or Position()
@@ -338,10 +349,12 @@ class Trainer:
             epoch=epoch,
             start_row=start_row,
             bookmark=bookmark,
-            group=self._mesh.global_group if is_shared else None,
+            group=self._reading_group if is_shared else None,
         )
-        # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
-        return (batch.pin_memory() for batch in batches) if self._device.type == "cuda" else batches
+        if self._device.type == "cuda":
+            # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
+            batches = (batch.pin_memory() for batch in batches)
+        return batches if self._thread is None else self._thread.ahead(batches)
 
     def _training_batches(self) -> Iterator[ClickBatch]:
         """Yields the rest of the epoch; at its end, waits for the other ranks to come to theirs at the same batch.

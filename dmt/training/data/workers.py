@@ -1,4 +1,4 @@
-"""Pieces read ahead by worker processes: PyTorch's `DataLoader` over the pieces of a rank.
+"""Pieces read ahead by worker processes, PyTorch's `DataLoader` over the pieces of a rank; batches made by a thread.
 
 Workers come from a fork server, a small process that the rank starts once: a fork of the rank itself would hold its
 sockets and its lock of ``output_dir`` open after the rank has been killed. They end with their `DataLoader`, and at
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -29,7 +29,9 @@ from dmt.training.data.packed import PackedRows, RowLayout
 from dmt.training.data.pieces import Piece
 from dmt.training.data.sharing import PieceReader, PieceReport
 
-__all__ = ["read_ahead"]
+__all__ = ["BatchThread", "read_ahead"]
+
+_Item = TypeVar("_Item")
 
 _AHEAD = 2  # pieces of each worker that are read or being read
 _PRELOAD = ["dmt.training.data.workers", "dmt.training.data.readers", "pandas.util", "torch.utils.data"]
@@ -111,6 +113,31 @@ def read_ahead(
             end()
             atexit.unregister(end)  # also after an error, or each pass that one ends would keep its processes
     del iterator  # which waits for them
+
+
+class BatchThread:
+    """A thread that makes a rank's next batch from rows that were read ahead, while the rank computes.
+
+    It makes the batches of all passes, so that their exchanges between ranks have one order, the same on all of them.
+    These need a process group of their own: those of training steps run at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "batches")
+
+    def ahead(self, batches: Iterator[_Item]) -> Iterator[_Item]:
+        """Yields batches, each but the first made since the one before was asked for.
+
+        What goes wrong with a batch is raised where that batch is asked for. Closing the generator waits for the batch
+        that is being made, at most a second.
+        """
+        following = self._thread.submit(next, batches, None)
+        try:
+            while (batch := following.result()) is not None:
+                following = self._thread.submit(next, batches, None)
+                yield batch
+        finally:
+            futures.wait([following], timeout=1.0)
 
 
 def _fetch(iterator: Iterator[_Sent], layout: RowLayout) -> tuple[PieceReport, PackedRows]:

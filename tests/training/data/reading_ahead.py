@@ -27,13 +27,14 @@ from dmt.training.data.encode import Encoder
 from dmt.training.data.passes import make_reader, row_layout
 from dmt.training.data.readers import CriteoReader
 from dmt.training.data.sharing import PieceReader
-from dmt.training.data.workers import read_ahead
+from dmt.training.data.workers import BatchThread, read_ahead
 
 
 def descendants(pid: int) -> list[int]:
     """All processes below one, but for Python's tracker of shared memory."""
     found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    # Of all its threads: one that makes batches starts them.
+    for child in " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split():
         command = Path(f"/proc/{child}/cmdline").read_bytes()
         found += [] if b"resource_tracker" in command else [int(child)]
         found += descendants(int(child))
@@ -53,7 +54,7 @@ def main() -> None:
     read = PieceReader(partial(make_reader, config, encoder), row_layout(encoder))
     pieces.PIECE_BYTES = 400
     cut = pieces.pieces_of([file])
-    ahead = read_ahead(read, cut, 2)
+    ahead = BatchThread().ahead(read_ahead(read, cut, 2))
     first = next(ahead)
     tell(began=True, rows=first[0].num_rows)
     if way == "wait":

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
+from dmt.training.data.workers import BatchThread
 
 from .helpers import criteo_line, numbered_lines, write
 
@@ -86,6 +89,35 @@ def test_no_process_is_left_after_an_error_a_kill_or_ctrl_c(way: str, tmp_path: 
     assert wanted in errors
     assert errors.count("Traceback") == (way != "kill"), errors
     assert all_end(pids)
+
+
+def test_a_thread_makes_one_batch_ahead_and_raises_at_its_place() -> None:
+    made: list[int] = []
+    is_made = [threading.Event() for _ in range(5)]
+
+    def batches(first: int) -> Iterator[int]:
+        for number in range(first, 4):
+            made.append(number)
+            is_made[number].set()
+            yield number
+        made.append(4)
+        is_made[4].set()
+        raise InputError("line 5: no label")
+
+    thread = BatchThread()
+    ahead, other = thread.ahead(batches(0)), thread.ahead(batches(2))
+    for number in range(2):
+        assert next(ahead) == number
+        assert is_made[number + 1].wait(60), "made while this one is used"
+    # The other pass begins once the batch of the first that is being made is there, never beside it.
+    assert next(other) == 2
+    assert made[:4] == [0, 1, 2, 2]
+    assert [next(ahead), next(ahead)] == [2, 3]
+    with pytest.raises(InputError, match="line 5: no label"):
+        next(ahead)
+    assert next(ahead, None) is None
+    other.close()
+    assert made.count(0) == made.count(1) == 1
 
 
 def test_workers_are_for_files() -> None:
