@@ -105,6 +105,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step if start.is_own else None)
     record.say(start.lines)
     record.sharding(job.sharding)
+    if job.sharding is None:
+        record.say(planned.get("sharding", {}).get("notes", []))
 
     # Model, optimizer, replicas.
     model = shard_model(job, mesh)
