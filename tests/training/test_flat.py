@@ -28,7 +28,7 @@ from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.commands.plan import print_sharding, run_plan
 from dmt.training.config import TrainingConfig
 from dmt.training.flat import FlatPlan, FlatSharder, place_flat
-from dmt.training.job import open_job, resolve
+from dmt.training.job import Job, open_job, resolve
 from dmt.training.train import train_job
 from tests.parity import FUSED, Batches, FlatModel, make_tables
 from tests.ranks import run_ranks
@@ -259,7 +259,10 @@ def test_schemes_of_torchrec_are_for_one_flat_copy(scheme: str) -> None:
         config_of(2, 2, scheme, topology={"num_replicas": 2})
 
 
-def test_what_torchrec_cannot_place_is_told_before_training() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Job, "device_type", device)
+    assert flat_tables(open_job(config_of(2, 2, "planner", sharding={"memory_gib": 1.0}))) is not None
     config = config_of(2, 2, "planner", sharding={"memory_gib": 1e-6})
     with pytest.raises(InputError, match=r"TorchRec's planner cannot place.*'planner', sharding\.memory_gib=1e-06"):
         flat_tables(open_job(config))
