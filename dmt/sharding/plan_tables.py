@@ -181,7 +181,7 @@ class _TowerPlanner:
             penalized=frozenset({SCHEMES.index("column_wise")} if self.column_gain else ()),
             tolerance=self.column_gain,
         )
-        self._check_memory(free, problem)
+        self._check_memory(free, problem, placements)
         packed = pack(problem)
         if packed is None:
             raise self._no_room(free, problem)
@@ -226,42 +226,51 @@ class _TowerPlanner:
                 options.append(Option((), (), by_height[heights[0]].seconds, memory, kind))
         return options
 
-    def _check_memory(self, free: Sequence[Any], problem: Problem) -> None:
+    def _check_memory(self, free: Sequence[Any], problem: Problem, pinned: Mapping[str, TablePlacement]) -> None:
         """Refuses tables that cannot fit however they are placed."""
         where, ranks, room = f"tower {self.number}", problem.num_ranks, problem.capacity
         if problem.memory.max() > room:
             rank = int(problem.memory.argmax())
+            sizes = {
+                table.name: sum(
+                    load.memory for own, load in self.model.shards(table, pinned[table.name]) if own == rank
+                )
+                for table in self.tables
+                if table.name in pinned
+            }
             raise _NoRoomError(
                 "device",
-                f"The tables pinned to local rank {rank} of {where} need {human_bytes(problem.memory[rank])}, but "
-                f"memory_per_rank is {human_bytes(room)}. Pin some of them elsewhere.",
+                f"The tables pinned to local rank {rank} of {where} need {human_bytes(problem.memory[rank])} of device "
+                f"memory, but memory_per_rank is {human_bytes(room)}; {_largest(sizes)}. Pin some of them elsewhere.",
             )
         for table, options in zip(free, problem.options, strict=True):
             smallest = min(options, key=lambda option: option.most_memory)
             if smallest.most_memory > room:
+                kernel = self.kernels[table.name]
+                cache = "" if kernel == "fused" else f" and {kernel}, for what a device keeps of it (cache_load_factor)"
                 raise _NoRoomError(
                     "device",
-                    f"Table {table.name!r} in {where} needs {human_bytes(smallest.most_memory)} on a rank even "
-                    f"{SCHEMES[smallest.kind]}, but memory_per_rank is {human_bytes(room)}. Use more ranks per "
-                    "tower or a smaller data type or optimizer state, or allow it other schemes.",
+                    f"Table {table.name!r} in {where} needs {human_bytes(smallest.most_memory)} of device memory on a "
+                    f"rank even {SCHEMES[smallest.kind]}{cache}, but memory_per_rank is {human_bytes(room)}. Use more "
+                    "ranks per tower or a smaller data type or optimizer state, or allow it other schemes.",
                 )
         if (needed := _least_memory(problem)) > ranks * room:
             raise _NoRoomError(
                 "device",
-                f"The {len(self.tables)} tables of {where} need at least {human_bytes(needed)}, which is "
-                f"{human_bytes(needed - ranks * room)} more than its ranks_per_tower={ranks} ranks of memory_per_rank="
-                f"{human_bytes(room)} have. Use more ranks per tower, or move tables to other towers.",
+                f"The {len(self.tables)} tables of {where} need at least {human_bytes(needed)} of device memory, which "
+                f"is {human_bytes(needed - ranks * room)} more than its ranks_per_tower={ranks} ranks of "
+                f"memory_per_rank={human_bytes(room)} have; {_largest_of(free, problem)}. Use more ranks per tower, or "
+                "move tables to other towers.",
             )
 
     def _no_room(self, free: Sequence[Any], problem: Problem) -> _NoRoomError:
-        largest = max(range(len(free)), key=lambda i: min(option.most_memory for option in problem.options[i]))
         needed, room = _least_memory(problem), problem.capacity
         return _NoRoomError(
             "device",
             f"No placement was found for the {len(self.tables)} tables of tower {self.number}: they need at least "
-            f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} that {problem.num_ranks} ranks of "
-            f"memory_per_rank={human_bytes(room)} have, but the pieces do not fit beside each other; the largest is "
-            f"table {free[largest].name!r}. Let large tables be row_wise, or use more ranks per tower.",
+            f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} of device memory that "
+            f"{problem.num_ranks} ranks of memory_per_rank={human_bytes(room)} have, but the pieces do not fit beside "
+            f"each other; {_largest_of(free, problem)}. Let large tables be row_wise, or use more ranks per tower.",
         )
 
     def _check_tiers(
@@ -285,14 +294,13 @@ class _TowerPlanner:
                     table: sum(getattr(load, name) for rank, load in of_table if rank == fullest)
                     for table, of_table in shards.items()
                 }
-                largest = max(sizes, key=lambda table: sizes[table])
+                kernels = {table: placement.kernel for table, placement in placements.items()}
                 raise _NoRoomError(
                     tier,
                     f"Local rank {fullest} of tower {self.number} needs {human_bytes(on_rank[fullest])} of "
                     f"{'host memory' if tier == 'host' else 'SSD'} for tables that do not fit its device, but "
-                    f"{name}_per_rank is {human_bytes(room)}; the largest is table {largest!r} "
-                    f"({placements[largest].kernel}) with {human_bytes(sizes[largest])}. Use more ranks per tower or a "
-                    "smaller data type, or give it more.",
+                    f"{name}_per_rank is {human_bytes(room)}; {_largest(sizes, kernels)}. Use more ranks per tower or "
+                    "a smaller data type, or give it more.",
                 )
             held.append(on_rank)
         return held[0], held[1]
@@ -459,14 +467,26 @@ def _placement(packing: Packing, item: int) -> TablePlacement:
     )
 
 
+def _largest(sizes: Mapping[str, float], kernels: Mapping[str, Kernel] | None = None) -> str:
+    name = max(sizes, key=lambda table: sizes[table])
+    kernel = f" ({kernels[name]})" if kernels else ""
+    return f"the largest is table {name!r}{kernel} with {human_bytes(sizes[name])}"
+
+
+def _largest_of(free: Sequence[Any], problem: Problem) -> str:
+    least = [min(map(_option_memory, options)) for options in problem.options]
+    return _largest({table.name: size for table, size in zip(free, least, strict=True)})
+
+
+def _option_memory(option: Option) -> float:
+    """Bytes of all ranks together."""
+    spread = 0.0 if option.everywhere_memory is None else float(option.everywhere_memory.sum())
+    return spread + sum(option.part_memory)
+
+
 def _least_memory(problem: Problem) -> float:
     """Bytes of all ranks together if every item takes its smallest option."""
-
-    def needed(option: Option) -> float:
-        spread = 0.0 if option.everywhere_memory is None else float(option.everywhere_memory.sum())
-        return spread + sum(option.part_memory)
-
-    return sum(min(map(needed, options)) for options in problem.options) + float(problem.memory.sum())
+    return sum(min(map(_option_memory, options)) for options in problem.options) + float(problem.memory.sum())
 
 
 def _shard_counts(columns: int, num_ranks: int) -> list[int]:

@@ -23,6 +23,8 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dmt.errors import InputError
+from dmt.formatting import human_bytes
+from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
@@ -264,9 +266,10 @@ def parameter_sharding(
         InputError: the device has no such kernel.
     """
     if placement.kernel == "key_value" and device_type == "cpu":
+        size = table.num_embeddings * table.embedding_dim * number_bytes(table)
         raise InputError(
-            f"Table {table.name!r} has kernel='key_value', but FBGEMM keeps tables on SSDs behind caches of GPUs, and "
-            "this run is on CPUs. Use 'fused_uvm_caching', or GPUs."
+            f"Table {table.name!r} of {human_bytes(size)} has kernel='key_value', but FBGEMM keeps tables on SSDs "
+            "behind caches of GPUs, and this run is on CPUs. Use 'fused_uvm_caching', or GPUs."
         )
     has_cache = placement.kernel in ("fused_uvm_caching", "key_value")
     algorithm = CacheAlgorithm.LFU if cache_policy == "lfu" else CacheAlgorithm.LRU

@@ -79,8 +79,8 @@ def run_in_micro_batches(
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in
             micro-batches, such as ``model.module.model`` of a task that adds the loss.
-        num_micro_batches: K; the same on every rank. Any batch size works, including one smaller than K; with 1F1B
-            every rank's batch has at least K samples.
+        num_micro_batches: K; the same on every rank. Any batch size works, including one smaller than K: the module is
+            then also called with no samples.
         schedule: order of the passes; the same on every rank.
 
     Returns:
@@ -269,7 +269,8 @@ class _TowersInMicroBatches:
             raise InputError("schedule='1f1b' does not go with hot rows. Use schedule='all_forward'.")
         # With 1F1B, and where something will have a backward pass.
         cuts = [one for one in started if isinstance(one, PendingOutputs)] if self._is_1f1b else []
-        before = [one.cut() for one in cuts[:-1]] if torch.is_grad_enabled() else []
+        is_full = any(map(any, ctx.parts[-1].sent))  # this rank has samples in the last micro-batch
+        before = [one.cut() for one in cuts[: len(cuts) - is_full]] if torch.is_grad_enabled() else []
         return ResultInParts(module.taken(ctx, started), module.finish, before)
 
 
@@ -316,7 +317,7 @@ class ResultInParts(CachedAwaitable):
     Args:
         exchanges: awaitables of [B of the micro-batch, columns], in order.
         finish: turns [B, columns] into the result.
-        cuts: with 1F1B, what `dmt.sptt.output_dist.PendingOutputs.cut` returned for all but the last.
+        cuts: with 1F1B, what `dmt.sptt.output_dist.PendingOutputs.cut` returned for all but the last one with samples.
     """
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any], cuts: Sequence[Cut] = ()) -> None:
@@ -327,7 +328,10 @@ class ResultInParts(CachedAwaitable):
 
 
 class _MeanLoss:
-    """The mean loss of a batch from those of its micro-batches, whose backward passes it runs: all but the last."""
+    """The mean loss of a batch from those of its micro-batches, whose backward passes it runs: all but the last.
+
+    The last one's also, where this rank has fewer samples than micro-batches: peers take part in all of them.
+    """
 
     def __init__(self, owner: str, dense: Sequence[nn.Parameter], sizes: Sequence[int]) -> None:
         self._owner, self._sizes = owner, list(sizes)
@@ -339,11 +343,6 @@ class _MeanLoss:
         """Loss of the batch; that of the micro-batches so far."""
         self.has_more = False
         """True if the module returns more than the loss."""
-        if min(sizes) == 0 and torch.is_grad_enabled():
-            raise InputError(
-                f"A batch of {sum(sizes)} samples has no sample for each of {len(sizes)} micro-batches, and an empty "
-                "one has no mean loss. Use fewer micro-batches, larger batches or schedule='all_forward'."
-            )
 
     def add(self, output: Any, cuts: Sequence[Cut | None]) -> Any:
         """Runs the backward pass of a micro-batch, of the last one later; returns its other outputs."""
@@ -355,30 +354,35 @@ class _MeanLoss:
                 f"{self._owner} returns {shown}. Give it the module with the loss."
             )
         self.has_more = bool(others)
-        size = self._sizes[self._number]
-        # The mean over no sample, in an evaluation, is no number.
-        part = loss * (size / sum(self._sizes)) if size else loss.new_zeros(())
+        size, samples = self._sizes[self._number], sum(self._sizes)
         self._number += 1
-        if not part.requires_grad:
-            self.total = part if self._number == 1 else self.total + part
-        elif self._number < len(self._sizes):
-            self._run_backward(part, [cut for cut in cuts if cut is not None])
-            self.total = part.detach() if self._number == 1 else self.total + part.detach()
-        else:
+        is_last = self._number == len(self._sizes)
+        # The mean over no sample is no number, which is the loss of an empty batch, but of no part of another.
+        part = loss * (size / samples) if size else loss if is_last and not samples else loss.new_zeros(())
+        used: list[nn.Parameter] = []
+        if loss.requires_grad and not (is_last and size):
+            used = self._run_backward(part if size else loss, [cut for cut in cuts if cut is not None], adds=size > 0)
+            part = part.detach()
+        self.total = part if self._number == 1 else self.total + part
+        if loss.requires_grad and is_last:
             found = [(p, p.grad) for p in self._dense if p.grad is not None]
             self._gradients = [(p, grad, grad._version) for p, grad in found]  # noqa: SLF001 - autograd's own
-            self.total = _JoinLoss.apply(self.total + part, self, *self._cuts)
+            self.total = _JoinLoss.apply(self.total, self, *self._cuts, *used)
         return tuple(others)
 
-    def _run_backward(self, part: Tensor, cuts: Sequence[Cut]) -> None:
-        """Adds to the gradients of the dense part, and starts the exchange of those of the outputs."""
+    def _run_backward(self, part: Tensor, cuts: Sequence[Cut], *, adds: bool) -> list[nn.Parameter]:
+        """Starts the exchange of the gradients of the outputs, and adds to those of the dense part that it returns.
+
+        With ``adds=False`` nothing is added: without samples, there may be what is no number.
+        """
         starts = [start for _, start in cuts]
         # Not by backward(): DDP would count it, and reduce the gradients of the first micro-batches.
         found = torch.autograd.grad(part, [*self._dense, *starts], allow_unused=True)
-        for parameter, gradient in zip(self._dense, found, strict=False):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        used = [(p, gradient) for p, gradient in zip(self._dense, found, strict=False) if gradient is not None]
+        for parameter, gradient in used if adds else []:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._cuts += [before for before, _ in cuts]
+        return [parameter for parameter, _ in used]
 
     def check_gradients(self) -> None:
         """Raises `InputError` if gradients of the first micro-batches were changed before the last one's."""
@@ -391,11 +395,14 @@ class _MeanLoss:
 
 
 class _JoinLoss(Function):
-    """Hands a loss on; its backward pass also goes through what was cut off its micro-batches."""
+    """Hands a loss on; its backward pass also goes through what was cut off its micro-batches.
+
+    Where the last one is empty also to the parameters of the dense part, since DDP waits for their gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, mean: _MeanLoss, *cuts: Tensor) -> Tensor:
-        ctx.mean, ctx.cuts = mean, [(cut.shape, cut.dtype, cut.device) for cut in cuts]
+    def forward(ctx: Any, loss: Tensor, mean: _MeanLoss, *others: Tensor) -> Tensor:
+        ctx.mean, ctx.others = mean, [(other.shape, other.dtype, other.device) for other in others]
         return loss.clone()
 
     @staticmethod
@@ -403,8 +410,8 @@ class _JoinLoss(Function):
         ctx.mean.check_gradients()
         _check_unscaled(gradients[0])
         # Their own gradients came by the exchange.
-        empty = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.cuts)
-        return gradients[0], None, *empty
+        nothing = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
+        return gradients[0], None, *nothing
 
 
 def _check_unscaled(gradient: Tensor) -> None:

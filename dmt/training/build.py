@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,7 +40,7 @@ from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.replicas.sync import ReplicaSync
-from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sharding.rules import Tiers
@@ -162,12 +163,7 @@ def check_rank_memory(job: Job) -> None:
     """
     config, topology = job.config, job.topology
     towers, dense = dense_weight_bytes(build_model(job, device="meta", without_tables=True))
-    if job.sharding is not None:
-        tables: float = max(rank.memory + rank.host_memory for rank in job.sharding.ranks)
-    elif (plan := flat_tables(job)) is not None:
-        tables = max(plan.rank_memory)
-    else:
-        tables = sum(table.num_bytes for table in job.tables) / (topology.num_towers * topology.ranks_per_tower)
+    tables = _table_bytes(job)
     # Of each copy the weight, its gradient and states; AdaGrad's single numbers of rows are left out.
     states = {"adagrad": 1, "adam": 2}.get(config.optimizer.sparse, 0)
     # On one host no row is ever chosen.
@@ -182,6 +178,23 @@ def check_rank_memory(job: Job) -> None:
         f"A rank, with {human_bytes(tables)} of tables, {hot}dense layers (model: dense_arch, over_arch, tower_dim, c, "
         "p, cross_rank) and batches (train: batch_size, eval_batch_size),",
     )
+
+
+def _table_bytes(job: Job) -> float:
+    """Bytes of the fullest rank's tables in host memory: on GPUs of those that are not on the device."""
+    if job.device_type == "cuda":
+        return max((rank.host_memory for rank in job.sharding.ranks), default=0) if job.sharding else 0.0
+    if job.sharding is None:
+        if (plan := flat_tables(job)) is not None:
+            return max(plan.rank_memory)
+        return sum(table.num_bytes for table in job.tables) / (job.topology.world_size // job.topology.num_replicas)
+    # On a CPU every kernel is run as fused, without a cache.
+    sharding, tables, held = job.sharding, {table.name: table for table in job.split_tables}, Counter[Any]()
+    costs = CostModel(topology=sharding.topology, workload=sharding.workload, hardware=sharding.hardware)
+    for own in sharding.tables:
+        for rank, load in costs.shards(tables[own.name], replace(own.placement, kernel="fused")):
+            held[own.tower, rank] += load.memory
+    return max(held.values())
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
@@ -396,7 +409,8 @@ def flat_tables(job: Job) -> FlatPlan | None:
     """
     if job.flat_plan is None:
         return None
-    return flat_costs(job, job.flat_plan, build_model(job, device="meta", without_tables=True))
+    model = build_model(job, device="meta", without_tables=True)
+    return flat_costs(job, job.flat_plan, model, fused_params(job.config.optimizer, job.device_type))
 
 
 def place_tables(job: Job) -> ShardingPlan | None:

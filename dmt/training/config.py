@@ -474,7 +474,6 @@ class TrainingConfig(Section):
         if self.train.micro_batch_schedule == "1f1b":
             wrong = {
                 f"train.micro_batches={number}; give 2 or more": number == 1,
-                f"train.batch_size={self.train.batch_size}; each part needs a sample": self.train.batch_size < number,
                 f"sharding.unique={self.sharding.unique!r}": self.sharding.unique != "off",
                 "hot rows": self.hot_rows.extra_memory > 0,
                 "topology.num_towers=1, where no gradients are sent": self.topology.num_towers == 1,

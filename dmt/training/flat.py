@@ -25,6 +25,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt._torchrec import host_groups
 from dmt.errors import InputError
+from dmt.formatting import counted, shorten
 from dmt.models.complexity import dense_weight_bytes
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import TableSpec, feature_names
@@ -142,6 +143,8 @@ class FlatPlan:
     """Bytes of these on each rank."""
     traffic: Traffic
     """Bytes that all ranks together send in a step."""
+    notes: tuple[str, ...]
+    """Further notes for the reader, such as of tables that cannot have the scheme asked for."""
 
     @property
     def tables_by_scheme(self) -> dict[str, int]:
@@ -158,11 +161,14 @@ class FlatPlan:
             "tables_by_scheme": self.tables_by_scheme,
             "largest_rank_bytes": max(self.rank_memory),
             "planned_bytes_per_sample": self.traffic.per_sample(rows),
+            "notes": list(self.notes),
         }
 
 
-def flat_costs(job: Job, plan: ShardingPlan, model: nn.Module) -> FlatPlan:
+def flat_costs(job: Job, plan: ShardingPlan, model: nn.Module, fused_params: Mapping[str, Any]) -> FlatPlan:
     """Returns memory and bytes of the plan of a flat job, whose ``model`` has stand-ins for its tables.
+
+    ``fused_params`` are those that the plan was made with.
 
     Ids follow ``sharding.pooling_factors``, rows of a table are read equally often, gradients of data-parallel tables
     and of the dense part go round in rings. Not counted: the sizes that ranks tell each other before an exchange.
@@ -211,9 +217,10 @@ def flat_costs(job: Job, plan: ShardingPlan, model: nn.Module) -> FlatPlan:
         NUMBER_FORMATS[precision].num_bytes for precision in (own.forward_precision, own.backward_precision)
     )
     inside = ids.inside + outputs.inside * (forward + backward) + dense_inside + (1 - ring) * reduced
+    schemes = {table.name: placed[table.name].sharding_type for table in tables}
     return FlatPlan(
         topology=topology,
-        schemes={table.name: placed[table.name].sharding_type for table in tables},
+        schemes=schemes,
         ranks={table.name: tuple(rank for rank, *_ in _shards(table, placed[table.name], world)) for table in tables},
         memory=memory,
         rank_memory=tuple(held),
@@ -224,7 +231,26 @@ def flat_costs(job: Job, plan: ShardingPlan, model: nn.Module) -> FlatPlan:
             dense=round(dense + ring * reduced),
             inside=round(inside),
         ),
+        notes=_notes(job, tables, schemes, fused_params),
     )
+
+
+def _notes(
+    job: Job, tables: Sequence[TableSpec], schemes: Mapping[str, str], fused_params: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Names the tables that are table-wise because they cannot have the scheme asked for, and says why."""
+    asked = _asked(job.config.sharding.scheme)
+    why = {
+        # The last obstacle: the model here no longer tells which bags have means.
+        table.name: _obstacle(table, asked[0], job.topology, fused_params, is_mean=True)
+        for table in tables
+        if schemes[table.name] not in asked
+    }
+    if not why:
+        return ()
+    shown = shorten([f"{name!r} ({reason})" for name, reason in why.items()], ", ")
+    verb = "is" if len(why) == 1 else "are"
+    return (f"{counted(len(why), 'table')} {verb} table_wise instead of {asked[0]}: {shown}.",)
 
 
 class _Sums:
@@ -275,7 +301,7 @@ def place_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> Shar
     logging.disable(max(before, logging.WARNING))
     try:
         return _planner(job, model, fused_params).plan(model, [sharder])
-    except (PlannerError, RuntimeError) as error:
+    except PlannerError as error:
         own = job.config.sharding
         limit = f", sharding.memory_gib={own.memory_gib}" if own.memory_gib is not None else ""
         raise InputError(
@@ -286,22 +312,32 @@ def place_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> Shar
         logging.disable(before)
 
 
+def _asked(scheme: str) -> Sequence[str]:
+    """TorchRec's names of the schemes that ``sharding.scheme`` allows."""
+    return _CHOICES.get(scheme, (scheme,))
+
+
 def _schemes(
     table: TableSpec, scheme: str, topology: TowerTopology, fused_params: Mapping[str, Any], *, is_mean: bool
 ) -> Sequence[str]:
     """TorchRec's names of the schemes that a table may have; ``table_wise`` where it can have none of those asked."""
-    asked = _CHOICES.get(scheme, (scheme,))
+    asked = _asked(scheme)
+    possible = [own for own in asked if not _obstacle(table, own, topology, fused_params, is_mean=is_mean)]
+    return possible or ["table_wise"]  # which `FlatPlan.notes` tells
+
+
+def _obstacle(
+    table: TableSpec, scheme: str, topology: TowerTopology, fused_params: Mapping[str, Any], *, is_mean: bool
+) -> str:
+    """Returns the reason why a table cannot have a scheme of TorchRec, or an empty string if it can."""
     parts = {"row_wise": topology.world_size} | dict.fromkeys(_BY_HOST, topology.host_size)
-    possible = []
-    for choice in asked:
-        if choice in parts and _has_empty_shard(table.num_embeddings, parts[choice]):
-            continue
-        if choice == "grid_shard" and is_mean:  # each rank would divide by the ids of its own rows
-            continue
-        if choice == "data_parallel" and why_not(table, choice, fused_params=fused_params):
-            continue
-        possible.append(choice)
-    return possible or ["table_wise"]
+    if scheme in parts and _has_empty_shard(table.num_embeddings, parts[scheme]):
+        return f"cut for {parts[scheme]} ranks, its {counted(table.num_embeddings, 'row')} would leave one without any"
+    if scheme == "data_parallel":
+        return why_not(table, scheme, fused_params=fused_params)
+    if scheme == "grid_shard" and is_mean:
+        return "its bags are averaged, where each rank would divide by the ids of its own rows"
+    return ""
 
 
 def _has_empty_shard(rows: int, parts: int) -> bool:

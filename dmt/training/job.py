@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from dmt.errors import InputError
-from dmt.formatting import shorten
+from dmt.formatting import human_bytes, shorten
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.row_access import counted_tables, plan_by_access
 from dmt.plan.column_shards import shard_names, split_tables
@@ -307,17 +307,19 @@ def check_table_optimizer(config: OptimizerConfig, device: DeviceType = "cpu") -
 
 def check_kernels(job: Job) -> None:
     """Raises `InputError` if the plan has tables in a memory that the job's devices cannot reach."""
-    placements = {} if job.sharding is None else job.sharding.placements
-    on_ssd = [name for name, placement in placements.items() if placement.kernel == "key_value"]
+    placed = () if job.sharding is None else job.sharding.tables
+    on_ssd = [
+        f"{t.name!r} ({human_bytes(t.memory)} with its cache)" for t in placed if t.placement.kernel == "key_value"
+    ]
     if on_ssd and job.config.optimizer.sparse not in ("rowwise_adagrad", "adam"):
         raise InputError(
-            f"The plan has table {on_ssd[0]!r} on an SSD (key_value), where FBGEMM has only row-wise AdaGrad and Adam, "
+            f"The plan has table {on_ssd[0]} on an SSD (key_value), where FBGEMM has only row-wise AdaGrad and Adam, "
             f"but this run has optimizer.sparse={job.config.optimizer.sparse!r}. Leave out sharding.ssd_gib, or use "
             "one of those."
         )
     if on_ssd and job.device_type == "cpu":
         raise InputError(
-            f"The plan has table {on_ssd[0]!r} on an SSD (key_value), but FBGEMM keeps tables there behind caches of "
+            f"The plan has table {on_ssd[0]} on an SSD (key_value), but FBGEMM keeps tables there behind caches of "
             "GPUs, and this run is on CPUs. Leave out sharding.ssd_gib, or use GPUs (train.device='cuda')."
         )
 

@@ -164,13 +164,17 @@ class RunRecord:
         if self.enabled:
             print("".join(f"# {printable(line)}\n" for line in lines), end="", flush=True)
 
-    def sharding(self, plan: TowerShardingPlan | None) -> None:
-        """Writes the sharding plan as ``sharding.json`` and prints its summary; None removes what a run before left."""
+    def sharding(self, plan: TowerShardingPlan | None, notes: Iterable[str] = ()) -> None:
+        """Writes the sharding plan as ``sharding.json`` and prints its summary; None removes what a run before left.
+
+        ``notes`` are of a flat plan, which is not written.
+        """
         if not self.enabled:
             return
         path = self.folder / "sharding.json"
         if plan is None:
             path.unlink(missing_ok=True)
+            self.say(notes)
         else:
             # In one step: it may be the very plan that the config names and other ranks still read.
             plan.save(path)

@@ -104,7 +104,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     start = find_start(job, mesh)
     record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step if start.is_own else None)
     record.say(start.lines)
-    record.sharding(job.sharding)
+    record.sharding(job.sharding, planned.get("sharding", {}).get("notes", ()))
 
     # Model, optimizer, replicas.
     model = shard_model(job, mesh)

@@ -73,7 +73,10 @@ def test_model_f_of_neo_fits_128_ranks() -> None:
     """Two tables of 10 billion rows x 256 in FP16: 10.2 TB on 128 ranks of 40 GB, which have 5.1 TB."""
     tables = [table(name, 10 * GB, 256, "FP16") for name in ("a", "b")]
     device = Hardware(memory_per_rank=40 * GB)
-    with pytest.raises(InputError, match=r"Table 'a' in tower 0 needs 40\.\d GB on a rank even row_wise|need at least"):
+    with pytest.raises(
+        InputError,
+        match=r"Table 'a' in tower 0 needs 40\.\d GB of device memory on a rank even row_wise, but memory_per",
+    ):
         plan_tables([tables], one_tower(128), hardware=device)
     # 8 ranks on a host of 1.5 TB.
     hardware = Hardware(memory_per_rank=40 * GB, host_memory_per_rank=187 * GB)
@@ -128,13 +131,19 @@ def test_tables_stay_on_the_device_where_they_fit() -> None:
         (
             Hardware(memory_per_rank=10**6, host_memory_per_rank=10**6),
             r"Local rank \d of tower 0 needs 1\.\d+ MB of host memory .* host_memory_per_rank is 1\.00 MB; the largest "
-            r"is table 'b' \(fused_uvm_caching\) with",
+            r"is table 'b' \(fused_uvm_caching\) with \d",
         ),
         (
             Hardware(memory_per_rank=10**6, host_memory_per_rank=10**6, ssd_per_rank=10**5),
-            r"Local rank \d of tower 0 needs .* of SSD .* ssd_per_rank is 100 kB; the largest is table '\w' \(key_",
+            r"Local rank \d of tower 0 needs .* of SSD .* ssd_per_rank is 100 kB; the largest is table '\w' "
+            r"\(key_value\) with \d",
         ),
-        (Hardware(memory_per_rank=10**4, ssd_per_rank=GB), r"memory_per_rank is 10\.0 kB"),
+        (
+            # 2,500 rows on a rank: 500 of 256 bytes in the cache with 16 more, 4 for each of AdaGrad's and of the map.
+            Hardware(memory_per_rank=10**4, ssd_per_rank=GB),
+            r"Table 'a' in tower 0 needs 156 kB of device memory on a rank even row_wise and key_value, for what a "
+            r"device keeps of it \(cache_load_factor\), but memory_per_rank is 10\.0 kB",
+        ),
     ],
     ids=["host", "ssd", "caches"],
 )
@@ -168,14 +177,17 @@ def test_torchrec_is_given_kernel_and_cache() -> None:
     assert found.cache_params is not None
     assert (found.cache_params.load_factor, found.cache_params.algorithm.name) == (0.1, "LFU")
     on_ssd = TablePlacement(scheme="table_wise", ranks=(0,), kernel="key_value")
-    with pytest.raises(InputError, match=r"Table 't' has kernel='key_value'.* this run is on CPUs"):
+    with pytest.raises(InputError, match=r"Table 't' of 2.56 kB has kernel='key_value'.* this run is on CPUs"):
         parameter_sharding(table("t", 10), on_ssd, device_type="cpu")
 
 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"sharding": {"kernels": {"t_C1": "key_value"}}}, r"The plan has table 't_C1' on an SSD .*on CPUs"),
+        (
+            {"sharding": {"kernels": {"t_C1": "key_value"}}},
+            r"The plan has table 't_C1' \(559 bytes with its cache\) on an SSD .*on CPUs",
+        ),
         (
             {"sharding": {"kernels": {"t_C1": "key_value"}}, "optimizer": {"sparse": "sgd"}},
             r"on an SSD .* only row-wise AdaGrad and Adam, but this run has optimizer\.sparse='sgd'",

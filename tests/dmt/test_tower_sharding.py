@@ -198,10 +198,16 @@ def test_a_memory_limit_is_hard() -> None:
     assert [rank.memory for rank in found.ranks] == [6000 * 20] * 2
     tight = dataclasses.replace(hardware, memory_per_rank=6000 * 20 - 1)
     with pytest.raises(
-        InputError, match=r"5 tables of tower 0 need at least 240 kB, which is 2 bytes more than its ranks"
+        InputError,
+        match=r"5 tables of tower 0 need at least 240 kB of device memory, which is 2 bytes more than its ranks.*; "
+        r"the largest is table 't0' with 60\.0 kB",
     ):
         plan_tables([tables], one_tower(2), hardware=tight, rules=rules)
-    with pytest.raises(InputError, match=r"No placement was found for the 3 tables of tower 0.*largest is table 't0'"):
+    with pytest.raises(
+        InputError,
+        match=r"No placement was found for the 3 tables of tower 0: they need at least 120 kB of the 140 kB of device "
+        r"memory that .*; the largest is table 't0' with 40\.0 kB",
+    ):
         plan_tables(
             [[table(f"t{i}", 2000, 4) for i in range(3)]],
             one_tower(2),
@@ -209,7 +215,8 @@ def test_a_memory_limit_is_hard() -> None:
             rules=rules,
         )
     with pytest.raises(
-        InputError, match=r"Table 'big' in tower 1 needs 65.0 MB on a rank even row_wise, but memory_per_rank is 1"
+        InputError,
+        match=r"'big' in tower 1 needs 65.0 MB of device memory on a rank even row_wise, but memory_per_rank is 1",
     ):
         plan_tables(
             [[table("a")], [table("big", 1_000_000, 64)]],
@@ -330,7 +337,9 @@ def test_wrong_tables_and_features_are_refused() -> None:
     rules = ShardingRules(tables={"a": pinned("table_wise", 1)})
     small = Hardware(memory_per_rank=1_000_000)
     with pytest.raises(
-        InputError, match=r"pinned to local rank 1 of tower 0 need 26.0 MB, but memory_per_rank is 1.00 MB"
+        InputError,
+        match=r"pinned to local rank 1 of tower 0 need 26.0 MB of device memory, but memory_per_rank is 1.00 MB; the "
+        r"largest is table 'a' with 26.0 MB",
     ):
         plan_tables([[table("a")]], one_tower(2), hardware=small, rules=rules)
 

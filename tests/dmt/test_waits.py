@@ -18,15 +18,21 @@ from tests.ranks import run_ranks
 from tests.training.small import small
 from tests.waits import MADE, Waits
 
+OVERLAPPED = {"micro_batches": 2, "dense_reduce": "hierarchical"}
+COPIES = {"num_towers": 2, "ranks_per_tower": 1, "num_replicas": 2}
 # name -> arch, dataflow, further settings
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "flat": ("dlrm", "flat", {}),
     "sptt": ("dlrm", "sptt", {}),
+    "sptt overlapped": ("dlrm", "sptt", {"train": OVERLAPPED}),
+    "sptt replicas": ("dlrm", "sptt", {"topology": COPIES}),
     "dmt": ("dmt-dlrm", "sptt", {}),
-    "dmt overlapped": ("dmt-dlrm", "sptt", {"train": {"micro_batches": 2, "dense_reduce": "hierarchical"}}),
-    "dmt replicas": ("dmt-dlrm", "sptt", {"topology": {"num_towers": 2, "ranks_per_tower": 1, "num_replicas": 2}}),
+    "dmt overlapped": ("dmt-dlrm", "sptt", {"train": OVERLAPPED}),
+    "dmt 1f1b": ("dmt-dlrm", "sptt", {"train": {**OVERLAPPED, "micro_batch_schedule": "1f1b"}}),
+    "dmt replicas": ("dmt-dlrm", "sptt", {"topology": COPIES}),
     "dmt mixed schemes": ("dmt-dlrm", "sptt", {"sharding": {"scheme": "auto"}}),
     "dmt unique": ("dmt-dlrm", "sptt", {"sharding": {"unique": "rank"}}),
+    "dmt unique on hosts": ("dmt-dlrm", "sptt", {"sharding": {"unique": "host"}}),
 }
 STEPS = 4  # the first ones make what later ones have
 
@@ -85,11 +91,12 @@ def test_ids_go_to_the_peers_and_then_on_inside_the_tower(name: str, steps: list
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("flat", "dmt unique")])
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "flat" and "unique" not in name])
 def test_a_step_waits_no_more_often_than_that_of_the_flat_model(name: str, steps: list[dict[str, Any]]) -> None:
     reads, made, *_ = steps[0][name]
     most, most_made, *_ = steps[0]["flat"]
-    assert 0 < reads <= most
+    # On a CPU, 1F1B reads whether the loss was scaled; on a GPU that is an assertion of the device.
+    assert 0 < reads <= most + (name == "dmt 1f1b")
     # TorchRec makes tensors of the sizes that a hop sends; there is a second hop.
     assert made <= 2 * most_made
 
@@ -98,6 +105,8 @@ def test_a_step_waits_no_more_often_than_that_of_the_flat_model(name: str, steps
 def test_finding_distinct_inputs_reads_their_numbers(steps: list[dict[str, Any]]) -> None:
     # To find the rows, to send other numbers of them for each group of features, and to arrange those that arrive.
     assert steps[0]["dmt unique"][0] <= steps[0]["dmt"][0] + 16
+    # The ranks of a host ask each other for rows first, of as many other sizes.
+    assert steps[0]["dmt unique on hosts"][0] <= steps[0]["dmt unique"][0] + 16
 
 
 class OnAStream:

@@ -26,7 +26,7 @@ from dmt.training.build import (
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
-from dmt.training.job import open_job, resolve
+from dmt.training.job import Job, open_job, resolve
 from dmt.training.loop import Trainer
 from dmt.training.records import RunRecord
 from tests.ranks import run_ranks
@@ -61,6 +61,26 @@ def test_a_run_that_no_rank_has_memory_for(section: str, values: Any, message: s
     numbers = {"data": {"synthetic": {"num_rows": 2**40}}, "topology": {"num_towers": 2}}
     with pytest.raises(InputError, match=message):
         check_rank_memory(resolve(TrainingConfig.model_validate({**numbers, section: values}), 2))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "size"),
+    # Two tables of 352 bytes of weights and 44 of AdaGrad's. CPUs have no caches; the host of a GPU has weights alone.
+    [
+        ("fused_uvm_caching", "cpu", 792),
+        ("fused", "cpu", 792),
+        ("fused_uvm_caching", "cuda", 704),
+        ("fused", "cuda", 0),
+    ],
+)
+def test_tables_count_where_the_kernels_of_the_device_have_them(
+    kernel: str, device: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolve(small(sharding={"scheme": "table_wise", "kernels": {"*": kernel}}), 4)
+    monkeypatch.setattr(Job, "device_type", device)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 4096}[name])
+    with pytest.raises(InputError, match=f"A rank, with {size} bytes of tables, dense layers"):
+        check_rank_memory(job)
 
 
 @pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"])

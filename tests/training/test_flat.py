@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -21,10 +25,11 @@ from dmt.testing.state import table_layout
 from dmt.training import build
 from dmt.training.build import build_optimizer, flat_tables, fused_params, shard_model
 from dmt.training.checkpoints import Checkpointer, restore
-from dmt.training.commands.plan import run_plan
+from dmt.training.commands.plan import print_sharding, run_plan
 from dmt.training.config import TrainingConfig
 from dmt.training.flat import FlatPlan, FlatSharder, place_flat
-from dmt.training.job import open_job
+from dmt.training.job import Job, open_job, resolve
+from dmt.training.train import train_job
 from tests.parity import FUSED, Batches, FlatModel, make_tables
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
@@ -187,15 +192,49 @@ def test_means_over_bags_of_unequal_batches_are_those_of_the_plain_module() -> N
     run_ranks(mean_on_rank, 4)
 
 
-def test_tables_that_cannot_have_the_scheme_stay_whole() -> None:
-    sections: dict[str, Any] = {"synthetic": {"rows_per_table": 3}}
-    found = flat_tables(open_job(config_of(2, 2, "row_wise", **sections)))
+@pytest.mark.parametrize(
+    ("ranks", "scheme", "sections", "why"),
+    [
+        # With 3 rows, a rank of 4 would have none; with 4, one of 3. Gradients of FP16 tables would be FP16.
+        (2, "row_wise", {"synthetic": {"rows_per_table": 3}}, r"cut for 4 ranks, its 3 rows would leave one without"),
+        (3, "grid", {"synthetic": {"rows_per_table": 4}}, r"cut for 3 ranks, its 4 rows would leave one without"),
+        (2, "data_parallel", {"sharding": {"table_precision": "fp16"}}, r"its weights are FP16, and gradients of"),
+    ],
+)
+def test_tables_that_cannot_have_the_scheme_stay_whole_and_the_plan_says_so(
+    ranks: int, scheme: str, sections: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = flat_tables(open_job(config_of(2, ranks, scheme, **sections)))
     assert found is not None
-    assert set(found.schemes.values()) == {"table_wise"}, "with 3 rows, a rank of 4 would have none"
-    sections = {"sharding": {"table_precision": "fp16"}}
-    found = flat_tables(open_job(config_of(2, 2, "data_parallel", **sections)))
-    assert found is not None
-    assert set(found.schemes.values()) == {"table_wise"}, "gradients of FP16 tables would be FP16"
+    assert set(found.schemes.values()) == {"table_wise"}
+    [note] = found.notes
+    asked = "grid_shard" if scheme == "grid" else scheme
+    assert re.search(rf"^6 tables are table_wise instead of {asked}: 't_C\d' \({why}.*\) and 3 more\.$", note)
+    assert found.result(1)["notes"] == [note]
+    print_sharding(found, everything=False, out=None)
+    assert f"Note: {note}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_as_asked_has_no_notes() -> None:
+    for scheme in ("auto", "grid", "planner", "row_wise"):
+        found = flat_tables(open_job(config_of(2, 2, scheme)))
+        assert found is not None
+        assert found.notes == ()
+
+
+@pytest.mark.ranks
+def test_a_run_says_which_tables_stay_whole(tmp_path: Path) -> None:
+    train = {"max_steps": 1, "output_dir": str(tmp_path)}
+    config = config_of(3, 1, "row_wise", synthetic={"rows_per_table": 4}, train=train)
+    run_ranks(said_on_rank, 3, config.model_dump(mode="json"))
+
+
+def said_on_rank(rank: int, values: dict[str, Any]) -> None:
+    config, said = TrainingConfig.model_validate(values), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        result = train_job(resolve(config, 3), TowerMesh(config.topology.build()))
+    assert ("# 6 tables are table_wise instead of row_wise" in said.getvalue()) is (rank == 0)
+    assert result["sharding"]["notes"]
 
 
 def test_a_job_asks_torchrec_for_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +259,25 @@ def test_schemes_of_torchrec_are_for_one_flat_copy(scheme: str) -> None:
         config_of(2, 2, scheme, topology={"num_replicas": 2})
 
 
-def test_what_torchrec_cannot_place_is_told_before_training() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Job, "device_type", device)
+    assert flat_tables(open_job(config_of(2, 2, "planner", sharding={"memory_gib": 1.0}))) is not None
     config = config_of(2, 2, "planner", sharding={"memory_gib": 1e-6})
     with pytest.raises(InputError, match=r"TorchRec's planner cannot place.*'planner', sharding\.memory_gib=1e-06"):
         flat_tables(open_job(config))
     config = config_of(2, 2, "planner", sharding={"pooling_factors": {"C9": 2.0}})
     with pytest.raises(InputError, match=r"pooling_factors names the feature 'C9'"):
         flat_tables(open_job(config))
+
+
+def test_other_errors_of_torchrecs_planner_are_not_taken_for_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        flat_tables(open_job(config_of(2, 2, "planner")))
 
 
 def test_dmt_plan_shows_a_flat_plan_and_refuses_what_is_for_towers() -> None:

@@ -89,8 +89,9 @@ def test_losses_are_those_of_a_plain_run(tmp_path: Path) -> None:
     # More micro-batches than samples leave some empty. Evaluation ends with a smaller batch.
     many = run("many", prefetch_ids=False, **{**BOTH, "micro_batches": 20})
     early = run("early", **BOTH, micro_batch_schedule="1f1b")
-    results = attempt(plain, ahead, many, early)
-    for other in (ahead, many, early):
+    early_many = run("early many", **{**BOTH, "micro_batches": 20}, micro_batch_schedule="1f1b")
+    results = attempt(plain, ahead, many, early, early_many)
+    for other in (ahead, many, early, early_many):
         check_close(other, plain)
     assert losses(ahead) != losses(plain), "the options did nothing"
     # 4 ranks on 2 hosts: a ring sends 3 times the dense gradients between hosts, and host by host they are sent twice.

@@ -526,6 +526,11 @@ def test_operators_that_depend_on_the_samples_are_refused() -> None:
         count_operators(Looping(), 3)
 
 
+@pytest.mark.parametrize(("device", "name"), [("cuda", "hbm_mem_bw"), ("cpu", "ddr_mem_bw")])
+def test_torchrec_is_told_the_rate_of_the_memory_where_the_tables_are(device: str, name: str) -> None:
+    assert getattr(torchrec_topology(A100, device=device), name) == A100.lookup_bytes_per_s / 1e3
+
+
 def test_a_cluster_of_one_host_gives_torchrec_no_rate_between_hosts() -> None:
     with pytest.raises(InputError, match="measured on one host, which tells nothing of links between hosts=2"):
         torchrec_topology(replace(A100, hosts=1), hosts=2)

@@ -176,8 +176,7 @@ def print_sharding(planned: PlannedTables | FlatPlan, *, everything: bool, out: 
     if found.hardware.memory_per_rank is None:
         fullest = human_bytes(max(rank.memory for rank in found.ranks))
         notes.append(f"no memory limit given; the fullest rank needs {fullest} (sharding.memory_gib).")
-    for note in notes:
-        console.print(Text.assemble(("Note:", "yellow"), f" {note}"))
+    _print_notes(console, notes)
     if out is not None:
         console.print(f"Written to {out}.", soft_wrap=True)
 
@@ -203,6 +202,12 @@ def _print_flat(console: Console, found: FlatPlan, everything: bool) -> None:
         f"embeddings, {human_bytes(sent.backward)} of their gradients, {human_bytes(sent.dense)} of other gradients; "
         f"{human_bytes(sent.inside)} inside hosts."
     )
+    _print_notes(console, found.notes)
+
+
+def _print_notes(console: Console, notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(Text.assemble(("Note:", "yellow"), f" {note}"))
 
 
 def _title(which: str, shown: int, number: int, of_all: str) -> str:
