@@ -190,6 +190,8 @@ class _Kernels(nn.ParameterList):
     def reset_parameters(self) -> None:
         """Draws all values again; `DistributedModelParallel` calls this after building on the meta device."""
         for kernel in self:
+            if kernel.is_meta:  # no values to draw, for which PyTorch takes a millisecond
+                continue
             if kernel.dim() == 2:
                 nn.init.xavier_normal_(kernel)
             else:

@@ -103,7 +103,7 @@ def _pack(problem: Problem) -> Packed | None:
         found = _heuristics(without)
         if found is not None and _is_better(found.packing, best and best.packing, _KINDS_GAIN):
             best = found
-    if sum(map(len, problem.options)) * problem.num_ranks > _MOST_EXACT:
+    if sum(map(len, problem.options)) * problem.num_ranks > _MOST_EXACT or _is_least(best, problem, _EXACT_GAIN):
         return best
     exact = solve_exactly(problem, best and best.packing)
     return best if exact is None or (best and exact is best.packing) else Packed(exact, "milp")
@@ -113,10 +113,15 @@ def _is_better(one: Packing, other: Packing | None, gain: float = _GAIN) -> bool
     return other is None or one.objective < other.objective * (1 - gain)
 
 
+def _is_least(found: Packed | None, problem: Problem, gain: float = _GAIN) -> bool:
+    """Returns whether no packing can be better by this share."""
+    return found is not None and _floor(problem) >= found.packing.objective * (1 - gain)
+
+
 def _heuristics(problem: Problem) -> Packed | None:
     best: Packed | None = None
     for number, preferred in enumerate(_starts(problem)):
-        if number == _LAST_RESORT and best is not None:
+        if _is_least(best, problem) or (number == _LAST_RESORT and best is not None):
             break
         firsts = [("largest differencing", differencing(problem, preferred)), ("greedy", greedy(problem, preferred))]
         fitting = [(name, first) for name, first in firsts if first is not None and first.feasible]
@@ -160,8 +165,8 @@ def _fewer_kinds(problem: Problem) -> Iterator[Problem]:
 
 def _floor(problem: Problem) -> float:
     """Lower bound of the cost of the busiest rank: the mean over ranks plus the smallest fixed cost."""
-    fixed = min(problem.fixed_cost([option.kind]) for options in problem.options for option in options)
-    return problem.least_mean + fixed
+    kinds = {option.kind for options in problem.options for option in options}
+    return problem.least_mean + min(problem.fixed_cost([kind]) for kind in kinds)
 
 
 def improve(packing: Packing, max_steps: int = 20_000) -> Packing:

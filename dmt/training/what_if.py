@@ -273,7 +273,7 @@ class Alternative:
 
 
 def alternatives(
-    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, cluster: Cluster
+    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, cluster: Cluster, own: Job | None = None
 ) -> list[Alternative]:
     """Predicts a step flat, in towers, and compressed by them, with the runtime's options; fastest first.
 
@@ -287,6 +287,7 @@ def alternatives(
         tables: the tables, uncut.
         num_dense: dense columns.
         cluster: speed of ranks and links.
+        own: the job of the config, whose plan is taken where an alternative has the same.
 
     Raises:
         InputError: the tables cannot be placed.
@@ -304,13 +305,15 @@ def alternatives(
         # Tables are placed once for all models of a dataflow and shape.
         key = (changed.dataflow, *shape)
         if key not in jobs:
-            jobs[key] = make_job(changed, tables, num_dense)
+            is_own = own is not None and _planned_by(own.config) == _planned_by(changed)
+            jobs[key] = own if own is not None and is_own else make_job(changed, tables, num_dense)
         job = replace(jobs[key], config=changed)
         # A model without towers is the same in all shapes.
-        own = (*base, *shape) if changed.model.has_towers else (changed.model.chosen,)
-        if own not in models:
-            models[own] = count(job) if changed.model.in_towers or not config.model.in_towers else _count_flat(job)
-        model = models[own]
+        of_model = (*base, *shape) if changed.model.has_towers else (changed.model.chosen,)
+        if of_model not in models:
+            is_whole = changed.model.in_towers or not config.model.in_towers
+            models[of_model] = count(job) if is_whole else _count_flat(job)
+        model = models[of_model]
         if model is None:
             continue
         plain = step_work(job, model)
@@ -324,6 +327,22 @@ def alternatives(
                 found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
     # Of equally fast ones, but for rounding, that which changes the model less, and then the settings.
     return sorted(found, key=lambda one: (round(one.prediction.timeline.seconds, 7), one.ratio, len(one.overrides)))
+
+
+def _planned_by(config: TrainingConfig) -> tuple[object, ...]:
+    """Returns what `make_job` reads of a config: with the same of it, and the same tables, plans are the same."""
+    not_read = {"dataflow", "unique", "forward_precision", "backward_precision", "cache_policy"}
+    topology = config.topology.build()
+    return (
+        config.dataflow,
+        replace(topology, ranks_per_host=topology.host_size),
+        config.sharding.model_dump(exclude=not_read),
+        config.towers,
+        config.optimizer,
+        config.train.batch_size,
+        config.hot_rows.profile,
+        config.replicas.moment_scale,
+    )
 
 
 def _count_flat(job: Job) -> CountedModel | None:

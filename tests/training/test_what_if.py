@@ -534,3 +534,22 @@ def test_torchrec_is_told_the_rate_of_the_memory_where_the_tables_are(device: st
 def test_a_cluster_of_one_host_gives_torchrec_no_rate_between_hosts() -> None:
     with pytest.raises(InputError, match="measured on one host, which tells nothing of links between hosts=2"):
         torchrec_topology(replace(A100, hosts=1), hosts=2)
+
+
+@pytest.mark.parametrize(("setting", "planned"), [("train.micro_batches=4", 2), ("sharding.scheme=row_wise", 3)])
+def test_the_plan_of_the_config_serves_an_alternative_of_the_same_rules(
+    setting: str, planned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flat, and towers of ranks, are planned anew; towers of hosts where the config has them otherwise."""
+    shape = ["topology.num_towers=2", "topology.ranks_per_tower=2"]
+    tables = criteo_1tb_tables(64)
+    config = load_config("demo", [*planner_rates(SMALL), *shape, setting])
+    alone, made = alternatives(config, tables, 13, SMALL), []
+
+    def count_and_make(*args: Any) -> Any:
+        made.append(args)
+        return make_job(*args)
+
+    monkeypatch.setattr("dmt.training.what_if.make_job", count_and_make)
+    assert alternatives(config, tables, 13, SMALL, make_job(config, tables, 13)) == alone
+    assert len(made) == planned

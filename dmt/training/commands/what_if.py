@@ -109,7 +109,7 @@ def run_what_if(config: str, overrides: Sequence[str], cluster: str, *, num_veri
         cluster=described,
         config=run,
         own=predict_step(job, described),
-        found=alternatives(run, job.tables, job.num_dense, described),
+        found=alternatives(run, job.tables, job.num_dense, described, job),
         verified=[],
     )
     chosen = result.best()[:num_verified]
