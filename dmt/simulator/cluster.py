@@ -82,6 +82,13 @@ class Cluster:
                     f"Cluster {self.name!r}: uplink_by_ranks.{ranks}={share!r} must have a number of ranks as its key "
                     "and a share of at most 1."
                 )
+        by_number: dict[int, str] = {}
+        for ranks in self.uplink_by_ranks:
+            if (other := by_number.setdefault(int(ranks), ranks)) != ranks:
+                raise InputError(
+                    f"Cluster {self.name!r}: uplink_by_ranks has {other!r} and {ranks!r}, which are the same number of "
+                    "ranks. Leave out one of them."
+                )
 
     def rates(self, kind: CollectiveKind) -> CollectiveRates:
         """The rates of a kind of collective."""

@@ -85,7 +85,7 @@ class StepWork:
     parts: tuple[float, ...] = ()
     """For each micro-batch the share of the rows that no earlier one has; nothing where samples share no rows."""
     host_rows: Load = _NOTHING
-    """Rows that ranks of a host exchange with ``unique="host"``; counted in bytes, not yet in the order of a step."""
+    """Ids, rows and gradients of rows that ranks of a host exchange with ``unique="host"``; half of them each way."""
     hot_weights: Load = _NOTHING
     """Gradients of the copies of hot rows."""
     hot_bytes: tuple[float, float] = (0.0, 0.0)
@@ -207,7 +207,8 @@ def tower_step(
     for k in parts:
         moved = _COPIES * work.embedding_bytes * shares[k]
         step.compute(f"towers {k}", towers[k][0], moved=moved, after=[arrived])
-        sent.append(_part(step, f"outputs {k}", work.peer_outputs, peers, shares[k]))
+        arriving = _part(step, f"outputs {k}", work.peer_outputs, peers, shares[k])
+        sent.append([arriving, *_in_hosts(step, f"rows in hosts {k}", work.host_rows, topology, shares[k])])
     if work.hot_bytes[0]:
         step.compute("hot rows", moved=work.hot_bytes[0] / 2)
     returned: dict[int, str] = {}
@@ -215,6 +216,7 @@ def tower_step(
     def go_back(k: int) -> None:
         moved = _COPIES * work.output_bytes / micro_batches + sums[len(returned)] * work.dense.weight_bytes
         step.compute(f"over {k}, backward", over_back, moved=moved + (_SUM_PASSES + 1) / 2 * joined[k])
+        _in_hosts(step, f"gradients in hosts {k}", work.host_rows, topology, shares[k])
         # Complete, because those that share its rows, the later ones, have gone back before.
         returned[k] = _part(step, f"gradients {k}", work.peer_gradients, peers, shares[k])
         step.compute(f"dense arch {k}, backward", early_back)
@@ -222,7 +224,7 @@ def tower_step(
     for k in parts:
         step.compute(f"dense arch {k}", early)
         moved = _COPIES * work.output_bytes / micro_batches + there + joined[k]
-        step.compute(f"over {k}", over, moved=moved, after=[sent[k]])
+        step.compute(f"over {k}", over, moved=moved, after=sent[k])
         if one_f_one_b:
             go_back(k)
     for k in () if one_f_one_b else reversed(parts):
@@ -249,6 +251,15 @@ def tower_step(
 
 def _part(step: _Program, name: str, load: Load, peers: int, share: float) -> str:
     return step.send(name, "embeddings", "exchange", load=load, ranks=peers, share=share, channel="peers")
+
+
+def _in_hosts(step: _Program, name: str, load: Load, topology: TowerTopology, share: float) -> list[str]:
+    """Adds one way of a share of the rows that ranks of a host unite, beside their exchange between towers."""
+    if load == _NOTHING:
+        return []
+    half = Load(0.0, load.inside / 2)
+    size = topology.host_size
+    return [step.send(name, "embeddings", "all_to_all", load=half, ranks=size, share=share, channel="peers")]
 
 
 def _reduction(step: _Program, load: Load, topology: TowerTopology, *, hierarchical: bool) -> str:

@@ -84,6 +84,7 @@ def check_records(config: TrainingConfig) -> None:
     plan = config.sharding.plan and Path(config.sharding.plan).resolve()
     names += ["sharding.json"] if plan != (folder / "sharding.json").resolve() else []
     names += ["affinity.npz"] if config.train.affinity_rows else []
+    names += ["collectives.json"] if config.train.record_step else []
     found = [path for path in (folder / name for name in names) if path.is_symlink() or path.exists()]
     for path in found:
         if path.is_symlink():
@@ -142,6 +143,8 @@ class RunRecord:
         if config.train.affinity_rows:
             # A file of an earlier run would be taken for this one's, should none be written.
             (self.folder / "affinity.npz").unlink(missing_ok=True)
+        if config.train.record_step:
+            (self.folder / "collectives.json").unlink(missing_ok=True)
         if self._resumed_step is None:
             # What an earlier run left here would be read as this one's.
             self._metrics.unlink(missing_ok=True)

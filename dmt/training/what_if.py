@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.hot_rows.costs import HotLoad
 from dmt.models.complexity import compression_ratio, dense_weight_bytes, tower_modules
@@ -26,7 +27,7 @@ from dmt.simulator.work import PartWork
 from dmt.training.build import build_model
 from dmt.training.cluster_rates import planner_rates
 from dmt.training.config import SHARDING_OF_TOWERS, SHARDING_RATES, TrainingConfig
-from dmt.training.distinct import InputGroup
+from dmt.training.distinct import InputGroup, distinct_inputs_of, first_ids
 from dmt.training.exchanges import Exchange, flat_exchanges, step_exchanges
 from dmt.training.job import Job, make_job
 from dmt.training.operators import ModelWork, count_operators
@@ -41,6 +42,7 @@ __all__ = [
     "count",
     "not_counted",
     "predict_step",
+    "repeats_of",
     "step_work",
 ]
 
@@ -92,12 +94,14 @@ def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Pr
     )
 
 
-def not_counted(config: TrainingConfig) -> list[str]:
+def not_counted(config: TrainingConfig, *, repeats: bool = False) -> list[str]:
     """Returns the settings of a run that `predict_step` does not know: it predicts the step as if they were not there.
 
     Example:
         >>> not_counted(TrainingConfig.model_validate({"sharding": {"dataflow": "sptt", "unique": "rank"}}))
         ["sharding.unique='rank'"]
+
+    With ``repeats``, those of `repeats_of`, it knows unique inputs.
     """
     own, train, is_flat = config.sharding, config.train, config.dataflow == "flat"
     is_tiered = bool(own.kernels or own.host_memory_gib or own.ssd_gib)
@@ -105,7 +109,7 @@ def not_counted(config: TrainingConfig) -> list[str]:
         f"sharding.scheme={own.scheme!r}": is_flat and own.scheme not in ("auto", "table_wise", "column_wise"),
         f"topology.num_replicas={config.topology.num_replicas}": is_flat and config.topology.num_replicas > 1,
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
-        f"sharding.unique={own.unique!r}": own.unique != "off",
+        f"sharding.unique={own.unique!r}": own.unique != "off" and not repeats,
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
         "replicas.asynchronous=true": config.replicas.asynchronous and config.topology.num_replicas > 1,
         "tables in host memory or on SSDs": is_tiered,
@@ -142,6 +146,19 @@ class Repeats:
     distinct: Sequence[InputGroup]
     """Counts of `distinct_inputs_of`."""
     hot: HotLoad | None = None
+
+
+def repeats_of(job: Job, batches: Sequence[KeyedJaggedTensor] | None = None) -> Repeats | None:
+    """Returns how often inputs repeat in the data of a job that shares their rows; None for another, or without data.
+
+    Args:
+        job: the run.
+        batches: ids of each rank, where they are read already; by default those of the first global batch.
+    """
+    own = job.config
+    if own.sharding.unique == "off" or own.hot_rows.extra_memory or (job.source is None and batches is None):
+        return None
+    return Repeats(distinct=distinct_inputs_of(job, batches=batches))
 
 
 def step_work(job: Job, model: CountedModel, repeats: Repeats | None = None) -> StepWork:
@@ -278,16 +295,17 @@ def alternatives(
     """Predicts a step flat, in towers, and compressed by them, with the runtime's options; fastest first.
 
     Towers are strided: how features are grouped hardly changes what is sent. A tower is a host or a rank; where there
-    are more hosts than features, it spans as many hosts as it takes. Of the config they keep tables, batch, layers (of
-    ``model.factory`` the whole model, in towers only if the config has it so) and optimizers, and of the section
-    sharding what is said of the machine; everything else is as by default.
+    are more hosts than features, it spans as many hosts as it takes. Where there are data to read, towers with unique
+    inputs are among them, without micro-batches. Of the config they keep tables, batch, layers (of ``model.factory``
+    the whole model, in towers only if the config has it so) and optimizers, and of the section sharding what is said of
+    the machine; everything else is as by default.
 
     Args:
         config: the run: its batch size, its dense parts, its ranks, and the hosts that its topology has.
         tables: the tables, uncut.
         num_dense: dense columns.
         cluster: speed of ranks and links.
-        own: the job of the config, whose plan is taken where an alternative has the same.
+        own: the job of the config, whose plan is taken where an alternative has the same, and whose data are read.
 
     Raises:
         InputError: the tables cannot be placed.
@@ -297,6 +315,7 @@ def alternatives(
     jobs: dict[tuple[str, ...], Job] = {}
     models: dict[tuple[str, ...], CountedModel | None] = {}
     across = config.topology.build().num_hosts > 1
+    batches = [] if own is None else _first_batches(own)
     for base, shape in _models(config, len(feature_names(tables)), columns):
         # Towers on several hosts sum their dense gradients inside hosts first.
         is_flat = "sharding.dataflow=flat" in base
@@ -325,8 +344,25 @@ def alternatives(
                 way = replace(job, config=changed_config(config, overrides, cluster))
                 prediction = predict_step(way, cluster, work)
                 found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
+        if is_flat or not batches:
+            continue
+        shared = (*base, *shape, "sharding.unique=rank", *reduce, "train.micro_batches=1")
+        way = replace(job, config=changed_config(config, shared, cluster))
+        plain = step_work(way, model, repeats_of(way, batches))
+        for precision in ("fp32", "fp16"):
+            formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
+            prediction = predict_step(way, cluster, _in_format(plain, precision))
+            found.append(Alternative(overrides=(*shared, *formats), ratio=model.ratio, prediction=prediction))
     # Of equally fast ones, but for rounding, that which changes the model less, and then the settings.
     return sorted(found, key=lambda one: (round(one.prediction.timeline.seconds, 7), one.ratio, len(one.overrides)))
+
+
+def _first_batches(job: Job) -> list[KeyedJaggedTensor]:
+    """The ids of a job's first global batch; none without data, or where they are those of column shards."""
+    if job.source is None or (job.towers is not None and job.towers.column_splits):
+        return []
+    batch = job.config.train.batch_size
+    return list(first_ids(job.data, world_size=job.topology.world_size, batch_size=batch))
 
 
 def _planned_by(config: TrainingConfig) -> tuple[object, ...]:

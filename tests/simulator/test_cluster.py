@@ -47,6 +47,10 @@ def test_larger_groups_reach_less_of_the_uplink() -> None:
         ("[exchange]\nlatency_s = -1e-6", r"exchange\.latency_s=-1e-06 must be zero or a positive number"),
         ("[all_reduce]\nhost_bytes_per_s = 0.0", r"all_reduce\.host_bytes_per_s=0\.0 must be a positive number"),
         ("[uplink_by_ranks]\nmany = 0.5", r"uplink_by_ranks\.many=0\.5 must have a number of ranks as its key"),
+        (
+            "[uplink_by_ranks]\n08 = 0.5",
+            r"uplink_by_ranks has '08' and '8', which are the same number of ranks\. Leave",
+        ),
         ("[uplink_by_ranks]\n8 = 1.5", r"uplink_by_ranks\.8=1\.5 must have .* a share of at most 1"),
     ],
 )

@@ -23,7 +23,7 @@ from dmt.models.presets import criteo_1tb_tables
 from dmt.plan.distinct import DistinctRows
 from dmt.plan.tables import TableSpec
 from dmt.simulator.cluster import load_cluster, save_cluster
-from dmt.simulator.steps import tower_step
+from dmt.simulator.steps import Load, tower_step
 from dmt.training import bench_comms
 from dmt.training.bench_comms import Timing, measure_cluster, rate
 from dmt.training.build import build_model, expected_traffic
@@ -36,7 +36,7 @@ from dmt.training.distinct import InputGroup, distinct_inputs_of
 from dmt.training.exchanges import flat_exchanges
 from dmt.training.job import make_job, open_job
 from dmt.training.operators import count_operators
-from dmt.training.what_if import Repeats, alternatives, changed_config, count, predict_step, step_work
+from dmt.training.what_if import Repeats, alternatives, changed_config, count, predict_step, repeats_of, step_work
 from tests.ranks import run_ranks
 from tests.training import deepfm_page
 from tests.training.small import small
@@ -205,7 +205,7 @@ def test_the_command_predicts_the_config_and_its_alternatives() -> None:
     record = json.loads(run("demo", *shape, "--cluster", "h100", "--json").output)
     assert record["own"]["seconds"] == pytest.approx(sum(record["own"]["exposed"].values()))
     assert record["cluster"]["name"] == "h100"
-    assert len(record["alternatives"]) == 2 + 2 * 5 * 6
+    assert len(record["alternatives"]) == 2 + 2 * 5 * (6 + 2)
 
 
 def test_the_fastest_is_written_and_drawn_and_the_config_is_its_prediction(tmp_path: Path) -> None:
@@ -353,7 +353,12 @@ def test_what_cannot_be_measured_is_told(
     [
         (["topology.num_towers=1"], 1, []),
         (["train.micro_batches=4", "sharding.scheme=row_wise", "train.dense_reduce=hierarchical"], 2, []),
-        (["sharding.unique=rank", "sharding.forward_precision=int8"], 2, ["sharding.unique='rank'"]),
+        (["sharding.unique=rank", "sharding.forward_precision=int8"], 2, []),
+        (
+            ["sharding.unique=rank", "hot_rows.extra_memory=0.01", "model.arch=dlrm"],
+            2,
+            ["sharding.unique='rank'", "hot_rows.extra_memory=0.01"],
+        ),
         (["topology.num_replicas=2", "replicas.moment_scale=2"], 4, []),
         (["hot_rows.extra_memory=0.01", "model.arch=dlrm"], 2, ["hot_rows.extra_memory=0.01"]),
         (["train.micro_batches=4", "train.micro_batch_schedule=1f1b"], 2, []),
@@ -367,10 +372,11 @@ def test_alternatives_to_any_config_are_found(overrides: list[str], hosts: int, 
     assert found.exit_code == 0, found.output
     record = json.loads(found.output)
     assert record["not_counted"] == left_out
-    # Flat, and SPTT and four ratios in three numbers of micro-batches, with a tower on each host and, up to 26, rank.
+    # Flat, and SPTT and four ratios in three numbers of micro-batches and with unique inputs, with a tower on each host
+    # and, up to 26, rank.
     towers = {own for one in record["alternatives"] for own in one["overrides"] if own.startswith("topology.num_tow")}
     assert towers == {f"topology.num_towers={number}" for number in (hosts, 8 * hosts) if number <= 26}
-    assert len(record["alternatives"]) == 2 * (1 + 5 * 3 * len(towers))
+    assert len(record["alternatives"]) == 2 * (1 + 5 * 4 * len(towers))
     for one in record["alternatives"]:
         made = load_config("demo", one["overrides"])
         assert made.topology.build().world_size == 8 * hosts
@@ -553,3 +559,38 @@ def test_the_plan_of_the_config_serves_an_alternative_of_the_same_rules(
     monkeypatch.setattr("dmt.training.what_if.make_job", count_and_make)
     assert alternatives(config, tables, 13, SMALL, make_job(config, tables, 13)) == alone
     assert len(made) == planned
+
+
+def test_towers_with_unique_inputs_are_alternatives_where_the_data_repeat() -> None:
+    config = small("dlrm", synthetic={"rows_per_table": 2, "num_rows": 500}, train={"batch_size": 32})
+    job, slow = open_job(config), replace(SMALL, step_s=0.0, told_apart_s=0.0)
+    slow = replace(slow, exchange=replace(slow.exchange, uplink_bytes_per_s=1e5))
+    found = alternatives(config, job.tables, job.num_dense, slow, job)
+    shared = [one for one in found if "sharding.unique=rank" in one.overrides]
+    assert {one.ratio for one in shared} == {one.ratio for one in found}
+    assert {o for one in shared for o in one.overrides if "micro" in o} == {"train.micro_batches=1"}
+    # Two rows for each of 32 samples' features cross instead of 32, and the step is the shorter for it.
+    assert "sharding.unique=rank" in found[0].overrides
+    for one in shared[:3]:
+        alone = replace(open_job(changed_config(config, one.overrides, slow)), source=job.source)
+        known = predict_step(alone, slow, step_work(alone, count(alone), repeats_of(alone)))
+        assert known.timeline.seconds == pytest.approx(one.prediction.timeline.seconds)
+        assert known.uplink_bytes == pytest.approx(one.prediction.uplink_bytes)
+        assert known.timeline.seconds < predict_step(alone, slow).timeline.seconds
+    # Without data nobody knows what repeats.
+    assert not [o for one in alternatives(config, job.tables, 3, slow) for o in one.overrides if "unique" in o]
+
+
+def test_rows_that_a_host_unites_take_the_time_of_its_links() -> None:
+    slow = replace(SMALL, step_s=0.0, told_apart_s=0.0)
+    job = open_job(small("dlrm", sharding={"dataflow": "sptt", "unique": "host"}))
+    work = step_work(job, count(job), repeats_of(job))
+    assert work.host_rows.inside > 0
+    without = replace(work, host_rows=Load(0.0, 0.0))
+    latency, rate = slow.all_to_all.latency_s, slow.all_to_all.host_bytes_per_s
+    spans = predict_step(job, slow, work).timeline.spans
+    for name in ("rows in hosts 0", "gradients in hosts 0"):
+        assert spans[name][1] - spans[name][0] >= latency + work.host_rows.inside / 2 / rate
+    assert spans["over 0"][0] >= spans["rows in hosts 0"][1]
+    assert spans["gradients 0"][0] >= spans["gradients in hosts 0"][1]
+    assert predict_step(job, slow, work).timeline.seconds > predict_step(job, slow, without).timeline.seconds

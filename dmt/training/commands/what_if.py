@@ -24,7 +24,17 @@ from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
 from dmt.training.job import open_job
 from dmt.training.report.curves import RUN_COLORS
-from dmt.training.what_if import Alternative, Prediction, alternatives, changed_config, not_counted, predict_step
+from dmt.training.what_if import (
+    Alternative,
+    Prediction,
+    alternatives,
+    changed_config,
+    count,
+    not_counted,
+    predict_step,
+    repeats_of,
+    step_work,
+)
 
 __all__ = ["WhatIf", "draw_what_if", "print_what_if", "run_what_if"]
 
@@ -39,6 +49,8 @@ class WhatIf:
     config: TrainingConfig
     own: Prediction
     """The run as its config has it."""
+    left_out: list[str]
+    """Its settings that the prediction does not know."""
     found: list[Alternative]
     """Fastest first."""
     verified: list[tuple[Alternative, float]]
@@ -52,12 +64,11 @@ class WhatIf:
             )
 
     def best(self) -> list[Alternative]:
-        """The fastest of each way to train and number format, fastest first."""
-        kept: dict[tuple[str, float, str], Alternative] = {}
+        """The fastest of each way to train, number format, and with unique inputs or without, fastest first."""
+        kept: dict[tuple[str, float, str, str], Alternative] = {}
         for alternative in self.found:
-            kept.setdefault(
-                (_way(alternative), alternative.ratio, _value(alternative, "forward_precision")), alternative
-            )
+            settings = (_value(alternative, "forward_precision"), _value(alternative, "unique"))
+            kept.setdefault((_way(alternative), alternative.ratio, *settings), alternative)
         return list(kept.values())
 
     def to_record(self) -> dict[str, Any]:
@@ -65,7 +76,7 @@ class WhatIf:
         return {
             "cluster": asdict(self.cluster),
             "own": _record(self.own),
-            "not_counted": not_counted(self.config),
+            "not_counted": self.left_out,
             "verified": [
                 {"overrides": a.overrides, "measured_seconds": s, **_record(a.prediction)} for a, s in self.verified
             ],
@@ -105,10 +116,12 @@ def run_what_if(config: str, overrides: Sequence[str], cluster: str, *, num_veri
     if run.data.tables is not None:
         # A list of tables has no dense columns, but models read some.
         job = replace(job, num_dense=run.data.synthetic.num_dense)
+    repeats = repeats_of(job) if job.sharding is not None else None
     result = WhatIf(
         cluster=described,
         config=run,
-        own=predict_step(job, described),
+        own=predict_step(job, described, step_work(job, count(job), repeats)),
+        left_out=not_counted(run, repeats=repeats is not None),
         found=alternatives(run, job.tables, job.num_dense, described, job),
         verified=[],
     )
@@ -163,14 +176,14 @@ def print_what_if(result: WhatIf) -> None:
     console.print(make_table(headers, rows, title=f"{title}, on {result.cluster.name}"))
     console.print(
         "exposed: the share of the step in which a rank only waits for exchanges. Towers with a ratio above 1 compute "
-        "another model than the flat one; docs/quality.md shows what that costs. Left out: skewed and repeated ids, "
-        "and the reading of data. Measure the best two before you choose."
+        "another model than the flat one; docs/quality.md shows what that costs. Left out: hot rows, "
+        "and the reading of data. Inputs repeat as in the first batch. Measure the best two before you choose."
     )
     if result.config.data.tables is not None:
         number = result.config.data.synthetic.num_dense
         console.print(f"{number} dense columns are assumed beside the tables; set data.synthetic.num_dense for others.")
-    if left_out := not_counted(result.config):
-        console.print(f"This config is predicted as if it had not {', '.join(left_out)}.")
+    if result.left_out:
+        console.print(f"This config is predicted as if it had not {', '.join(result.left_out)}.")
     if result.config.model.factory is not None:
         words = f"{result.config.model.chosen} decides what its towers send, so no other ratio was tried. "
         if not result.config.model.in_towers:
@@ -272,4 +285,5 @@ def _way(alternative: Alternative) -> str:
 
 def _name(alternative: Alternative) -> str:
     way = _way(alternative)
-    return {"flat": "flat (TorchRec)", "sptt": "SPTT, same model"}.get(way, f"towers, ratio {alternative.ratio:.3g}")
+    name = {"flat": "flat (TorchRec)", "sptt": "SPTT, same model"}.get(way, f"towers, ratio {alternative.ratio:.3g}")
+    return f"{name}, unique inputs" if _value(alternative, "unique") else name
