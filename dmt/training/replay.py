@@ -54,13 +54,13 @@ class Call:
 
     name: _Name
     kind: Kind
-    """As `TrafficMeter` books it."""
+    """The name under which `TrafficMeter` books it."""
     group: int
     """Index of its group."""
     tensors: list[Sizes | list[Sizes] | list[list[Sizes]]]
-    """What arrives, and what is sent; one where they are the same."""
+    """Sizes of the tensors that arrive, and of those that are sent; one where they are the same."""
     splits: list[list[int]]
-    """Of an all-to-all the rows from and for each rank of the group; none where all are equal."""
+    """Rows of an all-to-all from and for each rank of the group; none where all are equal."""
     peer: int
     """Group rank of a message's other end, or of the root."""
     tag: int
@@ -78,7 +78,7 @@ class Step:
     groups: list[list[int]]
     """Ranks of each group."""
     ranks: list[list[Call]]
-    """What each rank started, in its order."""
+    """The collectives that each rank started, in its order."""
 
     def __post_init__(self) -> None:
         world = len(self.hosts)
@@ -102,7 +102,7 @@ class Replayed:
 
     kind: str
     calls: int
-    """Of the first rank."""
+    """Number of collectives of the first rank."""
     across: int
     """Bytes between hosts, of all ranks."""
     inside: int
@@ -209,7 +209,7 @@ def _play(
 
 
 def _options(call: Call) -> Iterator[Any]:
-    """What a collective takes after its tensors; of reductions all are sums, which send what others send."""
+    """Yields the arguments after the tensors. All reductions are sums, which send as much as others."""
     if call.name == "broadcast_":
         options = dist.BroadcastOptions()
         options.rootRank = call.peer

@@ -160,8 +160,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             micro_batches.detach()  # collecting needs all embeddings of a batch at once
         path = record.folder / "affinity.npz"
         write_affinity(model, job.data, mesh, config=config.train, steps=time.steps, path=path)
-    recorded = Path(config.train.output_dir) / "collectives.json" if config.train.record_step else None
-    traffic = trainer.measure_traffic(recorded)
+    traffic = trainer.measure_traffic(record.folder / "collectives.json" if config.train.record_step else None)
 
     # Report.
     result = _result(job, metrics=metrics, time=time, traffic=traffic) | planned
