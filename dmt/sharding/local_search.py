@@ -166,7 +166,7 @@ def _fewer_kinds(problem: Problem) -> Iterator[Problem]:
 def _floor(problem: Problem) -> float:
     """Lower bound of the cost of the busiest rank: the mean over ranks plus the smallest fixed cost."""
     kinds = {option.kind for options in problem.options for option in options}
-    return problem.least_mean + min(problem.fixed_cost([kind]) for kind in kinds)
+    return problem.least_mean + min(map(problem.fixed_cost, [[kind] for kind in kinds] or [[]]))
 
 
 def improve(packing: Packing, max_steps: int = 20_000) -> Packing:

@@ -36,6 +36,11 @@ def test_the_textbook_example_of_largest_differencing() -> None:
     assert pack(problem(costs, 2)).packing.busiest == 15
 
 
+def test_nothing_is_packed_on_ranks_that_are_loaded_already() -> None:
+    empty = Problem([], np.array([3.0, 1.0]), np.zeros(2), np.inf, (0.5, 0.25), used=frozenset({1}))
+    assert pack(empty).packing.objective == 3.25
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_loads_are_what_the_parts_add_up_to(num_ranks: int) -> None:
     rng = np.random.default_rng(num_ranks)
