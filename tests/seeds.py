@@ -17,7 +17,11 @@ def collected(request: pytest.FixtureRequest, *names: str) -> set[Any]:
 
 def some_slow(cases: Iterable[Any], slow: Container[Any]) -> list[Any]:
     """The cases of a parametrized test; those in ``slow`` are marked so."""
-    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
+    marks = pytest.mark.slow
+    return [
+        case if case not in slow else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=marks)
+        for case in cases
+    ]
 
 
 def seeds(daily: int, number: int) -> list[Any]:

@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
+# Of the first partitions; it is halved each time.
+_FIRST_THRESHOLD, _LEAST_THRESHOLD = 0.05, 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +160,7 @@ def place(partitions: Partitions, num_ranks: int) -> Placement:
 
 
 def balanced_placement(
-    accesses: ArrayLike,
-    row_bytes: ArrayLike,
-    num_ranks: int,
-    *,
-    balance: float = 0.99,
-    threshold: float = 0.05,
-    least_threshold: float = 1e-4,
+    accesses: ArrayLike, row_bytes: ArrayLike, num_ranks: int, *, balance: float = 0.99
 ) -> Placement:
     """Places rows with ever smaller partitions until the lookups of ranks are balanced (OPER, section 4.2).
 
@@ -172,9 +168,8 @@ def balanced_placement(
         accesses: as in `partition_rows`.
         row_bytes: as in `partition_rows`.
         num_ranks: M.
-        balance: least lookups over most lookups of a rank to reach.
-        threshold: of the first partitions; it is halved each time.
-        least_threshold: smallest threshold to try. A row read more than 1 / M of all reads balances at none.
+        balance: least lookups over most lookups of a rank to reach. A row read more than 1 / M of all reads balances
+            with no partitions.
 
     Returns:
         The first placement that reaches ``balance``, otherwise the most balanced one.
@@ -188,8 +183,9 @@ def balanced_placement(
         >>> placement.balance > 0.99, bool(memory.min() > 0.99 * memory.max())
         (True, True)
     """
+    threshold = _FIRST_THRESHOLD
     best: Placement | None = None
-    while best is None or (threshold >= least_threshold and best.balance < balance):
+    while best is None or (threshold >= _LEAST_THRESHOLD and best.balance < balance):
         found = place(partition_rows(accesses, row_bytes, threshold=threshold), num_ranks)
         if best is None or found.balance > best.balance:
             best = found

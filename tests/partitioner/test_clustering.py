@@ -8,6 +8,7 @@ import pytest
 from dmt.partitioner.assignment import objective_of
 from dmt.partitioner.cluster import size_bounds, squared_distances
 from tests.partitioner.instances import constrained_clusters
+from tests.seeds import some_slow
 
 
 @pytest.mark.parametrize(
@@ -27,8 +28,14 @@ def test_size_bounds(num_points, num_clusters, ratio, bounds):
     assert size_bounds(num_points, num_clusters, ratio) == bounds
 
 
-@pytest.mark.parametrize("ratio", [1.0, 2.0])
-@pytest.mark.parametrize(("size", "clusters"), [(26, 8), (17, 5), (40, 3), (9, 8)])
+# Daily, each ratio and each number of clusters.
+@pytest.mark.parametrize(
+    ("size", "clusters", "ratio"),
+    some_slow(
+        [(size, clusters, ratio) for size, clusters in ((26, 8), (17, 5), (40, 3), (9, 8)) for ratio in (1.0, 2.0)],
+        [(26, 8, 2.0), (17, 5, 1.0), (40, 3, 2.0), (9, 8, 2.0)],
+    ),
+)
 def test_sizes_keep_their_bounds(size, clusters, ratio):
     # One dense heap and a few strays: free K-means would make one big and many tiny clusters.
     points = np.random.default_rng(0).exponential(size=(size, 2)) ** 3

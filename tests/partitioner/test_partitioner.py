@@ -13,7 +13,7 @@ from dmt.partitioner import FeatureAffinity, TowerPartitioner, tower_affinity
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.planted import planted_affinity, rand_index
-from tests.seeds import seeds
+from tests.seeds import seeds, some_slow
 
 
 def sets(plan):
@@ -21,9 +21,7 @@ def sets(plan):
 
 
 @pytest.mark.parametrize("seed", seeds(1, 6))
-@pytest.mark.parametrize(
-    ("num_features", "num_groups"), [(26, 8), pytest.param(24, 4, marks=pytest.mark.slow), (48, 16)]
-)
+@pytest.mark.parametrize(("num_features", "num_groups"), some_slow([(26, 8), (24, 4), (48, 16)], [(24, 4), (48, 16)]))
 def test_planted_groups_are_recovered(num_features, num_groups, seed):
     affinity, groups = planted_affinity(num_features, num_groups, seed=seed)
     plan = TowerPartitioner(num_towers=num_groups, seed=seed).fit(affinity)
@@ -71,7 +69,7 @@ def test_coherent_gathers_and_diverse_spreads_the_groups():
     assert (coherent.strategy, diverse.strategy) == ("coherent", "diverse")
 
 
-@pytest.mark.parametrize("num_towers", [1, pytest.param(2, marks=pytest.mark.slow), 5, 25, 26])
+@pytest.mark.parametrize("num_towers", some_slow([1, 2, 5, 25, 26], [2, 5]))
 def test_sizes_differ_by_one_at_most(num_towers):
     affinity, _ = planted_affinity(26, 2, seed=0)
     sizes = [len(names) for names in TowerPartitioner(num_towers=num_towers).fit(affinity).to_lists()]

@@ -113,13 +113,6 @@ def test_what_would_be_a_broken_formula_is_drawn(draw, tmp_path):
 # --- affinity --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_features", "num_towers"), [(1, 1), (3, 2), (26, 8), (80, 50)])
-def test_the_affinity_is_drawn(tmp_path, num_features, num_towers):
-    affinity, _ = planted_affinity(num_features, min(num_towers, 8), seed=0)
-    path = plot_affinity(affinity, TowerPlan.strided(affinity.features, num_towers), tmp_path / "new" / "towers.png")
-    assert path.read_bytes()[:8] == PNG
-
-
 def test_the_affinity_names_features_towers_and_title(tmp_path):
     affinity = FeatureAffinity(matrix=[[1, 0.5, 0], [0.5, 1, 0.25], [0, 0.25, 1]], features=["ad", "user", "shop"])
     plan = TowerPlan.from_lists([["ad", "user"], ["shop"]])

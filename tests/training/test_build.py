@@ -228,7 +228,6 @@ SCHEDULES: dict[tuple[str, tuple[int | None, ...], float | None], list[float]] =
     ("dlrm", (2, None, None), 0.0625): [1 / 2, 3 / 4, 1, 1],
     ("dmt-dcn", (1, None, None), None): [1, 1],
     ("dmt-dcn", (0, None, None), 0.0625): [1, 1],
-    ("dlrm", (0, None, None), None): [1, 1],
     # 1, then the squares of 3/4, 2/4 and 1/4, which stays
     ("dmt-dlrm", (2, 3, 4), 0.0625): [1 / 2, 3 / 4, 1, 1, 9 / 16, 4 / 16, 1 / 16, 1 / 16, 1 / 16],
     ("dlrm", (0, 1, 2), None): [1, 1, 1 / 4, 1 / 4],

@@ -232,11 +232,6 @@ class ClickData:
         return self._clicks.planted_groups if self._clicks else None
 
     @property
-    def bayes_auc(self) -> float | None:
-        """Estimate of the best possible AUC of synthetic data (takes a moment); None for files."""
-        return self._clicks.bayes_auc() if self._clicks else None
-
-    @property
     def bad_lines(self) -> dict[str, int]:
         """Number of malformed rows left out of each file in its latest reading (final once a pass is complete)."""
         files = {file for counts in self._bad_lines.values() for file in counts}

@@ -92,21 +92,6 @@ class SyntheticClicks:
         rows, _ = self._draw(rng, BLOCK_ROWS)
         return rows
 
-    def bayes_auc(self, num_rows: int = 131_072) -> float:
-        """Estimates the AUC of the best possible model, which ranks fresh rows by their noise-free logit.
-
-        Its standard error is about ``0.7 / sqrt(num_rows)``.
-
-        Example:
-            >>> 0.5 < SyntheticClicks(SyntheticConfig(rows_per_table=50)).bayes_auc(20_000) < 1
-            True
-        """
-        rows, logits = self._draw(np.random.default_rng([self.config.seed, _PROBE, 1]), num_rows)
-        ranks = np.empty(num_rows)
-        ranks[np.argsort(logits)] = np.arange(num_rows)
-        clicks = rows.labels.sum(dtype=np.float64)
-        return float((ranks[rows.labels == 1].sum() - clicks * (clicks - 1) / 2) / (clicks * (num_rows - clicks)))
-
     def _pieces(self, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Draws the cuts of the line of t, and the mean of t in each piece: [rows - 1], [rows]."""
         share = np.arange(1, self.config.rows_per_table + 1) ** -self.config.zipf_exponent
