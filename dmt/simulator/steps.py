@@ -2,7 +2,8 @@
 
 Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers.
 
-What is left out: that rows are not read equally often, that ranks start a step at different times, and caches.
+How long an operation computes says `dmt.simulator.work` (the roofline), and when it runs `dmt.simulator.timeline` (Neo's
+Equation 1 is a special case). What is left out: that rows are not read equally often, that ranks start a step at different times, and caches.
 """
 
 from __future__ import annotations
