@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
-import logging
 import os
-import socket
-import sys
-import threading
-import warnings
-from multiprocessing import connection, forkserver, resource_tracker
 
 import pytest
 
@@ -35,45 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _prepared_ranks(request: pytest.FixtureRequest) -> None:
-    """Ranks are forked from a copy of this process, which has the modules of all tests loaded already."""
-    if any(item.get_closest_marker("ranks") for item in request.session.items):
+    """Ranks are forked from a process that loads the modules of all rank tests, beside the first tests."""
+    modules = {item.module.__name__ for item in request.session.items if item.get_closest_marker("ranks")}
+    if modules:
+        from dmt.testing.ranks import prepare_ranks
+
         # What training loads late.
-        for late in ("scipy.optimize", "torch.utils.tensorboard", "torchmetrics.functional.classification"):
-            importlib.import_module(late)
-        importlib.import_module("torchrec.metrics.ne")
-        _fork_server()
-
-
-def _fork_server() -> None:
-    """Starts multiprocessing's fork server by a fork, where it would start an interpreter and load everything again."""
-    resource_tracker.ensure_running()
-    alive_r, alive_w = os.pipe()
-    with socket.socket(socket.AF_UNIX) as listener:
-        address = connection.arbitrary_address("AF_UNIX")
-        listener.bind(address)
-        listener.listen()
-        gc.freeze()
-        server = os.fork()
-        if not server:
-            os.close(alive_w)
-            try:
-                _forget_pytest()
-                forkserver.main(listener.fileno(), alive_r, [])
-            finally:
-                os._exit(0)
-    os.close(alive_r)
-    of_this_process = forkserver._forkserver
-    of_this_process._forkserver_address = address
-    of_this_process._forkserver_alive_fd = alive_w
-    of_this_process._forkserver_pid = server
-
-
-def _forget_pytest() -> None:
-    """Undoes what pytest has changed in a process and ranks would inherit: filters, handlers, hooks and streams."""
-    gc.disable()  # a rank collects again
-    warnings.resetwarnings()
-    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-        warnings.simplefilter("ignore", category)
-    logging.root.handlers.clear()
-    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        late = [
+            "scipy.optimize",
+            "torch.utils.tensorboard",
+            "torchmetrics.functional.classification",
+            "torchrec.metrics.ne",
+        ]
+        prepare_ranks(["tests.without_gc", *sorted(modules), *late])
