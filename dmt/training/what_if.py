@@ -290,7 +290,12 @@ class Alternative:
 
 
 def alternatives(
-    config: TrainingConfig, tables: Sequence[TableSpec], num_dense: int, cluster: Cluster, own: Job | None = None
+    config: TrainingConfig,
+    tables: Sequence[TableSpec],
+    num_dense: int,
+    *,
+    cluster: Cluster,
+    own: Job | None = None,
 ) -> list[Alternative]:
     """Predicts a step flat, in towers, and compressed by them, with the runtime's options; fastest first.
 

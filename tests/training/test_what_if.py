@@ -167,7 +167,7 @@ def test_replicas_cost_their_average_and_less_of_it_if_they_wait() -> None:
 def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
     config = load_config("demo", ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=4096"])
     tables = criteo_1tb_tables(64)
-    found = alternatives(config, tables, 13, SMALL)
+    found = alternatives(config, tables, 13, cluster=SMALL)
     seconds = [round(one.prediction.timeline.seconds, 7) for one in found]
     assert seconds == sorted(seconds)
     assert {round(one.ratio) for one in found} == {1, 2, 4, 8, 16}
@@ -183,7 +183,7 @@ def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
 def test_towers_span_hosts_where_there_are_more_hosts_than_features() -> None:
     config = load_config("demo", ["topology.num_towers=12", "topology.ranks_per_tower=2", "model.embedding_dim=16"])
     tables = [TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=16, feature_names=(f"f{i}",)) for i in range(5)]
-    found = alternatives(config, tables, 3, SMALL)
+    found = alternatives(config, tables, 3, cluster=SMALL)
     shapes = {one.overrides[3:5] for one in found if "dmt" in one.overrides[0]}
     assert shapes == {("topology.num_towers=4", "topology.ranks_per_tower=6")}
 
@@ -385,7 +385,7 @@ def test_alternatives_to_any_config_are_found(overrides: list[str], hosts: int, 
 
 def test_of_equally_fast_ones_the_model_that_is_unchanged_comes_first() -> None:
     config = load_config("demo", ["topology.num_towers=2", "topology.ranks_per_tower=2"])
-    found = alternatives(config, criteo_1tb_tables(64), 13, replace(SMALL, step_s=1.0))
+    found = alternatives(config, criteo_1tb_tables(64), 13, cluster=replace(SMALL, step_s=1.0))
     assert found[0].overrides[:2] == ("model.arch=dlrm", "sharding.dataflow=flat")
     assert found[0].prediction.timeline.seconds == pytest.approx(1.0)
 
@@ -432,7 +432,7 @@ def test_a_model_of_ones_own_stays_what_it_is() -> None:
     config = deepfm()  # tables of several widths, which no shipped model has
     assert config.model.in_towers
     job = unsharded(config)
-    found = alternatives(config, job.tables, job.num_dense, SMALL)
+    found = alternatives(config, job.tables, job.num_dense, cluster=SMALL)
     ratios = {next(own for own in one.overrides if own.startswith("model.")): one.ratio for one in found}
     assert ratios == {"model.in_towers=false": 1.0, "model.in_towers=true": count(job).ratio}
     assert count(job).ratio > 1
@@ -449,7 +449,7 @@ def test_a_model_that_is_in_towers_only_has_no_flat_rows(tmp_path: Path) -> None
     shape = {"num_towers": 2, "ranks_per_tower": 2}
     config = deepfm(model={"factory": "tests.training.test_what_if:towers_only"}, topology=shape)
     job = unsharded(config)
-    found = alternatives(config, job.tables, job.num_dense, SMALL)
+    found = alternatives(config, job.tables, job.num_dense, cluster=SMALL)
     assert {one.overrides[0] for one in found} == {"model.in_towers=true"}
     (tmp_path / "run.toml").write_text(to_toml(config))
     save_cluster(SMALL, tmp_path / "c.toml")
@@ -494,7 +494,7 @@ def test_more_ids_take_longer_in_every_way_to_train() -> None:
     tables, cluster = criteo_1tb_tables(64), replace(SMALL, step_s=0.0)
     configs = [load_config("demo", [*shape, *more]) for more in ([], ["sharding.pooling_factors.C1=900"])]
     few, many = (
-        {one.overrides: one.prediction.timeline.seconds for one in alternatives(config, tables, 13, cluster)}
+        {one.overrides: one.prediction.timeline.seconds for one in alternatives(config, tables, 13, cluster=cluster)}
         for config in configs
     )
     assert few.keys() == many.keys()
@@ -550,14 +550,14 @@ def test_the_plan_of_the_config_serves_an_alternative_of_the_same_rules(
     shape = ["topology.num_towers=2", "topology.ranks_per_tower=2"]
     tables = criteo_1tb_tables(64)
     config = load_config("demo", [*planner_rates(SMALL), *shape, setting])
-    alone, made = alternatives(config, tables, 13, SMALL), []
+    alone, made = alternatives(config, tables, 13, cluster=SMALL), []
 
     def count_and_make(*args: Any) -> Any:
         made.append(args)
         return make_job(*args)
 
     monkeypatch.setattr("dmt.training.what_if.make_job", count_and_make)
-    assert alternatives(config, tables, 13, SMALL, make_job(config, tables, 13)) == alone
+    assert alternatives(config, tables, 13, cluster=SMALL, own=make_job(config, tables, 13)) == alone
     assert len(made) == planned
 
 
@@ -565,7 +565,7 @@ def test_towers_with_unique_inputs_are_alternatives_where_the_data_repeat() -> N
     config = small("dlrm", synthetic={"rows_per_table": 2, "num_rows": 500}, train={"batch_size": 32})
     job, slow = open_job(config), replace(SMALL, step_s=0.0, told_apart_s=0.0)
     slow = replace(slow, exchange=replace(slow.exchange, uplink_bytes_per_s=1e5))
-    found = alternatives(config, job.tables, job.num_dense, slow, job)
+    found = alternatives(config, job.tables, job.num_dense, cluster=slow, own=job)
     shared = [one for one in found if "sharding.unique=rank" in one.overrides]
     assert {one.ratio for one in shared} == {one.ratio for one in found}
     assert {o for one in shared for o in one.overrides if "micro" in o} == {"train.micro_batches=1"}
@@ -578,7 +578,7 @@ def test_towers_with_unique_inputs_are_alternatives_where_the_data_repeat() -> N
         assert known.uplink_bytes == pytest.approx(one.prediction.uplink_bytes)
         assert known.timeline.seconds < predict_step(alone, slow).timeline.seconds
     # Without data nobody knows what repeats.
-    assert not [o for one in alternatives(config, job.tables, 3, slow) for o in one.overrides if "unique" in o]
+    assert not [o for one in alternatives(config, job.tables, 3, cluster=slow) for o in one.overrides if "unique" in o]
 
 
 def test_rows_that_a_host_unites_take_the_time_of_its_links() -> None:

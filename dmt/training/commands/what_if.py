@@ -122,7 +122,7 @@ def run_what_if(config: str, overrides: Sequence[str], cluster: str, *, num_veri
         config=run,
         own=predict_step(job, described, step_work(job, count(job), repeats)),
         left_out=not_counted(run, repeats=repeats is not None),
-        found=alternatives(run, job.tables, job.num_dense, described, job),
+        found=alternatives(run, job.tables, job.num_dense, cluster=described, own=job),
         verified=[],
     )
     chosen = result.best()[:num_verified]
