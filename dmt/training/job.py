@@ -183,12 +183,17 @@ def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
 
 def validate_rows(job: Job) -> None:
     """Checks the rows that ``data.validate_rows`` says; raises `InputError` also if they are too few for a step."""
-    check_rows(job.config, job.topology.world_size, rows_at_most(job.config, job.data.validate()))
+    check_rows(job.config, job.topology.world_size, rows_at_most(job.data, job.data.validate()))
 
 
-def rows_at_most(config: TrainingConfig, report: ValidationReport) -> int | None:
-    """Returns the number of training rows, after a check that saw them all; None after one that did not."""
-    complete = report.train_rows and (config.data.validate_rows < 0 or report.train_rows < config.data.validate_rows)
+def rows_at_most(data: ClickData, report: ValidationReport) -> int | None:
+    """Returns the number of training rows, after a check that saw them all; None after one that did not.
+
+    A source whose rows are split afterwards has that many at most.
+    """
+    if (known := data.num_rows("train")) is not None:
+        return known
+    complete = report.train_rows and (data.config.validate_rows < 0 or report.train_rows < data.config.validate_rows)
     return report.train_rows if complete else None
 
 

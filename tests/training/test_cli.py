@@ -451,7 +451,7 @@ def test_too_few_rows_are_told_before_training(tmp_path: Path) -> None:
     data = write_parquet(tmp_path / "few.parquet", ["c_a", "c_b"], rows=40)
     result = dmt("demo", "--data", str(data), "--out", str(tmp_path / "out"))
     assert result.exit_code == 2
-    assert "There are 40 training rows, fewer than one step takes: 4 ranks x train.batch_size=16 = 64" in result.output
+    assert "There are 36 training rows, fewer than one step takes: 4 ranks x train.batch_size=16 = 64" in result.output
     assert "2/4" not in result.output
 
 

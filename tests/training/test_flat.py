@@ -289,3 +289,5 @@ def test_dmt_plan_shows_a_flat_plan_and_refuses_what_is_for_towers() -> None:
     for options, name in (({"distinct": True}, "--distinct"), ({"out": Path("plan.json")}, "--out")):
         with pytest.raises(InputError, match=rf"has the flat dataflow .*; {name} is for the tower dataflow"):
             run_plan("demo", ["model.arch=dlrm"], **options)
+    with pytest.raises(InputError, match=r"; --distinct, --out are for the tower dataflow.* leave them out"):
+        run_plan("demo", ["model.arch=dlrm"], distinct=True, out=Path("plan.json"))

@@ -74,14 +74,15 @@ def demo(
         raise InputError(
             f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
         )
-    checked = resolve(config, ranks).data.validate()
+    rows = resolve(config, ranks).data
+    checked = rows.validate()
     check_output_dir(out)
     if data is not None:
         settings += step_settings(checked.train_rows, ranks)
     shared = [*settings, *map(current_override, overrides)]
     flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
 
-    check_rows(load_config("demo", shared), ranks, rows_at_most(config, checked))
+    check_rows(load_config("demo", shared), ranks, rows_at_most(rows, checked))
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
     flat = load_config(
         "demo", [*flat_settings(shared), f"model.arch={flat_arch}", to_override("train.output_dir", out / flat_arch)]

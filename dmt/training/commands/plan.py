@@ -120,11 +120,12 @@ def run_plan(
 
 
 def _plan_flat(config: str, job: Job, options: Sequence[str]) -> FlatPlan:
-    if options or job.topology.num_replicas > 1:
-        what = options[0] if options else f"a plan of {job.topology.num_replicas} replicas"
+    replicas = [f"a plan of {job.topology.num_replicas} replicas"] if job.topology.num_replicas > 1 else []
+    if what := [*options, *replicas]:
+        are, them = ("is", "it") if len(what) == 1 else ("are", "them")
         raise InputError(
             f"Config {config} has the flat dataflow ({job.config.model.chosen}), which TorchRec's planner places; "
-            f"{what} is for the tower dataflow. Append sharding.dataflow=sptt, or leave it out."
+            f"{', '.join(what)} {are} for the tower dataflow. Append sharding.dataflow=sptt, or leave {them} out."
         )
     from dmt.training.build import flat_tables  # needs TorchRec
 
