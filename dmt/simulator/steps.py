@@ -2,8 +2,9 @@
 
 Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers.
 
-How long an operation computes says `dmt.simulator.work` (the roofline), and when it runs `dmt.simulator.timeline` (Neo's
-Equation 1 is a special case). What is left out: that rows are not read equally often, that ranks start a step at different times, and caches.
+How long an operation computes says `dmt.simulator.work` (the roofline), when it runs `dmt.simulator.timeline` (of which
+Neo's Equation 1 is a special case). What is left out: that rows are not read equally often, that ranks start a step at
+different times, and caches.
 """
 
 from __future__ import annotations
