@@ -196,6 +196,7 @@ def tower_step(
     step.compute("lookup", looked_up=work.lookup_bytes / 3, after=[] if prefetch else [ids, local])
     arrived = step.send("embeddings", "embeddings", "all_to_all", load=work.tower_outputs, ranks=inner, channel="tower")
     shares = work.parts or [1 / micro_batches for _ in parts]
+    assert len(shares) == micro_batches, f"shares of {len(shares)} micro-batches in a step of {micro_batches}"
     towers = [work.towers.seconds(work.peer_samples * share, cluster) for share in shares]
     over, over_back = work.dense.seconds(work.samples / micro_batches, cluster)
     early, early_back = work.early.seconds(work.samples / micro_batches, cluster)

@@ -140,7 +140,7 @@ def filled_up(ids: KeyedJaggedTensor, parts: Sequence[PartRows], sizes: Sequence
         lengths=lengths,
         stride=sum(part.num_rows for part in parts),
         # Counted again, a GPU would be waited for.
-        length_per_key=per_key and [sum(per_key[i : i + num]) for i in range(0, len(per_key), num)],
+        length_per_key=None if per_key is None else [sum(per_key[i : i + num]) for i in range(0, len(per_key), num)],
     )
 
 

@@ -103,7 +103,7 @@ def distinct_inputs_of(
             distinct=own,
             share=own.rows / size,
             in_host=of_rank if is_united else None,
-            parts=tuple((parts / max(1, parts.sum())).tolist()),
+            parts=tuple((parts / (parts.sum() or 1.0)).tolist()),
         )
         for (tower, group), own, of_rank, parts in zip(groups, found, of_ranks, by_group, strict=True)
     ]

@@ -219,7 +219,7 @@ def step_work(job: Job, model: CountedModel, repeats: Repeats | None = None) -> 
     if repeats is None:
         return work
     by_first: tuple[float, ...] = ()
-    if any(group.distinct.rows < batch for group in repeats.distinct) and all(g.parts for g in repeats.distinct):
+    if any(group.distinct.rows < batch for group in repeats.distinct):
         sent = [group.distinct.rows * sum(columns[name] for name in group.features) for group in repeats.distinct]
         by_part = zip(*(group.parts for group in repeats.distinct), strict=True)
         by_first = tuple(sum(map(operator.mul, shares, sent)) / sum(sent) for shares in by_part)

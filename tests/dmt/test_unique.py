@@ -165,7 +165,7 @@ def cases_on_rank(rank: int, cases: list[Case]) -> None:
             raise
 
 
-WAYS = [("rank", 1), ("rank", 3), ("auto", 1), ("host", 1), ("host", 3)]
+WAYS = [("rank", 1), ("rank", 3), ("auto", 3), ("host", 1), ("host", 3)]
 COVERED = ("flat-2x2", "flat-1x2")
 
 
