@@ -163,7 +163,7 @@ def test_batches_for_a_gpu_are_in_page_locked_memory(kind: str, done: list[str])
     trainer._device = torch.device(kind)
     trainer._mesh = trainer._data = type("Stub", (), {})()
     trainer._mesh.rank, trainer._mesh.topology = 0, type("Stub", (), {"world_size": 1})
-    trainer._mesh.global_group = None
+    trainer._reading_group = trainer._thread = None
     trainer._data.batches = lambda *args, **kwargs: iter([Pinned()])
     (batch,) = trainer._batches("train", 1)
     assert batch.done == done

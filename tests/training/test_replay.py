@@ -184,4 +184,4 @@ def test_what_was_played_back_is_printed(tmp_path: Path, capsys: Any) -> None:
     print_replayed(run_ranks(play_one, 2, file)[0])
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
     # A ring of two sends three numbers of four bytes, from each.
-    assert "dense 1 0 B 24 B" in words
+    assert "dense 1 0 bytes 24 bytes" in words
