@@ -32,7 +32,9 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dmt replicas": ("dmt-dlrm", "sptt", {"topology": COPIES}),
     "dmt mixed schemes": ("dmt-dlrm", "sptt", {"sharding": {"scheme": "auto"}}),
     "dmt unique": ("dmt-dlrm", "sptt", {"sharding": {"unique": "rank"}}),
+    "dmt unique overlapped": ("dmt-dlrm", "sptt", {"sharding": {"unique": "rank"}, "train": OVERLAPPED}),
     "dmt unique on hosts": ("dmt-dlrm", "sptt", {"sharding": {"unique": "host"}}),
+    "dmt unique on hosts overlapped": ("dmt-dlrm", "sptt", {"sharding": {"unique": "host"}, "train": OVERLAPPED}),
 }
 STEPS = 4  # the first ones make what later ones have
 
@@ -107,6 +109,9 @@ def test_finding_distinct_inputs_reads_their_numbers(steps: list[dict[str, Any]]
     assert steps[0]["dmt unique"][0] <= steps[0]["dmt"][0] + 16
     # The ranks of a host ask each other for rows first, of as many other sizes.
     assert steps[0]["dmt unique on hosts"][0] <= steps[0]["dmt unique"][0] + 16
+    # All micro-batches at once.
+    for name in ("dmt unique", "dmt unique on hosts"):
+        assert steps[0][f"{name} overlapped"][0] <= steps[0][name][0], name
 
 
 class OnAStream:
