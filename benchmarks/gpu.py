@@ -1,4 +1,4 @@
-"""One rank on one GPU, in a few minutes: environment, parity with the plain module, step time and memory.
+"""One rank on one GPU, in a few minutes: environment, parity with the plain module, step time, memory and a profile.
 
     .venv/bin/python -m benchmarks.gpu --out benchmarks/results/gpu.json
 
@@ -16,6 +16,7 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import click
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -45,6 +47,7 @@ CONTENDERS = {"flat": ("dlrm", "flat"), "sptt": ("dlrm", "sptt"), "dmt": ("dmt-d
 # Logits and gradients of numbers near 1 that are summed in another order.
 _TOLERANCE = 1e-4
 _WARM_UP_STEPS = 3
+_OPERATORS = 12
 
 
 def make_config(name: str, device: str, *, quick: bool) -> TrainingConfig:
@@ -64,7 +67,7 @@ def make_config(name: str, device: str, *, quick: bool) -> TrainingConfig:
 
 
 def measure(name: str, device: str, *, quick: bool) -> dict[str, Any]:
-    """Returns differences from the plain module, seconds per step, and bytes of memory of one contender."""
+    """Returns differences from the plain module, seconds per step, bytes of memory and a profile of one contender."""
     config = make_config(name, device, quick=quick)
     job, mesh = open_job(config), TowerMesh(config.topology.build())
     place, on_gpu = current_device(job.device_type), job.device_type == "cuda"
@@ -77,9 +80,9 @@ def measure(name: str, device: str, *, quick: bool) -> dict[str, Any]:
     optimizer.zero_grad()
     pipeline = TrainPipelineSparseDist(model, optimizer, place, execute_all_batches=True)
     steps = 3 if quick else 30
-    ahead = list(itertools.islice(batches, _WARM_UP_STEPS + steps))
+    ahead = list(itertools.islice(batches, _WARM_UP_STEPS + steps + 1))
     given, seconds = iter([batch.pin_memory() if on_gpu else batch for batch in ahead]), []
-    for _ in ahead:
+    for _ in ahead[:-1]:
         began = time.perf_counter()
         pipeline.progress(given)
         if on_gpu:
@@ -91,7 +94,20 @@ def measure(name: str, device: str, *, quick: bool) -> dict[str, Any]:
         "parity": parity,
         "step_seconds": {"median": statistics.median(timed), "least": timed[0], "most": timed[-1], "steps": steps},
         "peak_bytes": peak,
+        "profile": _profile(lambda: pipeline.progress(given), on_gpu=on_gpu),
     }
+
+
+def _profile(step: Callable[[], Any], *, on_gpu: bool) -> dict[str, Any]:
+    """Seconds of the operators of one step, on the GPU or else the CPU, those that take most first."""
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    clock = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    found = sorted(profiler.key_averages(), key=lambda one: getattr(one, clock), reverse=True)
+    operators = [{"name": one.key, "calls": one.count, "seconds": getattr(one, clock) / 1e6} for one in found]
+    return {"seconds": sum(one["seconds"] for one in operators), "operators": operators[:_OPERATORS]}
 
 
 def _parity(job: Job, model: DistributedModelParallel, batch: ClickBatch) -> dict[str, float]:
@@ -153,6 +169,8 @@ def main(device: str, quick: bool, out: Path | None) -> None:
     for name, run in contenders.items():
         time_, memory = run["step_seconds"]["median"], run["peak_bytes"] / 2**20
         click.echo(f"{name:5} {time_ * 1e3:9.2f} ms per step, {memory:9.1f} MiB, {json.dumps(run['parity'])}", err=True)
+        for one in run["profile"]["operators"][:3]:
+            click.echo(f"      {one['seconds'] * 1e3:9.2f} ms in {one['name']:.60}, {one['calls']} calls", err=True)
     if not record["agrees"]:
         click.echo(f"error: a difference of {worst:.2g} from the plain module is above {_TOLERANCE:g}", err=True)
         sys.exit(1)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Only what a test names, not the wheels that this machine's own settings of pip offer.
-ALONE = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")} | {
-    "PIP_CONFIG_FILE": os.devnull
-}
+# Only what a test names, not the wheels that this machine's own settings of pip offer, nor what `make test STACK=2.14`
+# hands on to every make below it.
+ALONE = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "MFLAGS", "STACK"))}
+ALONE["PIP_CONFIG_FILE"] = os.devnull
 
 
 @pytest.fixture

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.gpu import CONTENDERS, FORMAT, main
+from benchmarks.gpu import CONTENDERS, FORMAT, main, measure
 from tests.programs import run_program
+from tests.ranks import run_ranks
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -17,6 +19,22 @@ def test_without_a_gpu_it_says_so() -> None:
     assert result.exit_code == 2
     assert result.stderr.startswith("error: --device='cuda', but torch 2")
     assert "Or set --device='cpu'" in result.stderr
+
+
+def measured_on_rank(rank: int) -> dict[str, Any]:
+    return {name: measure(name, "cpu", quick=True) for name in CONTENDERS}
+
+
+@pytest.mark.ranks
+def test_every_contender_agrees_with_the_plain_module_and_is_profiled() -> None:
+    (runs,) = run_ranks(measured_on_rank, 1)
+    for run in runs.values():
+        assert max(run["parity"]["logits"], run["parity"]["dense_gradients"]) <= 1e-4
+        own = run["profile"]
+        seconds = [one["seconds"] for one in own["operators"]]
+        assert seconds == sorted(seconds, reverse=True)
+        assert 0 < sum(seconds) <= own["seconds"]
+        assert any("embedding" in one["name"] or "mm" in one["name"] for one in own["operators"])
 
 
 @pytest.mark.ranks
