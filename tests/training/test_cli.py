@@ -75,6 +75,12 @@ def test_help_has_an_example(command: str) -> None:
     assert len(result.output.splitlines()) <= 40
 
 
+def test_the_list_of_commands_says_what_each_does_and_how_to_train() -> None:
+    shown = dmt("--help").output
+    assert "..." not in shown.partition("Commands:")[2], "a summary is cut off"
+    assert "Train with: torchrun --nproc-per-node 4 -m dmt.training CONFIG" in " ".join(shown.split())
+
+
 def test_complexity_as_json() -> None:
     result = dmt("complexity", "--arch", "dlrm", "--towers", "8", "--tower-dim", "64", "--c", "1", "--p", "0", "--json")
     assert result.exit_code == 0

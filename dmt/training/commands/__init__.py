@@ -45,7 +45,9 @@ class _Commands(click.Group):
         return ctx.exit(2)
 
 
-@click.group(cls=_Commands, epilog="Begin with: dmt demo")
+@click.group(
+    cls=_Commands, epilog="Begin with: dmt demo. Train with: torchrun --nproc-per-node 4 -m dmt.training CONFIG"
+)
 @click.version_option(__version__, prog_name="dmt")
 def main() -> None:
     """Disaggregated Multi-Tower training of recommendation models."""
@@ -65,7 +67,7 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.argument("overrides", nargs=-1)
 def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...], **options: Any) -> None:
-    """Trains a flat model, learns its towers, trains the multi-tower model, compares them.
+    """Trains a flat model, then learned towers, and compares them.
 
     Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.
     """
@@ -83,7 +85,7 @@ def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...
 @main.command(epilog="Example: dmt doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
-    """Says which versions are installed, what is missing, and the command that fixes it."""
+    """Says what is installed, what is missing, and what fixes it."""
     from dmt.training.commands.doctor import diagnose
 
     findings = diagnose()
@@ -132,7 +134,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--compare", nargs=2, type=click.Path(path_type=Path), help="Compare two tower plans; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def partition(**options: Any) -> None:
-    """Learns which features belong together and writes the tower plan."""
+    """Learns which features belong together, and writes towers."""
     from dmt.training.commands.partition import print_compared, print_partition, run_partition
 
     if pair := options.pop("compare"):
@@ -204,9 +206,10 @@ def what_if(
     verify: int,
     as_json: bool,
 ) -> None:
-    """Predicts a training step on a described cluster: of a run, flat, in towers, compressed.
+    """Predicts training steps on a described cluster.
 
-    CONFIG names data, model, batch size and topology; nothing is trained. OVERRIDES are section.key=value.
+    Of the run as it is, flat, in towers and compressed. CONFIG names data, model, batch size and topology; nothing is
+    trained. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.what_if import draw_what_if, print_what_if, run_what_if
 
@@ -225,9 +228,10 @@ def what_if(
 @click.argument("trace", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def breakdown(trace: Path, *, as_json: bool) -> None:
-    """Shows where a profiled step's time went: computing, exposed and hidden exchanges by kind.
+    """Shows where the time of a profiled step went.
 
-    TRACE is what export_chrome_trace of torch.profiler wrote on one rank.
+    Computing, exposed and hidden exchanges, by kind. TRACE is what export_chrome_trace of torch.profiler wrote on one
+    rank.
     """
     from dmt.training.breakdown import read_trace
     from dmt.training.commands.breakdown import print_breakdown
@@ -249,7 +253,10 @@ def breakdown(trace: Path, *, as_json: bool) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench_comms(*, out: Path, as_json: bool, **options: Any) -> None:
-    """Measures this job's ranks and links, under torchrun on every host, and writes them for `dmt what-if`."""
+    """Measures ranks and links of this job, for dmt what-if.
+
+    To be started by torchrun on every host.
+    """
     from dmt.training.commands.bench_comms import Measured, print_measured, print_replayed, run_bench_comms
 
     found = run_bench_comms(out, **options)
@@ -278,7 +285,7 @@ def bench_comms(*, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--all", "everything", is_flag=True, help="Print all tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def profile(config: str, overrides: tuple[str, ...], *, everything: bool, as_json: bool, **options: Any) -> None:
-    """Counts how often rows are read, and what that means for the bytes between towers.
+    """Counts how often rows are read, and the bytes they cost.
 
     CONFIG names data, batch size and topology. For each table: the skew of its accesses, and the bytes of a step where
     every output is sent, each distinct id once, and frequent or all rows are replicated. OVERRIDES are
@@ -311,10 +318,10 @@ def profile(config: str, overrides: tuple[str, ...], *, everything: bool, as_jso
 @click.option("--most-values", default=2**24, show_default=True, help="Values counted of a table at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
-    """Writes raw rows as Parquet with ids, a manifest and access counts, to train on with data.prepared.
+    """Writes raw rows as Parquet with ids, to train on.
 
-    CONFIG's [data] names the rows, its columns and the most rows of a table; they are read, checked and split as the
-    trainer would. OVERRIDES are section.key=value.
+    With a manifest and access counts; data.prepared names the folder. CONFIG's [data] names the rows, its columns and
+    the most rows of a table; they are read, checked and split as the trainer would. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.prepare import print_prepared, run_prepare
 
@@ -337,7 +344,7 @@ def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: Any) -> None:
-    """Checks a run on processes of this machine, before a cluster is spent on it.
+    """Checks a run on this machine before a cluster is spent on it.
 
     CONFIG's model, towers, sharding plan, precision and id route, made small, against the same model in one process:
     forward pass, gradients, a few steps, a checkpoint under another placement. Data files are opened for their columns,
@@ -365,7 +372,7 @@ def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: A
 @click.option("--data", metavar="PATH", help="A file with the run's columns, where its own data are gone.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def export(*, checkpoint: Path, out: Path, tables: Any, data: str | None, as_json: bool) -> None:
-    """Writes a trained model as a program that plain PyTorch loads and runs.
+    """Writes a trained model as a program for plain PyTorch.
 
     CHECKPOINT is the output_dir of a run, or a checkpoint, of any layout. The file holds a manifest, too.
     """
@@ -382,7 +389,7 @@ def export(*, checkpoint: Path, out: Path, tables: Any, data: str | None, as_jso
 @click.option("--batch-size", default=4096, show_default=True, help="Rows in one go.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def score(*, model: Path, data: str | None, out: Path, batch_size: int, as_json: bool) -> None:
-    """Writes the predictions of a trained or exported model for rows of files.
+    """Writes the predictions of a model for rows of files.
 
     MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent.
     """
@@ -400,7 +407,10 @@ def score(*, model: Path, data: str | None, out: Path, batch_size: int, as_json:
 @click.option("--p", default=0, show_default=True, help="Outputs per tower (dlrm).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def complexity(*, arch: str, towers: int | None, tower_dim: int | None, c: int, p: int, as_json: bool) -> None:
-    """Counts MFLOPs per sample, parameters and compression ratio of a model of the paper's size (Criteo-1TB)."""
+    """Counts MFLOPs, parameters and ratio of a paper-sized model.
+
+    MFLOPs are per sample; the sizes are those for Criteo-1TB.
+    """
     from dmt.models.complexity import paper_complexity
 
     counted = paper_complexity(arch, towers, tower_dim=tower_dim, c=c, p=p)
