@@ -1,4 +1,4 @@
-"""`FeatureAffinity`: similarity of each pair of features in a trained model's embeddings, as `collect.py` measures it.
+"""`FeatureAffinity`: how alike the embeddings of each pair of features are, as `measure_affinity.py` measures it.
 
 Legend: F features, N embedding dim, B samples of a batch.
 """
@@ -72,7 +72,7 @@ class FeatureAffinity:
 
     I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1: 0 where two features have nothing in
     common, 1 where they always point the same (or always the opposite) way. Tables of different widths have no cosines:
-    there, ``measure`` is ``"cka"``, linear CKA of each pair of features (`dmt.partitioner.collect` says why).
+    there, ``measure`` is ``"cka"``, linear CKA of each pair of features (`dmt.partitioner.measure_affinity` says why).
 
     `collect` measures it on a trained model. A matrix from elsewhere is checked, made exactly symmetric, and kept
     read-only as float64. The diagonal (below 1 for a feature that is sometimes absent) is never used for partitioning.
@@ -153,7 +153,7 @@ class FeatureAffinity:
                 model is sharded and there is no group, or its embeddings never leave their towers. With a group,
                 every rank raises what one of them found.
         """
-        from dmt.partitioner.collect import collect_affinity
+        from dmt.partitioner.measure_affinity import collect_affinity
 
         return collect_affinity(model, batches, module_path=module_path, forward=forward, process_group=process_group)
 

@@ -17,7 +17,7 @@ from dmt.errors import InputError, did_you_mean
 from dmt.plan.tables import TableSpec
 
 if TYPE_CHECKING:
-    from dmt.partitioner.collect import Lockstep
+    from dmt.partitioner.measure_affinity import Lockstep
 
 __all__ = ["COLLECT", "Collection", "NoRows", "Watch", "by_feature", "evaluating", "find_collections", "watching"]
 

@@ -28,7 +28,7 @@ from dmt.partitioner.affinity import (
     tables_to_arrays,
     write_arrays,
 )
-from dmt.partitioner.pair_gains import (
+from dmt.partitioner.interaction_gains import (
     Column,
     PairSums,
     Total,
@@ -373,7 +373,7 @@ class _Known:
 
 def _read(batches: Iterable[Any], max_rows: int, group: ProcessGroup | None) -> tuple[ReadRows, _Known]:
     """Reads this rank's rows and tells the others; raises `InputError` on every rank for what one found."""
-    from dmt.partitioner.collect import Lockstep  # loads torch
+    from dmt.partitioner.measure_affinity import Lockstep  # loads torch
 
     ranks, rank, world_size = Lockstep(group), 0, 1
     if group is not None:

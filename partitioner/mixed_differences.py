@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.partitioner.capture import NoRows, Watch, by_feature, evaluating, find_collections, watching
-from dmt.partitioner.collect import Lockstep, check_batch, run_batch, tables_of
 from dmt.partitioner.interactions import FeatureInteractions
+from dmt.partitioner.measure_affinity import Lockstep, check_batch, run_batch, tables_of
 
 __all__ = ["interactions_of_model"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.partitioner.pair_gains import Column, Floats, Total
+from dmt.partitioner.interaction_gains import Column, Floats, Total
 from dmt.plan.distinct import mix_bits
 
 __all__ = ["ReadRows", "dense_columns", "held_out", "make_columns"]

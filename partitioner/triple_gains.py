@@ -11,7 +11,7 @@ from math import comb
 
 import numpy as np
 
-from dmt.partitioner.pair_gains import (
+from dmt.partitioner.interaction_gains import (
     Column,
     Floats,
     Ints,

@@ -24,7 +24,7 @@ name                    what it is
 ``...+unique``          each distinct input of a rank crosses hosts once (part of ``+all``, where enough repeat)
 ``...+unique-host``     each distinct input of a host crosses once; without ``+hot``
 ``...+hot``             hot rows on every rank, by a profile (`dmt.hot_rows.runtime`); for ``sptt``
-``...+global``          ids take the global route (`dmt.sptt.input_dist`)
+``...+global``          ids take the global route (`dmt.sptt.id_routes`)
 ======================  ==============================================================================================
 """
 

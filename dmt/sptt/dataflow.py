@@ -1,17 +1,17 @@
 """Semantic-preserving tower transform (SPTT), step by step: the dataflow that every tower sharder's module shares.
 
 DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps are these; see
-`dmt.sptt.input_dist` for the other route and docs/sptt.md for a worked example.
+`dmt.sptt.id_routes` for the other route and docs/sptt.md for a worked example.
 
 ======  ===========================================================  =====  ==================  =======================
 step    what                                                         group  method              file
 ======  ===========================================================  =====  ==================  =======================
-a, c    ids to the peer whose tower owns the feature, in peer order  peer   `_exchange_ids`     ``input_dist.py``
+a, c    ids to the peer whose tower owns the feature, in peer order  peer   `_exchange_ids`     ``id_routes.py``
 a       from there to the rank that holds the table or shard         tower  `_exchange_ids`     ``group_ebc.py``
 b       lookup                                                       -      `look_up`           FBGEMM's kernels
 d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``group_ebc.py``
 -       tower module: [P, N] -> [P, O]                               -      `run_towers`        ``towers.py``
-f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  ``output_dist.py``
+f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  ``peer_exchange.py``
 ======  ===========================================================  =====  ==================  =======================
 
 Peers send in peer order, so the peer permute (step c) needs no code here; `GlobalInputDist` has the explicit one.
@@ -53,8 +53,8 @@ from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.sharding.group_ebc import GroupShardedEBC
 from dmt.sptt.host_rows import HostRows, UnitedRows
-from dmt.sptt.input_dist import BothHops, GlobalIdRoute, PeerIdRoute
-from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.id_routes import BothHops, GlobalIdRoute, PeerIdRoute
+from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.results import CachedAwaitable
 from dmt.sptt.rows import (
     JoinedRows,

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.sptt.input_dist import exchange_keys
-from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.id_routes import exchange_keys
+from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.rows import PartRows, copied_rows, filled_up, is_real, numbers_of, rows_by_part
 from dmt.sptt.unique import Bags, DistinctInputs, distinct_inputs, hashes_of_features
 

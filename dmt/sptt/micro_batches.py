@@ -42,7 +42,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
-from dmt.sptt.output_dist import PendingOutputs
+from dmt.sptt.peer_exchange import PendingOutputs
 from dmt.sptt.results import CachedAwaitable, split_rows
 from dmt.sptt.rows import micro_batch_sizes
 
@@ -52,7 +52,7 @@ __all__ = ["MicroBatches", "ResultInParts", "Schedule", "run_in_micro_batches"]
 Schedule = Literal["all_forward", "1f1b"]
 """Order of the passes of micro-batches: all forward passes first, or each backward pass after its forward pass."""
 Cut = tuple[Tensor, Tensor]
-"""Result of `dmt.sptt.output_dist.PendingOutputs.cut`."""
+"""Result of `dmt.sptt.peer_exchange.PendingOutputs.cut`."""
 _OVER_SAMPLES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -317,7 +317,7 @@ class ResultInParts(CachedAwaitable):
     Args:
         exchanges: awaitables of [B of the micro-batch, columns], in order.
         finish: turns [B, columns] into the result.
-        cuts: with 1F1B, what `dmt.sptt.output_dist.PendingOutputs.cut` returned for all but the last one with samples.
+        cuts: with 1F1B, what `PendingOutputs.cut` returned for all but the last one with samples.
     """
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any], cuts: Sequence[Cut] = ()) -> None:

@@ -24,7 +24,7 @@ from dmt.formatting import shorten
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest, whole_checkpoint
-from dmt.training.checkpoints.files import MANIFEST_NAME, discard_checkpoints
+from dmt.training.checkpoints.manifest import MANIFEST_NAME, discard_checkpoints
 from dmt.training.config import TrainingConfig, accept_old_names
 from dmt.training.data.dataset import file_text
 from dmt.training.job import Job

@@ -14,7 +14,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter, run_in_micro_batches
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.micro_batches import Schedule
-from dmt.sptt.output_dist import _AllToAllRequest
+from dmt.sptt.peer_exchange import _AllToAllRequest
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.state import table_layout
 from dmt.traffic import Traffic

@@ -8,7 +8,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from dmt.errors import InputError
 from dmt.models import DMTDCN, DMTDLRM, ModelOptions
-from dmt.plan.column_shards import shard_names, split_ids, split_tables
+from dmt.plan.split_tables import shard_names, split_ids, split_tables
 from dmt.plan.towers import TowerPlan
 
 FEATURES = ["ad", "user", "shop"]

@@ -34,7 +34,7 @@ from dmt.collectives import gather_objects
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.dataflow import SPTTContext
-from dmt.sptt.input_dist import GlobalIdRoute, GlobalInputDist, PeerInputDist, WantedIds
+from dmt.sptt.id_routes import GlobalIdRoute, GlobalInputDist, PeerInputDist, WantedIds
 from dmt.testing import gather_plain_state
 from tests import sptt_case
 from tests.parity import EPS, LR, Batches, PipelinedBatch, Trained, load_ramps, make_tables

@@ -16,8 +16,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt import InputError, MicroBatches, TowerMesh, TowerTopology, TrafficMeter, run_in_micro_batches
 from dmt.collectives import PendingExchange
-from dmt.sptt.input_dist import PeerInputDist
-from dmt.sptt.output_dist import PeerExchange, _AllToAllRequest
+from dmt.sptt.id_routes import PeerInputDist
+from dmt.sptt.peer_exchange import PeerExchange, _AllToAllRequest
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic
 from tests.dmt.test_sptt_use import flat_torchrec

@@ -15,10 +15,10 @@ from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_di
 from torchrec.distributed.types import NoWait
 
 import dmt.collectives
-import dmt.sptt.output_dist
+import dmt.sptt.peer_exchange
 from dmt import InputError
 from dmt.collectives import PendingExchange
-from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.precision import ExchangePrecision
 from tests.ranks import run_ranks
 
@@ -138,8 +138,8 @@ class Watched:
 
     def __init__(self) -> None:
         self.begun: list[weakref.ref[PendingExchange]] = []
-        self.start: Callable[..., tuple[PendingExchange, list[torch.Tensor]]] = dmt.sptt.output_dist.start_exchange
-        dmt.sptt.output_dist.start_exchange = self  # type: ignore[assignment]
+        self.start: Callable[..., tuple[PendingExchange, list[torch.Tensor]]] = dmt.sptt.peer_exchange.start_exchange
+        dmt.sptt.peer_exchange.start_exchange = self  # type: ignore[assignment]
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[PendingExchange, list[torch.Tensor]]:
         pending, arriving = self.start(*args, **kwargs)

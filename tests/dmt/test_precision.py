@@ -19,7 +19,7 @@ from dmt.number_formats import EXCHANGE_FORMATS, NUMBER_FORMATS
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import SCHEMES, TablePlacement, why_not
-from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.precision import ExchangePrecision
 from tests.parity import make_tables
 from tests.ranks import run_ranks

@@ -417,7 +417,7 @@ def test_the_ids_of_a_batch_enter_at_most_five_files(route: str) -> None:
     assert entered == {
         "models/base.py",
         "dmt/sptt/dataflow.py",
-        "dmt/sptt/input_dist.py",
+        "dmt/sptt/id_routes.py",
         "dmt/sharding/group_ebc.py",
         "dmt/replicas/sync.py",  # waits until the tables may be read
     }

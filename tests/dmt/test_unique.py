@@ -31,7 +31,7 @@ from dmt import (
     run_in_micro_batches,
 )
 from dmt.sptt.dataflow import SPTTModule
-from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.rows import JoinedRows, PartRows, TakenRows, filled_up, micro_batch_sizes, rows_by_part
 from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
 from dmt.testing import gather_plain_state

@@ -11,7 +11,7 @@ from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerColle
 
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
-from dmt.partitioner import collect as collection_module
+from dmt.partitioner import measure_affinity as collection_module
 from dmt.plan.tables import TableSpec
 from tests.partitioner.planted import FlatModel, batch, collection, rand_index
 

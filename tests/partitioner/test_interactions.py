@@ -20,8 +20,15 @@ from sklearn.preprocessing import OneHotEncoder
 from torchrec import KeyedJaggedTensor
 
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, FeatureInteractions, TowerPartitioner, interactions, pair_gains, pair_rows
-from dmt.partitioner.pair_gains import Column, PairSums, Total
+from dmt.partitioner import (
+    FeatureAffinity,
+    FeatureInteractions,
+    TowerPartitioner,
+    interaction_gains,
+    interactions,
+    pair_rows,
+)
+from dmt.partitioner.interaction_gains import Column, PairSums, Total
 from dmt.partitioner.triple_gains import chosen_triples
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import SyntheticConfig
@@ -211,9 +218,11 @@ def test_the_additive_model_is_the_ridge_regression_on_single_values():
     ids, labels = planted_clicks(4, [], rows=3000, singles=1.0, seed=2)
     columns = [Column(values=own.astype(np.int32), lengths=None, size=8) for own in ids.T]
     counts = np.random.default_rng(0).random(3000) < 0.9
-    odds, _ = pair_gains.fit_additive(columns, labels.astype(float), counts, start=None, total=Total(None))
+    odds, _ = interaction_gains.fit_additive(columns, labels.astype(float), counts, start=None, total=Total(None))
     table = OneHotEncoder().fit_transform(ids)
-    model = LogisticRegression(C=1 / pair_gains.VALUE_PRIOR, tol=1e-8, max_iter=1000).fit(table[counts], labels[counts])
+    model = LogisticRegression(C=1 / interaction_gains.VALUE_PRIOR, tol=1e-8, max_iter=1000).fit(
+        table[counts], labels[counts]
+    )
     np.testing.assert_allclose(odds, model.decision_function(table), atol=0.02)
 
 
@@ -226,7 +235,7 @@ def test_gains_are_those_of_a_plain_loop():
     labels, odds, held = (rng.random(num) < 0.4).astype(float), rng.normal(size=num), rng.random(num) < 0.3
     sums = PairSums(labels=labels, odds=[odds], held=[held], num_rows=num)
     for first, second in ((one, one), (one, bag), (bag, one), (bag, bag)):
-        mean, error = pair_gains.pair_gains([first, second], np.array([[0, 1]]), sums, Total(None))
+        mean, error = interaction_gains.pair_gains([first, second], np.array([[0, 1]]), sums, Total(None))
         cells, gains = {}, []
 
         def values(column, row):
@@ -252,13 +261,13 @@ def test_gains_are_those_of_a_plain_loop():
 def test_hashed_cells_and_ids_still_show_the_pair(monkeypatch):
     pairs = [(0, 2)]
     ids, labels = planted_clicks(3, pairs, rows=20_000, values=20, strength=1.5, singles=0.2)
-    monkeypatch.setattr(pair_gains, "MOST_CELLS", 2**8)
+    monkeypatch.setattr(interaction_gains, "MOST_CELLS", 2**8)
     # Ids of tables larger than any that is kept as it is, and negative ones.
     assert found_pairs(FeatureInteractions.collect(batches_of(ids * 2**41 - 5, labels))) == set(pairs)
 
 
 def test_screening_keeps_the_planted_pairs(monkeypatch):
-    monkeypatch.setattr(pair_gains, "SCREENED_FEATURES", 16)
+    monkeypatch.setattr(interaction_gains, "SCREENED_FEATURES", 16)
     pairs = drawn_pairs(60, 4, seed=0)
     ids, labels = planted_clicks(60, pairs, rows=20_000, strength=0.8, singles=0.2)
     found = FeatureInteractions.collect(batches_of(ids, labels), max_pairs=60, num_splits=1)

@@ -62,7 +62,7 @@ def places() -> dict[str, Place]:
     from dmt.replicas.sync import ReplicaSync, RunningMean
     from dmt.training import train as run
     from dmt.training.checkpoints import dcp, saver
-    from dmt.training.checkpoints.files import CheckpointStore
+    from dmt.training.checkpoints.manifest import CheckpointStore
     from dmt.training.loop import Trainer
     from dmt.training.records import RunRecord
 

@@ -10,7 +10,7 @@ import torch
 from torchrec.distributed.types import LazyAwaitable
 
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.output_dist import PeerExchange
+from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.results import CachedAwaitable
 from dmt.testing import gather_plain_state
 from dmt.training.build import build_optimizer, shard_model

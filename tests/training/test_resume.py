@@ -16,7 +16,7 @@ import pytest
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import checkpoints, read_manifest
-from dmt.training.checkpoints.files import write_manifest
+from dmt.training.checkpoints.manifest import write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.job import resolve, tower_plan
 from dmt.training.loop import Position, Trainer

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dmt.collectives import RankError, reason_of
 from dmt.errors import InputError
-from dmt.training.checkpoints.files import FileRecord
+from dmt.training.checkpoints.manifest import FileRecord
 from dmt.training.checkpoints.state import Piece
 
 __all__ = ["INDEX_NAME", "SafeReader", "read_pieces", "write_pieces"]

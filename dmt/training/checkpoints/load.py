@@ -21,7 +21,7 @@ from dmt.formatting import shorten
 from dmt.replicas.sync import moment_scales as scales_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints.dcp import SafeReader, read_pieces
-from dmt.training.checkpoints.files import Manifest, checkpoints, damaged_files, is_outdated, newest, read_manifest
+from dmt.training.checkpoints.manifest import Manifest, checkpoints, damaged_files, is_outdated, newest, read_manifest
 from dmt.training.checkpoints.saver import RNG
 from dmt.training.checkpoints.state import Piece, State, collect_state
 from dmt.training.device import set_random_state

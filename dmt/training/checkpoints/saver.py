@@ -25,7 +25,7 @@ from dmt.replicas.sync import drifted
 from dmt.replicas.sync import moment_scales as scales_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints.dcp import write_pieces
-from dmt.training.checkpoints.files import (
+from dmt.training.checkpoints.manifest import (
     PROBE,
     CheckpointStore,
     FileRecord,
@@ -59,7 +59,7 @@ class Checkpointer:
     is deleted, earlier checkpoints stay, rank 0 logs the reason, and training can go on to the next save.
 
     Args:
-        folder: where checkpoints are (`dmt.training.checkpoints.files`); leftovers of a killed save are removed.
+        folder: where checkpoints are (`dmt.training.checkpoints.manifest`); leftovers of a killed save are removed.
         mesh: the groups.
         keep: how many checkpoints to keep.
         asynchronous: `save` returns once the state is copied to the CPU's memory; a thread writes it.

@@ -14,7 +14,7 @@ from torch import nn
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import Checkpointer, Manifest
-from dmt.training.checkpoints.files import record_of, write_manifest
+from dmt.training.checkpoints.manifest import record_of, write_manifest
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from dmt import (
 from dmt.errors import InputError
 from dmt.training.build import build_optimizer
 from dmt.training.checkpoints import Checkpointer, read_manifest, restore, resume, whole_checkpoint
-from dmt.training.checkpoints.files import MANIFEST_NAME
+from dmt.training.checkpoints.manifest import MANIFEST_NAME
 from dmt.training.checkpoints.state import collect_state
 from dmt.training.config import OptimizerConfig
 from tests.parity import Batches, FlatModel, loss_of

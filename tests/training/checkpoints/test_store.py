@@ -13,7 +13,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import checkpoints, is_outdated, newest, read_manifest, verify
-from dmt.training.checkpoints.files import MANIFEST_NAME, CheckpointStore, _digest
+from dmt.training.checkpoints.manifest import MANIFEST_NAME, CheckpointStore, _digest
 from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
