@@ -42,7 +42,7 @@ COMMANDS = [
     (block.page.name, line)
     for block in BLOCKS
     if block.language == "bash" and block.mark != "tutorial"
-    for line in block.text.splitlines()
+    for line in block.text.replace("\\\n", " ").splitlines()
     if line and not line.startswith("#")
 ]
 
