@@ -251,7 +251,8 @@ def check_dmt(arguments: list[str]) -> None:
     assert name in main.commands, f"dmt has no command {name!r}"
     context = parse(main.commands[name], name, rest)
     if name == "demo":
-        check_overrides("demo", context.params["overrides"])
+        kind = ["data.kind=columns"] if context.params["data"] else []  # as the command does for Parquet and CSV files
+        check_overrides("demo", [*kind, *context.params["overrides"]])
 
 
 def check_torchrun(arguments: list[str]) -> None:
