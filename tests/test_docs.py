@@ -251,8 +251,10 @@ def check_dmt(arguments: list[str]) -> None:
     assert name in main.commands, f"dmt has no command {name!r}"
     context = parse(main.commands[name], name, rest)
     if name == "demo":
-        kind = ["data.kind=columns"] if context.params["data"] else []  # as the command does for Parquet and CSV files
-        check_overrides("demo", [*kind, *context.params["overrides"]])
+        overrides = context.params["overrides"]
+        if any(override.startswith("data.") for override in overrides):
+            overrides = ["data.kind=columns", f"data.train_path={context.params['data']}", *overrides]
+        check_overrides("demo", overrides)
 
 
 def check_torchrun(arguments: list[str]) -> None:
