@@ -319,6 +319,7 @@ def alternatives(
     columns = max(table.embedding_dim for table in tables)
     jobs: dict[tuple[str, ...], Job] = {}
     models: dict[tuple[str, ...], CountedModel | None] = {}
+    repeats: dict[tuple[object, ...], Repeats | None] = {}
     across = config.topology.build().num_hosts > 1
     batches = [] if own is None else _first_batches(own)
     for base, shape in _models(config, len(feature_names(tables)), columns):
@@ -353,7 +354,11 @@ def alternatives(
             continue
         shared = (*base, *shape, "sharding.unique=rank", *reduce, "train.micro_batches=1")
         way = replace(job, config=changed_config(config, shared, cluster))
-        plain = step_work(way, model, repeats_of(way, batches))
+        # Inputs are those of whole towers, or of features, whatever the model makes of them.
+        inputs = (*shape, changed.model.has_towers)
+        if inputs not in repeats:
+            repeats[inputs] = repeats_of(way, batches)
+        plain = step_work(way, model, repeats[inputs])
         for precision in ("fp32", "fp16"):
             formats = (f"sharding.forward_precision={precision}", f"sharding.backward_precision={precision}")
             prediction = predict_step(way, cluster, _in_format(plain, precision))

@@ -201,7 +201,7 @@ def test_the_command_predicts_the_config_and_its_alternatives() -> None:
     for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16"):
         assert name in words
     assert words.endswith("a larger batch would tell them apart. No way to train is faster than another here.")
-    assert "The fastest: model.arch=" in run("demo", *shape, "train.batch_size=65536", "--cluster", "v100").output
+    assert "The fastest: model.arch=" in run("demo", *shape, "train.batch_size=16384", "--cluster", "v100").output
     record = json.loads(run("demo", *shape, "--cluster", "h100", "--json").output)
     assert record["own"]["seconds"] == pytest.approx(sum(record["own"]["exposed"].values()))
     assert record["cluster"]["name"] == "h100"
