@@ -272,7 +272,8 @@ def check_torchrun(arguments: list[str]) -> None:
     module, *rest = arguments[arguments.index("-m") + 1 :]
     assert module == "dmt.training", module
     params = parse(main, module, rest).params
-    check_overrides(params["config"], params["overrides"])
+    config = params["config"]  # a file is one that the page has the reader write
+    check_overrides("demo" if config.endswith(".toml") else config, params["overrides"])
 
 
 def check_make(arguments: list[str]) -> None:

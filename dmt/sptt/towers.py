@@ -211,6 +211,11 @@ class ShardedTowerCollection(SPTTModule):
                     f"The tower module of tower {name} returned {found} for {num_samples} samples; it must return a "
                     "tensor [samples, output dim]."
                 )
+            declared = getattr(self.interactions.by_tower[name], "out_features", shape[1])
+            if declared != shape[1]:
+                raise InputError(
+                    f"The tower module of tower {name} says out_features={declared}, but returned {shape[1]} columns."
+                )
         filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
         columns = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
         widths = [output.shape[1] for output in outputs]

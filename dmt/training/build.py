@@ -57,7 +57,7 @@ from dmt.training.data.config import check_memory
 from dmt.training.device import DeviceType, current_device
 from dmt.training.distinct import InputGroup, distinct_inputs_of
 from dmt.training.exchanges import flat_exchanges, step_exchanges
-from dmt.training.factory import make_model
+from dmt.training.factory import check_outputs, make_model
 from dmt.training.factory import without_tables as replace_tables
 from dmt.training.flat import FlatPlan, codecs_of_all_ranks, flat_costs, place_flat, shard_flat
 from dmt.training.job import Job, check_table_optimizer
@@ -152,6 +152,8 @@ def check_model(job: Job) -> None:
     """
     job.config.sharding.precision.check_device(torch.device(job.device_type))
     build_model(job, device="meta")
+    if job.config.model.factory is not None:
+        check_outputs(job)
     _access_profile(job)
 
 

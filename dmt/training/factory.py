@@ -14,20 +14,25 @@ The model is built many times, in every process: the function must make the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dmt.errors import InputError
-from dmt.models.complexity import MetaTables
+from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.models.sparse import embedding_bag_configs
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.training.functions import call_named, load_function
 from dmt.training.job import Job
 
-__all__ = ["make_model", "sparse_parts", "without_tables"]
+__all__ = ["check_outputs", "make_model", "sparse_parts", "without_tables"]
 
 
 def make_model(job: Job, device: str | None = None) -> nn.Module:
@@ -52,14 +57,85 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         "towers": towers,
         "device": None if device is None else torch.device(device),
     }
-    with torch.device(device) if device is not None else torch.device("cpu"):
+    with torch.device(device) if device is not None else torch.device("cpu"), _told(f"{place} raised"):
         model = call_named(place, make, given, "Put settings of your own into [model.options].")
     if not isinstance(model, nn.Module):
         raise InputError(f"{place} returned a {type(model).__name__}, no torch.nn.Module. Return the model.")
     _check_tables(place, model, job)
     if device == "meta":
         _check_start(place, model)
+        _check_layers(place, model)
     return model
+
+
+def check_outputs(job: Job) -> None:
+    """Runs the model of a job's factory once without numbers, and checks what it and its tower modules return.
+
+    Raises:
+        InputError: it cannot be built or run, it does not return a tensor of logits [B, 1] or [B], or a tower module
+            returns something else than [B, ``out_features``].
+    """
+    place = f"model.factory={job.config.model.factory!r}"
+    model = without_tables(make_model(job, "meta"))
+    for number, module in enumerate(tower_modules(model)):
+        module.register_forward_hook(partial(_check_tower, place, number))
+    dense_features, ids = meta_batch(job.num_dense)
+    # The ids stand for a KeyedJaggedTensor, which nothing but the stand-ins of the tables can read.
+    with torch.no_grad(), _told(f"{place}: the model fails on a batch (only its tables may read sparse_features):"):
+        output = model(dense_features, ids)
+    num_samples = len(ids)
+    if not isinstance(output, Tensor) or list(output.shape) not in ([num_samples, 1], [num_samples]):
+        raise InputError(
+            f"{place}: for {num_samples} samples the model returned {_described(output)}. It must return logits, "
+            f"a tensor [{num_samples}, 1]."
+        )
+
+
+def _check_tower(place: str, number: int, module: Any, arguments: Any, output: Any) -> None:
+    """A forward hook that compares a tower module's output with its ``out_features``."""
+    if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] != module.out_features:
+        raise InputError(
+            f"{place}: {type(module).__name__}, the tower module of tower {number}, says out_features="
+            f"{module.out_features}, but returned {_described(output)}. It must return [samples, out_features]."
+        )
+
+
+def _described(output: Any) -> str:
+    return f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turns an error of the user's own program into an `InputError` that says where it was raised."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+        where = f"{own[-1].filename}, line {own[-1].lineno}"
+        raise InputError(f"{what} {type(error).__name__}: {error} ({where})") from error
+
+
+def _check_layers(place: str, model: nn.Module) -> None:
+    """Raises `InputError` for layers that depend on which rank has which samples, and parameters of several owners."""
+    for path, part in model.named_modules():
+        if isinstance(part, _BatchNorm):
+            raise InputError(
+                f"{place}: {type(part).__name__} {path!r} normalizes over the samples that one rank happens to have, "
+                "and its running statistics differ from rank to rank. Use torch.nn.LayerNorm."
+            )
+    owners: dict[int, tuple[str, str | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tower = re.search(r"\.towers\.(\d+)\.interaction\.", name)
+        owner = tower and tower[1]
+        first, whose = owners.setdefault(id(parameter), (name, owner))
+        if whose != owner:
+            raise InputError(
+                f"{place}: {first!r} and {name!r} are one parameter, but the ranks of a tower train its module apart "
+                "from other towers and from the dense part. Give each a parameter of its own."
+            )
 
 
 def _check_start(place: str, model: nn.Module) -> None:

@@ -29,8 +29,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     """Imports the function of ``package.module:function``; modules in the current folder are found, too.
 
     Raises:
-        InputError: the name, which is the value of ``setting``, has another form, or there is no such module or
-            function.
+        InputError: the name, which is the value of ``setting``, has another form, there is no such module or function,
+            or the module cannot be imported.
     """
     module, _, function = name.partition(":")
     place = f"{setting}={name!r}"
@@ -42,10 +42,14 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
         sys.path.append(here)
     try:
         found = importlib.import_module(module)
-    except ImportError as error:
-        raise InputError(
-            f"{place}: {module!r} cannot be imported ({error}). Run from the folder that has it, or set PYTHONPATH."
-        ) from error
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            remedy = "Run from the folder that has it, or set PYTHONPATH."
+        else:
+            remedy = f"It imports {error.name!r}, which is not installed here."
+        raise InputError(f"{place}: {module!r} cannot be imported ({error}). {remedy}") from error
+    except Exception as error:  # the user's program may do anything
+        raise InputError(f"{place}: importing {module!r} raised {type(error).__name__}: {error}") from error
     make = getattr(found, function, None)
     if not callable(make):
         names = [own for own, value in vars(found).items() if callable(value) and not own.startswith("_")]

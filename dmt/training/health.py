@@ -17,6 +17,7 @@ from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.state import checksum
+from dmt.training.build import build_model
 from dmt.training.checkpoints.state import chunks, collect_state, is_finite
 from dmt.training.data.dataset import file_text
 from dmt.training.job import Job
@@ -47,6 +48,9 @@ def check_same_input(job: Job, group: dist.ProcessGroup) -> None:
     data = job.data
     told["dense columns"], told["features"] = tuple(data.dense_names), tuple(data.feature_names)
     told["features of bags"] = tuple(sorted(data.multi_hot))
+    if job.config.model.factory is not None:
+        own = build_model(job, device="meta").named_parameters()
+        told["parameters of the model"] = {name: tuple(parameter.shape) for name, parameter in own}
     told["tower"] = dict(enumerate(job.towers.to_lists())) if job.towers is not None else None
     told["placement"] = job.sharding.placements if job.sharding is not None else None
     for split in ("train", "eval"):

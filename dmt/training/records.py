@@ -24,6 +24,7 @@ from dmt.training.config import TrainingConfig, to_toml
 __all__ = [
     "RunRecord",
     "auc_warning",
+    "ne_warning",
     "check_records",
     "compression_warning",
     "print_settings",
@@ -42,6 +43,7 @@ _FULL = "%s cannot be written to (%s). Training goes on; %s."
 _MOST_COMPRESSION = 16.0
 # Nearer to chance than this, an AUC is called chance.
 _CHANCE = 0.02
+_WORSE_THAN_MEAN = 1.05
 # Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a warning.
 _TOLERANCE = 0.1
 
@@ -271,7 +273,11 @@ def unwritable(folder: Path, error: OSError) -> InputError:
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
     """Returns warnings for the reader of a run's result: an AUC near chance, traffic other than planned, no hot row."""
-    texts = [auc_warning(result["eval_auc"]), compression_warning(result["compression_ratio"])]
+    texts = [
+        auc_warning(result["eval_auc"]),
+        ne_warning(result["eval_ne"]),
+        compression_warning(result["compression_ratio"]),
+    ]
     if "hot_rows" in result and not result["hot_rows"]["rows"]:
         texts.append(
             "No row had a copy: rows are chosen for the first time after 100 steps (with hot_rows.profile after one), "
@@ -309,6 +315,17 @@ def auc_warning(auc: float) -> str:
         "(train.max_steps, optimizer.*_lr); labels not aligned with the features or drawn from another column "
         "(data.label); categorical values that never repeat, so nothing can be learned of them; training and "
         "evaluation files from unrelated sources."
+    )
+
+
+def ne_warning(ne: float) -> str:
+    """Returns a warning with likely causes for predictions worse than always the mean; else ""."""
+    if not ne > _WORSE_THAN_MEAN:
+        return ""
+    return (
+        f"NE {ne:.4f} is above 1: the predictions are worse than always predicting the mean click rate. Likely causes: "
+        "a model of your own that returns probabilities (it must return logits, without a sigmoid); too large a "
+        "learning rate, or a model that has learned its training rows by heart; evaluation rows of another time."
     )
 
 

@@ -19,7 +19,7 @@ from dmt.models import flat_sparse_arch
 from dmt.models.complexity import compression_ratio
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.towers import TowerPlan
-from dmt.training.build import build_model, count_model
+from dmt.training.build import build_model, check_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
@@ -218,6 +218,65 @@ def of_towers(tables: Any, towers: TowerPlan) -> nn.Module:
     return model
 
 
+class Wrong(Flat):
+    """A model whose result the trainer cannot use."""
+
+    def __init__(self, tables: list[EmbeddingBagConfig], kind: str) -> None:
+        super().__init__(tables)
+        self.kind = kind
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> Any:
+        logits = super().forward(dense, ids)
+        if self.kind == "reads ids":
+            return logits[ids.lengths()]
+        return {"two columns": torch.cat([logits, logits], 1), "a tuple": (logits, logits)}[self.kind]
+
+
+def wrong(tables: Any, options: dict[str, Any]) -> nn.Module:
+    return Wrong(tables, options["kind"])
+
+
+def raises(tables: Any) -> nn.Module:
+    return {"flat": Flat(tables)}["towers"]
+
+
+def with_batch_norm(tables: Any) -> nn.Module:
+    model = Flat(tables)
+    model.norm = nn.BatchNorm1d(4)
+    return model
+
+
+class OwnTower(nn.Module):
+    """A tower module that may say a wrong size."""
+
+    def __init__(self, in_features: int, linear: nn.Linear, said: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.linear = in_features, said, linear
+
+    def forward(self, embeddings: Any) -> torch.Tensor:
+        return self.linear(embeddings.values()[:, : self.linear.in_features])
+
+
+class InTowers(nn.Module):
+    def __init__(self, towers: list[EmbeddingTower]) -> None:
+        super().__init__()
+        self.sparse = EmbeddingTowerCollection(towers)
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        return self.sparse(ids).sum(1, keepdim=True)
+
+
+def towers_with(tables: Any, towers: TowerPlan, options: dict[str, Any]) -> nn.Module:
+    one, parts = nn.Linear(4, 2), []
+    for own in towers.tables_by_tower(tables):
+        width = sum(table.embedding_dim * len(table.feature_names) for table in own)
+        linear = one if options.get("shared") else nn.Linear(4, 2)
+        parts.append(
+            EmbeddingTower(EmbeddingBagCollection(tables=own), OwnTower(width, linear, options.get("said", 2)))
+        )
+    return InTowers(parts)
+
+
 not_callable = 3
 
 
@@ -244,6 +303,62 @@ def test_a_factory_that_does_not_fit_is_refused(factory: str, message: str) -> N
     job = unsharded(deepfm(model={"factory": name, "in_towers": False}))
     with pytest.raises(InputError, match=rf"(?is)model.factory='{name}'.*{message}"):
         build_model(job)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("two columns", r"the model returned a tensor \[(\d+), 2\]\. It must return logits, a tensor \[\1, 1\]"),
+        ("a tuple", "the model returned a tuple. It must return logits"),
+        ("reads ids", r"the model fails on a batch \(only its tables may read sparse_features\): AttributeError"),
+    ],
+)
+def test_what_a_model_returns_is_checked_before_training(kind: str, message: str) -> None:
+    job = unsharded(deepfm(model={"factory": f"{__name__}:wrong", "in_towers": False, "options": {"kind": kind}}))
+    with pytest.raises(InputError, match=rf"model.factory='.*:wrong':? .*{message}"):
+        check_model(job)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"said": 1}, r"OwnTower, the tower module of tower 0, says out_features=1, but returned a tensor \[\d+, 2\]"),
+        ({"shared": True}, "'sparse.towers.0.*' and 'sparse.towers.1.*' are one parameter, but the ranks of a tower"),
+    ],
+)
+def test_tower_modules_are_checked_before_training(options: dict[str, Any], message: str) -> None:
+    own = {"factory": f"{__name__}:towers_with", "in_towers": True}
+    check_model(unsharded(deepfm(model=own | {"options": {}})))
+    with pytest.raises(InputError, match=rf"model.factory='.*:towers_with': .*{message}"):
+        check_model(unsharded(deepfm(model=own | {"options": options})))
+
+
+def test_batch_norm_and_errors_of_the_factory_are_told() -> None:
+    with pytest.raises(InputError, match=r"BatchNorm1d 'norm' normalizes over the samples.* Use torch.nn.LayerNorm"):
+        check_model(unsharded(deepfm(model={"factory": f"{__name__}:with_batch_norm", "in_towers": False})))
+    with pytest.raises(InputError, match=r":raises' raised KeyError: 'towers' \(.*test_factory.py, line \d+\)"):
+        check_model(unsharded(deepfm(model={"factory": f"{__name__}:raises", "in_towers": False})))
+
+
+def test_modules_that_cannot_be_imported_are_told_from_those_that_are_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import no_such_package")
+    (tmp_path / "not_python.py").write_text("def make(:")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(
+        InputError, match=r"'needs_more' cannot be imported .*imports 'no_such_package', which is not inst"
+    ):
+        load_function("model.factory", "needs_more:make")
+    with pytest.raises(InputError, match="importing 'not_python' raised SyntaxError"):
+        load_function("model.factory", "not_python:make")
+
+
+def test_a_plan_needs_a_model_that_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(deepfm(model={"factory": "no_such_module:make", "in_towers": True})))
+    with pytest.raises(InputError, match="'no_such_module' cannot be imported"):
+        run_plan(str(tmp_path / "run.toml"))
 
 
 def test_tower_modules_have_sizes_and_other_towers_are_none(tmp_path: Path) -> None:

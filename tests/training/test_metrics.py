@@ -12,7 +12,7 @@ from sklearn.metrics import roc_auc_score
 
 from dmt.errors import InputError
 from dmt.training.loop import ClickMetrics, MetricValues
-from dmt.training.records import auc_warning
+from dmt.training.records import auc_warning, ne_warning
 from tests.ranks import run_ranks
 
 Batch = tuple[list[float], list[float], list[float]]  # logits, labels, weights
@@ -127,3 +127,9 @@ def test_nothing_to_evaluate_is_told_on_every_rank(of_ranks: list[list[MetricVal
 def test_an_auc_of_chance_is_warned_of(auc: float, warned: bool) -> None:
     assert ("close to chance" in auc_warning(auc)) == warned
     assert ("is below chance (0.5): rows with label 0 score higher" in auc_warning(auc)) == (auc == 0.4)
+
+
+def test_an_ne_above_one_is_remarked_on() -> None:
+    assert "NE 1.3960 is above 1" in ne_warning(1.396)
+    assert "returns probabilities (it must return logits, without a sigmoid)" in ne_warning(1.396)
+    assert ne_warning(0.99) == ne_warning(math.nan) == ""

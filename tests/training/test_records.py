@@ -296,7 +296,7 @@ def test_lines_that_are_no_records_are_left_out_and_told(
 
 
 def test_hot_rows_that_are_none_are_remarked_on() -> None:
-    result = {"eval_auc": 0.7, "compression_ratio": 1.0, "hot_rows": {"rows": 0}}
+    result = {"eval_auc": 0.7, "eval_ne": 0.9, "compression_ratio": 1.0, "hot_rows": {"rows": 0}}
     assert "No row had a copy: rows are chosen for the first time after 100 steps" in result_warnings(result)[0]
     assert result_warnings({**result, "hot_rows": {"rows": 1}}) == []
 

@@ -96,6 +96,10 @@ def run_plan(
         "--out": out,
         "--cluster": cluster,
     }
+    if run.model.factory is not None:
+        from dmt.training.factory import check_outputs  # the plans of other models need no TorchRec
+
+        check_outputs(open_job(run))
     if run.dataflow == "flat":
         options = [name for name, value in given.items() if value not in (None, False)]
         return _plan_flat(config, open_job(run), options)

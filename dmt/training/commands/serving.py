@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dmt.formatting import counted, human_bytes, printable
-from dmt.training.records import auc_warning, to_json
+from dmt.training.records import auc_warning, ne_warning, to_json
 
 if TYPE_CHECKING:
     from dmt.training.serving.export import Exported
@@ -48,5 +48,5 @@ def print_scored(found: Scored, out: Path, *, as_json: bool) -> None:
         click.echo("The rows have no label: there are no metrics.")
         return
     click.echo(f"AUC {found.metrics.auc:.4f}, NE {found.metrics.ne:.4f}, loss {found.metrics.loss:.4f}.")
-    if warning := auc_warning(found.metrics.auc):
+    for warning in filter(None, (auc_warning(found.metrics.auc), ne_warning(found.metrics.ne))):
         click.echo(warning)
