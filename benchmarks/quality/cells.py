@@ -157,6 +157,7 @@ def _stages() -> dict[str, Stage]:
             f"{data}-four": Stage(data=data, arms=[*_KEEPING, ("dlrm", "strided"), _EACH], ratios=(4,)),
             f"{data}-towers": Stage(data=data, arms=_KEEPING, num_towers=(2, 8), ratios=(4, 16)),
             f"{data}-arms": Stage(data=data, arms=_arms("random", "coherent")),
+            f"{data}-arms-four": Stage(data=data, arms=_arms("random", "coherent"), ratios=(4,)),
             f"{data}-n32": Stage(data=data, arms=[*every, _EACH], dim=32, ratios=(2,)),
             f"{data}-tune": Stage(data=data, arms=_arms("strided"), ratios=(4,), tuning=True),
             f"{data}-own": Stage(data=data, arms=every, ratios=(4,), own_rates=True),
