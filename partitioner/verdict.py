@@ -277,6 +277,6 @@ def _judge_sizes(loads: Sequence[TowerContents], asked: float) -> str:
     subject = f"In category {worst!r}, the largest tower" if worst else "It"
     others = f" (of {len(sizes):,} categories, the least even)" if len(sizes) > 1 else ""
     return (
-        f"{subject} has {ratios[worst]:.2f} times the features of the smallest{others}; at most {asked:g} was asked "
-        f"for{why}."
+        f"{subject} has {ratios[worst]:.2f} times the features of the smallest{others}; at most {asked:g} is "
+        f"allowed{why}."
     )

@@ -159,7 +159,7 @@ def test_balance_is_judged_by_what_is_least_even():
     assert (verdict.big, verdict.what) == ("1.60", "largest over mean tower, in bytes")
     for words in (
         "1.20 times in features, 1.50 times in work, 1.60 times in bytes",
-        "1.50 times the features of the smallest; at most 1 was asked for (sizes that do not divide",
+        "1.50 times the features of the smallest; at most 1 is allowed (sizes that do not divide",
         "1 of 2 towers exceed the limit of work.",
         "All towers keep the limit of bytes.",
     ):
@@ -195,10 +195,10 @@ def test_sizes_are_judged_inside_each_category():
     # Between categories sizes are free.
     even = sentence([2, 2, 10, 10], four)
     assert "In category 'user', the largest tower has 1.00 times the features of the smallest (of 2 cat" in even
-    assert "at most 1.5 was asked for." in even
+    assert "at most 1.5 is allowed." in even
     uneven = sentence([3, 2, 7, 4], four)
     assert "In category 'item', the largest tower has 1.75 times" in uneven
-    assert "at most 1.5 was asked for (sizes that do not divide" in uneven
+    assert "at most 1.5 is allowed (sizes that do not divide" in uneven
     assert "In category 'all', the largest tower has 2.00 times the features of the smallest; at" in sentence(
         [4, 4, 2, 4], ["all"] * 4
     )
