@@ -32,8 +32,8 @@ from dmt import (
 )
 from dmt.hot_rows.runtime import HotRows
 from dmt.number_formats import NUMBER_FORMATS
-from dmt.sharding.rules import Tiers
 from dmt.sharding.schemes import TablePlacement
+from dmt.sharding.user_rules import Tiers
 from dmt.sptt.precision import ExchangePrecision
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
 from tests.parity import (

@@ -17,8 +17,8 @@ from dmt.sharding.costs import CostModel, Hardware, ShardLoad, StepWorkload
 from dmt.sharding.local_search import pack
 from dmt.sharding.packing import Option, Packing, Problem
 from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan, imbalance_of
-from dmt.sharding.rules import Allowed, ShardingRules
 from dmt.sharding.schemes import SCHEMES, Kernel, Scheme, TablePlacement, column_shards, row_shards
+from dmt.sharding.user_rules import Allowed, ShardingRules
 
 __all__ = ["plan_tables"]
 

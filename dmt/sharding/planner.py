@@ -30,8 +30,8 @@ from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import CachePolicy, Rule, ShardingRules, Tiers
 from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, table_shards
+from dmt.sharding.user_rules import CachePolicy, Rule, ShardingRules, Tiers
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding"]
 

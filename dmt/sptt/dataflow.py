@@ -7,16 +7,16 @@ DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, 
 step    what                                                         group  method              file
 ======  ===========================================================  =====  ==================  =======================
 a, c    ids to the peer whose tower owns the feature, in peer order  peer   `_exchange_ids`     ``id_routes.py``
-a       from there to the rank that holds the table or shard         tower  `_exchange_ids`     ``group_ebc.py``
+a       from there to the rank that holds the table or shard         tower  `_exchange_ids`     ``tower_exchange.py``
 b       lookup                                                       -      `look_up`           FBGEMM's kernels
-d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``group_ebc.py``
+d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``tower_exchange.py``
 -       tower module: [P, N] -> [P, O]                               -      `run_towers`        ``towers.py``
 f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  ``peer_exchange.py``
 ======  ===========================================================  =====  ==================  =======================
 
 Peers send in peer order, so the peer permute (step c) needs no code here; `GlobalInputDist` has the explicit one.
-``dmt/sharding/group_ebc.py`` is TorchRec's sharded collection on the ranks of the tower, with its all-to-all and, for
-row-wise tables, the reduce-scatter of `RowWiseOutputs`. Embeddings arrive as step e's view and are read by key.
+``dmt/sharding/tower_exchange.py`` is TorchRec's sharded collection on the ranks of the tower, with its all-to-all and,
+for row-wise tables, the reduce-scatter of `RowWiseOutputs`. Embeddings arrive as step e's view and are read by key.
 
 Shape suffixes: B samples of this rank; P samples of all T peers, in tower order (the sum of their B); N columns of the
 embeddings of this tower's features side by side; O columns of this tower's output; S sum of O over the towers.
@@ -51,7 +51,7 @@ from torchrec.streamable import Multistreamable
 from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
-from dmt.sharding.group_ebc import GroupShardedEBC
+from dmt.sharding.tower_exchange import GroupShardedEBC
 from dmt.sptt.host_rows import HostRows, UnitedRows
 from dmt.sptt.id_routes import BothHops, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.peer_exchange import PeerExchange

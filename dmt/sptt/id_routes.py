@@ -26,8 +26,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.sharding.group_ebc import GroupShardedEBC, row_starts
 from dmt.sharding.schemes import why_not
+from dmt.sharding.tower_exchange import GroupShardedEBC, row_starts
 from dmt.sptt.mesh import TowerMesh
 
 __all__ = [

@@ -19,9 +19,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
-from dmt.sharding.group_ebc import GroupShardedEBC
 from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, TableShard, shards_in_tower, why_not
+from dmt.sharding.tower_exchange import GroupShardedEBC
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.unique import UNIQUE, Unique

@@ -43,8 +43,8 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
-from dmt.sharding.rules import Tiers
 from dmt.sharding.schemes import Scheme
+from dmt.sharding.user_rules import Tiers
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches

@@ -15,8 +15,8 @@ from dmt.files import RENAMED, explain, parse_toml, read_toml
 from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
-from dmt.sharding.rules import CachePolicy
 from dmt.sharding.schemes import Kernel, Scheme
+from dmt.sharding.user_rules import CachePolicy
 from dmt.sptt.precision import ExchangePrecision
 from dmt.training.data.config import OF_SOURCE, DataConfig, Section
 from dmt.training.data.prepared import prepared_settings

@@ -31,8 +31,8 @@ from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, StepWorkload
-from dmt.sharding.group_ebc import GroupShardedEBC
 from dmt.sharding.schemes import why_not
+from dmt.sharding.tower_exchange import GroupShardedEBC
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic
 from dmt.training.exchanges import dense_bytes

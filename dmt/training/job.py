@@ -21,8 +21,8 @@ from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import Rule, ShardingRules, Tiers
 from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
+from dmt.sharding.user_rules import Rule, ShardingRules, Tiers
 from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, ValidationReport, open_source

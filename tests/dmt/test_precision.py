@@ -17,8 +17,8 @@ from torch import Tensor
 from dmt import InputError, TowerTopology, TrafficMeter
 from dmt.number_formats import EXCHANGE_FORMATS, NUMBER_FORMATS
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import SCHEMES, TablePlacement, why_not
+from dmt.sharding.user_rules import ShardingRules
 from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.precision import ExchangePrecision
 from tests.parity import make_tables

@@ -12,8 +12,8 @@ from dmt import InputError, TableSpec, TowerTopology
 from dmt.sharding.costs import StepWorkload, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import TablePlacement
+from dmt.sharding.user_rules import ShardingRules
 
 TABLES = [
     TableSpec(name="whole", num_embeddings=100, embedding_dim=8, feature_names=("a",)),

@@ -19,8 +19,8 @@ from dmt.hot_rows.row_access import access_heights, access_shares, plan_by_acces
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import TablePlacement
+from dmt.sharding.user_rules import ShardingRules
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import save_profile
 from dmt.training.checkpoints import load_plain

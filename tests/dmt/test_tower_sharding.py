@@ -18,8 +18,8 @@ from dmt.files import current_name
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import SCHEMES, TablePlacement, table_shards
+from dmt.sharding.user_rules import ShardingRules
 from tests.dmt.exact_sharding import exact_optimum, random_tower
 from tests.seeds import seeds
 

@@ -61,7 +61,7 @@ def places() -> dict[str, Place]:
 
     from dmt.replicas.sync import ReplicaSync, RunningMean
     from dmt.training import train as run
-    from dmt.training.checkpoints import dcp, saver
+    from dmt.training.checkpoints import reshard, saver
     from dmt.training.checkpoints.manifest import CheckpointStore
     from dmt.training.loop import Trainer
     from dmt.training.records import RunRecord
@@ -77,7 +77,7 @@ def places() -> dict[str, Place]:
         "record": leads(owner=RunRecord, name="scalars", at_end=True),
         "save": Place(owner=saver.Checkpointer, name="save"),
         "scratch": leads(owner=CheckpointStore, name="scratch"),
-        "in a file": Place(owner=dcp._HashedStream, name="write"),
+        "in a file": Place(owner=reshard._HashedStream, name="write"),
         "files": Place(owner=saver, name="write_pieces"),
         "files written": leads(owner=saver.Checkpointer, name="_finish"),
         "manifest written": leads(owner=CheckpointStore, name="commit"),

@@ -18,8 +18,8 @@ from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import ShardingRules
 from dmt.sharding.schemes import TablePlacement
+from dmt.sharding.user_rules import ShardingRules
 from dmt.training.console import ROWS
 from dmt.training.report import auc_standard_error, compare_runs, plot_curves, write_report
 from dmt.training.report.curves import RUN_COLORS, smooth

@@ -16,8 +16,8 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.rules import Rule, ShardingRules
 from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
+from dmt.sharding.user_rules import Rule, ShardingRules
 from dmt.training.config import TrainingConfig
 from dmt.training.job import Job
 

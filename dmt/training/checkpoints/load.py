@@ -1,4 +1,4 @@
-"""Loads a checkpoint of any layout into a sharded model and its optimizer, or the unsharded model; ``dcp`` reshards."""
+"""Loads a checkpoint of any layout into a sharded model and optimizer, or the unsharded model, by ``reshard.py``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.replicas.sync import moment_scales as scales_of
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints.dcp import SafeReader, read_pieces
 from dmt.training.checkpoints.manifest import Manifest, checkpoints, damaged_files, is_outdated, newest, read_manifest
+from dmt.training.checkpoints.reshard import SafeReader, read_pieces
 from dmt.training.checkpoints.saver import RNG
 from dmt.training.checkpoints.state import Piece, State, collect_state
 from dmt.training.device import set_random_state

@@ -24,7 +24,6 @@ from dmt.formatting import shorten
 from dmt.replicas.sync import drifted
 from dmt.replicas.sync import moment_scales as scales_of
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints.dcp import write_pieces
 from dmt.training.checkpoints.manifest import (
     PROBE,
     CheckpointStore,
@@ -34,6 +33,7 @@ from dmt.training.checkpoints.manifest import (
     record_of,
     write_manifest,
 )
+from dmt.training.checkpoints.reshard import write_pieces
 from dmt.training.checkpoints.state import Piece, collect_state, non_finite
 from dmt.training.device import random_state
 from dmt.training.records import versions

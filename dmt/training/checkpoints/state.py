@@ -5,7 +5,7 @@ their number in the model, tables by name, never a rank or host. Everything is a
 
 Row-wise AdaGrad keeps one number for each row of a table, but for a table cut column-wise one for each row of each
 shard (the mean over *its* columns), which TorchRec concatenates: [rows * K], shard k from rows * k on. A `Piece` of
-such a state knows its columns, so it can be read into any other cut (`dmt.training.checkpoints.dcp`).
+such a state knows its columns, so it can be read into any other cut (`dmt.training.checkpoints.reshard`).
 """
 
 from __future__ import annotations

@@ -255,7 +255,9 @@ def _print_replicas(console: Console, costs: ReplicaCosts) -> None:
 
 
 def _time(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:,.3f} ms"
+    if seconds is None:
+        return ""
+    return f"{1e3 * seconds:,.3f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} µs"
 
 
 def _print_table(console: Console, title: str, headers: Sequence[str], rows: Rows) -> None:

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import load_plain, read_manifest
-from dmt.training.checkpoints.dcp import INDEX_NAME, SafeReader
 from dmt.training.checkpoints.manifest import record_of, write_manifest
+from dmt.training.checkpoints.reshard import INDEX_NAME, SafeReader
 from tests.training.checkpoints.made import linear, save_alone
 
 
