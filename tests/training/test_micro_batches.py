@@ -83,13 +83,15 @@ def check_close(found: TrainingConfig, expected: TrainingConfig) -> None:
 @pytest.mark.ranks
 def test_losses_are_those_of_a_plain_run(tmp_path: Path) -> None:
     def run(name: str, **train: Any) -> TrainingConfig:
-        return config(tmp_path / name, optimizer=SGD, sharding={"scheme": "table_wise"}, train=train)
+        train |= {"batch_size": 4, "eval_batch_size": 4}
+        rows = {"num_rows": 400, "num_eval_rows": 40}
+        return config(tmp_path / name, optimizer=SGD, sharding={"scheme": "table_wise"}, synthetic=rows, train=train)
 
     plain, ahead = run("plain"), run("ahead", **BOTH)
     # More micro-batches than samples leave some empty. Evaluation ends with a smaller batch.
-    many = run("many", prefetch_ids=False, **{**BOTH, "micro_batches": 20})
+    many = run("many", prefetch_ids=False, **{**BOTH, "micro_batches": 6})
     early = run("early", **BOTH, micro_batch_schedule="1f1b")
-    early_many = run("early many", **{**BOTH, "micro_batches": 20}, micro_batch_schedule="1f1b")
+    early_many = run("early many", **{**BOTH, "micro_batches": 6}, micro_batch_schedule="1f1b")
     results = attempt(plain, ahead, many, early, early_many)
     for other in (ahead, many, early, early_many):
         check_close(other, plain)

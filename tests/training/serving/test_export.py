@@ -19,7 +19,6 @@ from dmt.formatting import printable
 from dmt.training.commands import main
 from dmt.training.serving import export
 from dmt.training.serving.export import Exported, export_run, load_program, read_manifest
-from dmt.training.serving.program import make_program
 from dmt.training.serving.score import tensors_of
 from dmt.training.trained import trained_model
 from tests.training.checkpoints.made import save_alone
@@ -183,9 +182,11 @@ def to_text(config: Any) -> str:
     return to_toml(config)
 
 
-def test_a_program_that_computes_something_else_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoilt(*arguments: Any, **options: Any) -> torch.export.ExportedProgram:
-        program = make_program(*arguments, **options)
+def test_a_program_that_computes_something_else_is_not_written(
+    exported: tuple[Path, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoilt(*_: Any, **__: Any) -> torch.export.ExportedProgram:
+        program = torch.export.load(exported[0])
         biases = [value for name, value in program.state_dict.items() if "over_arch" in name and name.endswith("bias")]
         with torch.no_grad():
             biases[-1].add_(0.001)
