@@ -64,7 +64,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     _check_tables(place, model, job)
     if device == "meta":
         _check_start(place, model)
-        _check_layers(place, model)
+        _check_layers(place, model, job.topology.world_size)
     return model
 
 
@@ -118,10 +118,10 @@ def _told(what: str) -> Iterator[None]:
         raise InputError(f"{what} {type(error).__name__}: {error} ({where})") from error
 
 
-def _check_layers(place: str, model: nn.Module) -> None:
+def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     """Raises `InputError` for layers that depend on which rank has which samples, and parameters of several owners."""
     for path, part in model.named_modules():
-        if isinstance(part, _BatchNorm):
+        if isinstance(part, _BatchNorm) and world_size > 1:
             raise InputError(
                 f"{place}: {type(part).__name__} {path!r} normalizes over the samples that one rank happens to have, "
                 "and its running statistics differ from rank to rank. Use torch.nn.LayerNorm."

@@ -336,6 +336,8 @@ def test_tower_modules_are_checked_before_training(options: dict[str, Any], mess
 def test_batch_norm_and_errors_of_the_factory_are_told() -> None:
     with pytest.raises(InputError, match=r"BatchNorm1d 'norm' normalizes over the samples.* Use torch.nn.LayerNorm"):
         check_model(unsharded(deepfm(model={"factory": f"{__name__}:with_batch_norm", "in_towers": False})))
+    alone = {"num_towers": 1, "ranks_per_tower": 1}
+    check_model(unsharded(deepfm(model={"factory": f"{__name__}:with_batch_norm", "in_towers": False}, topology=alone)))
     with pytest.raises(InputError, match=r":raises' raised KeyError: 'towers' \(.*test_factory.py, line \d+\)"):
         check_model(unsharded(deepfm(model={"factory": f"{__name__}:raises", "in_towers": False})))
 

@@ -96,16 +96,16 @@ def run_plan(
         "--out": out,
         "--cluster": cluster,
     }
+    if profile is not None and run.dataflow != "flat":
+        run = load_config(config, [*overrides, to_override("sharding.profile", profile)])
+    job = open_job(run)
     if run.model.factory is not None:
         from dmt.training.factory import check_outputs  # the plans of other models need no TorchRec
 
-        check_outputs(open_job(run))
+        check_outputs(job)
     if run.dataflow == "flat":
         options = [name for name, value in given.items() if value not in (None, False)]
-        return _plan_flat(config, open_job(run), options)
-    if profile is not None:
-        run = load_config(config, [*overrides, to_override("sharding.profile", profile)])
-    job = open_job(run)
+        return _plan_flat(config, job, options)
     assert job.sharding is not None, "the tower dataflow has a plan"
     planned = job.sharding
     replicas = None
