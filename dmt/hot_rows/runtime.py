@@ -59,6 +59,8 @@ class HotRowsState:
 
 # Steps that are counted before rows are chosen for the first time.
 _FIRST_STEPS = 100
+# More batches than a pipeline or micro-batches take from one call of `step` to the next.
+_MOST_BATCHES_PER_STEP = 256
 
 
 class HotRows:
@@ -136,7 +138,7 @@ class HotRows:
         self._refresh_every, self._profile = refresh_every, profile
         # A profile chooses as soon as a batch was counted.
         self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
-        self._steps = self._batches = self._samples = 0
+        self._steps = self._batches = self._samples = self._batches_since_step = 0
         self._counts = AccessProfile(self._tables)
         topology = mesh.topology
         # Groups of their own: nothing else on them can come in another order on another rank.
@@ -183,6 +185,7 @@ class HotRows:
     def step(self) -> None:
         """To be called after every training step: chooses rows when it is time. Collective over the job."""
         self._steps += 1
+        self._batches_since_step = 0
         every = self._refresh_every
         is_due = self._steps == self._first or (every is not None and self._steps % every == 0)
         if is_due or self._profile is not None:
@@ -326,6 +329,13 @@ class HotRows:
             return
         self._batches += 1
         self._samples += ids.stride()
+        self._batches_since_step += 1
+        if self._batches_since_step == _MOST_BATCHES_PER_STEP and self._refresh_every is not None:
+            logger.warning(
+                "HotRows.step() was not called in %d training batches: no rows are chosen. Call it after every "
+                "training step, on every rank.",
+                _MOST_BATCHES_PER_STEP,
+            )
         if not ids.stride() or self._refresh_every is None:  # TorchRec does not take an empty batch apart
             return
         # The device is waited for once, not for every feature.

@@ -594,6 +594,27 @@ def test_what_cannot_be_is_refused() -> None:
                 raise InputError(text)
 
 
+def forgotten_step_on_rank(rank: int) -> list[int]:
+    mesh, told = TowerMesh(TWO_BY_TWO), []
+    training = Training(rank, FLAT, mesh)
+    hot = HotRows(training.model, mesh, extra_memory=1.0)
+    with (
+        patch("dmt.hot_rows.runtime._MOST_BATCHES_PER_STEP", 3),
+        patch("dmt.hot_rows.runtime.logger.warning", lambda text, *of_text: told.append((number, text % of_text))),
+    ):
+        for number in range(8):
+            training.step(number)
+            if number == 1:
+                hot.step()
+    assert all("HotRows.step() was not called in 3 training batches: no rows are chosen" in text for _, text in told)
+    return [number for number, _ in told]
+
+
+@pytest.mark.ranks
+def test_a_forgotten_step_is_remarked_on_once() -> None:
+    assert run_ranks(forgotten_step_on_rank, 4) == [[4]] * 4
+
+
 def replicas_on_rank(rank: int) -> tuple[dict[str, list[int]], str]:
     """The samples of each replica have other popular ids, and somebody gives the replicas other rows."""
     case = replace(FLAT, ranks=1, sizes=())
