@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.models.tower_modules import EmbeddingsByName, by_feature
-from dmt.plan.split_tables import shard_names, split_tables
+from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.plan.towers import TowerPlan
 
@@ -171,7 +171,7 @@ class JoinedShards(nn.Module):
         self._names = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
 
     def forward(self, ids: Any) -> EmbeddingsByName:
-        """Ids with the keys that `dmt.plan.split_tables.split_ids` makes -> [B, N] by feature name."""
+        """Ids with the keys that `dmt.plan.split_across_towers.split_ids` makes -> [B, N] by feature name."""
         return _Joined(self.shards(ids), self._names)
 
 

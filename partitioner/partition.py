@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.interactions import FeatureInteractions
-from dmt.plan.split_tables import shard_names
+from dmt.plan.split_across_towers import shard_names
 from dmt.plan.towers import TowerPlan
 
 __all__ = [

@@ -19,7 +19,7 @@ from dmt.partitioner.assignment import Bounds, check_bounds, largest_clique
 from dmt.partitioner.cluster import fitting_sizes, size_bounds
 from dmt.partitioner.partition import TowerLimits
 from dmt.partitioner.rules import PartitionRules
-from dmt.plan.split_tables import shard_names, split_tables
+from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 __all__ = [

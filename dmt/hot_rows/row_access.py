@@ -19,7 +19,7 @@ from dmt.errors import InputError
 from dmt.formatting import counted, shorten
 from dmt.hot_rows.costs import has_single_ids, saved_bytes
 from dmt.hot_rows.profile import AccessProfile, RowCounts
-from dmt.plan.split_tables import uncut_name
+from dmt.plan.split_across_towers import uncut_name
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.sharding.costs import CostModel, ShardLoad
 from dmt.sharding.plan import RankLoad, TableSharding, TowerShardingPlan, imbalance_of

@@ -14,7 +14,7 @@ from typing import Any
 from dmt.errors import InputError, did_you_mean
 from dmt.files import check_names, from_record, read_record, write_or_raise
 from dmt.formatting import shorten
-from dmt.plan.split_tables import shard_names, split_tables
+from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 __all__ = ["FORMAT_VERSION", "PlanComparison", "TowerFeatures", "TowerPlan", "compare_plans"]
@@ -65,7 +65,7 @@ class TowerPlan:
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Columns of each shard, by feature, where tables are cut so that their shards can be in different towers. The
     towers then list the shards, as ``ad[0:64]``; `split_tables` cuts the tables, and
-    `dmt.plan.split_tables.split_ids` the ids."""
+    `dmt.plan.split_across_towers.split_ids` the ids."""
     command: str = ""
     """The command that made the plan."""
 
@@ -142,7 +142,7 @@ class TowerPlan:
             raise InputError(
                 f"The tower plan cuts the table of feature {uncut[0]!r} into column shards "
                 f"{shard_names(uncut[0], self.column_splits[uncut[0]])}, but the model has the whole table. Build the "
-                "model from plan.split_tables(tables), and give it dmt.plan.split_tables.split_ids(ids, "
+                "model from plan.split_tables(tables), and give it dmt.plan.split_across_towers.split_ids(ids, "
                 "plan.column_splits)."
             )
         missing = [f for f in model_features if f not in placed]
@@ -200,7 +200,7 @@ class TowerPlan:
         """The tables of the uncut model as this plan wants them: those in ``column_splits`` cut into column shards.
 
         Raises:
-            InputError: see `dmt.plan.split_tables.split_tables`.
+            InputError: see `dmt.plan.split_across_towers.split_tables`.
         """
         return split_tables(tables, self.column_splits)
 

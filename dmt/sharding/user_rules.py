@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 from dmt.errors import InputError, did_you_mean
 from dmt.files import current_name
-from dmt.plan.split_tables import uncut_name
+from dmt.plan.split_across_towers import uncut_name
 from dmt.sharding.schemes import KERNELS, SCHEMES, IdRoute, Kernel, Scheme, TablePlacement, shards_in_tower, why_not
 
 __all__ = ["Allowed", "CachePolicy", "Rule", "ShardingRules", "Tiers"]

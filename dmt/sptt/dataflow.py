@@ -7,15 +7,15 @@ DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, 
 step    what                                                         group  method              file
 ======  ===========================================================  =====  ==================  =======================
 a, c    ids to the peer whose tower owns the feature, in peer order  peer   `_exchange_ids`     ``id_routes.py``
-a       from there to the rank that holds the table or shard         tower  `_exchange_ids`     ``tower_exchange.py``
+a       from there to the rank that holds the table or shard         tower  `_exchange_ids`     ``tower_lookup.py``
 b       lookup                                                       -      `look_up`           FBGEMM's kernels
-d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``tower_exchange.py``
+d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``tower_lookup.py``
 -       tower module: [P, N] -> [P, O]                               -      `run_towers`        ``towers.py``
 f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  ``peer_exchange.py``
 ======  ===========================================================  =====  ==================  =======================
 
 Peers send in peer order, so the peer permute (step c) needs no code here; `GlobalInputDist` has the explicit one.
-``dmt/sharding/tower_exchange.py`` is TorchRec's sharded collection on the ranks of the tower, with its all-to-all and,
+``dmt/sptt/tower_lookup.py`` is TorchRec's sharded collection on the ranks of the tower, with its all-to-all and,
 for row-wise tables, the reduce-scatter of `RowWiseOutputs`. Embeddings arrive as step e's view and are read by key.
 
 Shape suffixes: B samples of this rank; P samples of all T peers, in tower order (the sum of their B); N columns of the
@@ -51,8 +51,6 @@ from torchrec.streamable import Multistreamable
 from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
-from dmt.sharding.tower_exchange import GroupShardedEBC
-from dmt.sptt.host_rows import HostRows, UnitedRows
 from dmt.sptt.id_routes import BothHops, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.results import CachedAwaitable
@@ -70,7 +68,9 @@ from dmt.sptt.rows import (
     sent_numbers,
 )
 from dmt.sptt.sharder import TowerSharder, TowerState
+from dmt.sptt.tower_lookup import GroupShardedEBC
 from dmt.sptt.unique import DistinctInputs, distinct_inputs
+from dmt.sptt.unique_in_host import HostRows, UnitedRows
 
 if TYPE_CHECKING:
     from dmt.sptt.hot import HotBags, HotCopies

@@ -29,10 +29,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dmt.collectives import start_sum, sum_over_ranks
 from dmt.errors import InputError
 from dmt.sharding.data_parallel import UpdateSettings
-from dmt.sharding.tower_exchange import DataParallelTables
 from dmt.sptt.dataflow import Piece, SPTTModule
 from dmt.sptt.hot_sum import TouchedRowsSum
 from dmt.sptt.state import checksum, table_tensors
+from dmt.sptt.tower_lookup import DataParallelTables
 
 __all__ = ["HomeTable", "HotBags", "HotCopies", "HotGroups"]
 

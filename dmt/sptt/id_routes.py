@@ -27,8 +27,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.sharding.schemes import why_not
-from dmt.sharding.tower_exchange import GroupShardedEBC, row_starts
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.tower_lookup import GroupShardedEBC, row_starts
 
 __all__ = [
     "BothHops",

@@ -21,9 +21,9 @@ from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, TableShard, shards_in_tower, why_not
-from dmt.sharding.tower_exchange import GroupShardedEBC
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
+from dmt.sptt.tower_lookup import GroupShardedEBC
 from dmt.sptt.unique import UNIQUE, Unique
 
 if TYPE_CHECKING:

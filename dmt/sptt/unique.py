@@ -46,7 +46,7 @@ __all__ = [
 
 Unique = Literal["off", "rank", "host", "auto"]
 """Equal inputs share a row: ``"off"``: never; ``"rank"``: those of a rank's batch; ``"host"``: those of all ranks of a
-host that share a tower (`dmt.sptt.host_rows`); ``"auto"``: those of a rank's batch if enough repeat."""
+host that share a tower (`dmt.sptt.unique_in_host`); ``"auto"``: those of a rank's batch if enough repeat."""
 
 UNIQUE: tuple[Unique, ...] = get_args(Unique)
 

@@ -32,8 +32,8 @@ from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, StepWorkload
 from dmt.sharding.schemes import why_not
-from dmt.sharding.tower_exchange import GroupShardedEBC
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.tower_lookup import GroupShardedEBC
 from dmt.traffic import Traffic
 from dmt.training.exchanges import dense_bytes
 from dmt.training.job import Job

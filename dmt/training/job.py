@@ -13,7 +13,7 @@ from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.row_access import counted_tables, plan_by_access
-from dmt.plan.split_tables import shard_names, split_tables
+from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan

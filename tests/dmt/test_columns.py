@@ -8,7 +8,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from dmt.errors import InputError
 from dmt.models import DMTDCN, DMTDLRM, ModelOptions
-from dmt.plan.split_tables import shard_names, split_ids, split_tables
+from dmt.plan.split_across_towers import shard_names, split_ids, split_tables
 from dmt.plan.towers import TowerPlan
 
 FEATURES = ["ad", "user", "shop"]
@@ -134,6 +134,6 @@ def test_models_with_towers_run_on_shards_and_refuse_whole_tables(model_class):
         InputError,
         match=r"cuts the table of feature 'ad' into column shards \['ad\[0:8\]', 'ad\[8:16\]'\], but the model has the "
         r"whole table\. Build the model from plan\.split_tables\(tables\), and give it "
-        r"dmt\.plan\.split_tables\.split_ids",
+        r"dmt\.plan\.split_across_towers\.split_ids",
     ):
         model_class(tables=tables(), tower_plan=plan, tower_dim=4, dense_in_features=3, options=options)

@@ -418,6 +418,6 @@ def test_the_ids_of_a_batch_enter_at_most_five_files(route: str) -> None:
         "models/base.py",
         "dmt/sptt/dataflow.py",
         "dmt/sptt/id_routes.py",
-        "dmt/sharding/tower_exchange.py",
+        "dmt/sptt/tower_lookup.py",
         "dmt/replicas/sync.py",  # waits until the tables may be read
     }

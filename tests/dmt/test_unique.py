@@ -18,9 +18,9 @@ from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dmt.sptt.dataflow
-import dmt.sptt.host_rows
 import dmt.sptt.rows
 import dmt.sptt.unique
+import dmt.sptt.unique_in_host
 from dmt import (
     InputError,
     SPTTEmbeddingBagCollectionSharder,
@@ -212,10 +212,10 @@ def with_fault(fault: str) -> pytest.MonkeyPatch:
 
         patch.setattr(dmt.sptt.dataflow, "distinct_inputs", stale)
     elif fault == "mean of a host":
-        patch.setattr(dmt.sptt.host_rows, "PeerExchange", lambda *a, divides_gradients, **k: PeerExchange(*a, **k))
+        patch.setattr(dmt.sptt.unique_in_host, "PeerExchange", lambda *a, divides_gradients, **k: PeerExchange(*a, **k))
     elif fault == "rows of another rank":
-        place = dmt.sptt.host_rows.UnitedRows
-        patch.setattr(dmt.sptt.host_rows, "UnitedRows", lambda *a: place(a[0], a[1].flip(1)))
+        place = dmt.sptt.unique_in_host.UnitedRows
+        patch.setattr(dmt.sptt.unique_in_host, "UnitedRows", lambda *a: place(a[0], a[1].flip(1)))
     return patch
 
 

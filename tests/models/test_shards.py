@@ -12,7 +12,7 @@ from torchrec import KeyedJaggedTensor
 from dmt.models import DCN, DLRM, DMTDLRM, ModelOptions
 from dmt.models.complexity import MetaTables, count_complexity
 from dmt.models.sparse import JoinedShards, whole_tables
-from dmt.plan.split_tables import shard_names, split_ids, split_tables
+from dmt.plan.split_across_towers import shard_names, split_ids, split_tables
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
 

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from dmt.errors import InputError, did_you_mean
-from dmt.plan.split_tables import split_ids
+from dmt.plan.split_across_towers import split_ids
 from dmt.training.data.encode import out_of_range
 from dmt.training.data.packed import PackedRows, RowLayout
 from dmt.training.data.rows import Rows
@@ -63,8 +63,8 @@ class ClickBatch(Pipelineable):
     def split_columns(self, splits: Mapping[str, Sequence[int]]) -> ClickBatch:
         """Returns the batch for a model whose tables are cut: with the ids once for each column shard.
 
-        The batch is split, and not the model's input (`dmt.plan.split_tables.split_ids`): a train pipeline starts the
-        id exchange of the next batch early only if the model passes its ids on as they are.
+        The batch is split, and not the model's input (`dmt.plan.split_across_towers.split_ids`): a train pipeline
+        starts the id exchange of the next batch early only if the model passes its ids on as they are.
         """
         return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
 

@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from dmt._torchrec import assert_in_graph
 from dmt.errors import InputError
 from dmt.formatting import shorten
-from dmt.plan.split_tables import shard_names
+from dmt.plan.split_across_towers import shard_names
 
 __all__ = ["TABLE_BITS", "ServedModel", "ServedTables", "StoredTables", "make_program", "quantize_rows", "restore_rows"]
 
