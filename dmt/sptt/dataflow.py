@@ -51,21 +51,21 @@ from torchrec.streamable import Multistreamable
 from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
-from dmt.sptt.id_routes import BothHops, GlobalIdRoute, PeerIdRoute
+from dmt.sptt.id_routes import GlobalIdRoute, PeerIdRoute
 from dmt.sptt.peer_exchange import PeerExchange
-from dmt.sptt.results import CachedAwaitable
+from dmt.sptt.results import CachedAwaitable, Deferred
 from dmt.sptt.rows import (
-    JoinedRows,
     PartRows,
-    TakenRows,
     arrived_pieces,
     by_micro_batch,
     filled_up,
     in_micro_batches,
+    joined_rows,
     micro_batch_sizes,
     numbers_of,
     rows_by_part,
     sent_numbers,
+    taken_rows,
 )
 from dmt.sptt.sharder import TowerSharder, TowerState
 from dmt.sptt.tower_lookup import GroupShardedEBC
@@ -346,13 +346,14 @@ class SPTTModule(TowerState):
         return dist_input
 
     @torch.no_grad()
-    def _start_in_tower(self, ctx: SPTTContext, num: int, ids: KeyedJaggedTensor) -> Callable[[], None]:
-        """Starts the hop to the rank that holds the table or shard (step a), and returns what ends it."""
+    def _start_in_tower(self, ctx: SPTTContext, num: int, ids: KeyedJaggedTensor) -> Callable[[], Any]:
+        """Starts the hop to the rank that holds the table or shard (step a); returns what ends it and has the ids."""
         assert isinstance(self._route, PeerIdRoute), "the global route has one hop"
         started = self._route.start(self._arranged(ctx, ids, num))
 
-        def end() -> None:
+        def end() -> KeyedJaggedTensor:
             ctx.in_tower = [(context, request.wait()) for context, request in started]
+            return ids
 
         return end
 
@@ -417,8 +418,11 @@ class SPTTModule(TowerState):
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
         ctx.request = KJTListSplitsAwaitable([started], ctx)
         if self._route.num_hops == 2:
-            start = functools.partial(self._start_in_tower, ctx, num)
-            ctx.request = KJTListSplitsAwaitable([BothHops(ctx.request.wait(), start)], ctx)
+            # Train pipelines wait twice, and for the first time between the forward and the backward pass of the batch
+            # before: the ids of the first hop have arrived by then, those of the second travel in the backward pass.
+            first, start = ctx.request.wait(), functools.partial(self._start_in_tower, ctx, num)
+            both_hops = Deferred(lambda: Deferred(start(first.wait()[0])))
+            ctx.request = KJTListSplitsAwaitable([both_hops], ctx)
         return ctx.request
 
     @profiler_range("look_up")
@@ -500,14 +504,15 @@ class SPTTModule(TowerState):
             assert self._host is not None, "it has united the rows"
             widths = list(itertools.chain(*agreed.widths))
             back = functools.partial(self._host.send_back, distinct=ctx.distinct, groups=of_pieces, widths=widths)
+            joined = [Deferred(functools.partial(joined_rows, parts[: k + 1])) for k in range(len(parts))]
             parts = [
-                CachedAwaitable(JoinedRows(parts[: k + 1]), functools.partial(back, united=ctx.united, part=k))
-                for k in range(len(parts))
+                CachedAwaitable(rows, functools.partial(back, united=ctx.united, part=k))
+                for k, rows in enumerate(joined)
             ]
             rows = ctx.united.place
         blocks = rows[of_pieces].split(micro_batch_sizes(rows.shape[1], len(exchanges)), dim=1)
         # Each micro-batch also needs the rows that it shares with those before it.
-        return [TakenRows(JoinedRows(parts[:k]), block) for k, block in enumerate(blocks, start=1)]
+        return [Deferred(functools.partial(taken_rows, parts[:k], block)) for k, block in enumerate(blocks, start=1)]
 
     def finish(self, columns_BS: Tensor) -> Any:
         """Turns the columns that step f delivered into the unsharded module's result."""

@@ -6,13 +6,13 @@ have the same bits.
 
 The peer route, the default, sends ids to the own peer in each tower (`PeerInputDist`); TorchRec's sharded collection
 carries them on to the rank that holds the table or column shard, inside the tower; both hops belong to the id exchange
-that a train pipeline starts one batch ahead (`BothHops`). The global route needs one hop
-(`GlobalInputDist`), and pays with a copy for every column shard and a length for every row shard across the slow links.
+that a train pipeline starts one batch ahead. The global route needs one hop (`GlobalInputDist`), and pays with a copy
+for every column shard and a length for every row shard across the slow links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.tower_lookup import GroupShardedEBC, row_starts
 
 __all__ = [
-    "BothHops",
     "GlobalIdRoute",
     "GlobalInputDist",
     "PeerIdRoute",
@@ -151,39 +150,6 @@ class PeerIdRoute:
         """
         collections = zip(self._collections, ids, strict=True)
         return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
-
-
-class BothHops(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """An id exchange of two hops in the place of one of TorchRec's, which is waited for twice: for sizes, then for ids.
-
-    TorchRec's train pipelines do the first between the forward and the backward pass of the batch before. The ids of
-    the first hop, on their way since before that forward pass, have arrived by then, and those of the second are on
-    their way in the backward pass.
-
-    Args:
-        first: ids of the first hop; sizes are known already.
-        start: starts the second hop with these ids, and returns what ends it.
-    """
-
-    def __init__(self, first: Awaitable[KJTList], start: Callable[[KeyedJaggedTensor], Callable[[], None]]) -> None:
-        super().__init__()
-        self._first = first
-        self._start = start
-
-    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
-        ids = self._first.wait()[0]
-        return _SecondHop(ids, self._start(ids))
-
-
-class _SecondHop(Awaitable[KeyedJaggedTensor]):
-    def __init__(self, ids: KeyedJaggedTensor, end: Callable[[], None]) -> None:
-        super().__init__()
-        self._ids = ids
-        self._end = end
-
-    def _wait_impl(self) -> KeyedJaggedTensor:
-        self._end()
-        return self._ids
 
 
 class WantedIds(NamedTuple):

@@ -43,7 +43,7 @@ from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.sptt.peer_exchange import PendingOutputs
-from dmt.sptt.results import CachedAwaitable, split_rows
+from dmt.sptt.results import CachedAwaitable, Deferred, split_rows
 from dmt.sptt.rows import micro_batch_sizes
 
 __all__ = ["MicroBatches", "ResultInParts", "Schedule", "run_in_micro_batches"]
@@ -321,8 +321,9 @@ class ResultInParts(CachedAwaitable):
     """
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any], cuts: Sequence[Cut] = ()) -> None:
-        super().__init__(_Rows([CachedAwaitable(exchange) for exchange in exchanges]), finish)
-        self.parts = [CachedAwaitable(rows, finish) for rows in self._awaitable]
+        parts = [CachedAwaitable(exchange) for exchange in exchanges]
+        super().__init__(Deferred(lambda: torch.cat([rows.wait() for rows in parts])), finish)
+        self.parts = [CachedAwaitable(rows, finish) for rows in parts]
         """Result of each micro-batch."""
         self.cuts = list(cuts)
 
@@ -423,11 +424,6 @@ def _check_unscaled(gradient: Tensor) -> None:
         torch._assert_async(gradient == 1.0, message)  # noqa: SLF001 - the one assertion without a wait
     elif float(gradient) != 1.0:
         raise InputError(f"{done} {float(gradient)} times the loss. {what_to_do}")
-
-
-class _Rows(list[CachedAwaitable]):
-    def wait(self) -> Tensor:
-        return torch.cat([rows.wait() for rows in self])
 
 
 def _children(value: Any) -> list[Any] | None:

@@ -18,23 +18,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
-    "JoinedRows",
     "PartRows",
-    "TakenRows",
     "arrived_pieces",
     "by_micro_batch",
     "copied_rows",
     "filled_up",
     "in_micro_batches",
     "is_real",
+    "joined_rows",
     "micro_batch_sizes",
     "numbers_of",
     "rows_by_part",
     "sent_numbers",
+    "taken_rows",
 ]
 
 
@@ -208,38 +207,21 @@ def _is_even(rows: Sequence[int]) -> bool:
     return len(set(rows)) == 1
 
 
-class JoinedRows(Awaitable[list[Tensor]]):
-    """Rows that several exchanges bring, of each piece those of the first exchange first; differentiable.
+def joined_rows(arriving: Sequence[Any]) -> list[Tensor]:
+    """Waits for rows that several exchanges bring: of each piece those of the first exchange first; differentiable."""
+    by_piece = zip(*(part.wait() for part in arriving), strict=True)
+    return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in by_piece]
+
+
+def taken_rows(arriving: Sequence[Any], inverse: Tensor) -> Tensor:
+    """Copies rows to the samples of a micro-batch that share them, [B, S]; differentiable.
 
     Args:
-        arriving: awaitables of `arrived_pieces`.
-    """
-
-    def __init__(self, arriving: Sequence[Any]) -> None:
-        super().__init__()
-        self._arriving = arriving
-
-    def _wait_impl(self) -> list[Tensor]:
-        by_piece = zip(*(part.wait() for part in self._arriving), strict=True)
-        return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in by_piece]
-
-
-class TakenRows(Awaitable[Tensor]):
-    """Copies the rows that arrive to the samples of a micro-batch that share them, [B, S]; differentiable.
-
-    Args:
-        rows: awaitable of the rows of each piece, those of this micro-batch and of all before it.
+        arriving: awaitables of `arrived_pieces`, of this micro-batch and of all before it.
         inverse: row of each sample for each piece, [pieces, B].
     """
-
-    def __init__(self, rows: Awaitable[list[Tensor]], inverse: Tensor) -> None:
-        super().__init__()
-        self._rows = rows
-        self._inverse = inverse
-
-    def _wait_impl(self) -> Tensor:
-        pieces = zip(self._rows.wait(), self._inverse, strict=True)
-        return torch.cat([copied_rows(rows, samples) for rows, samples in pieces], dim=1)
+    pieces = zip(joined_rows(arriving), inverse, strict=True)
+    return torch.cat([copied_rows(rows, samples) for rows, samples in pieces], dim=1)
 
 
 def copied_rows(rows: Tensor, samples: Tensor) -> Tensor:
