@@ -248,12 +248,7 @@ class SPTTModule(TowerState):
 
     @abc.abstractmethod
     def tower_output(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
-        """Computes this tower's output for some samples.
-
-        Args:
-            embeddings: embeddings of each sharded collection given to `build_input_dist`, [samples, columns].
-            rows: of the embeddings.
-        """
+        """Computes this tower's output from the embeddings of each sharded collection, [samples, columns]."""
 
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
@@ -456,10 +451,7 @@ class SPTTModule(TowerState):
     def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Tensor]:
         """Step f: starts the exchange of rows for columns among peers, [P, O] -> what `taken` makes [B, S] of.
 
-        Args:
-            ctx: the batch's context.
-            output: this tower's.
-            part: number of the micro-batch.
+        ``part`` is the number of the micro-batch.
         """
         rows, tower = ctx.parts[part], self.mesh.tower
         self._outputs = agreed = self._outputs or self._connect(output)

@@ -158,13 +158,9 @@ class HotCopies:
         return 4 * (numbers + 2) if shared and self._groups.replicas.size() > 1 else 0
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags | None]:
-        """Takes the ids of hot rows out of a batch; no gradient.
+        """Takes the ids of hot rows out of a batch, features in the order in which they are sent; no gradient.
 
-        Args:
-            ids: of all features, in the order in which they are sent.
-
-        Returns:
-            The cold ids, in as many bags, and the hot ones; None if there are no copies.
+        Returns the cold ids, in as many bags, and the hot ones; None if there are no copies.
         """
         if not self.rows:
             return ids, None
@@ -356,12 +352,7 @@ class HotCopies:
     def _mean_over_replicas(self, gradient: Tensor, flags: Tensor) -> list[float]:
         """Averages, in place, the gradients of data-parallel tables' rows, which train alike in all replicas.
 
-        Args:
-            gradient: mean over the ranks of this replica.
-            flags: of this replica's ranks, summed.
-
-        Returns:
-            The flags, the mean over replicas where there is anything to average.
+        Returns the flags, sums over this replica's ranks, as means over replicas where there is anything to average.
         """
         flat, count = gradient.view(-1), self._groups.replicas.size()
         shared = [flat[self._spans[name]] for name, own in zip(self.rows, self._is_replicated, strict=True) if not own]

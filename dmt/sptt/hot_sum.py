@@ -41,11 +41,7 @@ _BITS = 8
 def numbers_sent(way: Way, *, every: int, union: int, of_hosts: Sequence[int]) -> int:
     """Returns how many numbers all hosts send to each other for a sum.
 
-    Args:
-        way: of the sum.
-        every: numbers of all rows.
-        union: numbers of the rows that some rank touched.
-        of_hosts: numbers of the rows that each host touched.
+    ``every`` are those of all rows, ``union`` of the rows that some rank touched, ``of_hosts`` that each host did.
 
     Example:
         >>> [numbers_sent(way, every=100, union=60, of_hosts=[50, 30]) for way in ("dense", "union", "exchange")]

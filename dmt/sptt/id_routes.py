@@ -53,8 +53,8 @@ class PeerInputDist(nn.Module):
     Args:
         group: the peer group.
         features_by_tower: for each tower (rank of the group) the features it owns.
-        input_features: keys of the batch, the order the ids arrive in; may hold more features than are used.
-        device: where the permutation lives.
+        input_features: keys of the batch, in the order of its ids; may hold more features than are used.
+        device: of the permutation.
     """
 
     def __init__(
@@ -92,12 +92,9 @@ class PeerInputDist(nn.Module):
 def exchange_keys(
     group: dist.ProcessGroup, sizes: Sequence[int], ids: KeyedJaggedTensor
 ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-    """Starts TorchRec's exchange of ids whose features have one key or several, one after the other.
+    """Starts TorchRec's exchange of ids, rank by rank, of ``sizes`` features for each rank of the group.
 
-    Args:
-        group: the ranks.
-        sizes: number of features for each of them.
-        ids: their ids, rank by rank.
+    Features have one key or several, one after the other.
     """
     # Not an attribute called _dist: under that name TorchRec's train pipeline would put off the exchange of the sizes.
     num = len(ids.keys()) // max(1, sum(sizes))
@@ -106,13 +103,7 @@ def exchange_keys(
 
 
 class PeerIdRoute:
-    """The peer id route into the sharded collections of this rank's tower.
-
-    Args:
-        mesh: the groups.
-        collections: the sharded collections of this rank's tower.
-        features_by_tower: the features that each tower looks up, each once.
-    """
+    """The peer id route into the sharded collections of this rank's tower; each tower has its features once."""
 
     peers = slice(None)
     """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
@@ -131,13 +122,9 @@ class PeerIdRoute:
         return PeerInputDist(self._mesh.peer_group, self._features_by_tower, input_features, device)
 
     def start(self, ids: KeyedJaggedTensor) -> list[tuple[Any, Awaitable[KJTList]]]:
-        """Starts the id exchange inside the tower (SPTT step a).
+        """Starts the exchange of the tower's ids inside the tower (SPTT step a).
 
-        Args:
-            ids: ids of the tower's features, samples in any order.
-
-        Returns:
-            For each collection its context, and its ids; sizes are known already.
+        Returns for each collection its context, and its ids; sizes are known already.
         """
         contexts = [collection.create_context() for collection in self._collections]
         started = [own.input_dist(context, ids) for own, context in zip(self._collections, contexts, strict=True)]
@@ -240,13 +227,8 @@ class GlobalInputDist(nn.Module):
 class GlobalIdRoute:
     """The global id route into the sharded collections of this rank's tower.
 
-    Every rank of the sharding group says, once, which ids its lookups read in which order. Collective over the sharding
-    group.
-
-    Args:
-        mesh: the groups.
-        collections: the sharded collections of this rank's tower, one for each logical tower, in the same order on all
-            ranks of the tower.
+    Every rank of the sharding group says, once, which ids its lookups read in which order. Collective over the group.
+    Collections are one for each logical tower, in the same order on all ranks of the tower.
 
     Raises:
         InputError: a table is data-parallel, or row-wise with mean pooling; names it and its tower, on all ranks.
@@ -277,12 +259,8 @@ class GlobalIdRoute:
     def look_up(self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> list[Any]:
         """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
 
-        Args:
-            ids: ids that `exchange` delivered to this rank.
-            batch_sizes: B of every rank of the sharding group.
-
-        Returns:
-            For each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], peers in tower order.
+        ``batch_sizes`` is B of every rank of the sharding group. Returns for each collection a lazy ``KeyedTensor``
+        [sum of the peers' B, columns], peers in tower order.
         """
         num_ranks = self._mesh.topology.ranks_per_tower
         assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"

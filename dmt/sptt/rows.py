@@ -105,12 +105,9 @@ def in_micro_batches(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: in
 
 
 def rows_by_part(ids: KeyedJaggedTensor, sizes: Sequence[int], num: int) -> list[list[list[int]]]:
-    """Reads the rows that arrived, [num][T][G], off ids with ``num`` keys for each feature.
+    """Reads the rows that arrived, [num][T][G], off ids with a key for each feature and micro-batch.
 
-    Args:
-        ids: ids as they arrived, with a batch size for each key and peer.
-        sizes: number of features of each group; all of a group have its rows.
-        num: number of micro-batches.
+    Each key and peer has a batch size; ``sizes`` are the features of each group, which all have its rows.
     """
     strides, firsts = ids.stride_per_key_per_rank(), [0, *itertools.accumulate(sizes)][:-1]
     by_part = [[strides[first * num + k] for first in firsts] for k in range(num)]
@@ -120,13 +117,8 @@ def rows_by_part(ids: KeyedJaggedTensor, sizes: Sequence[int], num: int) -> list
 def filled_up(ids: KeyedJaggedTensor, parts: Sequence[PartRows], sizes: Sequence[int]) -> KeyedJaggedTensor:
     """Gives all features one batch size: empty bags fill up a micro-batch of a group that has fewer rows than another.
 
-    Args:
-        ids: ids as they arrived, with a key for each feature and micro-batch, in each peer by peer.
-        parts: rows of each micro-batch.
-        sizes: number of features of each group.
-
-    Returns:
-        The ids as bags [F, rows], micro-batch by micro-batch, in each peer by peer.
+    The ids have a key for each feature and micro-batch, ``sizes`` features a group. They come out as bags [F, rows],
+    micro-batch by micro-batch, in each peer by peer, as they came.
     """
     num, lengths, per_key = len(parts), ids.lengths(), ids.length_per_key_or_none()
     if any(number < part.num_rows for part in parts for number in part.by_group):

@@ -192,13 +192,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     def shard_in_tower(
         self, collection: EmbeddingBagCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
     ) -> GroupShardedEBC:
-        """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d); collective.
-
-        Args:
-            collection: the collection.
-            sharding: of each table, as in `shard`.
-            device: this rank's device.
-        """
+        """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d); collective."""
         mesh, bags = self.mesh, collection.embedding_bags
         devices = gather_objects(str(device or "cpu"), mesh.tower_group)
         names = [table.name for table in collection.embedding_bag_configs()]
@@ -223,12 +217,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
 
 class TowerState(PipelinedModule, FusedOptimizerModule):
-    """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names.
-
-    Args:
-        sharder: the sharder that makes the module.
-        sharding: of each table of all towers.
-    """
+    """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names."""
 
     def __init__(self, sharder: TowerSharder[Any], sharding: Mapping[str, ParameterSharding]) -> None:
         super().__init__(qcomm_codecs_registry=sharder.qcomm_codecs_registry)

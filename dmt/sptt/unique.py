@@ -265,10 +265,7 @@ def _mix(numbers: Tensor) -> Tensor:
 def why_not_per_sample(module: nn.Module, keys: Sequence[str], widths: Sequence[int]) -> str | None:
     """Says why a tower module does not compute each sample on its own; None if a trial shows nothing against it.
 
-    Args:
-        module: the tower module; a copy of it is run on random embeddings.
-        keys: names of the embeddings that it reads.
-        widths: their columns.
+    A copy of it is run on random embeddings of these names and widths.
     """
     for part in module.modules():
         if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):

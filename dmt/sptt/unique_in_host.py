@@ -60,10 +60,6 @@ class HostRows:
     ) -> tuple[KeyedJaggedTensor, DistinctInputs, UnitedRows]:
         """Sends the distinct inputs of this rank to the ranks that ask for them, and unites those that arrive.
 
-        Args:
-            ids: the distinct inputs, of each group as many as it has.
-            distinct: which samples have them.
-
         Returns:
             The distinct inputs that this rank asks the towers for, the rows of [G, R] that arrived which have them, and
             who asked. A row that several ranks ask for belongs to the first micro-batch in which one does.
@@ -87,14 +83,9 @@ class HostRows:
     def _by_rank(
         self, ids: KeyedJaggedTensor, parts: Sequence[Sequence[int]]
     ) -> tuple[KeyedJaggedTensor, list[list[list[int]]], Tensor]:
-        """Sorts rows by the rank that asks for them; as many features for each rank, one after the other.
+        """Sorts rows, of which there are ``parts`` [K][G], by the rank that asks for them: all features of each rank.
 
-        Args:
-            ids: rows of each feature, by micro-batch.
-            parts: number of rows, [K][G].
-
-        Returns:
-            The ids so, the number of rows [K][L][G], and the place of each row in its group, by micro-batch and rank.
+        Returns these ids, the number of rows [K][L][G], and each row's place in its group, by micro-batch and rank.
         """
         device, num_ranks, num_groups, num_features = ids.device(), self._group.size(), len(parts[0]), sum(self._sizes)
         lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
