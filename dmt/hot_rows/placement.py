@@ -164,15 +164,8 @@ def balanced_placement(
 ) -> Placement:
     """Places rows with ever smaller partitions until the lookups of ranks are balanced (OPER, section 4.2).
 
-    Args:
-        accesses: as in `partition_rows`.
-        row_bytes: as in `partition_rows`.
-        num_ranks: M.
-        balance: least lookups over most lookups of a rank to reach. A row read more than 1 / M of all reads balances
-            with no partitions.
-
-    Returns:
-        The first placement that reaches ``balance``, otherwise the most balanced one.
+    Returns the first placement on M ranks that reaches ``balance``, least over most lookups of a rank, otherwise the most
+    balanced one: a row read more than 1 / M of all reads balances with no partitions.
 
     Raises:
         InputError: as `partition_rows` and `place`.

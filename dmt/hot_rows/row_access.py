@@ -37,12 +37,8 @@ _FIELDS = ("seconds", "memory", "lookups", "bytes_sent")
 def access_shares(counts: RowCounts, rows: int, heights: Sequence[int]) -> NDArray[np.float64]:
     """Returns the share of a table's accesses that goes to each of its contiguous blocks, float64 [blocks].
 
-    Accesses of rows that are not counted are spread evenly.
-
-    Args:
-        counts: accesses of the table's rows.
-        rows: of the table.
-        heights: rows of each block, from the first row on.
+    Blocks have these heights, from the first of the table's ``rows`` on. Accesses of rows that are not counted are
+    spread evenly.
 
     Example:
         >>> access_shares(RowCounts.of([0, 0, 0, 5]), 6, [3, 3])
@@ -59,11 +55,7 @@ def access_shares(counts: RowCounts, rows: int, heights: Sequence[int]) -> NDArr
 def access_heights(counts: RowCounts, rows: int, num_blocks: int, *, mix: float) -> list[int]:
     """Returns the heights of contiguous blocks that have equal parts of rows and accesses, at least one row each.
 
-    Args:
-        counts: accesses of the table's rows.
-        rows: of the table, at least ``num_blocks``.
-        num_blocks: how many.
-        mix: weight of accesses, 0 to 1; rows have the rest.
+    ``mix`` is the weight of accesses, 0 to 1; rows have the rest.
 
     Example:
         >>> [access_heights(RowCounts.of([0, 0, 0, 5]), 6, 2, mix=mix) for mix in (0, 1)]
@@ -84,10 +76,6 @@ def counted_tables(tables: Sequence[Any], profile: AccessProfile) -> dict[str, T
     """Returns the tables of a profile with the rows and features of these, by the name of the one here.
 
     The width does not matter: column shards of a table are read like the whole table, under names of their own.
-
-    Args:
-        tables: ``EmbeddingBagConfig`` or `TableSpec`.
-        profile: accesses of these tables or others.
 
     Example:
         >>> from dmt.plan.tables import TableSpec

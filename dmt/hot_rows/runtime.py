@@ -372,11 +372,7 @@ class HotRows:
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
-    """Returns the tables whose rows cannot have copies that train alike, with the reason.
-
-    Args:
-        tables: all tables of a collection, by name.
-    """
+    """Returns those of all tables of a collection whose rows cannot have copies that train alike, with the reason."""
     users: dict[str, list[str]] = {}
     for name, table in tables.items():
         for feature in table.config.feature_names:

@@ -103,21 +103,13 @@ class TableShard(NamedTuple):
     rank: int
     """Local rank in the tower."""
     first_row: int
-    """First row of the table that it holds."""
     first_column: int
-    """First column."""
     rows: int
-    """Number of rows."""
     columns: int
-    """Number of columns."""
 
 
 def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
     """The shards of a placed table, one for each entry of ``placement.ranks``.
-
-    Args:
-        table: ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`.
-        placement: its scheme and ranks.
 
     Raises:
         InputError: the table cannot be cut so; names it.
@@ -206,11 +198,7 @@ def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
 
 
 def column_widths(shards: Iterable[Any]) -> list[int]:
-    """Returns the widths of a table's column shards from left to right; a single one if its columns are not cut.
-
-    Args:
-        shards: ``ShardMetadata`` of all shards of the table, of a TorchRec plan or a ``ShardedTensor``.
-    """
+    """Returns the widths of column shards from left to right, from the ``ShardMetadata`` of all shards of a table."""
     widths = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in shards}
     return [widths[first] for first in sorted(widths)]
 

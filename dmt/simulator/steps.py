@@ -175,7 +175,7 @@ def tower_step(
 
     Args:
         work: of the busiest rank.
-        cluster: where it runs.
+        cluster: speed of its ranks and links.
         topology: of the job.
         micro_batches: K.
         one_f_one_b: True if the backward pass of a micro-batch comes right after its forward pass.

@@ -312,12 +312,9 @@ class _Server:
 
 
 class ResultInParts(CachedAwaitable):
-    """Result of several exchanges in flight, used as a whole or part by part.
+    """Result of several exchanges of [B of the micro-batch, columns] in flight, used as a whole or part by part.
 
-    Args:
-        exchanges: awaitables of [B of the micro-batch, columns], in order.
-        finish: turns [B, columns] into the result.
-        cuts: with 1F1B, what `PendingOutputs.cut` returned for all but the last one with samples.
+    ``cuts`` are, with 1F1B, what `PendingOutputs.cut` returned for all exchanges but the last one with samples.
     """
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any], cuts: Sequence[Cut] = ()) -> None:

@@ -328,10 +328,7 @@ class RowWiseOutputs(nn.Module):
     Blocks of unequal size are padded with zeros to the largest and cut again: gloo's all-gather takes equal parts only.
     Of schemes by host, the samples come first by the local rank, then by host.
 
-    Args:
-        exchange: TorchRec's output exchange of tables that are cut by rows.
-        rank: this rank in the group.
-        host_size: ranks of a host, for schemes by host; 1 for row-wise tables.
+    ``exchange`` is TorchRec's; ``host_size`` the ranks of a host for schemes by host, 1 for row-wise tables.
     """
 
     def __init__(self, exchange: nn.Module, rank: int, host_size: int = 1) -> None:
@@ -359,10 +356,6 @@ class ScaledRateOptimizer(OptimizerWrapper):
 
     A warm-up or any other schedule writes the learning rate that the user means into ``param_groups``; without this it
     would overwrite the factor that the kernel was given when it was made (see `dmt.sharding.optimizers`).
-
-    Args:
-        optimizer: a fused optimizer, made with ``factor`` times the learning rate.
-        factor: above 0.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, factor: float) -> None:
