@@ -164,7 +164,7 @@ def balanced_placement(
 ) -> Placement:
     """Places rows with ever smaller partitions until the lookups of ranks are balanced (OPER, section 4.2).
 
-    Returns the first placement on M ranks that reaches ``balance``, least over most lookups of a rank, otherwise the most
+    Returns the first placement on M ranks that reaches ``balance``, least over most lookups of a rank, or the most
     balanced one: a row read more than 1 / M of all reads balances with no partitions.
 
     Raises:

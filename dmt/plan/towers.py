@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -84,7 +84,6 @@ class TowerPlan:
                     f"{kind} {doubled[0]!r} occurs more than once in the tower plan (in {', '.join(places)}); "
                     "each must occur exactly once."
                 )
-
         self._check_splits()
 
     def _check_splits(self) -> None:
@@ -210,24 +209,9 @@ class TowerPlan:
         Raises:
             InputError: the file cannot be written.
         """
-        record = {
-            "format": FORMAT_VERSION,
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "towers": [{"name": t.name, "features": list(t.features)} for t in self.towers],
-            "affinity": dict(self.affinity),
-            "tables": [
-                {
-                    "name": t.name,
-                    "num_embeddings": t.num_embeddings,
-                    "embedding_dim": t.embedding_dim,
-                    "feature_names": list(t.feature_names),
-                }
-                for t in self.tables
-            ],
-            "column_splits": {feature: list(widths) for feature, widths in self.column_splits.items()},
-            "command": self.command,
-        }
+        record = {"format": FORMAT_VERSION, **asdict(self)}
+        for table in record["tables"]:
+            del table["data_type"]  # a plan holds for either
         with write_or_raise(path, "Tower plan") as scratch:
             scratch.write_text(json.dumps(record, indent=1) + "\n")
 

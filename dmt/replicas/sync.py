@@ -244,11 +244,12 @@ class ReplicaSync:
     def _write_back(self) -> None:
         """Brings tables up to date with copies of their hot rows, on all ranks or, if that fails on one, on none."""
         if any(module.hot is not None for module in self._modules):
-            run_on_all_or_raise(self._write_back_here, self._mesh.global_group)
 
-    def _write_back_here(self) -> None:
-        for module in self._modules:
-            module.write_back()
+            def write_back() -> None:
+                for module in self._modules:
+                    module.write_back()
+
+            run_on_all_or_raise(write_back, self._mesh.global_group)
 
     def _read_again(self) -> None:
         """Tells copies of hot rows that the tables were averaged."""

@@ -94,8 +94,6 @@ class TowerOutput(NamedTuple):
 class AgreedOutputs:
     """Shapes and dtype of the outputs that the peers exchanged in the first batch; later batches must match."""
 
-    own_pieces: list[Piece]
-    """Pieces of this tower's output."""
     all_pieces: list[list[Piece]]
     """Pieces of all towers' outputs, in tower order."""
     groups: list[list[int]]
@@ -357,9 +355,9 @@ class SPTTModule(TowerState):
         tower = self.mesh.tower
         if ctx.distinct is None:
             batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
-            by_part = [batch_sizes] if num == 1 else by_micro_batch(batch_sizes, num)
+            by_part = by_micro_batch(batch_sizes, num)
             ctx.parts = [PartRows([[size] for size in part], [[part[tower]] for _ in part]) for part in by_part]
-            return ids if num == 1 else in_micro_batches(ids, batch_sizes, num)
+            return in_micro_batches(ids, batch_sizes, num)
         sizes = [len(group) for group in self._groups[tower]]
         asked = [iter(of_part) for of_part in ctx.distinct.parts]
         sent = [[[next(rows) for _ in groups] for groups in self._groups] for rows in asked]
@@ -530,12 +528,12 @@ class SPTTModule(TowerState):
             tag=self._tag,
         )
         all_pieces, all_groups = ([peer[i] for peer in peers] for i in (0, 1))
-        return AgreedOutputs(list(output.pieces), all_pieces, all_groups, exchange)
+        return AgreedOutputs(all_pieces, all_groups, exchange)
 
     def _check_output(self, output: TowerOutput, num_samples: int) -> None:
         assert self._outputs is not None, "the peers have agreed"
         columns_PO, pieces = output
-        agreed, dtype = self._outputs.own_pieces, self._outputs.exchange.dtype
+        agreed, dtype = self._outputs.all_pieces[self.mesh.tower], self._outputs.exchange.dtype
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != agreed:
             raise InputError(
                 f"Tower {self.mesh.tower} returned columns {_widths(pieces)} of {columns_PO.dtype}, but "
