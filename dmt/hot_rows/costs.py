@@ -84,10 +84,7 @@ def table_bytes(profile: AccessProfile, topology: TowerTopology, *, batch_size: 
 
     Hot rows pay for single ids only: of a bag of several, the sum over its cold rows is as long as that over all.
 
-    Args:
-        profile: accesses; rows that it does not count are taken for cold.
-        topology: towers and ranks of a replica.
-        batch_size: samples of a rank, B.
+    A rank has a batch of B samples; rows that the profile does not count are taken for cold.
 
     Raises:
         InputError: ``batch_size`` is not positive, or the profile has no sample.
@@ -151,16 +148,8 @@ def choose_rows(
 ) -> dict[str, NDArray[np.int64]]:
     """Chooses the rows whose copies save bytes between hosts, those that save most for their size first.
 
-    Args:
-        profile: accesses.
-        tables: those that may have copies.
-        topology: towers and ranks of a replica.
-        batch_size: samples of a rank.
-        distinct: True if each rank sends its distinct ids only.
-        max_bytes: bytes of the weights of the copies of a rank.
-
-    Returns:
-        For each table with such rows their numbers, int64, ascending.
+    Of the tables, which may have copies, those with such rows are returned with their numbers, int64, ascending. The
+    weights of a rank's copies take ``max_bytes`` at most; other arguments are those of `table_bytes` and `saved_bytes`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))

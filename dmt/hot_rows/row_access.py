@@ -96,10 +96,8 @@ def _what_is_read(table: TableSpec) -> tuple[str, int, tuple[str, ...]]:
 def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: AccessProfile) -> TowerShardingPlan:
     """Returns a plan with the lookups of a profile, and with unequal row-wise shards where those help.
 
-    Args:
-        plan: of these tables. Shards whose sizes it gives stay as they are.
-        tables: ``EmbeddingBagConfig`` or `TableSpec`.
-        profile: accesses; tables that it does not have are taken to be read evenly.
+    Shards whose sizes the plan gives stay as they are; tables that the profile does not have are taken to be read
+    evenly.
 
     Raises:
         InputError: the profile has no table of the plan with the same rows and features.

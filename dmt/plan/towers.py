@@ -158,13 +158,7 @@ class TowerPlan:
             )
 
     def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
-        """Sorts tables into towers, after checking the plan against them.
-
-        Args:
-            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, in any order.
-
-        Returns:
-            For each tower its tables, ordered by their first feature in the plan.
+        """Returns for each tower its tables, ordered by their first feature in the plan, which is checked against them.
 
         Raises:
             InputError: a feature is missing or unknown, a shared table's features lie in two towers, or a table

@@ -287,12 +287,8 @@ class RunningMean:
     float32 tensors are averaged in place; otherwise a copy of each is made for the time between `start` and `finish`,
     two with a delay, and ``bf16`` keeps another for good.
 
-    Args:
-        tensors: floating-point tensors, of the same shapes in the same order on every rank of the group, and equal
-            there to begin with.
-        group: the ranks.
-        delayed: True if the tensors change between `start` and `finish`.
-        precision: number format that is sent.
+    Tensors are of floating point, of the same shapes in the same order on every rank of the group, and equal there to
+    begin with; ``delayed`` is True if they change between `start` and `finish`.
     """
 
     def __init__(

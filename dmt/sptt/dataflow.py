@@ -162,13 +162,8 @@ class SPTTModule(TowerState):
     output consists of pieces side by side (the outputs of its logical towers, or the embeddings of its features);
     subclasses put them in order by their names, wherever they were computed.
 
-    Args:
-        sharder: the sharder that makes the module; its mesh and settings are used.
-        sharding: of each table of all towers.
-        input_groups: for each mesh tower groups of its features; with ``unique``, rows of a group are told apart by all
-            its features.
-        is_weighted: True if the ids carry weights.
-        device: this rank's device.
+    ``input_groups`` has for each mesh tower groups of its features; with ``unique``, rows of a group are told apart by
+    all its features.
 
     Raises:
         InputError: the device cannot do a number format.
@@ -274,11 +269,8 @@ class SPTTModule(TowerState):
     ) -> Awaitable[Awaitable[KJTList]]:
         """Starts the id exchange of one batch (steps a, c).
 
-        Args:
-            ctx: the batch's context.
-            features: the batch's ids; keys in any order, further keys are ignored. Weights are ignored unless the
-                bags are weighted.
-            weighted_features: the ids when the bags are weighted, in the way of ``EmbeddingTowerCollection``.
+        Keys may come in any order, further keys are ignored, and weights unless the bags are weighted. The ids of
+        weighted bags may be the second argument, in the way of ``EmbeddingTowerCollection``.
 
         Raises:
             InputError: a feature is missing, weights are missing, or the batch size varies by feature.

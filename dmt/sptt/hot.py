@@ -53,7 +53,6 @@ class HomeTable:
     config: Any
     """TorchRec's ``EmbeddingBagConfig``."""
     scheme: str
-    """Scheme that it is sharded by."""
     settings: Mapping[str, Any]
     """Settings of its fused optimizer, as its kernel has them."""
 
@@ -194,10 +193,6 @@ class HotCopies:
         """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
 
         Collective the first time, and the first time after `read_again`.
-
-        Args:
-            bags: hot ids of a batch.
-            pieces: name and columns of each feature, from left to right.
 
         Raises:
             InputError: rows of a table on this rank were changed in place since they were handed out. With gradients it

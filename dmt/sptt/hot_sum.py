@@ -56,13 +56,9 @@ def cheapest_way(*, every: int, union: int, of_hosts: Sequence[int]) -> Way:
 
 
 class TouchedRowsSum:
-    """Sums gradients over the ranks of all hosts.
+    """Sums gradients of tables of these shapes, [rows, columns], over the ranks of all hosts.
 
-    Args:
-        shapes: rows and columns of each table, in the order of the gradient.
-        inside: ranks of this host.
-        across: one rank of each host, this one of its own.
-        way: the way to take; None: the cheapest of each sum.
+    ``inside`` are the ranks of this host, ``across`` one rank of each. Without a ``way`` each sum takes the cheapest.
     """
 
     def __init__(

@@ -76,12 +76,8 @@ def by_micro_batch(batch_sizes: Sequence[int], num: int) -> list[list[int]]:
 def in_micro_batches(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: int) -> KeyedJaggedTensor:
     """Arranges the samples that peers sent micro-batch by micro-batch, in each peer by peer.
 
-    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3).
-
-    Args:
-        ids: ids as they arrived, of each feature peer by peer.
-        batch_sizes: B of every peer.
-        num: number of micro-batches.
+    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3). They
+    arrive feature by feature, in each peer by peer; batch sizes are B of every peer.
 
     Example:
         >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
@@ -210,9 +206,7 @@ def joined_rows(arriving: Sequence[Any]) -> list[Tensor]:
 def taken_rows(arriving: Sequence[Any], inverse: Tensor) -> Tensor:
     """Copies rows to the samples of a micro-batch that share them, [B, S]; differentiable.
 
-    Args:
-        arriving: awaitables of `arrived_pieces`, of this micro-batch and of all before it.
-        inverse: row of each sample for each piece, [pieces, B].
+    `arrived_pieces` of this micro-batch and all before it are waited for; ``inverse`` [pieces, B] has each sample's row.
     """
     pieces = zip(joined_rows(arriving), inverse, strict=True)
     return torch.cat([copied_rows(rows, samples) for rows, samples in pieces], dim=1)

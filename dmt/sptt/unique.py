@@ -151,13 +151,7 @@ def distinct_inputs(
 
 
 class Bags:
-    """Bags of ids, with hashes that are the same for equal bags of any batch.
-
-    Args:
-        lengths: of each bag, [bags].
-        ids: of all bags, one after the other.
-        weights: of the ids; bags that differ in one, to the bit, differ.
-    """
+    """Bags of ids, with hashes that are the same for equal bags of any batch; weights that differ tell bags apart."""
 
     def __init__(self, lengths: Tensor, ids: Tensor, weights: Tensor | None) -> None:
         self.ids, self.weights, self.lengths = ids, weights, lengths.long()
