@@ -98,7 +98,8 @@ class ReplicaSync:
             raise InputError(f"ReplicaSync: asynchronous={asynchronous!r} must be True or False.")
         self._mesh = mesh
         self.interval = interval
-        self._delayed = optimizer_state == "delayed"
+        self.delays_states = optimizer_state == "delayed"
+        """True if a `sync` between two steps changes what comes after it."""
         self._asynchronous = asynchronous
         modules = _tower_modules(model)
         self._modules = list(modules.values())
@@ -111,7 +112,7 @@ class ReplicaSync:
         weights = [one.tensor for one in replicated if one.is_weight]
         states = [one.tensor for one in replicated if not one.is_weight]
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False, precision=precision)
-        self._states = RunningMean(states, mesh.replica_group, delayed=self._delayed, precision=precision)
+        self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states, precision=precision)
         self._steps = self._passes = 0
         self._is_unread = False
         for module in self._modules:
@@ -123,11 +124,6 @@ class ReplicaSync:
         """Bytes this rank sends in one sync, by a ring: 2 (M - 1) / M times weights and states (section 5)."""
         replicas = self._mesh.topology.num_replicas
         return 2 * (replicas - 1) / replicas * (self._weights.bytes_sent + self._states.bytes_sent)
-
-    @property
-    def delays_states(self) -> bool:
-        """True with ``optimizer_state="delayed"``: a `sync` between two steps then changes what comes after it."""
-        return self._delayed
 
     @property
     def is_running(self) -> bool:
@@ -160,7 +156,7 @@ class ReplicaSync:
         if self._steps % self.interval == 0:
             self._start()
             # Delayed states are those of the sync before.
-            self._set_drifted(self._delayed)
+            self._set_drifted(self.delays_states)
             if not self._asynchronous:
                 self.wait()
 
@@ -177,7 +173,7 @@ class ReplicaSync:
     def wait(self) -> None:
         """Waits for the collectives of an asynchronous sync; tables do so themselves before they are read."""
         self._weights.finish()
-        if not self._delayed:
+        if not self.delays_states:
             self._states.finish()
         if self._is_unread:
             self._read_again()
@@ -263,10 +259,8 @@ class _Averaged:
     """One tensor and the buffers of its mean."""
 
     live: Tensor
-    base: Tensor | None
-    """b, with a reduced precision."""
-    snapshot: Tensor | None = None
-    """s, while a delayed mean is in flight."""
+    base: Tensor | None  # b, with a reduced precision
+    snapshot: Tensor | None = None  # s, while a delayed mean is in flight
     sent: Tensor | None = None
 
 

@@ -387,14 +387,10 @@ class _HomePart(NamedTuple):
 
     home: Tensor
     copy: Tensor
-    rows: Tensor
-    """Their rows in ``home``."""
-    places: Tensor
-    """Their rows in ``copy``."""
-    columns: slice
-    """Columns of the table that ``home`` has."""
-    is_told: bool
-    """True if this rank tells the others."""
+    rows: Tensor  # of ``home``
+    places: Tensor  # their rows in ``copy``
+    columns: slice  # of the table, that ``home`` has
+    is_told: bool  # True if this rank tells the others
 
     def read(self) -> None:
         self._part_of_copy()[self.places] = self.home[self.rows]

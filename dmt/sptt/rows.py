@@ -206,7 +206,7 @@ def joined_rows(arriving: Sequence[Any]) -> list[Tensor]:
 def taken_rows(arriving: Sequence[Any], inverse: Tensor) -> Tensor:
     """Copies rows to the samples of a micro-batch that share them, [B, S]; differentiable.
 
-    `arrived_pieces` of this micro-batch and all before it are waited for; ``inverse`` [pieces, B] has each sample's row.
+    `arrived_pieces` of this micro-batch and all before it are waited for; ``inverse``, [pieces, B]: row of each sample.
     """
     pieces = zip(joined_rows(arriving), inverse, strict=True)
     return torch.cat([copied_rows(rows, samples) for rows, samples in pieces], dim=1)
