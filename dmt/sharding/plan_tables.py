@@ -87,7 +87,7 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel) -> 
 class _NoRoomError(InputError):
     """A memory, the device's, the host's or the SSD's, is too small for a tower's tables."""
 
-    def __init__(self, tier: str, message: str) -> None:
+    def __init__(self, message: str, tier: str = "device") -> None:
         super().__init__(message)
         self.tier = tier
 
@@ -239,7 +239,6 @@ class _TowerPlanner:
                 if table.name in pinned
             }
             raise _NoRoomError(
-                "device",
                 f"The tables pinned to local rank {rank} of {where} need {human_bytes(problem.memory[rank])} of device "
                 f"memory, but memory_per_rank is {human_bytes(room)}; {_largest(sizes)}. Pin some of them elsewhere.",
             )
@@ -249,14 +248,12 @@ class _TowerPlanner:
                 kernel = self.kernels[table.name]
                 cache = "" if kernel == "fused" else f" and {kernel}, for what a device keeps of it (cache_load_factor)"
                 raise _NoRoomError(
-                    "device",
                     f"Table {table.name!r} in {where} needs {human_bytes(smallest.most_memory)} of device memory on a "
                     f"rank even {SCHEMES[smallest.kind]}{cache}, but memory_per_rank is {human_bytes(room)}. Use more "
                     "ranks per tower or a smaller data type or optimizer state, or allow it other schemes.",
                 )
         if (needed := _least_memory(problem)) > ranks * room:
             raise _NoRoomError(
-                "device",
                 f"The {len(self.tables)} tables of {where} need at least {human_bytes(needed)} of device memory, which "
                 f"is {human_bytes(needed - ranks * room)} more than its ranks_per_tower={ranks} ranks of "
                 f"memory_per_rank={human_bytes(room)} have; {_largest_of(free, problem)}. Use more ranks per tower, or "
@@ -266,7 +263,6 @@ class _TowerPlanner:
     def _no_room(self, free: Sequence[Any], problem: Problem) -> _NoRoomError:
         needed, room = _least_memory(problem), problem.capacity
         return _NoRoomError(
-            "device",
             f"No placement was found for the {len(self.tables)} tables of tower {self.number}: they need at least "
             f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} of device memory that "
             f"{problem.num_ranks} ranks of memory_per_rank={human_bytes(room)} have, but the pieces do not fit beside "
@@ -284,10 +280,10 @@ class _TowerPlanner:
                 for table, load in held[fullest]:
                     sizes[table] += getattr(load, kind)
                 raise _NoRoomError(
-                    tier,
                     f"Local rank {fullest} of tower {self.number} needs {human_bytes(on_rank[fullest])} of {what} for "
                     f"tables that do not fit its device, but {kind}_per_rank is {human_bytes(room)}; "
                     f"{_largest(sizes, kernels)}. Use more ranks per tower or a smaller data type, or give it more.",
+                    tier,
                 )
 
     def _report(self, placements: Mapping[str, TablePlacement], method: str) -> _Planned:

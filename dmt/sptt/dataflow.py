@@ -144,7 +144,7 @@ class SPTTContext(Multistreamable):
     @property
     def is_identity(self) -> bool:
         """True if every sample of this rank has a row of its own."""
-        return self.united is None and self.distinct is not None and self.distinct.is_identity
+        return self.united is None and (self.distinct is None or self.distinct.is_identity)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of what pipelines make on another stream until this one has done its work."""
@@ -447,8 +447,6 @@ class SPTTModule(TowerState):
         self._outputs = agreed = self._outputs or self._connect(output)
         self._check_output(output, rows.num_rows)
         numbers, exchange = output.columns_PO.to(agreed.exchange.dtype), agreed.exchange
-        if ctx.distinct is None:
-            return exchange(numbers, [size for [size] in rows.arrived])
         own = agreed.groups[tower], agreed.widths[tower]
         sizes = [numbers_of(of_peer, *own) for of_peer in rows.arrived]
         if ctx.is_identity:
@@ -471,10 +469,11 @@ class SPTTModule(TowerState):
         return [CachedAwaitable(rows, block.add) for rows, block in zip(cold, blocks, strict=True)]
 
     def _taken_rows(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Tensor]]) -> list[Awaitable[Tensor]]:
-        if ctx.distinct is None or ctx.is_identity:
+        if ctx.is_identity:
             return list(exchanges)
         agreed = self._outputs
         assert agreed is not None, "something was exchanged"
+        assert ctx.distinct is not None, "rows are shared"
         rows, starts = ctx.distinct.inverse, [0, *itertools.accumulate(map(len, self._groups))]
         of_pieces = [start + group for start, own in zip(starts, agreed.groups, strict=False) for group in own]
         cut = functools.partial(arrived_pieces, groups=agreed.groups, widths=agreed.widths)
