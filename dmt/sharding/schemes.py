@@ -246,7 +246,10 @@ def why_not(
     if num_ranks is not None and (reason := _nothing_to_cut(table, scheme, num_ranks)):
         return reason
     if scheme == "row_wise" and id_route == "global" and _is_mean(table):
-        return "with id_route='global' a rank sees the ids of its own rows only, never the length of a bag to divide by"
+        return (
+            "it has mean pooling, and with id_route='global' a rank sees the ids of its own rows only, never the "
+            "length of a bag to divide by"
+        )
     if scheme == "data_parallel":
         if kind == "FP16":  # a gradient of 1e-7 would err by a sixth, and one of 1e-8 be lost
             return "its weights are FP16, and gradients of data-parallel tables would be too"

@@ -227,11 +227,7 @@ class SPTTModule(TowerState):
         self.hot = hot
 
     def build_input_dist(self, collections: Iterable[GroupShardedEBC]) -> None:
-        """Chooses the id route into the sharded collections of this rank's tower; subclasses call it once they exist.
-
-        Raises:
-            InputError: the global route cannot serve a table.
-        """
+        """Makes the id route into the sharded collections of this rank's tower; subclasses call it once they exist."""
         # A plain list: subclasses register them, under their own names.
         self.collections = list(collections)
         if self.id_route == "global":

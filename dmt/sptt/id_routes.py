@@ -24,9 +24,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import run_on_all_or_raise
-from dmt.errors import InputError
-from dmt.sharding.schemes import why_not
+from dmt.collectives import gather_objects
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.tower_lookup import GroupShardedEBC, row_starts
 
@@ -229,9 +227,6 @@ class GlobalIdRoute:
 
     Every rank of the sharding group says, once, which ids its lookups read in which order. Collective over the group.
     Collections are one for each logical tower, in the same order on all ranks of the tower.
-
-    Raises:
-        InputError: a table is data-parallel, or row-wise with mean pooling; names it and its tower, on all ranks.
     """
 
     num_hops = 1
@@ -240,7 +235,7 @@ class GlobalIdRoute:
     def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC]) -> None:
         self._mesh = mesh
         self._collections = collections
-        self._wanted = run_on_all_or_raise(self._wanted_ids, mesh.sharding_group)
+        self._wanted = gather_objects(self._wanted_ids(), mesh.sharding_group)
         self._counts = [
             [sum(len(table.feature_names) for table in tables) for _, tables in collection.tables_by_lookup]
             for collection in collections
@@ -275,15 +270,10 @@ class GlobalIdRoute:
         return pending
 
     def _wanted_ids(self) -> list[WantedIds]:
-        wanted = []
         lookups = [lookup for collection in self._collections for lookup in collection.tables_by_lookup]
-        for scheme, table in ((scheme, table) for scheme, tables in lookups for table in tables):
-            if obstacle := why_not(table, scheme, id_route="global"):
-                pooling = " with mean pooling" if "MEAN" in str(table.pooling) else ""
-                raise InputError(
-                    f"Table {table.name!r} in tower {self._mesh.tower} is {scheme}{pooling}, but {obstacle}. Use "
-                    "id_route='peer', or another scheme for this table."
-                )
-            starts = tuple(row_starts(table)) if scheme == "row_wise" else ()
-            wanted += [WantedIds(feature, starts) for feature in table.feature_names]
-        return wanted
+        return [
+            WantedIds(feature, tuple(row_starts(table)) if scheme == "row_wise" else ())
+            for scheme, tables in lookups
+            for table in tables
+            for feature in table.feature_names
+        ]

@@ -122,8 +122,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
         Raises:
             InputError: ranks differ in towers, tables, plan, exchange or moment scale; a table has no sharding, an
-                unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format or
-                optimizer that its scheme does not have; its optimizer has no moment to scale.
+                unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format, optimizer
+                or id route that its scheme does not have; its optimizer has no moment to scale.
         """
         tables_by_tower: list[list[Any]] = []
         # A rank whose own tower plan is wrong must not leave the others waiting.
@@ -144,11 +144,11 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             settings = fused_settings(parameters[table.name], self.fused_params)
             if scheme != "data_parallel":
                 moment_scale_of(self.moment_scale, settings, topology.num_replicas)
-            if reason := why_not(table, scheme, fused_params=settings):
-                raise InputError(
-                    f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. Change the table, its optimizer "
-                    "or its scheme."
-                )
+            if reason := why_not(table, scheme, id_route=self.id_route, fused_params=settings):
+                advice = "Change the table, its optimizer or its scheme"
+                if "id_route" in reason:
+                    advice = "Use id_route='peer', or another scheme for this table"
+                raise InputError(f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. {advice}.")
         return self.sharded(module, params, device)
 
     def _check_agreement(
