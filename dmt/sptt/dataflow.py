@@ -443,6 +443,8 @@ class SPTTModule(TowerState):
         self._outputs = agreed = self._outputs or self._connect(output)
         self._check_output(output, rows.num_rows)
         numbers, exchange = output.columns_PO.to(agreed.exchange.dtype), agreed.exchange
+        if ctx.distinct is None:
+            return exchange(numbers, [size for [size] in rows.arrived])
         own = agreed.groups[tower], agreed.widths[tower]
         sizes = [numbers_of(of_peer, *own) for of_peer in rows.arrived]
         if ctx.is_identity:
