@@ -68,9 +68,8 @@ class Placement:
     def communication(self, latency: ArrayLike | None = None) -> Floats:
         """Returns what each rank i reads from each rank j in a step, equation 3, float64 [M, M].
 
-        Args:
-            latency: L, cost per byte that rank i reads from rank j [M, M]; None: 1, so that the result is bytes.
-                The paper prints ``L[j][j]``; its Algorithm 1 has ``L[i][j]``, which is meant.
+        ``latency`` is L [M, M], the cost per byte that rank i reads from rank j; None: 1, so that the result is bytes.
+        The paper prints ``L[j][j]``; its Algorithm 1 has ``L[i][j]``, which is meant.
         """
         found = np.zeros((self.num_ranks, self.num_ranks))
         for rank in range(self.num_ranks):

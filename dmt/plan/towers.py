@@ -190,11 +190,7 @@ class TowerPlan:
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
 
     def split_tables(self, tables: Sequence[Any]) -> list[Any]:
-        """The tables of the uncut model as this plan wants them: those in ``column_splits`` cut into column shards.
-
-        Raises:
-            InputError: see `dmt.plan.split_across_towers.split_tables`.
-        """
+        """The uncut model's tables, those in ``column_splits`` cut by `dmt.plan.split_across_towers.split_tables`."""
         return split_tables(tables, self.column_splits)
 
     def save(self, path: str | os.PathLike[str]) -> None:

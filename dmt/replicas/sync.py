@@ -133,10 +133,8 @@ class ReplicaSync:
     def restart(self, *, steps: int = 0) -> None:
         """Gives every replica the weights and states of replica 0, and drops collectives in flight.
 
-        Call it after loading weights or states into the model. Collective over the replicas.
-
-        Args:
-            steps: training steps behind the state that was loaded; the next sync comes at a multiple of the interval.
+        Call it after loading weights or states into the model, with the training steps behind them; the next sync comes
+        at a multiple of the interval. Collective over the replicas.
         """
         self._weights.forget()
         self._states.forget()

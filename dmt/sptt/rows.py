@@ -146,11 +146,8 @@ def sent_numbers(
 
     To a peer all of whose groups have as many rows the columns are sent row by row, to others piece by piece.
 
-    Args:
-        columns: those of all rows, with those that fill up groups of fewer rows.
-        rows: [T][G], rows of each group for each peer.
-        groups: group of each piece of the tower's output.
-        widths: columns of each piece.
+    Columns have all rows, with those that fill up groups of fewer; ``rows`` [T][G] are those of a group for a peer,
+    ``groups`` and ``widths`` those of each piece of the tower's output.
     """
     if all(_is_even(of_peer) for of_peer in rows):
         return columns
@@ -171,11 +168,8 @@ def arrived_pieces(
 ) -> list[Tensor]:
     """Returns the rows [rows of the group, width] of each piece, tower by tower, from the numbers that arrive.
 
-    Args:
-        numbers: those of all towers, in the order of `sent_numbers`.
-        rows: [T][G], rows of each group that each tower was asked for.
-        groups: for each tower the group of each piece.
-        widths: for each tower the columns of each piece.
+    Numbers come in the order of `sent_numbers`; ``rows`` [T][G] are those of each group that each tower was asked for,
+    ``groups`` and ``widths`` by tower those of each piece.
     """
     pieces: list[Tensor] = []
     sizes = [numbers_of(*of_tower) for of_tower in zip(rows, groups, widths, strict=True)]

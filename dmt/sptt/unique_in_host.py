@@ -45,10 +45,8 @@ class UnitedRows(NamedTuple):
 class HostRows:
     """Unites the rows of the ranks of a host, and returns what the towers answered; collective over the group.
 
-    Args:
-        group: the ranks of the host that share a tower, of whom each has a peer in every tower.
-        sizes: number of features of each group, of all towers.
-        tag: tag of the messages, the same on all ranks.
+    The ranks are those of the host that share a tower, each with a peer in every tower; ``sizes`` are the numbers of
+    features of all towers' groups, ``tag`` is that of the messages, the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], *, tag: int) -> None:
