@@ -51,9 +51,9 @@ from torchrec.streamable import Multistreamable
 from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
-from dmt.sptt.id_routes import GlobalIdRoute, PeerIdRoute
+from dmt.sptt.id_routes import Deferred, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.peer_exchange import PeerExchange
-from dmt.sptt.results import CachedAwaitable, Deferred
+from dmt.sptt.results import CachedAwaitable
 from dmt.sptt.rows import (
     PartRows,
     arrived_pieces,
@@ -343,9 +343,9 @@ class SPTTModule(TowerState):
         tower = self.mesh.tower
         if ctx.distinct is None:
             batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
-            by_part = by_micro_batch(batch_sizes, num)
+            by_part = [batch_sizes] if num == 1 else by_micro_batch(batch_sizes, num)
             ctx.parts = [PartRows([[size] for size in part], [[part[tower]] for _ in part]) for part in by_part]
-            return in_micro_batches(ids, batch_sizes, num)
+            return ids if num == 1 else in_micro_batches(ids, batch_sizes, num)
         sizes = [len(group) for group in self._groups[tower]]
         asked = [iter(of_part) for of_part in ctx.distinct.parts]
         sent = [[[next(rows) for _ in groups] for groups in self._groups] for rows in asked]
@@ -399,8 +399,6 @@ class SPTTModule(TowerState):
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
         ctx.request = KJTListSplitsAwaitable([started], ctx)
         if self._route.num_hops == 2:
-            # Train pipelines wait twice, and for the first time between the forward and the backward pass of the batch
-            # before: the ids of the first hop have arrived by then, those of the second travel in the backward pass.
             first, start = ctx.request.wait(), functools.partial(self._start_in_tower, ctx, num)
             both_hops = Deferred(lambda: Deferred(start(first.wait()[0])))
             ctx.request = KJTListSplitsAwaitable([both_hops], ctx)

@@ -12,7 +12,7 @@ for every column shard and a length for every row shard across the slow links.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.tower_lookup import GroupShardedEBC, row_starts
 
 __all__ = [
+    "Deferred",
     "GlobalIdRoute",
     "GlobalInputDist",
     "PeerIdRoute",
@@ -135,6 +136,22 @@ class PeerIdRoute:
         """
         collections = zip(self._collections, ids, strict=True)
         return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
+
+
+class Deferred(Awaitable[Any]):
+    """A result that is made when it is waited for, by ``make``.
+
+    One that makes another is an id exchange of two hops in the place of one of TorchRec's, which is waited for twice:
+    for sizes, then for ids. Train pipelines do the first between the forward and the backward pass of the batch before.
+    The ids of the first hop have arrived by then, and those of the second are on their way in the backward pass.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def _wait_impl(self) -> Any:
+        return self._make()
 
 
 class WantedIds(NamedTuple):

@@ -43,8 +43,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
+from dmt.sptt.id_routes import Deferred
 from dmt.sptt.peer_exchange import PendingOutputs
-from dmt.sptt.results import CachedAwaitable, Deferred, split_rows
+from dmt.sptt.results import CachedAwaitable, split_rows
 from dmt.sptt.rows import micro_batch_sizes
 
 __all__ = ["MicroBatches", "ResultInParts", "Schedule", "run_in_micro_batches"]

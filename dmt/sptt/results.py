@@ -1,19 +1,19 @@
-"""Results of sharded modules: `LazyKeyedTensor`, read by key without a copy; awaitables made of others."""
+"""Results of sharded modules: `LazyKeyedTensor`, read by key without a copy; `CachedAwaitable`, waited for once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyGetItemMixin
+from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import ReplaceableKeyedTensor
 
-__all__ = ["CachedAwaitable", "Deferred", "LazyKeyedTensor", "output_keys", "split_rows"]
+__all__ = ["CachedAwaitable", "LazyKeyedTensor", "output_keys", "split_rows"]
 
 
 class CachedAwaitable(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
@@ -32,17 +32,6 @@ class CachedAwaitable(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
             self._value = value if self._finish is None else self._finish(value)
             self._awaitable = None
         return self._value
-
-
-class Deferred(Awaitable[Any]):
-    """A result that is made when it is waited for, by ``make``."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__()
-        self._make = make
-
-    def _wait_impl(self) -> Any:
-        return self._make()
 
 
 class LazyKeyedTensor(ReplaceableKeyedTensor):

@@ -84,8 +84,6 @@ def in_micro_batches(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: in
         >>> in_micro_batches(ids, [2, 3], 2).values().tolist()  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
         [0, 2, 3, 1, 4]
     """
-    if num == 1:
-        return ids
     blocks = torch.arange(sum(batch_sizes)).split(
         [part for size in batch_sizes for part in micro_batch_sizes(size, num)]
     )
