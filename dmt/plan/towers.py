@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -199,7 +199,8 @@ class TowerPlan:
         Raises:
             InputError: the file cannot be written.
         """
-        record = {"format": FORMAT_VERSION, **asdict(self)}
+        plain = replace(self, affinity=dict(self.affinity), column_splits=dict(self.column_splits))
+        record = {"format": FORMAT_VERSION, **asdict(plain)}
         for table in record["tables"]:
             del table["data_type"]  # a plan holds for either
         with write_or_raise(path, "Tower plan") as scratch:
