@@ -94,6 +94,8 @@ class TowerOutput(NamedTuple):
 class AgreedOutputs:
     """Shapes and dtype of the outputs that the peers exchanged in the first batch; later batches must match."""
 
+    own_pieces: list[Piece]
+    """Pieces of this tower's output."""
     all_pieces: list[list[Piece]]
     """Pieces of all towers' outputs, in tower order."""
     groups: list[list[int]]
@@ -515,12 +517,12 @@ class SPTTModule(TowerState):
             tag=self._tag,
         )
         all_pieces, all_groups = ([peer[i] for peer in peers] for i in (0, 1))
-        return AgreedOutputs(all_pieces, all_groups, exchange)
+        return AgreedOutputs(list(output.pieces), all_pieces, all_groups, exchange)
 
     def _check_output(self, output: TowerOutput, num_samples: int) -> None:
         assert self._outputs is not None, "the peers have agreed"
         columns_PO, pieces = output
-        agreed, dtype = self._outputs.all_pieces[self.mesh.tower], self._outputs.exchange.dtype
+        agreed, dtype = self._outputs.own_pieces, self._outputs.exchange.dtype
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != agreed:
             raise InputError(
                 f"Tower {self.mesh.tower} returned columns {_widths(pieces)} of {columns_PO.dtype}, but "
