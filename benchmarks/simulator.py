@@ -23,8 +23,7 @@ from benchmarks.steps.contenders import Contender, parse_contender
 from benchmarks.steps.inputs import access_profile, benchmark_tables, random_batch
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.towers import own_topology, own_towers
-from dmt.hot_rows.choice import choose_rows
-from dmt.hot_rows.costs import hot_load
+from dmt.hot_rows.costs import choose_rows, hot_load
 from dmt.models.presets import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.config import TrainingConfig

@@ -209,10 +209,7 @@ def host_groups(inside: ProcessGroup, across: ProcessGroup) -> Iterator[None]:
 def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: Sequence[str]) -> ParameterSharding:
     """Rewrites shard placements from ranks of a group to global ranks; ``sharding.ranks`` stay group-local.
 
-    Args:
-        sharding: a table's sharding over a group, placements by group rank.
-        ranks: global rank of every group rank.
-        devices: device of every group rank, such as ``"cpu"`` or ``"cuda:1"``.
+    ``ranks`` and ``devices``, such as ``"cpu"`` or ``"cuda:1"``, are those of every group rank.
     """
     placed = copy.deepcopy(sharding)
     spec: Any = placed.sharding_spec
@@ -254,9 +251,7 @@ def fused_kernels(lookup: Any) -> dict[str, Any]:
 def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the fused-optimizer settings of a table; settings on the parameter override the sharder's.
 
-    Args:
-        parameter: of the unsharded module; ``apply_optimizer_in_backward`` leaves class and arguments on it.
-        fused_params: of the sharder.
+    ``apply_optimizer_in_backward`` leaves class and arguments on the parameter of the unsharded module.
     """
     classes, arguments = (getattr(parameter, f"_optimizer_{part}", []) for part in ("classes", "kwargs"))
     settings = dict(fused_params or {})

@@ -244,14 +244,8 @@ def start_sum_over_hosts(
 ) -> Callable[[], Tensor]:
     """Starts the sum of a tensor [n] over all ranks of all hosts, which crosses between hosts once.
 
-    Args:
-        value: of this rank.
-        inside: ranks of this host.
-        across: one rank of each host, this one of its own.
-        dtype: in which the sum of a host travels to the others; by default that of the value.
-
-    Returns:
-        Waits and returns the sum, in the dtype of the value.
+    ``inside`` are the ranks of this host, ``across`` one rank of each host. The sum of a host travels to the others in
+    ``dtype``, by default that of the value. What is returned waits, and returns the sum in the dtype of the value.
     """
     size, own = value.numel(), value.dtype
     part = scatter_sum(nn.functional.pad(value, (0, -size % inside.size())), inside).to(dtype or own)
@@ -291,12 +285,7 @@ class RankError(RuntimeError):
 def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> list[Value]:
     """Calls ``work`` on every rank of a group, so that either all get all results, or all raise; collective.
 
-    Args:
-        work: called on this rank; its small result is sent to all.
-        group: the ranks.
-
-    Returns:
-        The results by group rank.
+    Returns the results by group rank, which are sent to all and so must be small.
 
     Raises:
         InputError: the first rank that failed raised one; the same everywhere.

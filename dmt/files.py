@@ -115,10 +115,7 @@ def check_writable(folder: Path) -> None:
 def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
     """Raises `InputError` for an output of a command that cannot be written, before the work that leads to it.
 
-    Args:
-        option: the option that names it.
-        path: a file, whose missing folders are made, or a folder.
-        is_folder: true for a folder.
+    Missing folders are made; ``option`` names the output.
     """
     try:
         check_writable(path if is_folder else path.parent)
@@ -175,10 +172,7 @@ def _read(path: str | os.PathLike[str], place: str, remedy: str, kind: str) -> s
 def parse_json(text: str, *, place: str, remedy: str) -> Any:
     """Reads JSON of at most 100 levels, whole numbers of 64 bits, and text that can be written as UTF-8.
 
-    Args:
-        text: the JSON.
-        place: where it is from, with which every error message begins.
-        remedy: advice with which every error message ends.
+    Error messages begin with ``place``, where it is from, and end with ``remedy``, an advice.
 
     Raises:
         InputError: it is not JSON, or breaks a bound.
@@ -242,13 +236,9 @@ def check_names(kind: str, names: Iterable[str]) -> None:
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object whose key ``format`` holds its format version.
+    """Reads a JSON object whose key ``format`` holds its format version, which must be ``version``.
 
-    Args:
-        path: the file.
-        what: kind of file, with which every error message begins: ``"Tower plan"``.
-        version: format version that this code reads.
-        remedy: advice with which every error message ends.
+    Error messages begin with ``what``, a kind of file such as ``"Tower plan"``, and end with ``remedy``, an advice.
 
     Raises:
         InputError: the file cannot be read, is not a JSON object within bounds, or of another format version.

@@ -56,10 +56,6 @@ NUMBER_FORMATS: MappingProxyType[str, NumberFormat] = MappingProxyType(
 
 
 def table_format(table: Any) -> str:
-    """Returns the name of a table's weight format.
-
-    Args:
-        table: ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`; one without ``data_type`` is FP32.
-    """
+    """Returns the name of a table's weight format, of its ``data_type``; FP32 where it has none."""
     kind = getattr(table, "data_type", "FP32")
     return str(getattr(kind, "value", kind))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -99,10 +99,9 @@ class TrafficMeter(TorchDispatchMode):
 
     def total(self, group: dist.ProcessGroup) -> Traffic:
         """Sums the bytes of all ranks of the group; collective."""
-        booked: dict[str, float] = defaultdict(float)
+        booked: Counter[str] = Counter()
         for part in gather_objects(dict(self._bytes), group):
-            for kind, number in part.items():
-                booked[kind] += number
+            booked.update(part)
         return Traffic(**{kind: round(number) for kind, number in booked.items()})
 
     def booked(self) -> dict[str, float]:
@@ -200,18 +199,17 @@ class TrafficMeter(TorchDispatchMode):
     def _send(self, tensors: Any, to: dict[int, float]) -> None:
         kind = self._kind(tensors)
         for rank, size in to.items():
-            if rank == self._rank:
-                continue
-            across = self._host_of(rank) != self._host_of(self._rank)
-            self._bytes[kind if across else "inside"] += size
+            if rank != self._rank:
+                self._book(kind, rank, size)
+
+    def _book(self, kind: str, to: int, size: float) -> None:
+        across = self._host_of(to) != self._host_of(self._rank)
+        self._bytes[kind if across else "inside"] += size
 
     def _all_reduce(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:
         order = sorted(ranks, key=lambda rank: (self._host_of(rank), rank))
         to = order[(order.index(self._rank) + 1) % len(order)]
-        size = 2 * _nbytes(tensors) * (len(ranks) - 1) / len(ranks)
-        across = self._host_of(to) != self._host_of(self._rank)
-        kind = self._kind(tensors, is_reduced=True)
-        self._bytes[kind if across else "inside"] += size
+        self._book(self._kind(tensors, is_reduced=True), to, 2 * _nbytes(tensors) * (len(ranks) - 1) / len(ranks))
 
 
 def _nbytes(tensors: Any) -> int:

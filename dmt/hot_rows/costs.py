@@ -1,4 +1,4 @@
-"""Bytes between hosts of a flat model, by how its tables are served: what a profile says that each way would send.
+"""Bytes between hosts of a flat model by how its tables are served, and the rows whose copies save some of them.
 
 Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, p share of accesses that a row has.
 Where a host holds several towers, or a tower several hosts (``ranks_per_host``), only what leaves a host is counted.
@@ -20,7 +20,7 @@ row to be touched in every step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,16 @@ from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 
-__all__ = ["HotLoad", "TableBytes", "has_single_ids", "hot_load", "saved_bytes", "table_bytes"]
+__all__ = [
+    "HotLoad",
+    "TableBytes",
+    "choose_rows",
+    "has_single_ids",
+    "hot_load",
+    "saved_bytes",
+    "table_bytes",
+    "why_not_chosen",
+]
 
 _ID_BYTES = 8
 # Between two hosts nearly every row saves a little, but its copy's gradient is set to zero, looked through and added to
@@ -47,19 +56,19 @@ class TableBytes:
     """Table."""
     plain: float
     """Every output is sent: SPTT, and flat table-wise sharding."""
-    unique: float | None
-    """Each rank is sent each distinct input once (``sharding.unique``); None of bags of several ids."""
-    unique_host: float | None
-    """Each host is (``sharding.unique = "host"``); None of bags of several ids, and where towers span hosts."""
     data_parallel: float
     """Every row is on every rank."""
-    hot: float | None
+    unique: float | None = None
+    """Each rank is sent each distinct input once (``sharding.unique``); None of bags of several ids."""
+    unique_host: float | None = None
+    """Each host is (``sharding.unique = "host"``); None of bags of several ids, and where towers span hosts."""
+    hot: float | None = None
     """The rows that pay are on every rank, all else as in ``plain``; None of bags of several ids."""
-    hot_rows: int
+    hot_rows: int = 0
     """Number of rows that pay."""
-    unique_hot: float | None
+    unique_hot: float | None = None
     """The rows that pay then are on every rank, all else as in ``unique``; None of bags of several ids."""
-    unique_hot_rows: int
+    unique_hot_rows: int = 0
     """Number of rows that pay on top of ``unique``."""
 
     @property
@@ -75,10 +84,7 @@ def table_bytes(profile: AccessProfile, topology: TowerTopology, *, batch_size: 
 
     Hot rows pay for single ids only: of a bag of several, the sum over its cold rows is as long as that over all.
 
-    Args:
-        profile: accesses; rows that it does not count are taken for cold.
-        topology: towers and ranks of a replica.
-        batch_size: samples of a rank, B.
+    A rank has a batch of B samples; rows that the profile does not count are taken for cold.
 
     Raises:
         InputError: ``batch_size`` is not positive, or the profile has no sample.
@@ -131,6 +137,58 @@ def saved_bytes(
     return away * sent * uses - _sum_bytes(counts, table, topology, num_ids=num_ids) - _HELD * copied
 
 
+def choose_rows(
+    profile: AccessProfile,
+    tables: Sequence[TableSpec],
+    topology: TowerTopology,
+    *,
+    batch_size: int,
+    distinct: bool,
+    max_bytes: float,
+) -> dict[str, NDArray[np.int64]]:
+    """Chooses the rows whose copies save bytes between hosts, those that save most for their size first.
+
+    Of the tables, which may have copies, those with such rows are returned with their numbers, int64, ascending. The
+    weights of a rank's copies take ``max_bytes`` at most; other arguments are those of `table_bytes` and `saved_bytes`.
+
+    Example:
+        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
+        >>> profile = AccessProfile([table])
+        >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
+        >>> settings = {"batch_size": 4, "distinct": False}
+        >>> chosen = [choose_rows(profile, [table], topology, **settings, max_bytes=size) for size in (64, 63)]
+        >>> [{name: rows.tolist() for name, rows in one.items()} for one in chosen]
+        [{'t': [1, 7]}, {'t': [7]}]
+    """
+    found = []
+    for number, table in enumerate(tables):
+        counts = profile[table.name]
+        if not has_single_ids(profile, table):
+            continue
+        num_ids = batch_size * profile.ids_per_sample(table)
+        gain = saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct)
+        pays, size = gain > 0, 4 * table.embedding_dim
+        rows = counts.rows[pays]
+        found.append((gain[pays] / size, np.full(len(rows), number), rows, np.full(len(rows), size)))
+    if not found:
+        return {}
+    gains, numbers, rows, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    order = np.lexsort((rows, numbers, -gains))
+    kept = order[np.cumsum(sizes[order]) <= max_bytes]
+    by_table = {table.name: np.sort(rows[kept][numbers[kept] == number]) for number, table in enumerate(tables)}
+    return {name: of_table for name, of_table in by_table.items() if len(of_table)}
+
+
+def why_not_chosen(profile: AccessProfile, tables: Sequence[TableSpec]) -> dict[str, str]:
+    """Returns the tables of which `choose_rows` takes no row because of their bags, with the reason."""
+    means = {table.name: profile.ids_per_sample(table) for table in tables if not has_single_ids(profile, table)}
+    return {
+        name: f"its bags have {mean:.3g} ids on average, and the sum over the cold ids of a bag is as long as the whole"
+        for name, mean in means.items()
+    }
+
+
 class HotLoad(NamedTuple):
     """Cost of chosen hot rows in a step of a replica."""
 
@@ -166,9 +224,8 @@ def hot_load(
         (96.0, 32.0)
     """
     found = HotLoad(0.0, 0.0, 0.0, 0.0)
-    ranks = topology.sharding_groups()[0]
-    hosts = len({topology.host(rank) for rank in ranks})
-    inside = len(ranks) // hosts
+    hosts, ranks = _hosts_and_ranks(topology)
+    inside = ranks // hosts
     for table in tables:
         chosen, counts = rows.get(table.name), profile[table.name]
         if chosen is None:
@@ -189,9 +246,8 @@ def hot_load(
 def _sum_bytes(counts: RowCounts, table: TableSpec, topology: TowerTopology, *, num_ids: float) -> NDArray[np.float64]:
     """Returns the bytes between hosts that are expected for the sum of the gradients of each row's copies, [n]."""
     _, _, copied = _prices(table, topology)
-    ranks = topology.sharding_groups()[0]
-    hosts = len({topology.host(rank) for rank in ranks})
-    touching = len(ranks) / hosts if hosts == 2 else len(ranks)
+    hosts, ranks = _hosts_and_ranks(topology)
+    touching = ranks / hosts if hosts == 2 else ranks
     return copied * counts.chances(num_ids * len(table.feature_names) * touching)
 
 
@@ -201,41 +257,35 @@ def _prices(table: TableSpec, topology: TowerTopology) -> tuple[float, int, int]
     # To the peer in the table's tower, and there to the rank that has the row, which may be on another host.
     away = (towers - 1) * ranks * topology.share_across_hosts(topology.peer_groups())
     away += towers * (ranks - 1) * topology.share_across_hosts(topology.tower_groups())
-    hosts = len({topology.host(rank) for rank in topology.sharding_groups()[0]})
+    hosts, _ = _hosts_and_ranks(topology)
     # Outputs and gradients are FP32, whatever the table is kept in.
     row = 4 * table.embedding_dim
     return away * len(table.feature_names), 2 * row + _ID_BYTES, 2 * (hosts - 1) * row
+
+
+def _hosts_and_ranks(topology: TowerTopology) -> tuple[int, int]:
+    """Returns the numbers of hosts and of ranks of a replica."""
+    ranks = topology.sharding_groups()[0]
+    return len({topology.host(rank) for rank in ranks}), len(ranks)
 
 
 def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology, batch_size: int) -> TableBytes:
     counts, bag = profile[table.name], profile.ids_per_sample(table)
     away, sent, copied = _prices(table, topology)
     plain = away * batch_size * (2 * 4 * table.embedding_dim + bag * _ID_BYTES)
-    whole = float(copied * table.num_embeddings)
+    always = TableBytes(name=table.name, plain=plain, data_parallel=float(copied * table.num_embeddings))
     if not has_single_ids(profile, table):
-        return TableBytes(
-            name=table.name,
-            plain=plain,
-            unique=None,
-            unique_host=None,
-            data_parallel=whole,
-            hot=None,
-            hot_rows=0,
-            unique_hot=None,
-            unique_hot_rows=0,
-        )
+        return always
     shares, num_ids = counts.counts / max(counts.total, 1), batch_size * bag
     summed = _sum_bytes(counts, table, topology, num_ids=num_ids)
     pays, pays_distinct = (
         saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct) > 0 for distinct in (False, True)
     )
     unite = topology.ranks_per_tower if topology.towers_are_inside_hosts else None
-    return TableBytes(
-        name=table.name,
-        plain=plain,
+    return replace(
+        always,
         unique=away * sent * counts.expected_distinct(num_ids),
         unique_host=None if unite is None else away * sent * counts.expected_distinct(unite * num_ids) / unite,
-        data_parallel=whole,
         hot=float(summed[pays].sum()) + away * sent * num_ids * (1 - float(shares[pays].sum())),
         hot_rows=int(pays.sum()),
         unique_hot=float(summed[pays_distinct].sum())

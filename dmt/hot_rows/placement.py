@@ -68,9 +68,8 @@ class Placement:
     def communication(self, latency: ArrayLike | None = None) -> Floats:
         """Returns what each rank i reads from each rank j in a step, equation 3, float64 [M, M].
 
-        Args:
-            latency: L, cost per byte that rank i reads from rank j [M, M]; None: 1, so that the result is bytes.
-                The paper prints ``L[j][j]``; its Algorithm 1 has ``L[i][j]``, which is meant.
+        ``latency`` is L [M, M], the cost per byte that rank i reads from rank j; None: 1, so that the result is bytes.
+        The paper prints ``L[j][j]``; its Algorithm 1 has ``L[i][j]``, which is meant.
         """
         found = np.zeros((self.num_ranks, self.num_ranks))
         for rank in range(self.num_ranks):
@@ -164,15 +163,8 @@ def balanced_placement(
 ) -> Placement:
     """Places rows with ever smaller partitions until the lookups of ranks are balanced (OPER, section 4.2).
 
-    Args:
-        accesses: as in `partition_rows`.
-        row_bytes: as in `partition_rows`.
-        num_ranks: M.
-        balance: least lookups over most lookups of a rank to reach. A row read more than 1 / M of all reads balances
-            with no partitions.
-
-    Returns:
-        The first placement that reaches ``balance``, otherwise the most balanced one.
+    Returns the first placement on M ranks that reaches ``balance``, least over most lookups of a rank, or the most
+    balanced one: a row read more than 1 / M of all reads balances with no partitions.
 
     Raises:
         InputError: as `partition_rows` and `place`.

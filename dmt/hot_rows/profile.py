@@ -85,9 +85,7 @@ class RowCounts:
         Accesses of rows that are not counted are taken for distinct ones, as they nearly are. Ids that come in groups,
         such as those of one request, repeat more than this says; ``dmt plan --distinct`` counts them in a batch.
 
-        Args:
-            batch_size: accesses.
-            cold: counted rows to look at, such as those that are not hot, bool [n]; None: all.
+        ``cold``, bool [n], are the counted rows to look at, such as those that are not hot; None: all.
 
         Example:
             >>> RowCounts.of([0, 1]).expected_distinct(2)

@@ -37,12 +37,8 @@ _FIELDS = ("seconds", "memory", "lookups", "bytes_sent")
 def access_shares(counts: RowCounts, rows: int, heights: Sequence[int]) -> NDArray[np.float64]:
     """Returns the share of a table's accesses that goes to each of its contiguous blocks, float64 [blocks].
 
-    Accesses of rows that are not counted are spread evenly.
-
-    Args:
-        counts: accesses of the table's rows.
-        rows: of the table.
-        heights: rows of each block, from the first row on.
+    Blocks have these heights, from the first of the table's ``rows`` on. Accesses of rows that are not counted are
+    spread evenly.
 
     Example:
         >>> access_shares(RowCounts.of([0, 0, 0, 5]), 6, [3, 3])
@@ -59,11 +55,7 @@ def access_shares(counts: RowCounts, rows: int, heights: Sequence[int]) -> NDArr
 def access_heights(counts: RowCounts, rows: int, num_blocks: int, *, mix: float) -> list[int]:
     """Returns the heights of contiguous blocks that have equal parts of rows and accesses, at least one row each.
 
-    Args:
-        counts: accesses of the table's rows.
-        rows: of the table, at least ``num_blocks``.
-        num_blocks: how many.
-        mix: weight of accesses, 0 to 1; rows have the rest.
+    ``mix`` is the weight of accesses, 0 to 1; rows have the rest.
 
     Example:
         >>> [access_heights(RowCounts.of([0, 0, 0, 5]), 6, 2, mix=mix) for mix in (0, 1)]
@@ -85,10 +77,6 @@ def counted_tables(tables: Sequence[Any], profile: AccessProfile) -> dict[str, T
 
     The width does not matter: column shards of a table are read like the whole table, under names of their own.
 
-    Args:
-        tables: ``EmbeddingBagConfig`` or `TableSpec`.
-        profile: accesses of these tables or others.
-
     Example:
         >>> from dmt.plan.tables import TableSpec
         >>> whole = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
@@ -108,10 +96,8 @@ def _what_is_read(table: TableSpec) -> tuple[str, int, tuple[str, ...]]:
 def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: AccessProfile) -> TowerShardingPlan:
     """Returns a plan with the lookups of a profile, and with unequal row-wise shards where those help.
 
-    Args:
-        plan: of these tables. Shards whose sizes it gives stay as they are.
-        tables: ``EmbeddingBagConfig`` or `TableSpec`.
-        profile: accesses; tables that it does not have are taken to be read evenly.
+    Shards whose sizes the plan gives stay as they are; tables that the profile does not have are taken to be read
+    evenly.
 
     Raises:
         InputError: the profile has no table of the plan with the same rows and features.

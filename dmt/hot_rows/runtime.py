@@ -7,11 +7,10 @@ to their tables with their optimizer states, rows that come are read from there.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,18 +22,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
-from dmt.formatting import human_bytes
-from dmt.hot_rows.choice import choose_rows, why_no_copies, why_not_chosen
-from dmt.hot_rows.costs import saved_bytes
+from dmt.formatting import human_bytes, shorten
+from dmt.hot_rows.costs import choose_rows, saved_bytes, why_not_chosen
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import table_specs
 from dmt.plan.topology import TowerTopology
+from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection
-from dmt.sptt.hot import HotCopies, HotGroups
+from dmt.sptt.hot import HomeTable, HotCopies, HotGroups
 from dmt.sptt.mesh import TowerMesh
 
-__all__ = ["HotRows", "HotRowsState"]
+__all__ = ["HotRows", "HotRowsState", "why_no_copies"]
 
 logger = logging.getLogger(__name__)
 
@@ -209,21 +208,14 @@ class HotRows:
             return
         batch_size = max(round(samples / batches), 1)
         profile, self._profile = self._profile or self._summed_counts(batch_size), None
-        topology, distinct = self._mesh.topology, self._module.unique != "off"
         self.not_chosen = why_not_chosen(profile, self._tables)
-        choose = functools.partial(
-            choose_rows,
-            profile,
-            self._tables,
-            topology,
-            batch_size=batch_size,
-            distinct=distinct,
-            max_bytes=self._budget,
-        )
         # One rank chooses: processors of another kind may round a row's gain otherwise.
-        is_first = self._everyone.rank() == 0
-        chosen: Rows | None = run_on_all_or_raise(lambda: choose() if is_first else None, self._everyone)[0]
-        assert chosen is not None, "the first rank has chosen"
+        tables = self._tables if self._everyone.rank() == 0 else []
+        topology, distinct, most = self._mesh.topology, self._module.unique != "off", self._budget
+        chosen, *_ = run_on_all_or_raise(
+            lambda: choose_rows(profile, tables, topology, batch_size=batch_size, distinct=distinct, max_bytes=most),
+            self._everyone,
+        )
         self.replicate(chosen)
         # Counts of before would keep rows that nobody reads any more; even one step has thousands of ids.
         self._counts = AccessProfile(self._tables)
@@ -377,6 +369,32 @@ class HotRows:
         of_ranks, rank = gather_objects(mine, self._groups.whole), self._groups.whole.rank()
         before = {name for of_rank in of_ranks[:rank] for name in of_rank}
         return [name for name in mine if name not in before]
+
+
+def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
+    """Returns those of all tables of a collection whose rows cannot have copies that train alike, with the reason."""
+    users: dict[str, list[str]] = {}
+    for name, table in tables.items():
+        for feature in table.config.feature_names:
+            users.setdefault(feature, []).append(name)
+    reasons = {name: _why_no_copies(table, users) for name, table in tables.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
+    config = table.config
+    if "MEAN" in str(config.pooling):
+        return "its bags are averaged, and the rank that sums the cold ids of a bag does not know how many are hot"
+    if "FP32" not in str(config.data_type):
+        return f"its weights are {config.data_type}, and copies are FP32"
+    if table.scheme == "column_wise" and optimizer_name(table.settings) == "rowwise_adagrad":
+        return "it is cut by columns, and row-wise AdaGrad has a state of its own for each part of a row"
+    if "FP32" not in str(table.settings.get("output_dtype", "FP32")).upper():
+        return f"its lookup makes {table.settings['output_dtype']}, and that of copies FP32"
+    for feature in config.feature_names:
+        if len(users[feature]) > 1:
+            return f"its feature {feature!r} is also looked up in {shorten(users[feature], ', ')}"
+    return data_parallel_obstacle(table.settings).replace("data-parallel tables", "copies")
 
 
 def _row_numbers(rows: Mapping[str, Any]) -> Rows:

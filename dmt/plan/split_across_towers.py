@@ -41,12 +41,8 @@ def uncut_name(name: str) -> str:
 def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
     """The tables with those that are cut replaced by their shards.
 
-    Args:
-        tables: TorchRec ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`.
-        splits: columns of each shard, by the name of the feature (`TowerPlan.column_splits`).
-
-    Returns:
-        The tables in their order; a shard has the rows of its table and some of its columns.
+    Tables keep their order; a shard has the rows of its table and some of its columns. ``splits`` are the columns of
+    each shard, by the name of the feature (`TowerPlan.column_splits`).
 
     Raises:
         InputError: a feature to cut is unknown or shares its table, or the shards do not add up to the table.
@@ -81,10 +77,6 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
 
 def split_ids(ids: KeyedJaggedTensor, splits: Splits) -> KeyedJaggedTensor:
     """The ids with each feature that is cut repeated once for each of its shards, under the shards' names.
-
-    Args:
-        ids: the features of the uncut tables.
-        splits: as for `split_tables`.
 
     Raises:
         InputError: a feature to cut is not among the keys, or each feature has a batch size of its own.

@@ -22,7 +22,6 @@ class TableSpec:
     """
 
     name: str
-    """Unique name of the table."""
     num_embeddings: int
     """Rows."""
     embedding_dim: int

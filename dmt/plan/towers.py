@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -84,7 +84,6 @@ class TowerPlan:
                     f"{kind} {doubled[0]!r} occurs more than once in the tower plan (in {', '.join(places)}); "
                     "each must occur exactly once."
                 )
-
         self._check_splits()
 
     def _check_splits(self) -> None:
@@ -159,13 +158,7 @@ class TowerPlan:
             )
 
     def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
-        """Sorts tables into towers, after checking the plan against them.
-
-        Args:
-            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, in any order.
-
-        Returns:
-            For each tower its tables, ordered by their first feature in the plan.
+        """Returns for each tower its tables, ordered by their first feature in the plan, which is checked against them.
 
         Raises:
             InputError: a feature is missing or unknown, a shared table's features lie in two towers, or a table
@@ -197,11 +190,7 @@ class TowerPlan:
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
 
     def split_tables(self, tables: Sequence[Any]) -> list[Any]:
-        """The tables of the uncut model as this plan wants them: those in ``column_splits`` cut into column shards.
-
-        Raises:
-            InputError: see `dmt.plan.split_across_towers.split_tables`.
-        """
+        """The uncut model's tables, those in ``column_splits`` cut by `dmt.plan.split_across_towers.split_tables`."""
         return split_tables(tables, self.column_splits)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -210,24 +199,10 @@ class TowerPlan:
         Raises:
             InputError: the file cannot be written.
         """
-        record = {
-            "format": FORMAT_VERSION,
-            "strategy": self.strategy,
-            "seed": self.seed,
-            "towers": [{"name": t.name, "features": list(t.features)} for t in self.towers],
-            "affinity": dict(self.affinity),
-            "tables": [
-                {
-                    "name": t.name,
-                    "num_embeddings": t.num_embeddings,
-                    "embedding_dim": t.embedding_dim,
-                    "feature_names": list(t.feature_names),
-                }
-                for t in self.tables
-            ],
-            "column_splits": {feature: list(widths) for feature, widths in self.column_splits.items()},
-            "command": self.command,
-        }
+        plain = replace(self, affinity=dict(self.affinity), column_splits=dict(self.column_splits))
+        record = {"format": FORMAT_VERSION, **asdict(plain)}
+        for table in record["tables"]:
+            del table["data_type"]  # a plan holds for either
         with write_or_raise(path, "Tower plan") as scratch:
             scratch.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -116,7 +116,8 @@ class _HierarchicalReduce:
             self._pending.append((gradients, start_sum_over_hosts(share, self._inside, self._across, dtype=dtype)))
         at_end_of_backward(self._finish)
         # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(gradients))
+        devices: Any = [] if gradients.device.type == "cpu" else [gradients.device]
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         done.set_result(gradients)
         return done
 
@@ -124,8 +125,3 @@ class _HierarchicalReduce:
         pending, self._pending = self._pending, []
         for gradients, end in pending:
             gradients.copy_(end())
-
-
-def _devices(tensor: Tensor) -> Any:
-    """Devices that a future must be told of if it holds the tensor: all but the CPU."""
-    return [] if tensor.device.type == "cpu" else [tensor.device]

@@ -98,7 +98,8 @@ class ReplicaSync:
             raise InputError(f"ReplicaSync: asynchronous={asynchronous!r} must be True or False.")
         self._mesh = mesh
         self.interval = interval
-        self._delayed = optimizer_state == "delayed"
+        self.delays_states = optimizer_state == "delayed"
+        """True if a `sync` between two steps changes what comes after it."""
         self._asynchronous = asynchronous
         modules = _tower_modules(model)
         self._modules = list(modules.values())
@@ -111,7 +112,7 @@ class ReplicaSync:
         weights = [one.tensor for one in replicated if one.is_weight]
         states = [one.tensor for one in replicated if not one.is_weight]
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False, precision=precision)
-        self._states = RunningMean(states, mesh.replica_group, delayed=self._delayed, precision=precision)
+        self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states, precision=precision)
         self._steps = self._passes = 0
         self._is_unread = False
         for module in self._modules:
@@ -125,11 +126,6 @@ class ReplicaSync:
         return 2 * (replicas - 1) / replicas * (self._weights.bytes_sent + self._states.bytes_sent)
 
     @property
-    def delays_states(self) -> bool:
-        """True with ``optimizer_state="delayed"``: a `sync` between two steps then changes what comes after it."""
-        return self._delayed
-
-    @property
     def is_running(self) -> bool:
         """True while collectives of an asynchronous or delayed sync are in flight."""
         return self._weights.is_running or self._states.is_running
@@ -137,10 +133,8 @@ class ReplicaSync:
     def restart(self, *, steps: int = 0) -> None:
         """Gives every replica the weights and states of replica 0, and drops collectives in flight.
 
-        Call it after loading weights or states into the model. Collective over the replicas.
-
-        Args:
-            steps: training steps behind the state that was loaded; the next sync comes at a multiple of the interval.
+        Call it after loading weights or states into the model, with the training steps behind them; the next sync comes
+        at a multiple of the interval. Collective over the replicas.
         """
         self._weights.forget()
         self._states.forget()
@@ -160,7 +154,7 @@ class ReplicaSync:
         if self._steps % self.interval == 0:
             self._start()
             # Delayed states are those of the sync before.
-            self._set_drifted(self._delayed)
+            self._set_drifted(self.delays_states)
             if not self._asynchronous:
                 self.wait()
 
@@ -177,7 +171,7 @@ class ReplicaSync:
     def wait(self) -> None:
         """Waits for the collectives of an asynchronous sync; tables do so themselves before they are read."""
         self._weights.finish()
-        if not self._delayed:
+        if not self.delays_states:
             self._states.finish()
         if self._is_unread:
             self._read_again()
@@ -244,11 +238,12 @@ class ReplicaSync:
     def _write_back(self) -> None:
         """Brings tables up to date with copies of their hot rows, on all ranks or, if that fails on one, on none."""
         if any(module.hot is not None for module in self._modules):
-            run_on_all_or_raise(self._write_back_here, self._mesh.global_group)
 
-    def _write_back_here(self) -> None:
-        for module in self._modules:
-            module.write_back()
+            def write_back() -> None:
+                for module in self._modules:
+                    module.write_back()
+
+            run_on_all_or_raise(write_back, self._mesh.global_group)
 
     def _read_again(self) -> None:
         """Tells copies of hot rows that the tables were averaged."""
@@ -262,10 +257,8 @@ class _Averaged:
     """One tensor and the buffers of its mean."""
 
     live: Tensor
-    base: Tensor | None
-    """b, with a reduced precision."""
-    snapshot: Tensor | None = None
-    """s, while a delayed mean is in flight."""
+    base: Tensor | None  # b, with a reduced precision
+    snapshot: Tensor | None = None  # s, while a delayed mean is in flight
     sent: Tensor | None = None
 
 
@@ -286,12 +279,8 @@ class RunningMean:
     float32 tensors are averaged in place; otherwise a copy of each is made for the time between `start` and `finish`,
     two with a delay, and ``bf16`` keeps another for good.
 
-    Args:
-        tensors: floating-point tensors, of the same shapes in the same order on every rank of the group, and equal
-            there to begin with.
-        group: the ranks.
-        delayed: True if the tensors change between `start` and `finish`.
-        precision: number format that is sent.
+    Tensors are of floating point, of the same shapes in the same order on every rank of the group, and equal there to
+    begin with; ``delayed`` is True if they change between `start` and `finish`.
     """
 
     def __init__(

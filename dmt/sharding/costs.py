@@ -296,7 +296,7 @@ def replica_costs(
     sync_every: int = 1,
     precision: SyncPrecision = "fp32",
 ) -> ReplicaCosts:
-    """Returns the costs of the replicas of a plan, of the tables that `dmt.ReplicaSync` averages.
+    """Returns the costs of the replicas of a plan with these tables, of those that `dmt.ReplicaSync` averages.
 
     Args:
         plan: place of every table in one replica, and the number of replicas.

@@ -56,20 +56,16 @@ def pack(problem: Problem) -> Packed | None:
     """
     candidates = []
     for fewer in _with_few_penalized(problem):
-        candidate = _pack(fewer)
-        if candidate is None:
-            continue
-        if _is_good_enough(candidate, _floor(problem), problem):
-            return candidate
-        candidates.append(candidate)
-    best = _pack(problem)
-    if best is None:
-        return candidates[0] if candidates else None
-    return next((c for c in candidates if _is_good_enough(c, best.packing.objective, problem)), best)
+        candidates.append(_pack(fewer))
+        if _cost(candidates[-1]) <= _floor(problem) * (1 + problem.tolerance):
+            return candidates[-1]
+    candidates.append(_pack(problem))
+    most = _cost(candidates[-1]) * (1 + problem.tolerance)
+    return next((found for found in candidates if found is not None and _cost(found) <= most), None)
 
 
-def _is_good_enough(candidate: Packed, objective: float, problem: Problem) -> bool:
-    return candidate.packing.objective <= objective * (1 + problem.tolerance)
+def _cost(found: Packed | None) -> float:
+    return np.inf if found is None else found.packing.objective
 
 
 def _with_few_penalized(problem: Problem) -> Iterator[Problem]:
@@ -98,30 +94,20 @@ def _pack(problem: Problem) -> Packed | None:
     best = _heuristics(problem)
     for without in _fewer_kinds(problem):
         # No more can be saved than the fixed costs in use, and nothing costs less than the mean over ranks.
-        if best is not None and _floor(without) >= best.packing.objective * (1 - _KINDS_GAIN):
-            continue
-        found = _heuristics(without)
-        if found is not None and _is_better(found.packing, best and best.packing, _KINDS_GAIN):
-            best = found
-    if sum(map(len, problem.options)) * problem.num_ranks > _MOST_EXACT or _is_least(best, problem, _EXACT_GAIN):
+        if _floor(without) < _cost(best) * (1 - _KINDS_GAIN):
+            found = _heuristics(without)
+            best = found if _cost(found) < _cost(best) * (1 - _KINDS_GAIN) else best
+    is_large = sum(map(len, problem.options)) * problem.num_ranks > _MOST_EXACT
+    if is_large or _floor(problem) >= _cost(best) * (1 - _EXACT_GAIN):
         return best
     exact = solve_exactly(problem, best and best.packing)
     return best if exact is None or (best and exact is best.packing) else Packed(exact, "milp")
 
 
-def _is_better(one: Packing, other: Packing | None, gain: float = _GAIN) -> bool:
-    return other is None or one.objective < other.objective * (1 - gain)
-
-
-def _is_least(found: Packed | None, problem: Problem, gain: float = _GAIN) -> bool:
-    """Returns whether no packing can be better by this share."""
-    return found is not None and _floor(problem) >= found.packing.objective * (1 - gain)
-
-
 def _heuristics(problem: Problem) -> Packed | None:
     best: Packed | None = None
     for number, preferred in enumerate(_starts(problem)):
-        if _is_least(best, problem) or (number == _LAST_RESORT and best is not None):
+        if _floor(problem) >= _cost(best) * (1 - _GAIN) or (number == _LAST_RESORT and best is not None):
             break
         firsts = [("largest differencing", differencing(problem, preferred)), ("greedy", greedy(problem, preferred))]
         fitting = [(name, first) for name, first in firsts if first is not None and first.feasible]
@@ -131,7 +117,7 @@ def _heuristics(problem: Problem) -> Packed | None:
         for name, first in fitting:
             before = first.objective
             improve(first)
-            if best is None or _is_better(first, best.packing):
+            if first.objective < _cost(best) * (1 - _GAIN):
                 best = Packed(first, name + (", local search" if first.objective < before * (1 - _GAIN) else ""))
     return best
 

@@ -83,14 +83,9 @@ def check_moment_scale(moment_scale: MomentScale, num_replicas: int) -> None:
 
 
 def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_replicas: int) -> float:
-    """The factor c of a model-parallel table.
+    """The factor c of a model-parallel table with these ``fused_params`` and M replicas.
 
     It is 1.0 for an optimizer without such a moment, unless one was asked for.
-
-    Args:
-        moment_scale: see `check_moment_scale`.
-        settings: ``fused_params`` of the table.
-        num_replicas: M.
 
     Raises:
         InputError: a number other than 1 was asked for, and the optimizer has no such moment, or decouples its weight

@@ -27,11 +27,9 @@ class TableSharding:
     """One table of the plan."""
 
     name: str
-    """Name of the table."""
     tower: int
     """Mesh tower that holds it."""
     placement: TablePlacement
-    """Scheme and ranks inside the tower."""
     reason: str
     """Reason for the placement, in one line."""
     seconds: float
@@ -45,7 +43,6 @@ class RankLoad:
     """Load of the tables on one rank; equal in every replica."""
 
     tower: int
-    """Mesh tower."""
     local: int
     """Local rank, 0..L-1."""
     memory: int
@@ -67,9 +64,7 @@ class TowerLoad:
     """One tower."""
 
     tower: int
-    """Mesh tower."""
     num_tables: int
-    """Tables that it holds."""
     method: str
     """Method that placed its tables."""
     imbalance: float

@@ -87,7 +87,7 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel) -> 
 class _NoRoomError(InputError):
     """A memory, the device's, the host's or the SSD's, is too small for a tower's tables."""
 
-    def __init__(self, tier: str, message: str) -> None:
+    def __init__(self, message: str, tier: str = "device") -> None:
         super().__init__(message)
         self.tier = tier
 
@@ -195,7 +195,6 @@ class _TowerPlanner:
     def _options(self, table: Any) -> list[Option]:
         """The ways to cut a table, fewest parts first."""
         num_ranks, rows, columns = self.model.topology.ranks_per_tower, table.num_embeddings, table.embedding_dim
-        options = []
         schemes, kernel = self.allowed[table.name].schemes, self.kernels[table.name]
         if kernel != "fused":  # a copy for every rank would be no way to save memory
             schemes = tuple(scheme for scheme in schemes if scheme != "data_parallel")
@@ -207,23 +206,24 @@ class _TowerPlanner:
                 )
         if table.name in self.by_rows and "row_wise" in schemes:
             schemes = ("row_wise",)
-        tier: dict[str, Any] = {"kernel": kernel, "cache": self.rules.tiers.cache_load_factor}
+        cuts: list[tuple[Scheme, list[tuple[int, int]]]] = []
         for scheme in schemes:
+            if scheme == "column_wise":
+                widths = [column_shards(columns, count) for count in _shard_counts(columns, num_ranks)]
+                cuts += [(scheme, [(rows, width) for width in of_cut]) for of_cut in widths]
+            elif scheme == "row_wise":
+                cuts.append((scheme, [(height, columns) for height in row_shards(rows, num_ranks)]))
+            else:
+                cuts.append((scheme, [(rows, columns)] * (1 if scheme == "table_wise" else num_ranks)))
+        options, cache = [], self.rules.tiers.cache_load_factor
+        for scheme, shapes in cuts:
+            loads = {s: self.model.shard(table, scheme, *s, kernel=kernel, cache=cache) for s in set(shapes)}
+            costs, sizes = tuple(loads[s].seconds for s in shapes), tuple(float(loads[s].memory) for s in shapes)
             kind = SCHEMES.index(scheme)
-            for count in _shard_counts(columns, num_ranks) if scheme == "column_wise" else (1,):
-                if scheme in ("table_wise", "column_wise"):
-                    widths = column_shards(columns, count) if count > 1 else [columns]
-                    by_width = {width: self.model.shard(table, scheme, rows, width, **tier) for width in set(widths)}
-                    parts = [by_width[width] for width in widths]
-                    costs, sizes = tuple(p.seconds for p in parts), tuple(float(p.memory) for p in parts)
-                    options.append(Option(costs, sizes, 0.0, None, kind))
-                    continue
-                heights = row_shards(rows, num_ranks) if scheme == "row_wise" else [rows] * num_ranks
-                by_height = {
-                    height: self.model.shard(table, scheme, height, columns, **tier) for height in set(heights)
-                }
-                memory = np.array([by_height[height].memory for height in heights], dtype=np.float64)
-                options.append(Option((), (), by_height[heights[0]].seconds, memory, kind))
+            if scheme in ("table_wise", "column_wise"):
+                options.append(Option(costs, sizes, 0.0, None, kind))
+            else:
+                options.append(Option((), (), costs[0], np.array(sizes), kind))
         return options
 
     def _check_memory(self, free: Sequence[Any], problem: Problem, pinned: Mapping[str, TablePlacement]) -> None:
@@ -239,7 +239,6 @@ class _TowerPlanner:
                 if table.name in pinned
             }
             raise _NoRoomError(
-                "device",
                 f"The tables pinned to local rank {rank} of {where} need {human_bytes(problem.memory[rank])} of device "
                 f"memory, but memory_per_rank is {human_bytes(room)}; {_largest(sizes)}. Pin some of them elsewhere.",
             )
@@ -249,14 +248,12 @@ class _TowerPlanner:
                 kernel = self.kernels[table.name]
                 cache = "" if kernel == "fused" else f" and {kernel}, for what a device keeps of it (cache_load_factor)"
                 raise _NoRoomError(
-                    "device",
                     f"Table {table.name!r} in {where} needs {human_bytes(smallest.most_memory)} of device memory on a "
                     f"rank even {SCHEMES[smallest.kind]}{cache}, but memory_per_rank is {human_bytes(room)}. Use more "
                     "ranks per tower or a smaller data type or optimizer state, or allow it other schemes.",
                 )
         if (needed := _least_memory(problem)) > ranks * room:
             raise _NoRoomError(
-                "device",
                 f"The {len(self.tables)} tables of {where} need at least {human_bytes(needed)} of device memory, which "
                 f"is {human_bytes(needed - ranks * room)} more than its ranks_per_tower={ranks} ranks of "
                 f"memory_per_rank={human_bytes(room)} have; {_largest_of(free, problem)}. Use more ranks per tower, or "
@@ -266,57 +263,38 @@ class _TowerPlanner:
     def _no_room(self, free: Sequence[Any], problem: Problem) -> _NoRoomError:
         needed, room = _least_memory(problem), problem.capacity
         return _NoRoomError(
-            "device",
             f"No placement was found for the {len(self.tables)} tables of tower {self.number}: they need at least "
             f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} of device memory that "
             f"{problem.num_ranks} ranks of memory_per_rank={human_bytes(room)} have, but the pieces do not fit beside "
             f"each other; {_largest_of(free, problem)}. Let large tables be row_wise, or use more ranks per tower.",
         )
 
-    def _check_tiers(
-        self, shards: Mapping[str, Sequence[tuple[int, ShardLoad]]], placements: Mapping[str, TablePlacement]
-    ) -> tuple[list[int], list[int]]:
-        """Returns the bytes of each rank in host memory and on its SSD.
-
-        Raises:
-            _NoRoomError: it has less.
-        """
-        held = []
-        for tier, name in (("host", "host_memory"), ("ssd", "ssd")):
-            room = getattr(self.model.hardware, f"{name}_per_rank")
-            on_rank = [0] * self.model.topology.ranks_per_tower
-            for of_table in shards.values():
-                for rank, load in of_table:
-                    on_rank[rank] += getattr(load, name)
-            fullest = max(range(len(on_rank)), key=lambda rank: on_rank[rank])
-            if room is not None and on_rank[fullest] > room:
-                sizes = {
-                    table: sum(getattr(load, name) for rank, load in of_table if rank == fullest)
-                    for table, of_table in shards.items()
-                }
-                kernels = {table: placement.kernel for table, placement in placements.items()}
+    def _check_tiers(self, held: Sequence[Sequence[tuple[str, ShardLoad]]], kernels: Mapping[str, Kernel]) -> None:
+        """Raises `_NoRoomError` where a rank has less host memory, or a smaller SSD, than the tables that it holds."""
+        for tier, kind, what in (("host", "host_memory", "host memory"), ("ssd", "ssd", "SSD")):
+            room = getattr(self.model.hardware, f"{kind}_per_rank")
+            on_rank = [sum(getattr(load, kind) for _, load in own) for own in held]
+            if room is not None and max(on_rank) > room:
+                fullest = on_rank.index(max(on_rank))
+                sizes: Counter[str] = Counter()
+                for table, load in held[fullest]:
+                    sizes[table] += getattr(load, kind)
                 raise _NoRoomError(
+                    f"Local rank {fullest} of tower {self.number} needs {human_bytes(on_rank[fullest])} of {what} for "
+                    f"tables that do not fit its device, but {kind}_per_rank is {human_bytes(room)}; "
+                    f"{_largest(sizes, kernels)}. Use more ranks per tower or a smaller data type, or give it more.",
                     tier,
-                    f"Local rank {fullest} of tower {self.number} needs {human_bytes(on_rank[fullest])} of "
-                    f"{'host memory' if tier == 'host' else 'SSD'} for tables that do not fit its device, but "
-                    f"{name}_per_rank is {human_bytes(room)}; {_largest(sizes, kernels)}. Use more ranks per tower or "
-                    "a smaller data type, or give it more.",
                 )
-            held.append(on_rank)
-        return held[0], held[1]
 
     def _report(self, placements: Mapping[str, TablePlacement], method: str) -> _Planned:
         num_ranks = self.model.topology.ranks_per_tower
-        seconds = np.full(num_ranks, self._fixed_seconds({p.scheme for p in placements.values()}))
-        memory, lookups, sent = [0] * num_ranks, np.zeros(num_ranks), np.zeros(num_ranks)
         shards = {table.name: self.model.shards(table, placements[table.name]) for table in self.tables}
-        host, ssd = self._check_tiers(shards, placements)
+        held: list[list[tuple[str, ShardLoad]]] = [[] for _ in range(num_ranks)]
+        sent = np.zeros(num_ranks)
         for name in sorted(shards):
             exchanged = placements[name].scheme in ("table_wise", "column_wise")
             for rank, load in shards[name]:
-                seconds[rank] += load.seconds
-                memory[rank] += load.memory
-                lookups[rank] += load.lookups
+                held[rank].append((name, load))
                 sent[rank] += load.output_bytes + load.reduced_bytes
                 if exchanged and num_ranks > 1:  # the others send it their ids and gradients
                     others = (load.id_bytes + load.output_bytes) / (num_ranks - 1)
@@ -324,36 +302,44 @@ class _TowerPlanner:
                     sent[rank] -= others
                 else:
                     sent[rank] += load.id_bytes + load.output_bytes
-        tables = []
-        for table in self.tables:
-            loads = [load for _, load in shards[table.name]]
-            total = sum(load.seconds for load in loads)
-            reason = self._reason(table, placements, total, float(seconds.mean())) + self._place(placements[table.name])
-            shared = {"name": table.name, "tower": self.number, "placement": placements[table.name], "reason": reason}
-            held = sum(load.memory + load.host_memory + load.ssd for load in loads)
-            tables.append(TableSharding(**shared, seconds=total, memory=held))
+        self._check_tiers(held, {name: placement.kernel for name, placement in placements.items()})
+        fixed = self._fixed_seconds({placement.scheme for placement in placements.values()})
         ranks = [
             RankLoad(
                 tower=self.number,
                 local=rank,
-                memory=memory[rank],
-                lookups=float(lookups[rank]),
+                memory=sum(load.memory for _, load in own),
+                lookups=float(sum(load.lookups for _, load in own)),
                 bytes_sent=float(sent[rank]),
-                seconds=float(seconds[rank]),
-                host_memory=host[rank],
-                ssd=ssd[rank],
+                seconds=sum((load.seconds for _, load in own), start=fixed),
+                host_memory=sum(load.host_memory for _, load in own),
+                ssd=sum(load.ssd for _, load in own),
             )
-            for rank in range(num_ranks)
+            for rank, own in enumerate(held)
         ]
+        mean = float(np.mean([rank.seconds for rank in ranks]))
+        tables = []
+        for table in self.tables:
+            placement, loads = placements[table.name], [load for _, load in shards[table.name]]
+            total = sum(load.seconds for load in loads)
+            tables.append(
+                TableSharding(
+                    name=table.name,
+                    tower=self.number,
+                    placement=placement,
+                    reason=self._reason(table, placements, total, mean) + self._place(placement),
+                    seconds=total,
+                    memory=sum(load.memory + load.host_memory + load.ssd for load in loads),
+                )
+            )
         width = sum(table.embedding_dim * len(table.feature_names) for table in self.tables)
-        num_towers = self.model.topology.num_towers
-        samples = self.model.global_batch * (num_towers - 1) / num_towers
+        num_towers, number_bytes = self.model.topology.num_towers, self.model.hardware.exchange_bytes
         tower = TowerLoad(
             tower=self.number,
             num_tables=len(self.tables),
             method=method,
-            imbalance=imbalance_of(seconds.tolist()),
-            peer_bytes=samples * width * self.model.hardware.exchange_bytes,
+            imbalance=imbalance_of([rank.seconds for rank in ranks]),
+            peer_bytes=self.model.global_batch * (num_towers - 1) / num_towers * width * number_bytes,
         )
         return tables, ranks, tower
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
@@ -103,42 +103,31 @@ class TableShard(NamedTuple):
     rank: int
     """Local rank in the tower."""
     first_row: int
-    """First row of the table that it holds."""
     first_column: int
-    """First column."""
     rows: int
-    """Number of rows."""
     columns: int
-    """Number of columns."""
 
 
 def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
     """The shards of a placed table, one for each entry of ``placement.ranks``.
 
-    Args:
-        table: ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`.
-        placement: its scheme and ranks.
-
     Raises:
         InputError: the table cannot be cut so; names it.
     """
-    rows, columns, ranks = table.num_embeddings, table.embedding_dim, placement.ranks
+    rows, columns, num = table.num_embeddings, table.embedding_dim, len(placement.ranks)
+    heights, widths = [rows] * num, [columns] * num
+    first_rows, first_columns = [0] * num, [0] * num
     try:
         if placement.scheme == "row_wise":
-            heights = _given("num_embeddings", rows, placement) or row_shards(rows, len(ranks))
-            return [
-                TableShard(rank, first, 0, height, columns)
-                for rank, first, height in zip(ranks, accumulate(heights, initial=0), heights, strict=False)
-            ]
+            heights = _given("num_embeddings", rows, placement) or row_shards(rows, num)
+            first_rows = [0, *accumulate(heights[:-1])]
         if placement.scheme == "column_wise":
-            widths = _given("embedding_dim", columns, placement) or column_shards(columns, len(ranks))
-            return [
-                TableShard(rank, 0, first, rows, width)
-                for rank, first, width in zip(ranks, accumulate(widths, initial=0), widths, strict=False)
-            ]
+            widths = _given("embedding_dim", columns, placement) or column_shards(columns, num)
+            first_columns = [0, *accumulate(widths[:-1])]
     except InputError as error:
         raise InputError(f"Table {table.name!r}: {error}") from error
-    return [TableShard(rank, 0, 0, rows, columns) for rank in ranks]
+    sides = zip(placement.ranks, first_rows, first_columns, heights, widths, strict=True)
+    return [TableShard(*shard) for shard in sides]
 
 
 def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, tower: int) -> list[TableShard]:
@@ -206,21 +195,17 @@ def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
 
 
 def column_widths(shards: Iterable[Any]) -> list[int]:
-    """Returns the widths of a table's column shards from left to right; a single one if its columns are not cut.
-
-    Args:
-        shards: ``ShardMetadata`` of all shards of the table, of a TorchRec plan or a ``ShardedTensor``.
-    """
+    """Returns the widths of column shards from left to right, from the ``ShardMetadata`` of all shards of a table."""
     widths = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in shards}
     return [widths[first] for first in sorted(widths)]
 
 
-def _given(field: str, total: int, placement: TablePlacement) -> Sequence[int]:
-    sizes = placement.sizes
+def _given(field: str, total: int, placement: TablePlacement) -> list[int]:
+    sizes = list(placement.sizes)
     quantum = _COLUMN_QUANTUM if placement.scheme == "column_wise" else 1
     if sizes and (sum(sizes) != total or any(size < 1 or size % quantum for size in sizes)):
         raise InputError(
-            f"sizes={list(sizes)} of its {placement.scheme} shards must be positive multiples of {quantum} that add up "
+            f"sizes={sizes} of its {placement.scheme} shards must be positive multiples of {quantum} that add up "
             f"to {field}={total}."
         )
     return sizes
@@ -261,7 +246,10 @@ def why_not(
     if num_ranks is not None and (reason := _nothing_to_cut(table, scheme, num_ranks)):
         return reason
     if scheme == "row_wise" and id_route == "global" and _is_mean(table):
-        return "with id_route='global' a rank sees the ids of its own rows only, never the length of a bag to divide by"
+        return (
+            "it has mean pooling, and with id_route='global' a rank sees the ids of its own rows only, never the "
+            "length of a bag to divide by"
+        )
     if scheme == "data_parallel":
         if kind == "FP16":  # a gradient of 1e-7 would err by a sixth, and one of 1e-8 be lost
             return "its weights are FP16, and gradients of data-parallel tables would be too"

@@ -2,7 +2,7 @@
 
 Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers.
 
-How long an operation computes says `dmt.simulator.work` (the roofline), when it runs `dmt.simulator.timeline` (of which
+How long an operation computes says `PartWork` (the roofline), when it runs `dmt.simulator.timeline` (of which
 Neo's Equation 1 is a special case). What is left out: that rows are not read equally often, that ranks start a step at
 different times, and caches.
 """
@@ -16,9 +16,8 @@ from typing import NamedTuple
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind
 from dmt.simulator.timeline import Kind, Operation
-from dmt.simulator.work import PartWork
 
-__all__ = ["Load", "StepWork", "flat_step", "tower_step"]
+__all__ = ["Load", "Operator", "PartWork", "StepWork", "flat_step", "tower_step"]
 
 # Times that embeddings or outputs are read and written between one collective and the next: packed, unpacked. What
 # the model does with them is counted on the model.
@@ -27,6 +26,51 @@ _COPIES = 2
 _UPDATE_PASSES = 5
 # A sum reads two tensors and writes one.
 _SUM_PASSES = 3
+
+
+class Operator(NamedTuple):
+    """One operator of a model; it takes as long as its FLOPs or as the bytes it moves, whichever is longer."""
+
+    flops: float
+    """FLOPs for one sample."""
+    sample_bytes: float
+    """Bytes that it reads and writes for one sample."""
+    pass_bytes: float
+    """Bytes that it reads and writes whatever the batch: weights, or their gradients."""
+
+
+class PartWork(NamedTuple):
+    """Operators of a part of a model."""
+
+    forward: tuple[Operator, ...] = ()
+    backward: tuple[Operator, ...] = ()
+    weight_bytes: int = 0
+    """Bytes of its weights."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a training step for one sample."""
+        return sum(operator.flops for operator in (*self.forward, *self.backward))
+
+    def seconds(self, samples: float, cluster: Cluster) -> tuple[float, float]:
+        """Returns the seconds forward and backward for some samples in one pass.
+
+        Example:
+            >>> from dataclasses import replace
+            >>> from dmt.simulator.cluster import load_cluster
+            >>> cluster = replace(load_cluster("a100"), matmul_flops=10.0, memory_bytes_per_s=2.0)
+            >>> part = PartWork(forward=(Operator(30.0, 1.0, 0.0), Operator(0.0, 2.0, 1.0)))
+            >>> part.seconds(2.0, cluster)
+            (8.5, 0.0)
+        """
+        forward, backward = (_seconds(operators, samples, cluster) for operators in (self.forward, self.backward))
+        return forward, backward
+
+
+def _seconds(operators: tuple[Operator, ...], samples: float, cluster: Cluster) -> float:
+    flops, memory = cluster.matmul_flops, cluster.memory_bytes_per_s
+    busy = sum(max(o.flops * samples / flops, (o.sample_bytes * samples + o.pass_bytes) / memory) for o in operators)
+    return busy + len(operators) * cluster.operator_s
 
 
 class Load(NamedTuple):
@@ -175,7 +219,7 @@ def tower_step(
 
     Args:
         work: of the busiest rank.
-        cluster: where it runs.
+        cluster: speed of its ranks and links.
         topology: of the job.
         micro_batches: K.
         one_f_one_b: True if the backward pass of a micro-batch comes right after its forward pass.

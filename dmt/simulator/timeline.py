@@ -53,8 +53,7 @@ class Timeline:
 def simulate(operations: Sequence[Operation]) -> Timeline:
     """Runs operations, each as soon as those before it have ended; resources are shared equally.
 
-    Args:
-        operations: in an order in which each comes after those that it waits for.
+    They come in an order in which each is after those that it waits for.
 
     Example:
         Two exchanges share the uplink while the rank computes.

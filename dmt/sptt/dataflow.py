@@ -51,21 +51,21 @@ from torchrec.streamable import Multistreamable
 from dmt.collectives import check_agreement, gather_objects, profiler_range
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
-from dmt.sptt.id_routes import BothHops, GlobalIdRoute, PeerIdRoute
+from dmt.sptt.id_routes import Deferred, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.results import CachedAwaitable
 from dmt.sptt.rows import (
-    JoinedRows,
     PartRows,
-    TakenRows,
     arrived_pieces,
     by_micro_batch,
     filled_up,
     in_micro_batches,
+    joined_rows,
     micro_batch_sizes,
     numbers_of,
     rows_by_part,
     sent_numbers,
+    taken_rows,
 )
 from dmt.sptt.sharder import TowerSharder, TowerState
 from dmt.sptt.tower_lookup import GroupShardedEBC
@@ -146,7 +146,7 @@ class SPTTContext(Multistreamable):
     @property
     def is_identity(self) -> bool:
         """True if every sample of this rank has a row of its own."""
-        return self.united is None and self.distinct is not None and self.distinct.is_identity
+        return self.united is None and (self.distinct is None or self.distinct.is_identity)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of what pipelines make on another stream until this one has done its work."""
@@ -164,13 +164,8 @@ class SPTTModule(TowerState):
     output consists of pieces side by side (the outputs of its logical towers, or the embeddings of its features);
     subclasses put them in order by their names, wherever they were computed.
 
-    Args:
-        sharder: the sharder that makes the module; its mesh and settings are used.
-        sharding: of each table of all towers.
-        input_groups: for each mesh tower groups of its features; with ``unique``, rows of a group are told apart by all
-            its features.
-        is_weighted: True if the ids carry weights.
-        device: this rank's device.
+    ``input_groups`` has for each mesh tower groups of its features; with ``unique``, rows of a group are told apart by
+    all its features.
 
     Raises:
         InputError: the device cannot do a number format.
@@ -234,11 +229,7 @@ class SPTTModule(TowerState):
         self.hot = hot
 
     def build_input_dist(self, collections: Iterable[GroupShardedEBC]) -> None:
-        """Chooses the id route into the sharded collections of this rank's tower; subclasses call it once they exist.
-
-        Raises:
-            InputError: the global route cannot serve a table.
-        """
+        """Makes the id route into the sharded collections of this rank's tower; subclasses call it once they exist."""
         # A plain list: subclasses register them, under their own names.
         self.collections = list(collections)
         if self.id_route == "global":
@@ -248,12 +239,7 @@ class SPTTModule(TowerState):
 
     @abc.abstractmethod
     def tower_output(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
-        """Computes this tower's output for some samples.
-
-        Args:
-            embeddings: embeddings of each sharded collection given to `build_input_dist`, [samples, columns].
-            rows: of the embeddings.
-        """
+        """Computes this tower's output from the embeddings of each sharded collection, [samples, columns]."""
 
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
@@ -281,11 +267,8 @@ class SPTTModule(TowerState):
     ) -> Awaitable[Awaitable[KJTList]]:
         """Starts the id exchange of one batch (steps a, c).
 
-        Args:
-            ctx: the batch's context.
-            features: the batch's ids; keys in any order, further keys are ignored. Weights are ignored unless the
-                bags are weighted.
-            weighted_features: the ids when the bags are weighted, in the way of ``EmbeddingTowerCollection``.
+        Keys may come in any order, further keys are ignored, and weights unless the bags are weighted. The ids of
+        weighted bags may be the second argument, in the way of ``EmbeddingTowerCollection``.
 
         Raises:
             InputError: a feature is missing, weights are missing, or the batch size varies by feature.
@@ -346,13 +329,14 @@ class SPTTModule(TowerState):
         return dist_input
 
     @torch.no_grad()
-    def _start_in_tower(self, ctx: SPTTContext, num: int, ids: KeyedJaggedTensor) -> Callable[[], None]:
-        """Starts the hop to the rank that holds the table or shard (step a), and returns what ends it."""
+    def _start_in_tower(self, ctx: SPTTContext, num: int, ids: KeyedJaggedTensor) -> Callable[[], Any]:
+        """Starts the hop to the rank that holds the table or shard (step a); returns what ends it and has the ids."""
         assert isinstance(self._route, PeerIdRoute), "the global route has one hop"
         started = self._route.start(self._arranged(ctx, ids, num))
 
-        def end() -> None:
+        def end() -> KeyedJaggedTensor:
             ctx.in_tower = [(context, request.wait()) for context, request in started]
+            return ids
 
         return end
 
@@ -417,8 +401,9 @@ class SPTTModule(TowerState):
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
         ctx.request = KJTListSplitsAwaitable([started], ctx)
         if self._route.num_hops == 2:
-            start = functools.partial(self._start_in_tower, ctx, num)
-            ctx.request = KJTListSplitsAwaitable([BothHops(ctx.request.wait(), start)], ctx)
+            first, start = ctx.request.wait(), functools.partial(self._start_in_tower, ctx, num)
+            both_hops = Deferred(lambda: Deferred(start(first.wait()[0])))
+            ctx.request = KJTListSplitsAwaitable([both_hops], ctx)
         return ctx.request
 
     @profiler_range("look_up")
@@ -452,10 +437,7 @@ class SPTTModule(TowerState):
     def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Tensor]:
         """Step f: starts the exchange of rows for columns among peers, [P, O] -> what `taken` makes [B, S] of.
 
-        Args:
-            ctx: the batch's context.
-            output: this tower's.
-            part: number of the micro-batch.
+        ``part`` is the number of the micro-batch.
         """
         rows, tower = ctx.parts[part], self.mesh.tower
         self._outputs = agreed = self._outputs or self._connect(output)
@@ -485,10 +467,11 @@ class SPTTModule(TowerState):
         return [CachedAwaitable(rows, block.add) for rows, block in zip(cold, blocks, strict=True)]
 
     def _taken_rows(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Tensor]]) -> list[Awaitable[Tensor]]:
-        if ctx.distinct is None or ctx.is_identity:
+        if ctx.is_identity:
             return list(exchanges)
         agreed = self._outputs
         assert agreed is not None, "something was exchanged"
+        assert ctx.distinct is not None, "rows are shared"
         rows, starts = ctx.distinct.inverse, [0, *itertools.accumulate(map(len, self._groups))]
         of_pieces = [start + group for start, own in zip(starts, agreed.groups, strict=False) for group in own]
         cut = functools.partial(arrived_pieces, groups=agreed.groups, widths=agreed.widths)
@@ -500,14 +483,15 @@ class SPTTModule(TowerState):
             assert self._host is not None, "it has united the rows"
             widths = list(itertools.chain(*agreed.widths))
             back = functools.partial(self._host.send_back, distinct=ctx.distinct, groups=of_pieces, widths=widths)
+            joined = [Deferred(functools.partial(joined_rows, parts[: k + 1])) for k in range(len(parts))]
             parts = [
-                CachedAwaitable(JoinedRows(parts[: k + 1]), functools.partial(back, united=ctx.united, part=k))
-                for k in range(len(parts))
+                CachedAwaitable(rows, functools.partial(back, united=ctx.united, part=k))
+                for k, rows in enumerate(joined)
             ]
             rows = ctx.united.place
         blocks = rows[of_pieces].split(micro_batch_sizes(rows.shape[1], len(exchanges)), dim=1)
         # Each micro-batch also needs the rows that it shares with those before it.
-        return [TakenRows(JoinedRows(parts[:k]), block) for k, block in enumerate(blocks, start=1)]
+        return [Deferred(functools.partial(taken_rows, parts[:k], block)) for k, block in enumerate(blocks, start=1)]
 
     def finish(self, columns_BS: Tensor) -> Any:
         """Turns the columns that step f delivered into the unsharded module's result."""

@@ -53,7 +53,6 @@ class HomeTable:
     config: Any
     """TorchRec's ``EmbeddingBagConfig``."""
     scheme: str
-    """Scheme that it is sharded by."""
     settings: Mapping[str, Any]
     """Settings of its fused optimizer, as its kernel has them."""
 
@@ -158,13 +157,9 @@ class HotCopies:
         return 4 * (numbers + 2) if shared and self._groups.replicas.size() > 1 else 0
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags | None]:
-        """Takes the ids of hot rows out of a batch; no gradient.
+        """Takes the ids of hot rows out of a batch, features in the order in which they are sent; no gradient.
 
-        Args:
-            ids: of all features, in the order in which they are sent.
-
-        Returns:
-            The cold ids, in as many bags, and the hot ones; None if there are no copies.
+        Returns the cold ids, in as many bags, and the hot ones; None if there are no copies.
         """
         if not self.rows:
             return ids, None
@@ -198,10 +193,6 @@ class HotCopies:
         """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
 
         Collective the first time, and the first time after `read_again`.
-
-        Args:
-            bags: hot ids of a batch.
-            pieces: name and columns of each feature, from left to right.
 
         Raises:
             InputError: rows of a table on this rank were changed in place since they were handed out. With gradients it
@@ -356,12 +347,7 @@ class HotCopies:
     def _mean_over_replicas(self, gradient: Tensor, flags: Tensor) -> list[float]:
         """Averages, in place, the gradients of data-parallel tables' rows, which train alike in all replicas.
 
-        Args:
-            gradient: mean over the ranks of this replica.
-            flags: of this replica's ranks, summed.
-
-        Returns:
-            The flags, the mean over replicas where there is anything to average.
+        Returns the flags, sums over this replica's ranks, as means over replicas where there is anything to average.
         """
         flat, count = gradient.view(-1), self._groups.replicas.size()
         shared = [flat[self._spans[name]] for name, own in zip(self.rows, self._is_replicated, strict=True) if not own]
@@ -401,14 +387,10 @@ class _HomePart(NamedTuple):
 
     home: Tensor
     copy: Tensor
-    rows: Tensor
-    """Their rows in ``home``."""
-    places: Tensor
-    """Their rows in ``copy``."""
-    columns: slice
-    """Columns of the table that ``home`` has."""
-    is_told: bool
-    """True if this rank tells the others."""
+    rows: Tensor  # of ``home``
+    places: Tensor  # their rows in ``copy``
+    columns: slice  # of the table, that ``home`` has
+    is_told: bool  # True if this rank tells the others
 
     def read(self) -> None:
         self._part_of_copy()[self.places] = self.home[self.rows]

@@ -21,7 +21,7 @@ Legend: n rows of all tables, H hosts of L ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from dmt.collectives import gather_parts, max_over_ranks, scatter_sum, start_exchange, start_sum_over_hosts
 
-__all__ = ["TouchedRowsSum", "Way", "cheapest_way", "numbers_sent"]
+__all__ = ["TouchedRowsSum", "Way", "cheapest_way"]
 
 Way = Literal["dense", "union", "exchange"]
 
@@ -38,25 +38,10 @@ _WORTH = 0.05
 _BITS = 8
 
 
-def numbers_sent(way: Way, *, every: int, union: int, of_hosts: Sequence[int]) -> int:
-    """Returns how many numbers all hosts send to each other for a sum.
-
-    Args:
-        way: of the sum.
-        every: numbers of all rows.
-        union: numbers of the rows that some rank touched.
-        of_hosts: numbers of the rows that each host touched.
-
-    Example:
-        >>> [numbers_sent(way, every=100, union=60, of_hosts=[50, 30]) for way in ("dense", "union", "exchange")]
-        [200, 120, 80]
-    """
-    others = len(of_hosts) - 1
-    return {"dense": 2 * every, "union": 2 * union, "exchange": sum(of_hosts)}[way] * others
-
-
 def cheapest_way(*, every: int, union: int, of_hosts: Sequence[int]) -> Way:
     """Returns the way that sends least between hosts, ``dense`` where nothing saves a twentieth of that.
+
+    ``every`` are the numbers of all rows, ``union`` of those that some rank touched, ``of_hosts`` that each host did.
 
     Example:
         >>> [cheapest_way(every=100, union=u, of_hosts=hosts) for u, hosts in ((60, [50, 30]), (60, [60] * 3))]
@@ -64,19 +49,16 @@ def cheapest_way(*, every: int, union: int, of_hosts: Sequence[int]) -> Way:
         >>> cheapest_way(every=100, union=99, of_hosts=[97, 96])
         'dense'
     """
-    sent = {way: numbers_sent(way, every=every, union=union, of_hosts=of_hosts) for way in get_args(Way)}
-    best: Way = min(sent, key=lambda way: sent[way])
+    # Each H - 1 times.
+    sent: dict[Way, int] = {"dense": 2 * every, "union": 2 * union, "exchange": sum(of_hosts)}
+    best = min(sent, key=lambda way: sent[way])
     return best if sent[best] < (1 - _WORTH) * sent["dense"] else "dense"
 
 
 class TouchedRowsSum:
-    """Sums gradients over the ranks of all hosts.
+    """Sums gradients of tables of these shapes, [rows, columns], over the ranks of all hosts.
 
-    Args:
-        shapes: rows and columns of each table, in the order of the gradient.
-        inside: ranks of this host.
-        across: one rank of each host, this one of its own.
-        way: the way to take; None: the cheapest of each sum.
+    ``inside`` are the ranks of this host, ``across`` one rank of each. Without a ``way`` each sum takes the cheapest.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ have the same bits.
 
 The peer route, the default, sends ids to the own peer in each tower (`PeerInputDist`); TorchRec's sharded collection
 carries them on to the rank that holds the table or column shard, inside the tower; both hops belong to the id exchange
-that a train pipeline starts one batch ahead (`BothHops`). The global route needs one hop
-(`GlobalInputDist`), and pays with a copy for every column shard and a length for every row shard across the slow links.
+that a train pipeline starts one batch ahead. The global route needs one hop (`GlobalInputDist`), and pays with a copy
+for every column shard and a length for every row shard across the slow links.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import run_on_all_or_raise
-from dmt.errors import InputError
-from dmt.sharding.schemes import why_not
+from dmt.collectives import gather_objects
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.tower_lookup import GroupShardedEBC, row_starts
 
 __all__ = [
-    "BothHops",
+    "Deferred",
     "GlobalIdRoute",
     "GlobalInputDist",
     "PeerIdRoute",
@@ -54,8 +52,8 @@ class PeerInputDist(nn.Module):
     Args:
         group: the peer group.
         features_by_tower: for each tower (rank of the group) the features it owns.
-        input_features: keys of the batch, the order the ids arrive in; may hold more features than are used.
-        device: where the permutation lives.
+        input_features: keys of the batch, in the order of its ids; may hold more features than are used.
+        device: of the permutation.
     """
 
     def __init__(
@@ -93,12 +91,9 @@ class PeerInputDist(nn.Module):
 def exchange_keys(
     group: dist.ProcessGroup, sizes: Sequence[int], ids: KeyedJaggedTensor
 ) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-    """Starts TorchRec's exchange of ids whose features have one key or several, one after the other.
+    """Starts TorchRec's exchange of ids, rank by rank, of ``sizes`` features for each rank of the group.
 
-    Args:
-        group: the ranks.
-        sizes: number of features for each of them.
-        ids: their ids, rank by rank.
+    Features have one key or several, one after the other.
     """
     # Not an attribute called _dist: under that name TorchRec's train pipeline would put off the exchange of the sizes.
     num = len(ids.keys()) // max(1, sum(sizes))
@@ -107,13 +102,7 @@ def exchange_keys(
 
 
 class PeerIdRoute:
-    """The peer id route into the sharded collections of this rank's tower.
-
-    Args:
-        mesh: the groups.
-        collections: the sharded collections of this rank's tower.
-        features_by_tower: the features that each tower looks up, each once.
-    """
+    """The peer id route into the sharded collections of this rank's tower; each tower has its features once."""
 
     peers = slice(None)
     """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
@@ -132,13 +121,9 @@ class PeerIdRoute:
         return PeerInputDist(self._mesh.peer_group, self._features_by_tower, input_features, device)
 
     def start(self, ids: KeyedJaggedTensor) -> list[tuple[Any, Awaitable[KJTList]]]:
-        """Starts the id exchange inside the tower (SPTT step a).
+        """Starts the exchange of the tower's ids inside the tower (SPTT step a).
 
-        Args:
-            ids: ids of the tower's features, samples in any order.
-
-        Returns:
-            For each collection its context, and its ids; sizes are known already.
+        Returns for each collection its context, and its ids; sizes are known already.
         """
         contexts = [collection.create_context() for collection in self._collections]
         started = [own.input_dist(context, ids) for own, context in zip(self._collections, contexts, strict=True)]
@@ -153,37 +138,20 @@ class PeerIdRoute:
         return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
 
 
-class BothHops(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """An id exchange of two hops in the place of one of TorchRec's, which is waited for twice: for sizes, then for ids.
+class Deferred(Awaitable[Any]):
+    """A result that is made when it is waited for, by ``make``.
 
-    TorchRec's train pipelines do the first between the forward and the backward pass of the batch before. The ids of
-    the first hop, on their way since before that forward pass, have arrived by then, and those of the second are on
-    their way in the backward pass.
-
-    Args:
-        first: ids of the first hop; sizes are known already.
-        start: starts the second hop with these ids, and returns what ends it.
+    One that makes another is an id exchange of two hops in the place of one of TorchRec's, which is waited for twice:
+    for sizes, then for ids. Train pipelines do the first between the forward and the backward pass of the batch before.
+    The ids of the first hop have arrived by then, and those of the second are on their way in the backward pass.
     """
 
-    def __init__(self, first: Awaitable[KJTList], start: Callable[[KeyedJaggedTensor], Callable[[], None]]) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
-        self._first = first
-        self._start = start
+        self._make = make
 
-    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
-        ids = self._first.wait()[0]
-        return _SecondHop(ids, self._start(ids))
-
-
-class _SecondHop(Awaitable[KeyedJaggedTensor]):
-    def __init__(self, ids: KeyedJaggedTensor, end: Callable[[], None]) -> None:
-        super().__init__()
-        self._ids = ids
-        self._end = end
-
-    def _wait_impl(self) -> KeyedJaggedTensor:
-        self._end()
-        return self._ids
+    def _wait_impl(self) -> Any:
+        return self._make()
 
 
 class WantedIds(NamedTuple):
@@ -274,16 +242,8 @@ class GlobalInputDist(nn.Module):
 class GlobalIdRoute:
     """The global id route into the sharded collections of this rank's tower.
 
-    Every rank of the sharding group says, once, which ids its lookups read in which order. Collective over the sharding
-    group.
-
-    Args:
-        mesh: the groups.
-        collections: the sharded collections of this rank's tower, one for each logical tower, in the same order on all
-            ranks of the tower.
-
-    Raises:
-        InputError: a table is data-parallel, or row-wise with mean pooling; names it and its tower, on all ranks.
+    Every rank of the sharding group says, once, which ids its lookups read in which order. Collective over the group.
+    Collections are one for each logical tower, in the same order on all ranks of the tower.
     """
 
     num_hops = 1
@@ -292,7 +252,7 @@ class GlobalIdRoute:
     def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC]) -> None:
         self._mesh = mesh
         self._collections = collections
-        self._wanted = run_on_all_or_raise(self._wanted_ids, mesh.sharding_group)
+        self._wanted = gather_objects(self._wanted_ids(), mesh.sharding_group)
         self._counts = [
             [sum(len(table.feature_names) for table in tables) for _, tables in collection.tables_by_lookup]
             for collection in collections
@@ -311,12 +271,8 @@ class GlobalIdRoute:
     def look_up(self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int]) -> list[Any]:
         """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
 
-        Args:
-            ids: ids that `exchange` delivered to this rank.
-            batch_sizes: B of every rank of the sharding group.
-
-        Returns:
-            For each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], peers in tower order.
+        ``batch_sizes`` is B of every rank of the sharding group. Returns for each collection a lazy ``KeyedTensor``
+        [sum of the peers' B, columns], peers in tower order.
         """
         num_ranks = self._mesh.topology.ranks_per_tower
         assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"
@@ -331,15 +287,10 @@ class GlobalIdRoute:
         return pending
 
     def _wanted_ids(self) -> list[WantedIds]:
-        wanted = []
         lookups = [lookup for collection in self._collections for lookup in collection.tables_by_lookup]
-        for scheme, table in ((scheme, table) for scheme, tables in lookups for table in tables):
-            if obstacle := why_not(table, scheme, id_route="global"):
-                pooling = " with mean pooling" if "MEAN" in str(table.pooling) else ""
-                raise InputError(
-                    f"Table {table.name!r} in tower {self._mesh.tower} is {scheme}{pooling}, but {obstacle}. Use "
-                    "id_route='peer', or another scheme for this table."
-                )
-            starts = tuple(row_starts(table)) if scheme == "row_wise" else ()
-            wanted += [WantedIds(feature, starts) for feature in table.feature_names]
-        return wanted
+        return [
+            WantedIds(feature, tuple(row_starts(table)) if scheme == "row_wise" else ())
+            for scheme, tables in lookups
+            for table in tables
+            for feature in table.feature_names
+        ]

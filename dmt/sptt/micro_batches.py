@@ -27,6 +27,7 @@ Legend: B the local batch, K micro-batches, P samples of all peers (one rank of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args
@@ -42,6 +43,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
+from dmt.sptt.id_routes import Deferred
 from dmt.sptt.peer_exchange import PendingOutputs
 from dmt.sptt.results import CachedAwaitable, split_rows
 from dmt.sptt.rows import micro_batch_sizes
@@ -116,12 +118,11 @@ class MicroBatches:
         self._of_towers = {id(parameter) for part in self._sparse for parameter in part.parameters()}
         self._dense = [parameter for parameter in module.parameters() if id(parameter) not in self._of_towers]
         self._check()
-        self._replaced = [_Replaced(module, "forward", self)]
-        self._forward: Callable[..., Any] = self._replaced[0].original
-        if num_micro_batches > 1:
-            is_1f1b = schedule == "1f1b"
-            towers = [_TowersInMicroBatches(part, num_micro_batches, is_1f1b=is_1f1b) for part in self._sparse]
-            self._replaced += [_Replaced(t.module, "compute_and_output_dist", t) for t in towers]
+        self._forward: Callable[..., Any] = module.forward
+        self._restore = [_replace(module, "forward", self)]
+        for part in self._sparse if num_micro_batches > 1 else []:
+            run = functools.partial(_run_in_parts, part, num=num_micro_batches, is_1f1b=schedule == "1f1b")
+            self._restore.append(_replace(part, "compute_and_output_dist", run))
         self._set_number(num_micro_batches)
 
     def detach(self) -> None:
@@ -135,8 +136,8 @@ class MicroBatches:
                 f"The forward of this {type(self._module).__name__} is no longer that of these MicroBatches: they are "
                 "detached already, or another has been put over them, which must be taken off first."
             )
-        for replaced in self._replaced:
-            replaced.restore()
+        for restore in self._restore:
+            restore()
         self._set_number(1)
 
     def _set_number(self, num: int) -> None:
@@ -232,46 +233,37 @@ class MicroBatches:
             raise InputError(f"schedule='1f1b' {obstacle}. Use schedule='all_forward'.")
 
 
-class _Replaced:
-    """A method replaced on one module, and the original."""
+def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Replaces a method of one module, and returns what restores it."""
+    own = vars(module).get(name)
+    setattr(module, name, method)
 
-    def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        self._module = module
-        self._name = name
-        self._own = vars(module).get(name)
-        self.original: Callable[..., Any] = getattr(module, name)
-        setattr(module, name, method)
+    def restore() -> None:
+        delattr(module, name)
+        if own is not None:
+            setattr(module, name, own)
 
-    def restore(self) -> None:
-        delattr(self._module, self._name)
-        if self._own is not None:
-            setattr(self._module, self._name, self._own)
+    return restore
 
 
-class _TowersInMicroBatches:
-    """Runs ``compute_and_output_dist`` of a sharded module: one lookup, then tower and exchange of each micro-batch."""
-
-    def __init__(self, module: SPTTModule, num: int, *, is_1f1b: bool) -> None:
-        self.module = module
-        self._num = num
-        self._is_1f1b = is_1f1b
-
-    def __call__(self, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
-        module, num = self.module, self._num
-        embeddings = module.look_up(ctx, module.arrived_ids(ctx, dist_input, num))
-        rows = [part.num_rows for part in ctx.parts]
-        by_micro_batch = zip(*(split_rows(of_collection, rows) for of_collection in embeddings), strict=True)
-        started = []
-        for number, (part, of_part) in enumerate(zip(by_micro_batch, ctx.parts, strict=True)):
-            # In flight while the tower computes the next.
-            started.append(module.exchange_outputs(ctx, module.run_towers(part, of_part), number))
-        if ctx.hot is not None and self._is_1f1b:
-            raise InputError("schedule='1f1b' does not go with hot rows. Use schedule='all_forward'.")
-        # With 1F1B, and where something will have a backward pass.
-        cuts = [one for one in started if isinstance(one, PendingOutputs)] if self._is_1f1b else []
-        is_full = any(map(any, ctx.parts[-1].sent))  # this rank has samples in the last micro-batch
-        before = [one.cut() for one in cuts[: len(cuts) - is_full]] if torch.is_grad_enabled() else []
-        return ResultInParts(module.taken(ctx, started), module.finish, before)
+def _run_in_parts(
+    module: SPTTModule, ctx: SPTTContext, dist_input: KJTList, *, num: int, is_1f1b: bool
+) -> ResultInParts:
+    """Stands in for ``compute_and_output_dist``: one lookup, then tower and exchange of each of K micro-batches."""
+    embeddings = module.look_up(ctx, module.arrived_ids(ctx, dist_input, num))
+    rows = [part.num_rows for part in ctx.parts]
+    by_micro_batch = zip(*(split_rows(of_collection, rows) for of_collection in embeddings), strict=True)
+    started = []
+    for number, (part, of_part) in enumerate(zip(by_micro_batch, ctx.parts, strict=True)):
+        # In flight while the tower computes the next.
+        started.append(module.exchange_outputs(ctx, module.run_towers(part, of_part), number))
+    if ctx.hot is not None and is_1f1b:
+        raise InputError("schedule='1f1b' does not go with hot rows. Use schedule='all_forward'.")
+    # With 1F1B, and where something will have a backward pass.
+    cuts = [one for one in started if isinstance(one, PendingOutputs)] if is_1f1b else []
+    is_full = any(map(any, ctx.parts[-1].sent))  # this rank has samples in the last micro-batch
+    before = [one.cut() for one in cuts[: len(cuts) - is_full]] if torch.is_grad_enabled() else []
+    return ResultInParts(module.taken(ctx, started), module.finish, before)
 
 
 class _Server:
@@ -281,11 +273,12 @@ class _Server:
         self._module = module
         self._result: ResultInParts | None = None
         self._calls = 0
-        self._replaced = _Replaced(module, "forward", self)  # of a train pipeline, perhaps
+        self._forward: Callable[..., Any] = module.forward  # of a train pipeline, perhaps
+        self.remove = _replace(module, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._result is None:
-            self._result = self._replaced.original(*args, **kwargs)
+            self._result = self._forward(*args, **kwargs)
             assert isinstance(self._result, ResultInParts), "the module was told to send in parts"
         self._calls += 1
         if self._calls > len(self._result.parts):
@@ -301,9 +294,6 @@ class _Server:
         if self._calls != expected:
             raise self._wrong_calls(expected)
 
-    def remove(self) -> None:
-        self._replaced.restore()
-
     def _wrong_calls(self, expected: int) -> InputError:
         return InputError(
             f"The {type(self._module).__name__} inside was called {self._calls} times in {expected} micro-batches; a "
@@ -312,17 +302,15 @@ class _Server:
 
 
 class ResultInParts(CachedAwaitable):
-    """Result of several exchanges in flight, used as a whole or part by part.
+    """Result of several exchanges of [B of the micro-batch, columns] in flight, used as a whole or part by part.
 
-    Args:
-        exchanges: awaitables of [B of the micro-batch, columns], in order.
-        finish: turns [B, columns] into the result.
-        cuts: with 1F1B, what `PendingOutputs.cut` returned for all but the last one with samples.
+    ``cuts`` are, with 1F1B, what `PendingOutputs.cut` returned for all exchanges but the last one with samples.
     """
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any], cuts: Sequence[Cut] = ()) -> None:
-        super().__init__(_Rows([CachedAwaitable(exchange) for exchange in exchanges]), finish)
-        self.parts = [CachedAwaitable(rows, finish) for rows in self._awaitable]
+        parts = [CachedAwaitable(exchange) for exchange in exchanges]
+        super().__init__(Deferred(lambda: torch.cat([rows.wait() for rows in parts])), finish)
+        self.parts = [CachedAwaitable(rows, finish) for rows in parts]
         """Result of each micro-batch."""
         self.cuts = list(cuts)
 
@@ -423,11 +411,6 @@ def _check_unscaled(gradient: Tensor) -> None:
         torch._assert_async(gradient == 1.0, message)  # noqa: SLF001 - the one assertion without a wait
     elif float(gradient) != 1.0:
         raise InputError(f"{done} {float(gradient)} times the loss. {what_to_do}")
-
-
-class _Rows(list[CachedAwaitable]):
-    def wait(self) -> Tensor:
-        return torch.cat([rows.wait() for rows in self])
 
 
 def _children(value: Any) -> list[Any] | None:

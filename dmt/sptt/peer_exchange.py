@@ -75,14 +75,9 @@ class PeerExchange(nn.Module):
         self._begun: list[tuple[weakref.ref[_AllToAllRequest], PendingExchange]] = []
 
     def forward(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
-        """Starts the exchange.
+        """Starts the exchange of outputs [sum(batch_sizes), O_t], which must not change until it has ended.
 
-        Args:
-            outputs: [sum(batch_sizes), O_t]; must not change until the exchange has ended.
-            batch_sizes: B of every peer, in group order; they may differ.
-
-        Raises:
-            InputError: the outputs have another dtype than agreed on.
+        Batch sizes are B of every peer, in group order; they may differ. Raises `InputError` as `exchange`.
         """
         rows, columns = batch_sizes[self.group.rank()], self.output_sizes[self.group.rank()]
         return self.exchange(outputs, [size * columns for size in batch_sizes], [(rows, o) for o in self.output_sizes])
@@ -223,9 +218,8 @@ class PendingOutputs(Awaitable[Tensor]):
     def cut(self) -> tuple[Tensor, Tensor]:
         """Ends the graph of the result at the exchange's arrival.
 
-        Returns:
-            What a later backward pass has to go through, with whatever gradient, to end the backward pass of the
-            exchange and to go on; and what the graph begins with now, whose gradient starts that of the exchange.
+        Returns what a later backward pass has to go through, with whatever gradient, to end the backward pass of the
+        exchange and to go on; and what the graph begins with now, whose gradient starts that of the exchange.
         """
         before, self._started = self._started, self._started.detach().requires_grad_()
         return before, self._started

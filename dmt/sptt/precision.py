@@ -102,11 +102,7 @@ class ExchangePrecision:
         return -(-numbers // group) * group
 
     def check_device(self, device: torch.device) -> None:
-        """Refuses what the device cannot do.
-
-        Raises:
-            InputError: ``fp8`` without CUDA: FBGEMM has no other kernel for it.
-        """
+        """Raises `InputError` for ``fp8`` without CUDA: FBGEMM has no other kernel for it."""
         for direction in ("forward", "backward"):
             if getattr(self, direction) == "fp8" and device.type != "cuda":
                 raise InputError(
@@ -158,11 +154,8 @@ class ExchangePrecision:
 class _ExactFrame:
     """Wrapper of FBGEMM's codec for dtypes other than FP32, an exact scale, and numbers that are not finite.
 
-    Args:
-        codec: FBGEMM's.
-        scale: numbers are multiplied by it on the way, a power of two.
-        dtype: of what is decoded.
-        group: numbers that share a scale, so that one that is not finite spoils its group.
+    Numbers are multiplied by ``scale``, a power of two, on the way, and decoded to ``dtype``. One that is not finite
+    spoils the ``group`` that shares FBGEMM's scale with it.
     """
 
     def __init__(self, codec: Any, scale: float, dtype: torch.dtype, group: int) -> None:

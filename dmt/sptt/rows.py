@@ -18,23 +18,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = [
-    "JoinedRows",
     "PartRows",
-    "TakenRows",
     "arrived_pieces",
     "by_micro_batch",
     "copied_rows",
     "filled_up",
     "in_micro_batches",
     "is_real",
+    "joined_rows",
     "micro_batch_sizes",
     "numbers_of",
     "rows_by_part",
     "sent_numbers",
+    "taken_rows",
 ]
 
 
@@ -77,12 +76,8 @@ def by_micro_batch(batch_sizes: Sequence[int], num: int) -> list[list[int]]:
 def in_micro_batches(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: int) -> KeyedJaggedTensor:
     """Arranges the samples that peers sent micro-batch by micro-batch, in each peer by peer.
 
-    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3).
-
-    Args:
-        ids: ids as they arrived, of each feature peer by peer.
-        batch_sizes: B of every peer.
-        num: number of micro-batches.
+    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3). They
+    arrive feature by feature, in each peer by peer; batch sizes are B of every peer.
 
     Example:
         >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
@@ -106,12 +101,9 @@ def in_micro_batches(ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: in
 
 
 def rows_by_part(ids: KeyedJaggedTensor, sizes: Sequence[int], num: int) -> list[list[list[int]]]:
-    """Reads the rows that arrived, [num][T][G], off ids with ``num`` keys for each feature.
+    """Reads the rows that arrived, [num][T][G], off ids with a key for each feature and micro-batch.
 
-    Args:
-        ids: ids as they arrived, with a batch size for each key and peer.
-        sizes: number of features of each group; all of a group have its rows.
-        num: number of micro-batches.
+    Each key and peer has a batch size; ``sizes`` are the features of each group, which all have its rows.
     """
     strides, firsts = ids.stride_per_key_per_rank(), [0, *itertools.accumulate(sizes)][:-1]
     by_part = [[strides[first * num + k] for first in firsts] for k in range(num)]
@@ -121,13 +113,8 @@ def rows_by_part(ids: KeyedJaggedTensor, sizes: Sequence[int], num: int) -> list
 def filled_up(ids: KeyedJaggedTensor, parts: Sequence[PartRows], sizes: Sequence[int]) -> KeyedJaggedTensor:
     """Gives all features one batch size: empty bags fill up a micro-batch of a group that has fewer rows than another.
 
-    Args:
-        ids: ids as they arrived, with a key for each feature and micro-batch, in each peer by peer.
-        parts: rows of each micro-batch.
-        sizes: number of features of each group.
-
-    Returns:
-        The ids as bags [F, rows], micro-batch by micro-batch, in each peer by peer.
+    The ids have a key for each feature and micro-batch, ``sizes`` features a group. They come out as bags [F, rows],
+    micro-batch by micro-batch, in each peer by peer, as they came.
     """
     num, lengths, per_key = len(parts), ids.lengths(), ids.length_per_key_or_none()
     if any(number < part.num_rows for part in parts for number in part.by_group):
@@ -157,11 +144,8 @@ def sent_numbers(
 
     To a peer all of whose groups have as many rows the columns are sent row by row, to others piece by piece.
 
-    Args:
-        columns: those of all rows, with those that fill up groups of fewer rows.
-        rows: [T][G], rows of each group for each peer.
-        groups: group of each piece of the tower's output.
-        widths: columns of each piece.
+    Columns have all rows, with those that fill up groups of fewer; ``rows`` [T][G] are those of a group for a peer,
+    ``groups`` and ``widths`` those of each piece of the tower's output.
     """
     if all(_is_even(of_peer) for of_peer in rows):
         return columns
@@ -182,11 +166,8 @@ def arrived_pieces(
 ) -> list[Tensor]:
     """Returns the rows [rows of the group, width] of each piece, tower by tower, from the numbers that arrive.
 
-    Args:
-        numbers: those of all towers, in the order of `sent_numbers`.
-        rows: [T][G], rows of each group that each tower was asked for.
-        groups: for each tower the group of each piece.
-        widths: for each tower the columns of each piece.
+    Numbers come in the order of `sent_numbers`; ``rows`` [T][G] are those of each group that each tower was asked for,
+    ``groups`` and ``widths`` by tower those of each piece.
     """
     pieces: list[Tensor] = []
     sizes = [numbers_of(*of_tower) for of_tower in zip(rows, groups, widths, strict=True)]
@@ -208,38 +189,19 @@ def _is_even(rows: Sequence[int]) -> bool:
     return len(set(rows)) == 1
 
 
-class JoinedRows(Awaitable[list[Tensor]]):
-    """Rows that several exchanges bring, of each piece those of the first exchange first; differentiable.
+def joined_rows(arriving: Sequence[Any]) -> list[Tensor]:
+    """Waits for rows that several exchanges bring: of each piece those of the first exchange first; differentiable."""
+    by_piece = zip(*(part.wait() for part in arriving), strict=True)
+    return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in by_piece]
 
-    Args:
-        arriving: awaitables of `arrived_pieces`.
+
+def taken_rows(arriving: Sequence[Any], inverse: Tensor) -> Tensor:
+    """Copies rows to the samples of a micro-batch that share them, [B, S]; differentiable.
+
+    `arrived_pieces` of this micro-batch and all before it are waited for; ``inverse``, [pieces, B]: row of each sample.
     """
-
-    def __init__(self, arriving: Sequence[Any]) -> None:
-        super().__init__()
-        self._arriving = arriving
-
-    def _wait_impl(self) -> list[Tensor]:
-        by_piece = zip(*(part.wait() for part in self._arriving), strict=True)
-        return [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in by_piece]
-
-
-class TakenRows(Awaitable[Tensor]):
-    """Copies the rows that arrive to the samples of a micro-batch that share them, [B, S]; differentiable.
-
-    Args:
-        rows: awaitable of the rows of each piece, those of this micro-batch and of all before it.
-        inverse: row of each sample for each piece, [pieces, B].
-    """
-
-    def __init__(self, rows: Awaitable[list[Tensor]], inverse: Tensor) -> None:
-        super().__init__()
-        self._rows = rows
-        self._inverse = inverse
-
-    def _wait_impl(self) -> Tensor:
-        pieces = zip(self._rows.wait(), self._inverse, strict=True)
-        return torch.cat([copied_rows(rows, samples) for rows, samples in pieces], dim=1)
+    pieces = zip(joined_rows(arriving), inverse, strict=True)
+    return torch.cat([copied_rows(rows, samples) for rows, samples in pieces], dim=1)
 
 
 def copied_rows(rows: Tensor, samples: Tensor) -> Tensor:

@@ -122,8 +122,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
         Raises:
             InputError: ranks differ in towers, tables, plan, exchange or moment scale; a table has no sharding, an
-                unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format or
-                optimizer that its scheme does not have; its optimizer has no moment to scale.
+                unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format, optimizer
+                or id route that its scheme does not have; its optimizer has no moment to scale.
         """
         tables_by_tower: list[list[Any]] = []
         # A rank whose own tower plan is wrong must not leave the others waiting.
@@ -144,11 +144,11 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             settings = fused_settings(parameters[table.name], self.fused_params)
             if scheme != "data_parallel":
                 moment_scale_of(self.moment_scale, settings, topology.num_replicas)
-            if reason := why_not(table, scheme, fused_params=settings):
-                raise InputError(
-                    f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. Change the table, its optimizer "
-                    "or its scheme."
-                )
+            if reason := why_not(table, scheme, id_route=self.id_route, fused_params=settings):
+                advice = "Change the table, its optimizer or its scheme"
+                if "id_route" in reason:
+                    advice = "Use id_route='peer', or another scheme for this table"
+                raise InputError(f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. {advice}.")
         return self.sharded(module, params, device)
 
     def _check_agreement(
@@ -192,13 +192,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     def shard_in_tower(
         self, collection: EmbeddingBagCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
     ) -> GroupShardedEBC:
-        """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d); collective.
-
-        Args:
-            collection: the collection.
-            sharding: of each table, as in `shard`.
-            device: this rank's device.
-        """
+        """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d); collective."""
         mesh, bags = self.mesh, collection.embedding_bags
         devices = gather_objects(str(device or "cpu"), mesh.tower_group)
         names = [table.name for table in collection.embedding_bag_configs()]
@@ -223,12 +217,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
 
 class TowerState(PipelinedModule, FusedOptimizerModule):
-    """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names.
-
-    Args:
-        sharder: the sharder that makes the module.
-        sharding: of each table of all towers.
-    """
+    """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names."""
 
     def __init__(self, sharder: TowerSharder[Any], sharding: Mapping[str, ParameterSharding]) -> None:
         super().__init__(qcomm_codecs_registry=sharder.qcomm_codecs_registry)

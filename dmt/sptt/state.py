@@ -39,12 +39,7 @@ class TableTensor:
 
 
 def table_tensors(module: SPTTModule, prefix: str = "") -> list[TableTensor]:
-    """Floating-point weights and states of this rank's tables, in the order of the module's collections.
-
-    Args:
-        module: made by a tower sharder.
-        prefix: prefix of the names, to distinguish modules of one model.
-    """
+    """Floating-point weights and states of this rank's tables, by collection; names begin with ``prefix``."""
     return [one for collection in module.collections for one in _collection_tensors(collection, prefix)]
 
 
@@ -91,10 +86,7 @@ class HeldShard(NamedTuple):
 
 
 def checksum(tensor: Tensor) -> int:
-    """Position-dependent checksum of a tensor's bits, modulo 2**64; equal tensors have equal checksums.
-
-    Args:
-        tensor: contiguous, floating point, on any device.
+    """Position-dependent checksum of a floating-point tensor's bits, modulo 2**64; equal for equal tensors.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0])
@@ -111,11 +103,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def uncovered(shards: Iterable[HeldShard], tables: Iterable[str] = ()) -> list[str]:
-    """Tables whose shards leave a part out or hold one twice, with what is wrong.
-
-    Args:
-        shards: what the ranks hold.
-        tables: names of tables that must have shards.
+    """Tables whose shards leave a part out or hold one twice, with what is wrong; ``tables`` must have shards.
 
     Example:
         >>> upper = HeldShard("t", (4, 2), (0, 0), (2, 2))

@@ -7,6 +7,7 @@ by key.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,7 +121,7 @@ class GroupShardedEBC(OpenShardedEBC):
             if scheme == "data_parallel":
                 weights: dict[str, Tensor] = dict(self.lookups[i].named_parameters_by_table())
                 settings = {table.name: dict(table.fused_params or {}) for table in tables}
-                mean = GroupMean(self._data_parallel_group)
+                mean = functools.partial(_start_group_mean, group=self._data_parallel_group)
                 self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, mean)
 
     def settings_now(self) -> dict[str, UpdateSettings]:
@@ -245,9 +246,17 @@ class DataParallelTables(nn.Module):
         self.settle()
         return self.module(*features)
 
-    def settle(self) -> None:
-        """Ends what a backward pass left that did not come to its end, because something raised."""
-        self._end_pending()
+    def settle(self, *, update: bool = False) -> None:
+        """Ends what a backward pass has begun, without an update where it did not come to its end: something raised."""
+        pending, self._pending = self._pending, []
+        try:
+            for _, end in pending:
+                end(update)
+            if pending and update:
+                self.optimizer.update()
+        finally:
+            for parameter, _ in pending:
+                parameter.grad = None
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
         """Yields the lookup's tables: TorchRec 1.9 unwraps only DDP itself, and asks this module."""
@@ -266,36 +275,18 @@ class DataParallelTables(nn.Module):
         self._pending.append((parameter, self._start_mean(parameter.grad)))
 
     def _finish(self) -> None:
-        if self._pending:
-            self._end_pending(update=True)
-
-    def _end_pending(self, *, update: bool = False) -> None:
-        pending, self._pending = self._pending, []
-        try:
-            for _, end in pending:
-                end(update)
-            if update:
-                self.optimizer.update()
-        finally:
-            for parameter, _ in pending:
-                parameter.grad = None
+        self.settle(update=True)
 
 
-class GroupMean:
-    """Mean of gradients over a group of ranks, by one all-reduce each that runs on beside the backward pass."""
+def _start_group_mean(gradient: Tensor, group: ProcessGroup) -> Callable[[bool], None]:
+    """Starts the mean of a gradient over a group, in place, by an all-reduce beside the backward pass."""
+    work = start_sum(gradient, group)
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+    def end(_: bool) -> None:
+        work.wait()
+        gradient.div_(group.size())
 
-    def __call__(self, gradient: Tensor) -> Callable[[bool], None]:
-        """Starts the mean in place, and returns what ends it."""
-        work, size = start_sum(gradient, self._group), self._group.size()
-
-        def end(_: bool) -> None:
-            work.wait()
-            gradient.div_(size)
-
-        return end
+    return end
 
 
 def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
@@ -328,10 +319,7 @@ class RowWiseOutputs(nn.Module):
     Blocks of unequal size are padded with zeros to the largest and cut again: gloo's all-gather takes equal parts only.
     Of schemes by host, the samples come first by the local rank, then by host.
 
-    Args:
-        exchange: TorchRec's output exchange of tables that are cut by rows.
-        rank: this rank in the group.
-        host_size: ranks of a host, for schemes by host; 1 for row-wise tables.
+    ``exchange`` is TorchRec's; ``host_size`` the ranks of a host for schemes by host, 1 for row-wise tables.
     """
 
     def __init__(self, exchange: nn.Module, rank: int, host_size: int = 1) -> None:
@@ -359,10 +347,6 @@ class ScaledRateOptimizer(OptimizerWrapper):
 
     A warm-up or any other schedule writes the learning rate that the user means into ``param_groups``; without this it
     would overwrite the factor that the kernel was given when it was made (see `dmt.sharding.optimizers`).
-
-    Args:
-        optimizer: a fused optimizer, made with ``factor`` times the learning rate.
-        factor: above 0.
     """
 
     def __init__(self, optimizer: KeyedOptimizer, factor: float) -> None:

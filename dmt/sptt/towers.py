@@ -101,11 +101,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         return placement
 
     def tables_by_tower(self, module: EmbeddingTowerCollection) -> list[list[Any]]:
-        """Returns the table configs that each mesh tower holds.
-
-        Raises:
-            InputError: a tower holds no ``EmbeddingBagCollection``, or as `mesh_towers`.
-        """
+        """Returns the table configs of each mesh tower; raises `InputError` for one that is no bag collection."""
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
         for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
             if not isinstance(tower, EmbeddingTower) or not isinstance(tower.embedding, EmbeddingBagCollection):
@@ -164,10 +160,9 @@ class ShardedTowerCollection(SPTTModule):
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
     def _check_per_sample(self, placement: Sequence[int], columns: Mapping[int, Sequence[tuple[str, int]]]) -> None:
-        """Finds the towers whose samples cannot share rows, among those given with their columns; collective.
+        """Leaves out, or refuses with an `InputError`, towers whose samples cannot share rows; collective.
 
-        Raises:
-            InputError: there is one, and they are to share rows all the same.
+        Those given with their columns are tried.
         """
         if self.unique == "off" or self._target_device.type == "meta":
             return

@@ -151,13 +151,7 @@ def distinct_inputs(
 
 
 class Bags:
-    """Bags of ids, with hashes that are the same for equal bags of any batch.
-
-    Args:
-        lengths: of each bag, [bags].
-        ids: of all bags, one after the other.
-        weights: of the ids; bags that differ in one, to the bit, differ.
-    """
+    """Bags of ids, with hashes that are the same for equal bags of any batch; weights that differ tell bags apart."""
 
     def __init__(self, lengths: Tensor, ids: Tensor, weights: Tensor | None) -> None:
         self.ids, self.weights, self.lengths = ids, weights, lengths.long()
@@ -265,10 +259,7 @@ def _mix(numbers: Tensor) -> Tensor:
 def why_not_per_sample(module: nn.Module, keys: Sequence[str], widths: Sequence[int]) -> str | None:
     """Says why a tower module does not compute each sample on its own; None if a trial shows nothing against it.
 
-    Args:
-        module: the tower module; a copy of it is run on random embeddings.
-        keys: names of the embeddings that it reads.
-        widths: their columns.
+    A copy of it is run on random embeddings of these names and widths.
     """
     for part in module.modules():
         if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):

@@ -45,10 +45,8 @@ class UnitedRows(NamedTuple):
 class HostRows:
     """Unites the rows of the ranks of a host, and returns what the towers answered; collective over the group.
 
-    Args:
-        group: the ranks of the host that share a tower, of whom each has a peer in every tower.
-        sizes: number of features of each group, of all towers.
-        tag: tag of the messages, the same on all ranks.
+    The ranks are those of the host that share a tower, each with a peer in every tower; ``sizes`` are the numbers of
+    features of all towers' groups, ``tag`` is that of the messages, the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int], *, tag: int) -> None:
@@ -59,10 +57,6 @@ class HostRows:
         self, ids: KeyedJaggedTensor, distinct: DistinctInputs
     ) -> tuple[KeyedJaggedTensor, DistinctInputs, UnitedRows]:
         """Sends the distinct inputs of this rank to the ranks that ask for them, and unites those that arrive.
-
-        Args:
-            ids: the distinct inputs, of each group as many as it has.
-            distinct: which samples have them.
 
         Returns:
             The distinct inputs that this rank asks the towers for, the rows of [G, R] that arrived which have them, and
@@ -87,14 +81,9 @@ class HostRows:
     def _by_rank(
         self, ids: KeyedJaggedTensor, parts: Sequence[Sequence[int]]
     ) -> tuple[KeyedJaggedTensor, list[list[list[int]]], Tensor]:
-        """Sorts rows by the rank that asks for them; as many features for each rank, one after the other.
+        """Sorts rows, of which there are ``parts`` [K][G], by the rank that asks for them: all features of each rank.
 
-        Args:
-            ids: rows of each feature, by micro-batch.
-            parts: number of rows, [K][G].
-
-        Returns:
-            The ids so, the number of rows [K][L][G], and the place of each row in its group, by micro-batch and rank.
+        Returns these ids, the number of rows [K][L][G], and each row's place in its group, by micro-batch and rank.
         """
         device, num_ranks, num_groups, num_features = ids.device(), self._group.size(), len(parts[0]), sum(self._sizes)
         lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()

@@ -198,14 +198,7 @@ class PlainTraining:
 
 
 class PlainTable:
-    """A table of one replica with its optimizer.
-
-    Args:
-        weight: [rows, columns], with a gradient when `step` is called.
-        widths: of its column shards.
-        settings: of FBGEMM's optimizer.
-        moment_scale: c.
-    """
+    """A table of one replica, [rows, columns] in column shards of some widths, with FBGEMM's optimizer; c its scale."""
 
     def __init__(
         self, weight: nn.Parameter, widths: Sequence[int], settings: Mapping[str, Any], moment_scale: float

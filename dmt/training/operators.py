@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
-from dmt.simulator.work import Operator, PartWork
+from dmt.simulator.steps import Operator, PartWork
 
 __all__ = ["ModelWork", "count_operators", "operators_of"]
 

@@ -21,9 +21,8 @@ from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import replica_costs
 from dmt.sharding.plan import imbalance_of
 from dmt.simulator.cluster import Cluster
-from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
+from dmt.simulator.steps import Load, PartWork, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import Timeline, simulate
-from dmt.simulator.work import PartWork
 from dmt.training.build import build_model
 from dmt.training.cluster_rates import planner_rates
 from dmt.training.config import SHARDING_OF_TOWERS, SHARDING_RATES, TrainingConfig

@@ -24,9 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter
 from dmt.collectives import gather_objects
-from dmt.hot_rows.choice import choose_rows, why_no_copies, why_not_chosen
+from dmt.hot_rows.costs import choose_rows, why_not_chosen
 from dmt.hot_rows.profile import AccessProfile
-from dmt.hot_rows.runtime import HotRows
+from dmt.hot_rows.runtime import HotRows, why_no_copies
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.sptt.hot import HomeTable, HotCopies
 from dmt.sptt.hot_sum import TouchedRowsSum

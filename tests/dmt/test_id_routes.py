@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -27,6 +28,7 @@ from dmt import (
     TowerCollectionSharder,
     TowerMesh,
     TowerPlan,
+    TowerShardingPlanner,
     TowerTopology,
     TrafficMeter,
 )
@@ -279,18 +281,27 @@ def test_ids_arrive_in_peer_order(towers: int, ranks: int) -> None:
 
 
 def refusal_on_rank(rank: int) -> None:
-    """All ranks of the job hear of the fault, whichever tower has it."""
-    data = Case(towers=2, ranks=2, layout=((("whole",),), (("whole", "data"),)))
-    mesh = data.mesh()
-    with pytest.raises(
-        InputError, match=r"Table 't2' in tower 1 is data_parallel, .* Use id_route='peer', or another scheme"
+    """All ranks of the job hear of the fault before anything is sharded, whichever tower has it."""
+    mesh, towers = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)), TowerPlan.from_lists([["f0"], ["f1"]])
+    for pooling, scheme, why in (
+        (PoolingType.SUM, "data_parallel", "id_route='global' sends every rank's ids"),
+        (PoolingType.MEAN, "row_wise", "it has mean pooling, and with id_route='global'"),
     ):
-        GlobalIdRoute(mesh, shard_all(data, placed_tables(data)[mesh.tower], mesh))
-    mean = Case(towers=2, ranks=2, layout=((("whole", "rows"),), (("whole",),)), pooling="MEAN")
-    with pytest.raises(
-        InputError, match=r"Table 't1' in tower 0 is row_wise with mean pooling, .* Use id_route='peer'"
-    ):
-        GlobalIdRoute(mesh, shard_all(mean, placed_tables(mean)[mesh.tower], mesh))
+        tables = [
+            EmbeddingBagConfig(
+                name=f"t{i}", num_embeddings=8, embedding_dim=4, feature_names=[f"f{i}"], pooling=pooling
+            )
+            for i in range(2)
+        ]
+        peer, globally = (
+            SPTTEmbeddingBagCollectionSharder(mesh, towers, id_route=route) for route in ("peer", "global")
+        )
+        model = torch.nn.Sequential(EmbeddingBagCollection(tables=tables))
+        plan = TowerShardingPlanner(mesh.topology, pinned={"t0": "table_wise", "t1": scheme}).plan(model, [peer])
+        with pytest.raises(
+            InputError, match=rf"'t1' in tower 1 is {scheme}, but {why}.* Use id_route='peer', or another scheme"
+        ):
+            DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[globally])
 
 
 def test_what_the_global_route_cannot_carry_is_refused_by_name() -> None:

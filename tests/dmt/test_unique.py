@@ -32,7 +32,7 @@ from dmt import (
 )
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.peer_exchange import PeerExchange
-from dmt.sptt.rows import JoinedRows, PartRows, TakenRows, filled_up, micro_batch_sizes, rows_by_part
+from dmt.sptt.rows import PartRows, filled_up, micro_batch_sizes, rows_by_part, taken_rows
 from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic, TrafficMeter
@@ -196,8 +196,8 @@ HOST_FAULTS = ("mean of a host", "rows of another rank")
 def with_fault(fault: str) -> pytest.MonkeyPatch:
     patch = pytest.MonkeyPatch()
     if fault == "wrong inverse":
-        taken = dmt.sptt.dataflow.TakenRows
-        patch.setattr(dmt.sptt.dataflow, "TakenRows", lambda parts, inverse: taken(parts, inverse.roll(1, dims=1)))
+        taken = dmt.sptt.dataflow.taken_rows
+        patch.setattr(dmt.sptt.dataflow, "taken_rows", lambda parts, inverse: taken(parts, inverse.roll(1, dims=1)))
     elif fault == "gradients not summed":
         patch.setattr(dmt.sptt.rows.F, "embedding", first_gradient)
     elif fault == "stale inverse":
@@ -354,7 +354,7 @@ class Arrived:
 def test_gradients_of_many_samples_are_summed_in_fp32() -> None:
     """In BF16 a sum of ones stops at 256."""
     rows = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    taken = TakenRows(JoinedRows([Arrived(rows)]), torch.zeros(1, 4096, dtype=torch.int64)).wait()
+    taken = taken_rows([Arrived(rows)], torch.zeros(1, 4096, dtype=torch.int64))
     assert taken.dtype == torch.bfloat16
     taken.backward(torch.ones_like(taken))
     assert rows.grad is not None

@@ -8,9 +8,8 @@ import pytest
 
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveRates
-from dmt.simulator.steps import Load, StepWork, flat_step, tower_step
+from dmt.simulator.steps import Load, Operator, PartWork, StepWork, flat_step, tower_step
 from dmt.simulator.timeline import simulate
-from dmt.simulator.work import Operator, PartWork
 
 
 def part(flops: float) -> PartWork:
