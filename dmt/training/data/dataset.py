@@ -65,24 +65,6 @@ class ValidationReport:
     """Malformed rows that were left out (only with ``skip_bad_lines``)."""
 
 
-def open_source(
-    config: DataConfig,
-    *,
-    embedding_dim: int | None = None,
-    embedding_dims: Mapping[str, int] | None = None,
-    data_type: Literal["FP32", "FP16"] = "FP32",
-    column_splits: Mapping[str, Sequence[int]] | None = None,
-) -> ClickData:
-    """Opens the data of a run; for arguments, errors and an example see `ClickData`."""
-    return ClickData(
-        config,
-        embedding_dim=embedding_dim,
-        embedding_dims=embedding_dims,
-        data_type=data_type,
-        column_splits=column_splits,
-    )
-
-
 class ClickData:
     """Rows of clicks as batches for W ranks. Finds the files, the columns and the tables; reads no row yet.
 
@@ -589,6 +571,10 @@ def _joined(parts: Sequence[Rows | PackedRows]) -> Rows | PackedRows:
     kind: Any = type(parts[0])
     joined: Rows | PackedRows = kind.concat(parts)
     return joined
+
+
+open_source = ClickData
+"""Opens the data of a run."""
 
 
 def fingerprint(file: str) -> tuple[int, int]:
