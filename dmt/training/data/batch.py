@@ -19,9 +19,8 @@ from dmt.errors import InputError, did_you_mean
 from dmt.plan.split_across_towers import split_ids
 from dmt.training.data.encode import out_of_range
 from dmt.training.data.packed import PackedRows, RowLayout
-from dmt.training.data.rows import Rows
 
-__all__ = ["ClickBatch", "check_ids", "make_batch", "packed_batch"]
+__all__ = ["ClickBatch", "check_ids", "make_batch"]
 
 
 @dataclass
@@ -69,59 +68,38 @@ class ClickBatch(Pipelineable):
         return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
 
 
-def make_batch(rows: Rows, feature_names: Sequence[str], batch_size: int) -> ClickBatch:
+def make_batch(rows: PackedRows, layout: RowLayout, feature_names: Sequence[str], batch_size: int) -> ClickBatch:
     """Makes a batch of rows, filled up to ``batch_size`` with rows of weight 0.
 
     A filling row has label 0, dense features 0, id 0 in features with one id per row and an empty bag in the others.
 
     Example:
-        >>> from dmt.training.data.rows import Bags
+        >>> from dmt.training.data.rows import Bags, Rows
+        >>> layout = RowLayout(num_dense=2, is_bag=(False,), wide=False)
         >>> rows = Rows(np.ones(1, np.float32), np.ones((1, 2), np.float32), (Bags(np.array([7])),))
-        >>> batch = make_batch(rows, ["C1"], batch_size=2)
+        >>> batch = make_batch(layout.pack(rows), layout, ["C1"], batch_size=2)
         >>> batch.weights.tolist(), batch.sparse_features.values().tolist()
         ([1.0, 0.0], [7, 0])
     """
-    fill = batch_size - rows.num_rows
-    assert fill >= 0, f"{rows.num_rows} rows in a batch of {batch_size}"
-    values, lengths = [], []
-    for bags in rows.bags:
-        single = bags.offsets is None
-        values.extend([bags.values, np.zeros(fill if single else 0, dtype=np.int64)])
-        lengths.extend([bags.lengths, np.full(fill, int(single), dtype=np.int64)])
-    sparse = KeyedJaggedTensor(
-        keys=list(feature_names),
-        values=torch.from_numpy(np.concatenate(values)),
-        lengths=torch.from_numpy(np.concatenate(lengths)),
-        stride=batch_size,
-    )
-    # np.pad copies, so that the batch does not keep a whole block of rows alive.
-    return ClickBatch(
-        dense_features=torch.from_numpy(np.pad(rows.dense, ((0, fill), (0, 0)))),
-        sparse_features=sparse,
-        labels=torch.from_numpy(np.pad(rows.labels, (0, fill))),
-        weights=torch.from_numpy(np.pad(np.ones(rows.num_rows, dtype=np.float32), (0, fill))),
-    )
-
-
-def packed_batch(rows: PackedRows, layout: RowLayout, feature_names: Sequence[str], batch_size: int) -> ClickBatch:
-    """Makes the batch that `make_batch` makes of the unpacked rows."""
-    if layout.wide or any(layout.is_bag):
-        return make_batch(layout.unpack(rows), feature_names, batch_size)
-    # One id of 32 bits for each feature: in one go.
-    num_rows, first = rows.num_rows, 1 + layout.num_dense
+    num_rows = rows.num_rows
+    fill = batch_size - num_rows
+    assert fill >= 0, f"{num_rows} rows in a batch of {batch_size}"
     labels, dense = np.zeros(batch_size, np.float32), np.zeros((batch_size, layout.num_dense), np.float32)
     labels[:num_rows] = rows.words[:, 0].view(np.float32)
-    dense[:num_rows] = rows.words[:, 1:first].view(np.float32)
-    ids = np.zeros((len(feature_names), batch_size), np.int64)
-    ids[:, :num_rows] = rows.words[:, first:].T
+    dense[:num_rows] = rows.words[:, 1 : 1 + layout.num_dense].view(np.float32)
+    values, lengths = [], []
+    for ids, numbers in layout.ids(rows):
+        single = numbers is None
+        values += [ids, np.zeros(fill if single else 0, np.int64)]
+        lengths += [np.ones(num_rows, np.int64) if numbers is None else numbers, np.full(fill, int(single), np.int64)]
     weights = torch.zeros(batch_size)
     weights[:num_rows] = 1
     return ClickBatch(
         dense_features=torch.from_numpy(dense),
         sparse_features=KeyedJaggedTensor(
             keys=list(feature_names),
-            values=torch.from_numpy(ids.reshape(-1)),
-            lengths=torch.ones(ids.size, dtype=torch.int64),
+            values=torch.from_numpy(np.concatenate(values)),
+            lengths=torch.from_numpy(np.concatenate(lengths)),
             stride=batch_size,
         ),
         labels=torch.from_numpy(labels),

@@ -18,20 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder, FileBlock
 from dmt.training.data.packed import PackedRows
-from dmt.training.data.passes import FilePass, Split, check_same, make_reader, row_layout
+from dmt.training.data.passes import FilePass, Split, check_same, make_reader
 from dmt.training.data.pieces import Piece, pieces_of
 from dmt.training.data.readers import count_value
-from dmt.training.data.rows import Bags, Block, Rows, every_row, limit, own_rows, shuffled, skip, spread_split
+from dmt.training.data.rows import Block, Rows, every_row, limit, shuffled, skip, spread_split
 from dmt.training.data.schema import expand_path, resolve_columns
-from dmt.training.data.sharing import Chunk, shares
+from dmt.training.data.sharing import Chunk, RankShare
 from dmt.training.data.source import RowSource
 from dmt.training.data.source_pass import SourcePass
 from dmt.training.data.storage import file_version, is_remote, remote_fingerprint
@@ -232,10 +230,9 @@ class ClickData:
     def rows(self, split: Split) -> Iterator[Rows]:
         """Yields the rows of a split in the order of a pass (epoch 0), a block at a time; errors as in `batches`."""
         seen = 0
-        for parts, number in self._own_rows(split, 0, 1, 1, 0, 0, None, None):
+        for packed, number in self._own_rows(split, 0, 1, 1, 0, 0, None, None):
             seen = number
-            for part in parts:
-                yield part if isinstance(part, Rows) else row_layout(self._encoder).unpack(part)
+            yield self._encoder.layout.unpack(packed)
         self._check_not_empty(split, seen)
 
     def with_hashes(self, number: int) -> ClickData:
@@ -405,7 +402,7 @@ class ClickData:
     def _batches(
         self,
         split: Split,
-        own: Iterator[tuple[Sequence[Rows | PackedRows], int]],
+        own: Iterator[tuple[PackedRows, int]],
         batch_size: int,
         start_row: int,
         *,
@@ -415,13 +412,13 @@ class ClickData:
         """Makes batches of this rank's rows, which come with the rows of the stream seen so far."""
         global_batch = world_size * batch_size
         seen = emitted = 0
-        waiting: list[Rows | PackedRows] = []
-        for parts, seen in own:
-            waiting.extend(parts)
+        waiting = [self._encoder.layout.empty()]
+        for part, seen in own:
+            waiting.append(part)
             ready = max(seen - start_row, 0) // global_batch - emitted
             if ready:
                 # Own rows of an incomplete global batch wait: it may turn out to be the ragged last one.
-                rows = _joined(waiting)
+                rows = PackedRows.concat(waiting)
                 for i in range(ready):
                     yield self._batch_of(rows.slice(i * batch_size, (i + 1) * batch_size), batch_size)
                 waiting = [rows.slice(ready * batch_size, rows.num_rows)]
@@ -430,7 +427,7 @@ class ClickData:
         self._num_rows[split] = seen
         ragged = max(seen - start_row, 0) - emitted * global_batch
         if split == "eval" and ragged:
-            yield self._batch_of(_joined(waiting or [self._no_rows()]), batch_size)
+            yield self._batch_of(PackedRows.concat(waiting), batch_size)
         if split == "train":
             if not emitted and not start_row:
                 raise InputError(
@@ -440,14 +437,10 @@ class ClickData:
             if ragged and rank == 0:
                 logger.info("Left out the last %d of %d training rows: less than a global batch.", ragged, seen)
 
-    def _batch_of(self, rows: Rows | PackedRows, batch_size: int) -> ClickBatch:
-        from dmt.training.data.batch import make_batch, packed_batch  # TorchRec takes seconds to import
+    def _batch_of(self, rows: PackedRows, batch_size: int) -> ClickBatch:
+        from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
-        if isinstance(rows, PackedRows):
-            batch = packed_batch(rows, row_layout(self._encoder), self.feature_names, batch_size)
-        else:
-            batch = make_batch(rows, self.feature_names, batch_size)
-        return batch.split_columns(self._splits)
+        return make_batch(rows, self._encoder.layout, self.feature_names, batch_size).split_columns(self._splits)
 
     def _own_rows(
         self,
@@ -459,11 +452,10 @@ class ClickData:
         start_row: int,
         bookmark: Mapping[str, Any] | None,
         group: dist.ProcessGroup | None,
-    ) -> Iterator[tuple[Sequence[Rows | PackedRows], int]]:
+    ) -> Iterator[tuple[PackedRows, int]]:
         """Yields a rank's rows in stream order, some at a time, and the rows of the stream seen by then."""
         seen, first, most = 0, self._first_of_block(split, start_row), self._most_rows(split)
-        place = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
-        is_in_turns = False
+        share, is_in_turns = RankShare(rank, world_size, batch_size, self._encoder.layout, None), False
         if self._clicks is not None:
             blocks = limit(self._draw(split), most)
         else:
@@ -475,6 +467,7 @@ class ClickData:
             there = self._pass(split, epoch, group, workers=workers, quiet=rank != 0)
             self._passes[split] = there
             self._bad_lines[split], is_in_turns = there.bad_lines, there.is_in_turns
+            share = replace(share, group=there.group)
             before = there.start_at(bookmark, first)
             seen = 0 if before is None else first
             blocks = limit(there.blocks(), None if most is None else max(most - (before or 0), 0))
@@ -483,18 +476,9 @@ class ClickData:
         if size := self._shuffled_rows(split):
             seed, by_request = (self.config.shuffle_seed, epoch), self.config.group_by is not None
             chunks = shuffled(blocks, size, seed=seed, by_request=by_request, number=seen // size)
-        if is_in_turns:
-            group = there.group
-            for parts, number in shares(
-                chunks, start_row=start_row - seen, layout=row_layout(self._encoder), group=group, **place
-            ):
-                seen += number
-                yield parts, seen
-            return
-        for chunk, order in chunks:
-            rest, start = order[max(start_row - seen, 0) :], max(seen - start_row, 0)
-            seen += len(order)
-            yield own_rows(chunk, rest, start=start, **place), seen
+        for rows, number in (share.exchanged if is_in_turns else share.decoded)(chunks, start_row - seen):
+            seen += number
+            yield rows, seen
 
     def _shuffled_rows(self, split: Split) -> int:
         """Rows of the blocks that are shuffled; 0 if none are."""
@@ -545,13 +529,6 @@ class ClickData:
             values_met=self._splits_seen,
         )
 
-    def _no_rows(self) -> Rows:
-        bags = (
-            Bags(np.zeros(0, np.int64), np.zeros(1, np.int64) if name in self._encoder.multi_hot else None)
-            for name in self.feature_names
-        )
-        return Rows(np.zeros(0, np.float32), np.zeros((0, len(self.dense_names)), np.float32), tuple(bags))
-
     def _check_not_empty(self, split: Split, rows: int) -> None:
         if rows:
             return
@@ -564,13 +541,6 @@ class ClickData:
         elif not (self.config.eval_path or (self._source is not None and self._source.has_splits)):
             why = f"Give more data, or change eval_fraction={self.config.eval_fraction}."
         raise InputError(f"The {split} split has no rows in {shorten(files, most=1)}. {why}")
-
-
-def _joined(parts: Sequence[Rows | PackedRows]) -> Rows | PackedRows:
-    """Returns rows of one kind, one part after another."""
-    kind: Any = type(parts[0])
-    joined: Rows | PackedRows = kind.concat(parts)
-    return joined
 
 
 open_source = ClickData

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.plan.distinct import mix_bits
+from dmt.training.data.packed import RowLayout
 from dmt.training.data.rows import Bags, Rows
 from dmt.training.data.textfile import lines_before
 from dmt.training.data.times import TimePart
@@ -110,6 +111,13 @@ class Encoder:
     """Sources of the dense and categorical columns that are parts of times; the latter hold rows of their tables."""
     salts: Mapping[str, str] = field(default_factory=dict)
     """Texts that salt the hashes of features whose own name does not: features with one salt hash alike."""
+
+    @property
+    def layout(self) -> RowLayout:
+        """Layout of the rows in their packed form."""
+        sizes = self.num_embeddings
+        is_bag = tuple(name in self.multi_hot for name in sizes)
+        return RowLayout(len(self.dense), is_bag, wide=max(sizes.values(), default=0) > 2**31)
 
     def encode(self, table: pa.Table, labels: NDArray[np.float32], place: Place) -> Rows:
         """Decodes all rows of a table of dense (numbers) and categorical columns; labels are float32 [n].

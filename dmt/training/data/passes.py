@@ -16,13 +16,12 @@ from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder
-from dmt.training.data.packed import RowLayout
 from dmt.training.data.pieces import Piece, shuffled_pieces
 from dmt.training.data.readers import ColumnReader, CriteoReader, FileReader
 from dmt.training.data.rows import Block, spread_split
 from dmt.training.data.sharing import PieceReader, read_in_turns
 
-__all__ = ["Bookmark", "FilePass", "Split", "check_same", "make_reader", "row_layout"]
+__all__ = ["Bookmark", "FilePass", "Split", "check_same", "make_reader"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,13 +67,6 @@ def make_reader(config: DataConfig, encoder: Encoder, split_value: str | None = 
         shared.pop("splits_seen", None)
         return CriteoReader(**shared)
     return ColumnReader(config=config, split=split_value, **shared)
-
-
-def row_layout(encoder: Encoder) -> RowLayout:
-    """Returns the layout of the rows that an encoder makes."""
-    sizes = encoder.num_embeddings
-    is_bag = tuple(name in encoder.multi_hot for name in sizes)
-    return RowLayout(len(encoder.dense), is_bag, wide=max(sizes.values(), default=0) > 2**31)
 
 
 class FilePass:
@@ -207,7 +199,7 @@ class FilePass:
         rank, world_size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         pieces = self._pieces[self._first :]
         open_reader = partial(make_reader, self._config, self._encoder, self.split_value)
-        read = PieceReader(open_reader, row_layout(self._encoder))
+        read = PieceReader(open_reader, self._encoder.layout)
         own = pieces[rank::world_size]
         if self._config.workers and own:
             from dmt.training.data.workers import read_ahead

@@ -22,7 +22,6 @@ __all__ = [
     "SelectedRows",
     "every_row",
     "limit",
-    "own_rows",
     "shuffled",
     "skip",
     "spread_split",
@@ -58,23 +57,8 @@ class Bags:
         lengths = np.diff(self.offsets)[order]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         # Position of every kept id: where its bag starts in the source, plus its place within the bag.
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-        return Bags(self.values[np.repeat(self.offsets[order], lengths) + within], offsets)
-
-    def slice(self, start: int, stop: int) -> Bags:
-        """Returns rows start to stop."""
-        if self.offsets is None:
-            return Bags(self.values[start:stop])
-        offsets = self.offsets[start : stop + 1]
-        return Bags(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
-
-    @staticmethod
-    def concat(parts: Sequence[Bags]) -> Bags:
-        """Returns the rows of all parts, one after another."""
-        values = np.concatenate([part.values for part in parts])
-        if parts[0].offsets is None:
-            return Bags(values)
-        return Bags(values, np.concatenate([[0], np.cumsum(np.concatenate([part.lengths for part in parts]))]))
+        places = np.arange(offsets[-1]) + np.repeat(self.offsets[order] - offsets[:-1], lengths)
+        return Bags(self.values[places], offsets)
 
 
 @dataclass(frozen=True)
@@ -96,21 +80,6 @@ class Rows:
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Returns the rows at these positions, in their order."""
         return Rows(self.labels[index], self.dense[index], tuple(bags.take(index) for bags in self.bags))
-
-    def slice(self, start: int, stop: int) -> Rows:
-        """Returns rows start to stop, without a copy of labels and dense features."""
-        return Rows(self.labels[start:stop], self.dense[start:stop], tuple(b.slice(start, stop) for b in self.bags))
-
-    @staticmethod
-    def concat(parts: Sequence[Rows]) -> Rows:
-        """Returns the rows of all parts (at least one), one after another."""
-        if len(parts) == 1:
-            return parts[0]
-        return Rows(
-            np.concatenate([part.labels for part in parts]),
-            np.concatenate([part.dense for part in parts]),
-            tuple(Bags.concat(same) for same in zip(*(part.bags for part in parts), strict=True)),
-        )
 
 
 class Block(Protocol):
@@ -253,35 +222,3 @@ def _random_order(chunk: Sequence[Block], seed: Sequence[int], by_request: bool)
         return random.permutation(sum(block.num_rows for block in chunk))
     found, request = np.unique(np.concatenate([block.requests for block in chunk]), return_inverse=True)
     return np.argsort(random.permutation(len(found))[request], kind="stable")
-
-
-def own_rows(
-    chunk: Sequence[Block], order: NDArray[np.int64], *, start: int, rank: int, world_size: int, batch_size: int
-) -> list[Rows]:
-    """Decodes a rank's own rows of a chunk: row g of the stream belongs to rank ``g // B mod W``.
-
-    Row ``order[i]``, counted over all blocks of the chunk, is row ``start + i`` of the stream.
-
-    Returns:
-        The rank's rows in stream order, as one part; an empty list if there are none.
-
-    Example:
-        >>> block = Rows(np.arange(6, dtype=np.float32), np.zeros((6, 0), np.float32), ())
-        >>> own_rows([block], np.arange(6), start=0, rank=1, world_size=2, batch_size=2)[0].labels.tolist()
-        [2.0, 3.0]
-    """
-    position = np.arange(start, start + len(order))
-    mine = order[(position // batch_size) % world_size == rank]
-    if not len(mine):
-        return []
-    # Decode block by block in reading order (columns are encoded per block), then bring into stream order.
-    reading = np.sort(mine)
-    bounds = np.cumsum([0, *(block.num_rows for block in chunk)])
-    cuts = np.searchsorted(reading, bounds)
-    parts = [
-        block.rows(reading[cuts[i] : cuts[i + 1]] - bounds[i]) for i, block in enumerate(chunk) if cuts[i] < cuts[i + 1]
-    ]
-    rows = Rows.concat(parts)
-    if len(reading) > 1 and (np.diff(mine) < 0).any():
-        rows = rows.rows(np.searchsorted(reading, mine))
-    return [rows]

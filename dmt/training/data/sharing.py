@@ -26,7 +26,7 @@ from dmt.training.data.pieces import Piece
 from dmt.training.data.readers import FileReader
 from dmt.training.data.rows import Block, Rows, SelectedRows, every_row
 
-__all__ = ["Chunk", "HeldRows", "PieceReader", "PieceReport", "read_in_turns", "shares"]
+__all__ = ["Chunk", "HeldRows", "PieceReader", "PieceReport", "RankShare", "read_in_turns"]
 
 Chunk = tuple[list[Block], NDArray[np.int64]]
 """Blocks of rows, and the order in which they come; see `dmt.training.data.rows.shuffled`."""
@@ -137,7 +137,7 @@ class HeldRows:
 
     def rows(self, index: NDArray[np.int64]) -> Rows:
         """Refuses to decode the rows: most are on other ranks."""
-        raise NotImplementedError("rows of a piece are shared out, see shares()")
+        raise NotImplementedError("rows of a piece are shared out, see RankShare.exchanged")
 
 
 def read_in_turns(
@@ -174,63 +174,85 @@ def read_in_turns(
                 raise InputError(report.fault)
 
 
-def shares(
-    chunks: Iterable[Chunk],
-    *,
-    start_row: int,
-    rank: int,
-    world_size: int,
-    batch_size: int,
-    layout: RowLayout,
-    group: dist.ProcessGroup | None,
-) -> Iterator[tuple[list[PackedRows], int]]:
-    """Yields this rank's rows of the stream, some at a time; collective over the group.
-
-    Row g of the stream, counted from ``start_row``, belongs to rank ``g // B mod W``.
-
-    Yields:
-        The rows of this rank, in stream order, as one part or none; and how many rows of the stream that covers.
-
-    Raises:
-        InputError: the stream has come to rows that cannot be read or encoded; on all ranks.
-    """
-    waiting: list[Chunk] = []
-    covered = at = 0
-    enough = 1 if group is None else world_size * _EXCHANGE_ROWS
-    stream = _Stream(rank, world_size, batch_size, layout, group)
-    chunks, fault, more = iter(chunks), None, True
-    while more:
-        try:
-            waiting.append(next(chunks))
-            covered += len(waiting[-1][1])
-        except StopIteration:
-            more = False
-        except InputError as error:  # on all ranks: the rows before it come first
-            fault, more = error, False
-        if waiting and (covered >= enough or not more):
-            rows, usable, message = stream.own_rows(waiting, at - start_row)
-            yield rows, usable
-            if message is not None:
-                raise InputError(message)
-            waiting, covered, at = [], 0, at + covered
-    if fault is not None:
-        raise fault
-
-
 @dataclass(frozen=True)
-class _Stream:
+class RankShare:
+    """The share of a rank in a stream of rows: row g, counted from ``start_row``, belongs to rank ``g // B mod W``."""
+
     rank: int
     world_size: int
     batch_size: int
     layout: RowLayout
     group: dist.ProcessGroup | None
+    """The ranks that hold rows of the stream; None: this one holds all."""
 
-    def own_rows(self, chunks: Sequence[Chunk], start: int) -> tuple[list[PackedRows], int, str | None]:
-        """Shares consecutive chunks out, the first row of which is row ``start``; rows before row 0 are nobody's.
+    def decoded(self, chunks: Iterable[Chunk], start_row: int) -> Iterator[tuple[PackedRows, int]]:
+        """Yields this rank's rows of each chunk, in stream order, and the rows of the chunk; decodes no others.
+
+        Example:
+            >>> layout = RowLayout(num_dense=0, is_bag=(), wide=False)
+            >>> block = Rows(np.arange(6, dtype=np.float32), np.zeros((6, 0), np.float32), ())
+            >>> share = RankShare(rank=1, world_size=2, batch_size=2, layout=layout, group=None)
+            >>> [(layout.unpack(rows).labels.tolist(), n) for rows, n in share.decoded([([block], np.arange(6))], 0)]
+            [([2.0, 3.0], 6)]
+        """
+        at = -start_row
+        for blocks, order in chunks:
+            mine = order[self._takers(at, len(order)) == self.rank]
+            at += len(order)
+            # Decode block by block in reading order (columns are encoded per block), then bring into stream order.
+            reading = np.sort(mine)
+            bounds = np.cumsum([0, *(block.num_rows for block in blocks)])
+            parts = np.split(reading, np.searchsorted(reading, bounds[1:-1]))
+            packed = [
+                self.layout.pack(block.rows(part - first))
+                for block, part, first in zip(blocks, parts, bounds, strict=False)
+                if len(part)
+            ]
+            rows = PackedRows.concat(packed or [self.layout.empty()])
+            in_order = (np.diff(mine) > 0).all()
+            yield rows if in_order else rows.take(np.searchsorted(reading, mine)), len(order)
+
+    def exchanged(self, chunks: Iterable[Chunk], start_row: int) -> Iterator[tuple[PackedRows, int]]:
+        """Yields this rank's rows of chunks of `HeldRows`, some at a time; collective over the group.
+
+        Yields:
+            The rows of this rank, in stream order; and how many rows of the stream that covers.
+
+        Raises:
+            InputError: the stream has come to rows that cannot be read or encoded; on all ranks.
+        """
+        waiting: list[Chunk] = []
+        covered, at = 0, -start_row
+        enough = 1 if self.group is None else self.world_size * _EXCHANGE_ROWS
+        chunks, fault, more = iter(chunks), None, True
+        while more:
+            try:
+                waiting.append(next(chunks))
+                covered += len(waiting[-1][1])
+            except StopIteration:
+                more = False
+            except InputError as error:  # on all ranks: the rows before it come first
+                fault, more = error, False
+            if waiting and (covered >= enough or not more):
+                rows, usable, message = self._own_rows(waiting, at)
+                yield rows, usable
+                if message is not None:
+                    raise InputError(message)
+                waiting, covered, at = [], 0, at + covered
+        if fault is not None:
+            raise fault
+
+    def _takers(self, start: int, number: int) -> NDArray[np.int64]:
+        """Returns the rank that each of these rows belongs to; -1 of rows before row 0, which are nobody's."""
+        position = np.arange(start, start + number)
+        return np.where(position < 0, -1, position // self.batch_size % self.world_size)
+
+    def _own_rows(self, chunks: Sequence[Chunk], start: int) -> tuple[PackedRows, int, str | None]:
+        """Shares consecutive chunks out, the first row of which is row ``start``.
 
         Returns:
-            This rank's rows, as one part or none; the number of rows covered: all, or those before one that cannot be
-            encoded; and then the message of that one.
+            This rank's rows; the number of rows covered: all, or those before one that cannot be encoded; and then the
+            message of that one.
         """
         held: dict[int, tuple[int, PackedRows]] = {}  # pieces of this rank, each with the place of its first row
         messages: list[str] = []
@@ -241,13 +263,12 @@ class _Stream:
             end = begin + int(unfit[0])
             message = messages[place[end]]
         holder, place = holder[begin:end], place[begin:end]
-        position = np.arange(start + begin, start + begin + len(holder))
-        taker = (position // self.batch_size % self.world_size).astype(np.uint16)
+        taker = self._takers(start + begin, len(holder)).astype(np.uint16)
         mine = np.flatnonzero(taker == self.rank)
         source = [packed for _, packed in held.values()] or [self.layout.empty()]
         if self.group is None:
-            return ([PackedRows.take_from(source, place[mine])] if len(mine) else []), end, message
-        sent = np.flatnonzero(holder == self.group.rank())
+            return PackedRows.take_from(source, place[mine]), end, message
+        sent = np.flatnonzero(holder == self.rank)
         sent = sent[np.argsort(taker[sent], kind="stable")]
         by_holder = np.argsort(holder[mine], kind="stable")
         arrived = self._exchange(
@@ -257,7 +278,7 @@ class _Stream:
         )
         order = np.empty(len(mine), np.int64)
         order[by_holder] = np.arange(len(mine))
-        return ([arrived.take(order)] if len(mine) else []), end, message
+        return arrived.take(order), end, message
 
     def _rows_of(
         self, chunk: Chunk, held: dict[int, tuple[int, PackedRows]], messages: list[str]

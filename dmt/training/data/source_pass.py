@@ -25,7 +25,6 @@ from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder, Place
 from dmt.training.data.packed import PackedRows
-from dmt.training.data.passes import row_layout
 from dmt.training.data.pieces import Piece
 from dmt.training.data.readers import ColumnReader, Part, readable_part, used_columns
 from dmt.training.data.rows import Block, spread_split
@@ -214,7 +213,7 @@ class SourcePass:
 
     def _turn(self, stream: ShardStream | None) -> tuple[PieceReport, PackedRows]:
         """Reads the next turn of a shard; None: of one that is there to give every rank equally many."""
-        layout = row_layout(self._encoder)
+        layout = self._encoder.layout
         if stream is None:
             return PieceReport(), layout.empty()
         used, before = used_columns(self._config, self._encoder), ShardPosition()

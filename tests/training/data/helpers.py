@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dmt.training.data.packed import PackedRows, RowLayout
+
 REAL = Path("/work/shared/data")
 needs_real_data = pytest.mark.skipif(not (REAL / "flights.parquet").exists(), reason="the shared real data are absent")
 
@@ -22,6 +24,12 @@ def numbered_lines(count):
 def write(path, lines, end="\n"):
     path.write_bytes((end.join(lines) + end).encode())
     return str(path)
+
+
+def joined(parts):
+    """The decoded rows of all parts, one after another."""
+    layout = RowLayout(parts[0].dense.shape[1], tuple(b.offsets is not None for b in parts[0].bags), wide=True)
+    return layout.unpack(PackedRows.concat([layout.pack(rows) for rows in parts]))
 
 
 def real_rows(batches):

@@ -24,7 +24,7 @@ from dmt.errors import InputError
 from dmt.training.data import pieces
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder
-from dmt.training.data.passes import make_reader, row_layout
+from dmt.training.data.passes import make_reader
 from dmt.training.data.readers import CriteoReader
 from dmt.training.data.sharing import PieceReader
 from dmt.training.data.workers import BatchThread, read_ahead
@@ -51,7 +51,7 @@ def main() -> None:
     config = DataConfig(kind="criteo_tsv", train_path=file)
     columns: dict[str, Any] = {"dense": ["I1"], "num_embeddings": {"C1": 1000}, "multi_hot": frozenset()}
     encoder = Encoder(**columns, list_separator="|", id_mode="hash", signed_log1p=False)
-    read = PieceReader(partial(make_reader, config, encoder), row_layout(encoder))
+    read = PieceReader(partial(make_reader, config, encoder), encoder.layout)
     pieces.PIECE_BYTES = 400
     cut = pieces.pieces_of([file])
     ahead = BatchThread().ahead(read_ahead(read, cut, 2))

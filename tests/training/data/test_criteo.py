@@ -15,11 +15,11 @@ from dmt.errors import InputError
 from dmt.training.data.encode import Encoder, hash_rows
 from dmt.training.data.pieces import Piece
 from dmt.training.data.readers import CriteoReader
-from dmt.training.data.rows import Rows, every_row
+from dmt.training.data.rows import every_row
 from dmt.training.data.schema import CRITEO_CATEGORICAL, CRITEO_DENSE
 from dmt.training.data.textfile import text_blocks
 
-from .helpers import criteo_line, numbered_lines, write
+from .helpers import criteo_line, joined, numbered_lines, write
 
 ENCODER = Encoder(
     dense=CRITEO_DENSE,
@@ -34,7 +34,7 @@ ENCODER = Encoder(
 def read(*paths, skip=False):
     reader = CriteoReader(encoder=ENCODER, skip_bad_lines=skip)
     blocks = list(reader.blocks([Piece(path) for path in paths]))
-    rows = Rows.concat([b.rows(every_row(b)) for b in blocks]) if blocks else None
+    rows = joined([b.rows(every_row(b)) for b in blocks]) if blocks else None
     return rows, [int(n) for b in blocks for n in b.place.numbers], reader
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dmt.errors import InputError
 from dmt.training.data import pieces, sharing
-from dmt.training.data.batch import make_batch, packed_batch
+from dmt.training.data.batch import make_batch
 from dmt.training.data.config import DataConfig
 from dmt.training.data.dataset import Split, open_source
 from dmt.training.data.packed import PackedRows, RowLayout
@@ -360,8 +360,15 @@ def test_a_batch_of_packed_rows_is_that_of_the_rows(with_bags: bool, wide: bool)
     parts = [packed.slice(0, 7), packed.slice(7, 8), packed.slice(8, 20)]
     order = draw.permutation(20)[:13]
     taken = PackedRows.take_from(parts, order)
-    assert same(packed_batch(taken, layout, names, 16), make_batch(rows.rows(order), names, 16))
-    assert same(packed_batch(taken.slice(2, 5), layout, names, 3), make_batch(rows.rows(order[2:5]), names, 3))
+    for part, own, size in ((taken, order, 16), (taken.slice(2, 5), order[2:5], 3)):
+        batch, wanted, fill = make_batch(part, layout, names, size), rows.rows(own), size - len(own)
+        assert batch.labels.tolist() == [*wanted.labels, *[0] * fill]
+        assert batch.weights.tolist() == [1] * len(own) + [0] * fill
+        assert batch.dense_features.tolist() == [*wanted.dense.tolist(), *[[0, 0]] * fill]
+        for name, bag in zip(names, wanted.bags, strict=True):
+            found, filled = batch.sparse_features[name], [int(bag.offsets is None)] * fill
+            assert found.lengths().tolist() == [*bag.lengths, *filled]
+            assert found.values().tolist() == [*bag.values, *[0] * sum(filled)]
 
 
 def test_text_is_cut_at_any_byte_without_losing_a_line(tmp_path: Path) -> None:

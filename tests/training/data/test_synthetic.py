@@ -8,15 +8,16 @@ from sklearn.metrics import roc_auc_score
 
 from dmt.training.data.config import DataConfig, SyntheticConfig
 from dmt.training.data.dataset import open_source
-from dmt.training.data.rows import Rows
 from dmt.training.data.synthetic import SyntheticClicks
+
+from .helpers import joined
 
 CONFIG = SyntheticConfig(num_features=9, num_groups=3, rows_per_table=40, num_multi_hot=2)
 
 
 def draw(config, blocks, split="train"):
     clicks = SyntheticClicks(config)
-    return Rows.concat([clicks.draw(split, i) for i in range(blocks)])
+    return joined([clicks.draw(split, i) for i in range(blocks)])
 
 
 def same(a, b):
@@ -104,10 +105,10 @@ def test_source_of_synthetic_data():
     assert (data.num_rows("train"), data.num_rows("eval")) == (3000, 1500)
     assert data.planted_groups == SyntheticClicks(synthetic).planted_groups
     assert data.validate().train_rows == 0
-    whole = draw(synthetic, 3).slice(0, 3000)
+    whole = draw(synthetic, 3).rows(np.arange(3000))
     batches = list(data.batches("train", rank=0, world_size=1, batch_size=1000))
     np.testing.assert_array_equal(np.concatenate([b.labels for b in batches]), whole.labels)
     np.testing.assert_array_equal(np.concatenate([b.dense_features for b in batches]), np.log1p(whole.dense))
-    first = whole.slice(0, 1000)
+    first = whole.rows(np.arange(1000))
     assert batches[0].sparse_features["C9"].values().tolist() == first.bags[8].values.tolist()
     assert batches[0].sparse_features["C1"].values().tolist() == first.bags[0].values.tolist()
