@@ -24,7 +24,7 @@ from dmt.plan.tables import TableSpec
 from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder, FileBlock
 from dmt.training.data.packed import PackedRows
-from dmt.training.data.passes import FilePass, Split, check_same, make_reader
+from dmt.training.data.passes import FilePass, Split, check_same
 from dmt.training.data.pieces import Piece, pieces_of
 from dmt.training.data.readers import count_value
 from dmt.training.data.rows import Block, Rows, every_row, limit, shuffled, skip, spread_split
@@ -340,28 +340,29 @@ class ClickData:
             InputError: a malformed row (file and line or row number), an id outside its table, an infinite dense
                 value, or a split without rows.
         """
-        most = self.config.validate_rows
         checked, training = {"train": 0, "eval": 0}, 0
-        if most == 0 or self._clicks:
+        if self.config.validate_rows == 0 or self._clicks:
             return ValidationReport(0, 0, 0)
+        most = None if self.config.validate_rows < 0 else self.config.validate_rows
         # Splits that share files are checked together: the first rows of the files, whichever split they are in.
         for split in _SPLITS:
-            if self._source is not None and (split == "train" or self._source.has_splits):
-                checked[split] = self._check_source(split, most)
-            if not self._files[split]:
+            if not self._has_own_rows(split):
                 continue
-            shared: dict[str, Any] = {"warned": self._warned, "splits_seen": self._splits_seen}
-            reader = make_reader(self.config, self._encoder, **shared)
-            self._bad_lines[split] = reader.counts
-            blocks = reader.blocks(self._pieces_of(split), quiet=rank != 0)
-            for block in limit(blocks, None if most < 0 else most):
+            there = self._pass(split, undivided=True, quiet=rank != 0)
+            self._bad_lines[split] = there.bad_lines
+            blocks = limit(there.blocks(), most)
+            if self._source is not None:
+                alone = RankShare(rank=0, world_size=1, batch_size=1, layout=self._encoder.layout, group=None)
+                checked[split] = sum(number for _, number in alone.exchanged(_in_order(blocks), 0))
+                continue
+            for block in blocks:
                 block.rows(every_row(block))
                 if self.config.group_by:
                     _ = block.requests
                 if split == "train" and isinstance(block, FileBlock):  # a cut one is not the end of the files
                     training += self._training_rows(block, checked[split])
                 checked[split] += block.num_rows
-        if self._source is None and (most < 0 or checked["train"] < most):  # they were all
+        if self._source is None and (most is None or checked["train"] < most):  # they were all
             self._num_rows["train"] = min(training, self.config.max_train_rows or training)
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in _SPLITS:
@@ -371,22 +372,11 @@ class ClickData:
             logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
         return report
 
-    def _check_source(self, split: Split, most: int) -> int:
-        """Reads the first rows of a split of the source, of both splits where they share a stream; returns how many."""
-        assert self._source is not None, "checked before"
-        undivided = None if not self._source.has_splits else split
-        there = SourcePass(
-            self.config, self._encoder, self._source, split=undivided, epoch=0, group=None, values_met=self._splits_seen
-        )
-        self._bad_lines[split], checked = there.bad_lines, 0
-        for held in there.turns():
-            rows = held.num_rows if most < 0 else min(held.num_rows, most - checked)
-            if unfit := [message for start, _, message in held.report.unfit if start < rows]:
-                raise InputError(unfit[0])
-            checked += rows
-            if checked == most:
-                break
-        return checked
+    def _has_own_rows(self, split: Split) -> bool:
+        """Tells whether a split has files or calls of the source that are not those of the other split."""
+        if self._source is not None:
+            return split == "train" or self._source.has_splits
+        return bool(self._files[split])
 
     def _training_rows(self, block: FileBlock, start: int) -> int:
         """Counts the training rows among rows of ``train_path``, the first of which is row ``start``."""
@@ -472,7 +462,7 @@ class ClickData:
             seen = 0 if before is None else first
             blocks = limit(there.blocks(), None if most is None else max(most - (before or 0), 0))
             blocks = skip(blocks, seen - (before or 0))
-        chunks: Iterable[Chunk] = (([block], every_row(block)) for block in blocks)
+        chunks = _in_order(blocks)
         if size := self._shuffled_rows(split):
             seed, by_request = (self.config.shuffle_seed, epoch), self.config.group_by is not None
             chunks = shuffled(blocks, size, seed=seed, by_request=by_request, number=seen // size)
@@ -513,20 +503,24 @@ class ClickData:
         *,
         workers: int = 0,
         quiet: bool = True,
+        undivided: bool = False,
     ) -> FilePass | SourcePass:
-        """Prepares a pass over the rows of a split; by default, this rank looks at them alone."""
+        """Prepares a pass over the rows of a split; by default, this rank looks at them alone.
+
+        ``undivided``: with those of the other split where they share files or a stream.
+        """
+        shared: dict[str, Any] = {"group": group, "values_met": self._splits_seen}
         if self._source is not None:
-            shared: dict[str, Any] = {"group": group, "values_met": self._splits_seen}
-            return SourcePass(self.config, self._encoder, self._source, split=split, epoch=epoch or 0, **shared)
+            shared["split"] = split if self._source.has_splits or not undivided else None
+            return SourcePass(self.config, self._encoder, self._source, epoch=epoch or 0, **shared)
         return FilePass(
             self.config.model_copy(update={"workers": workers}),
             self._encoder,
             self._pieces_of(split),
-            split=split,
+            split=None if undivided else split,
             epoch=epoch if split == "train" else None,
-            group=group,
             warned=None if quiet else self._warned,
-            values_met=self._splits_seen,
+            **shared,
         )
 
     def _check_not_empty(self, split: Split, rows: int) -> None:
@@ -538,9 +532,13 @@ class ClickData:
             value = self._pass(split).split_value
             met = ", ".join(repr(v) for v in sorted(self._splits_seen)) or "none"
             why = f"None has {self.config.split_column} == {value!r} (values met: {met}). Set {split}_split."
-        elif not (self.config.eval_path or (self._source is not None and self._source.has_splits)):
+        elif not self._has_own_rows("eval"):
             why = f"Give more data, or change eval_fraction={self.config.eval_fraction}."
         raise InputError(f"The {split} split has no rows in {shorten(files, most=1)}. {why}")
+
+
+def _in_order(blocks: Iterable[Block]) -> Iterator[Chunk]:
+    return (([block], every_row(block)) for block in blocks)
 
 
 open_source = ClickData

@@ -60,11 +60,10 @@ class _Mark(NamedTuple):
 def make_reader(config: DataConfig, encoder: Encoder, split_value: str | None = None, **shared: Any) -> FileReader:
     """Makes a reader of the config's kind of files, of all rows or of those with a value in the split column.
 
-    ``shared``: fields of `FileReader` and `ColumnReader` that passes share.
+    ``shared``: fields of `FileReader` that passes share.
     """
-    shared = {"encoder": encoder, "skip_bad_lines": config.skip_bad_lines, **shared}
+    shared |= {"encoder": encoder, "skip_bad_lines": config.skip_bad_lines}
     if config.kind == "criteo_tsv":
-        shared.pop("splits_seen", None)
         return CriteoReader(**shared)
     return ColumnReader(config=config, split=split_value, **shared)
 
@@ -76,7 +75,7 @@ class FilePass:
         config: of the data.
         encoder: of the columns.
         pieces: of the files, in their order.
-        split: whose rows they are.
+        split: whose rows they are; None: those of both splits, undivided.
         epoch: number of the pass, by which pieces are shuffled; None: they are not.
         group: the ranks that share the reading; None: this one reads all.
         warned: files that need no warning about left-out rows any more, which passes share; None: no file does.
@@ -89,7 +88,7 @@ class FilePass:
         encoder: Encoder,
         pieces: Sequence[Piece],
         *,
-        split: Split,
+        split: Split | None,
         epoch: int | None,
         group: dist.ProcessGroup | None,
         warned: set[str] | None,
@@ -99,8 +98,9 @@ class FilePass:
         self._epoch, self.group = epoch or 0, group
         self._warned, self._values_met = warned, values_met
         self._files = {file: number for number, file in enumerate(dict.fromkeys(piece.file for piece in pieces))}
-        shuffles = epoch is not None and config.shuffle_pieces
-        self._pieces = shuffled_pieces(pieces, seed=(config.shuffle_seed, epoch or 0)) if shuffles else list(pieces)
+        self._shuffles, self._pieces = epoch is not None and config.shuffle_pieces, list(pieces)
+        if self._shuffles:
+            self._pieces = shuffled_pieces(pieces, seed=(config.shuffle_seed, self._epoch))
         self._has_long = any(piece.is_long for piece in pieces)
         self._first = self._raw = self._kept = 0
         self._marks: list[_Mark] = []
@@ -172,7 +172,7 @@ class FilePass:
             InputError: see `FileReader.blocks`; on all ranks of the group.
         """
         blocks: Iterator[Block] = self._in_turns() if self.is_in_turns else self._alone()
-        if not (self._config.eval_path or self._config.split_column):
+        if self._split and not (self._config.eval_path or self._config.split_column):
             chosen, by_request = self._split == "eval", self._config.group_by is not None
             fraction = self._config.eval_fraction
             blocks = spread_split(blocks, fraction, chosen=chosen, by_request=by_request, start=self._raw)
@@ -191,7 +191,7 @@ class FilePass:
         reader = make_reader(self._config, self._encoder, self.split_value, **shared)
         for number, piece in enumerate(self._pieces[self._first :], self._first):
             self._pass_by(number)
-            for block in reader.piece_blocks(piece):
+            for block in reader.blocks(piece):
                 self._raw += block.num_rows
                 yield block
 
@@ -222,14 +222,17 @@ class FilePass:
             earlier = self._pieces[number - 1].file
             bad = self.bad_lines[earlier] - self._noted.get(earlier, 0)
             self._noted[earlier] = self.bad_lines[earlier]
-            if earlier != self._pieces[number].file and not self._config.shuffle_pieces:
+            if earlier != self._pieces[number].file and not self._shuffles:
                 self._warn([earlier])
         if self._split == "train":
             self._marks.append(_Mark(number, self._raw, self._kept, bad))
 
     def _warn(self, files: Sequence[str]) -> None:
-        options: dict[str, Any] = {"counts": self.bad_lines, "warned": set() if self._warned is None else self._warned}
-        make_reader(self._config, self._encoder, **options).warn(files, quiet=self._warned is None)
+        """Warns once of each of these files, which have been read, if it had malformed rows."""
+        for file in files:
+            if self._warned is not None and self.bad_lines[file] and file not in self._warned:
+                self._warned.add(file)
+                logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", file, self.bad_lines[file])
 
 
 def check_same(pieces: Callable[[], Sequence[Piece]], group: dist.ProcessGroup) -> None:

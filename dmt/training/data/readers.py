@@ -8,7 +8,6 @@ Legend: n rows of a part, which is what is read and checked at a time.
 
 from __future__ import annotations
 
-import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +37,6 @@ from dmt.training.data.textfile import TextFormat, parse_block, text_blocks
 from dmt.training.data.times import EXPECTED, part_values, to_times
 
 __all__ = ["ColumnReader", "CriteoReader", "FileReader", "Part", "count_value", "readable_part", "used_columns"]
-
-logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 16_384
 # A value that occurs often in a block is checked and hashed once.
@@ -87,37 +84,17 @@ class FileReader(ABC):
     """Leave malformed rows out and count them."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of malformed rows left out of each file."""
-    warned: set[str] = field(default_factory=set)
-    """Files that need no warning any more; all passes share it."""
+    splits_seen: set[str] = field(default_factory=set)
+    """Some values of the split column that were met, for the message when none fits."""
 
-    def blocks(self, pieces: Iterable[Piece], *, quiet: bool = False) -> Iterator[FileBlock]:
-        """Reads pieces of files one after another, in constant memory (Parquet: one row group at a time).
-
-        Yields blocks of well-formed rows. ``quiet``: no warning about left-out rows (every rank but the first).
+    def blocks(self, piece: Piece) -> Iterator[FileBlock]:
+        """Reads a piece in constant memory (Parquet: one row group at a time), as blocks of well-formed rows.
 
         Raises:
-            InputError: a file cannot be read or lacks a column, or a row is malformed and bad rows are not skipped:
+            InputError: the file cannot be read or lacks a column, or a row is malformed and bad rows are not skipped:
                 file, line or row number, what was expected, what was found.
         """
-        path = None
-        for piece in pieces:
-            if path not in (None, piece.file):
-                self.warn([path], quiet=quiet)
-            path = piece.file
-            yield from self.piece_blocks(piece)
-        self.warn([path], quiet=quiet)
-
-    def warn(self, paths: Iterable[str | None], *, quiet: bool) -> None:
-        """Warns once of each of these files, which have been read, if it had malformed rows."""
-        for path in paths:
-            if path is not None and self.counts.get(path) and path not in self.warned and not quiet:
-                self.warned.add(path)
-                logger.warning("%s: left out %d malformed rows (skip_bad_lines=true).", path, self.counts[path])
-
-    def piece_blocks(self, piece: Piece) -> Iterator[FileBlock]:
-        """Reads one piece; see `blocks`."""
         self.counts.setdefault(piece.file, 0)
-        path = piece.file
         unit, parts = self._open(piece)
         for part in parts:
             table, labels, kept = self._check(part)
@@ -128,7 +105,7 @@ class FileReader(ABC):
                     f"{place.text(first)}: {part.faults[first]}. Fix the {unit}, or set "
                     "skip_bad_lines=true to leave out and count such rows."
                 )
-            self.counts[path] += len(part.faults)
+            self.counts[piece.file] += len(part.faults)
             if not kept.all():
                 table, labels, place = table.filter(pa.array(kept)), labels[kept], place.take(np.flatnonzero(kept))
             if len(labels):
@@ -159,8 +136,6 @@ class ColumnReader(FileReader):
     """Names the label and the split column."""
     split: str | None = None
     """Value of the split column in the rows to read; None: all rows."""
-    splits_seen: set[str] = field(default_factory=set)
-    """Some values of the split column that were met, for the message when none fits."""
 
     def _open(self, piece: Piece) -> tuple[str, Iterator[Part]]:
         return ("row", self._parquet(piece)) if is_parquet(piece.file) else ("line", self._text(piece))

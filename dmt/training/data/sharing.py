@@ -71,7 +71,7 @@ class PieceReader:
         rows, requests, unfit, fault = [self.layout.empty()], [np.zeros(0, np.int64)], _Unfit(), None
         by_request = reader.encoder.group_by is not None
         try:
-            for block in reader.piece_blocks(piece):
+            for block in reader.blocks(piece):
                 requests += [block.requests] if by_request else []
                 rows += self._packed(block, every_row(block), unfit)
         except InputError as error:
@@ -83,7 +83,7 @@ class PieceReader:
             num_rows=len(found.words),
             num_bad=reader.counts[piece.file],
             requests=np.concatenate(requests) if by_request else None,
-            values_met=frozenset(getattr(reader, "splits_seen", ())),
+            values_met=frozenset(reader.splits_seen),
             fault=fault,
             unfit=tuple(unfit.found),
         )

@@ -171,8 +171,8 @@ class SourcePass:
         Raises:
             InputError: a malformed row or batch, with its place; on all ranks of the group.
         """
-        blocks: Iterator[Block] = self.turns()
-        if not (self._source.has_splits or self._config.split_column):
+        blocks: Iterator[Block] = self._turns()
+        if self._split and not (self._source.has_splits or self._config.split_column):
             chosen, by_request = self._split == "eval", self._config.group_by is not None
             fraction = self._config.eval_fraction
             blocks = spread_split(blocks, fraction, chosen=chosen, by_request=by_request, start=self._raw)
@@ -180,7 +180,7 @@ class SourcePass:
             self._kept += block.num_rows
             yield block
 
-    def turns(self) -> Iterator[HeldRows]:
+    def _turns(self) -> Iterator[HeldRows]:
         """Yields the rows of all turns, before they are divided into splits; collective over the group."""
         rank, world_size = (0, 1) if self.group is None else (self.group.rank(), self.group.size())
         shards, last = len(self._positions), -(-len(self._positions) // world_size) * world_size - 1

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
+from dmt.training.data.config import DataConfig
+from dmt.training.data.dataset import open_source
 from dmt.training.data.encode import Encoder, hash_rows
 from dmt.training.data.pieces import Piece
 from dmt.training.data.readers import CriteoReader
@@ -33,7 +35,7 @@ ENCODER = Encoder(
 
 def read(*paths, skip=False):
     reader = CriteoReader(encoder=ENCODER, skip_bad_lines=skip)
-    blocks = list(reader.blocks([Piece(path) for path in paths]))
+    blocks = [block for path in paths for block in reader.blocks(Piece(path))]
     rows = joined([b.rows(every_row(b)) for b in blocks]) if blocks else None
     return rows, [int(n) for b in blocks for n in b.place.numbers], reader
 
@@ -72,13 +74,13 @@ def test_a_block_has_the_same_zeros_and_requests_with_a_malformed_line_and_witho
     reader = CriteoReader(
         encoder=replace(ENCODER, dense=("I2",), signed_log1p=False, group_by="I1"), skip_bad_lines=True
     )
-    (clean,) = reader.blocks([Piece(write(tmp_path / "a.tsv", lines))])
-    (block,) = reader.blocks([Piece(write(tmp_path / "b.tsv", [*lines, "x"]))])
+    (clean,) = reader.blocks(Piece(write(tmp_path / "a.tsv", lines)))
+    (block,) = reader.blocks(Piece(write(tmp_path / "b.tsv", [*lines, "x"])))
     assert clean.requests.tolist() == block.requests.tolist()
     assert [list(clean.requests).index(number) for number in clean.requests] == [0, 1, 2, 0, 4, 5]
     ungrouped = replace(reader.encoder, group_by=None)
     for name in ("a.tsv", "b.tsv"):
-        (block,) = CriteoReader(encoder=ungrouped, skip_bad_lines=True).blocks([Piece(str(tmp_path / name))])
+        (block,) = CriteoReader(encoder=ungrouped, skip_bad_lines=True).blocks(Piece(str(tmp_path / name)))
         assert not np.signbit(block.rows(every_row(block)).dense).any()
 
 
@@ -149,12 +151,14 @@ def test_a_malformed_line_is_named(tmp_path, kind, packed):
 
 def test_left_out_lines_are_counted_and_warned_of_once(tmp_path, caplog):
     path = write(tmp_path / "a.tsv", [criteo_line(), "x", criteo_line(), "", "y"])
-    warned = set()
+    data = open_source(DataConfig(kind="criteo_tsv", train_path=path, eval_path=path, skip_bad_lines=True))
     with caplog.at_level(logging.WARNING):
+        assert data.validate(rank=1).bad_rows == 3
+        assert not caplog.records, "rank 0 alone warns"
         for _ in range(2):
-            reader = CriteoReader(encoder=ENCODER, skip_bad_lines=True, warned=warned)
-            assert sum(b.num_rows for b in reader.blocks([Piece(path)])) == 2
-    assert reader.counts == {path: 3}
+            assert data.validate().train_rows == 2
+            assert len(list(data.batches("train", rank=0, world_size=1, batch_size=1))) == 2
+    assert data.bad_lines == {path: 3}
     assert [r.getMessage() for r in caplog.records] == [f"{path}: left out 3 malformed rows (skip_bad_lines=true)."]
 
 
