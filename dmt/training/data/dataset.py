@@ -27,7 +27,7 @@ from dmt.training.data.packed import PackedRows
 from dmt.training.data.passes import FilePass, Split, check_same
 from dmt.training.data.pieces import Piece, pieces_of
 from dmt.training.data.readers import count_value
-from dmt.training.data.rows import Block, Rows, every_row, limit, shuffled, skip, spread_split
+from dmt.training.data.rows import Block, Rows, cut, every_row, shuffled, spread_split
 from dmt.training.data.schema import expand_path, resolve_columns
 from dmt.training.data.sharing import Chunk, RankShare
 from dmt.training.data.source import RowSource
@@ -350,7 +350,7 @@ class ClickData:
                 continue
             there = self._pass(split, undivided=True, quiet=rank != 0)
             self._bad_lines[split] = there.bad_lines
-            blocks = limit(there.blocks(), most)
+            blocks = cut(there.blocks(), 0, most)
             if self._source is not None:
                 alone = RankShare(rank=0, world_size=1, batch_size=1, layout=self._encoder.layout, group=None)
                 checked[split] = sum(number for _, number in alone.exchanged(_in_order(blocks), 0))
@@ -366,7 +366,7 @@ class ClickData:
             self._num_rows["train"] = min(training, self.config.max_train_rows or training)
         report = ValidationReport(checked["train"], checked["eval"], sum(self.bad_lines.values()))
         for split in _SPLITS:
-            first = limit(self._pass(split).blocks(), 1)
+            first = cut(self._pass(split).blocks(), 0, 1)
             self._check_not_empty(split, sum(block.num_rows for block in first))
         if rank == 0:
             logger.info("Checked %d rows of train_path and %d of eval_path.", report.train_rows, report.eval_rows)
@@ -447,7 +447,7 @@ class ClickData:
         seen, first, most = 0, self._first_of_block(split, start_row), self._most_rows(split)
         share, is_in_turns = RankShare(rank, world_size, batch_size, self._encoder.layout, None), False
         if self._clicks is not None:
-            blocks = limit(self._draw(split), most)
+            blocks = cut(self._draw(split), 0, most)
         else:
             workers = 0 if group is None else self.config.workers
             if self.config.reading == "shared" or world_size == 1:
@@ -460,8 +460,8 @@ class ClickData:
             share = replace(share, group=there.group)
             before = there.start_at(bookmark, first)
             seen = 0 if before is None else first
-            blocks = limit(there.blocks(), None if most is None else max(most - (before or 0), 0))
-            blocks = skip(blocks, seen - (before or 0))
+            begin = before or 0
+            blocks = cut(there.blocks(), seen - begin, None if most is None else most - begin)
         chunks = _in_order(blocks)
         if size := self._shuffled_rows(split):
             seed, by_request = (self.config.shuffle_seed, epoch), self.config.group_by is not None

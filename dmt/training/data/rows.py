@@ -20,10 +20,9 @@ __all__ = [
     "Block",
     "Rows",
     "SelectedRows",
+    "cut",
     "every_row",
-    "limit",
     "shuffled",
-    "skip",
     "spread_split",
 ]
 
@@ -125,39 +124,23 @@ def every_row(block: Block) -> NDArray[np.int64]:
     return np.arange(block.num_rows)
 
 
-def limit(blocks: Iterable[Block], most: int | None) -> Iterator[Block]:
-    """Yields the first ``most`` rows of a stream (None: all).
+def cut(blocks: Iterable[Block], start: int, stop: int | None) -> Iterator[Block]:
+    """Yields rows ``start`` to ``stop`` of a stream (None: to its end), and reads no further.
 
     Example:
         >>> block = Rows(np.zeros(4, np.float32), np.zeros((4, 0), np.float32), ())
-        >>> [b.num_rows for b in limit([block, block], 6)]
-        [4, 2]
+        >>> [b.num_rows for b in cut([block, block, block], 5, 9)]
+        [3, 1]
     """
-    left = most
+    at = 0
     for block in blocks:
-        if left is None or block.num_rows < left:
-            yield block
-            left = None if left is None else left - block.num_rows
-        else:  # the last one: read no further
-            yield block if block.num_rows == left else SelectedRows(block, np.arange(left))
+        first = max(start - at, 0)
+        last = block.num_rows if stop is None else min(stop - at, block.num_rows)
+        if first < last:
+            yield block if last - first == block.num_rows else SelectedRows(block, np.arange(first, last))
+        at += block.num_rows
+        if stop is not None and at >= stop:
             return
-
-
-def skip(blocks: Iterable[Block], number: int) -> Iterator[Block]:
-    """Yields a stream without its first ``number`` rows.
-
-    Example:
-        >>> block = Rows(np.zeros(4, np.float32), np.zeros((4, 0), np.float32), ())
-        >>> [b.num_rows for b in skip([block, block, block], 5)]
-        [3, 4]
-    """
-    left = number
-    for block in blocks:
-        if not left:
-            yield block
-        elif left < block.num_rows:
-            yield SelectedRows(block, np.arange(left, block.num_rows))
-        left = max(left - block.num_rows, 0)
 
 
 def spread_split(

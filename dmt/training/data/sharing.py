@@ -25,6 +25,7 @@ from dmt.training.data.packed import PackedRows, RowLayout
 from dmt.training.data.pieces import Piece
 from dmt.training.data.readers import FileReader
 from dmt.training.data.rows import Block, Rows, SelectedRows, every_row
+from dmt.training.data.source import ShardPosition
 
 __all__ = ["Chunk", "HeldRows", "PieceReader", "PieceReport", "RankShare", "read_in_turns"]
 
@@ -52,6 +53,8 @@ class PieceReport:
     """Some values of the split column, if there is one."""
     fault: str | None = None
     """The message of an `InputError` after these rows, which is raised when the stream comes to the place."""
+    position: ShardPosition | None = None
+    """Place in the shard of a source after these rows."""
     unfit: tuple[tuple[int, int, str], ...] = ()
     """Rows that cannot be encoded, from one to another, with a message that is raised if one of them is used."""
 

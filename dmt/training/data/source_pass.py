@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -43,12 +43,6 @@ _MOST_MARKS = 512
 _MARK_BYTES = 2**26
 """Bytes of the states of a source in all bookmarks of a pass, beyond four of them."""
 _ENDLESS = 2**62
-
-
-@dataclass(frozen=True, kw_only=True)
-class _TurnReport(PieceReport):
-    position: ShardPosition
-    """Place in the shard after the turn."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +189,7 @@ class SourcePass:
                 number = turn % (last + 1)
                 if number < shards:
                     report = held.report
-                    assert isinstance(report, _TurnReport), "of a turn"
+                    assert report.position is not None, "of a turn"
                     self._positions[number] = report.position
                     self.bad_lines[self._source.name] += report.num_bad
                     self._values_met |= report.values_met
@@ -234,10 +228,7 @@ class SourcePass:
         shared: dict[str, Any] = {"tables": tables, "before": before, "split": self.split_value}
         shared |= {"encoder": self._encoder, "skip_bad_lines": self._config.skip_bad_lines, "config": self._config}
         report, packed = PieceReader(partial(_TurnReader, **shared), layout)(Piece(stream.place))
-        found = {name: getattr(report, name) for name in PieceReport.__dataclass_fields__} | {
-            "fault": report.fault or fault
-        }
-        return _TurnReport(**found, position=stream.position()), packed
+        return replace(report, fault=report.fault or fault, position=stream.position()), packed
 
     def _note(self) -> None:
         """Notes where the next turn of every shard begins."""

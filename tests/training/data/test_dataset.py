@@ -11,7 +11,7 @@ import torch
 from dmt.errors import InputError
 from dmt.training.data.config import DataConfig
 from dmt.training.data.dataset import fingerprint, open_source
-from dmt.training.data.rows import limit, spread_split
+from dmt.training.data.rows import cut, spread_split
 
 from .helpers import REAL, criteo_line, needs_real_data, numbered_lines, real_rows, write
 
@@ -177,7 +177,7 @@ def test_a_limit_stops_reading():
         yield Fake()
         raise AssertionError("read on past the limit")
 
-    assert [b.num_rows for b in limit(blocks(), 5)] == [5]
+    assert [b.num_rows for b in cut(blocks(), 0, 5)] == [5]
 
 
 def test_num_rows_is_known_after_a_pass(log):
