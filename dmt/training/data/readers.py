@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ from dmt.training.data.schema import (
 from dmt.training.data.textfile import TextFormat, parse_block, text_blocks
 from dmt.training.data.times import EXPECTED, part_values, to_times
 
-__all__ = ["ColumnReader", "CriteoReader", "FileReader", "Part", "count_value", "readable_part", "used_columns"]
+__all__ = ["ColumnReader", "CriteoReader", "FileReader", "Part", "count_value", "readable_part"]
 
 _BATCH_ROWS = 16_384
 # A value that occurs often in a block is checked and hashed once.
@@ -61,8 +62,6 @@ _CRITEO_QUICK = replace(_CRITEO_FORMAT, types=_CRITEO_FORMAT.types | dict.fromke
 _NOT_QUICK = (b" ", b"x", b"X", b"+")
 _IS_HEX = np.isin(np.arange(256), np.frombuffer(b"0123456789abcdefABCDEF", np.uint8))
 
-_Checked = tuple[pa.Table, NDArray[np.float64], NDArray[np.bool_]]
-
 
 class Part(NamedTuple):
     """Rows as they were read, and the lines that could not be read as rows."""
@@ -72,6 +71,11 @@ class Part(NamedTuple):
     """1-based line or row number of each row [n]."""
     faults: dict[int, str]
     """Faults by line or row number."""
+
+    def note(self, what: str, column: pa.Array, wrong: NDArray[np.bool_], told: Callable[[Any], str]) -> None:
+        """Notes as a fault of these rows, unless they have one, ``what`` and what the column has; ``told`` tells it."""
+        for row in np.flatnonzero(wrong):
+            self.faults.setdefault(int(self.numbers[row]), f"{what}, found {told(column[int(row)].as_py())}")
 
 
 @dataclass(kw_only=True)
@@ -97,7 +101,7 @@ class FileReader(ABC):
         self.counts.setdefault(piece.file, 0)
         unit, parts = self._open(piece)
         for part in parts:
-            table, labels, kept = self._check(part)
+            table, labels = self._check(part)
             place = self._place(piece, unit, part.numbers)
             if part.faults and not self.skip_bad_lines:
                 first = min(part.faults)
@@ -106,6 +110,7 @@ class FileReader(ABC):
                     "skip_bad_lines=true to leave out and count such rows."
                 )
             self.counts[piece.file] += len(part.faults)
+            kept = self._in_split(table) & ~np.isin(part.numbers, list(part.faults))
             if not kept.all():
                 table, labels, place = table.filter(pa.array(kept)), labels[kept], place.take(np.flatnonzero(kept))
             if len(labels):
@@ -119,13 +124,16 @@ class FileReader(ABC):
         """Opens a piece; returns what its rows are counted in, ``line`` or ``row``, and the rows part by part."""
 
     @abstractmethod
-    def _check(self, part: Part) -> _Checked:
-        """Checks rows, and adds the first fault of each to ``part.faults``.
+    def _check(self, part: Part) -> tuple[pa.Table, NDArray[np.float64]]:
+        """Checks rows, and notes the first fault of each.
 
         Returns:
-            The table with dense columns as numbers, the labels, float64 [n] (NaN where the data have none), and True
-            for each row to keep, bool [n].
+            The table with dense columns as numbers, and the labels, float64 [n] (NaN where the data have none).
         """
+
+    def _in_split(self, table: pa.Table) -> NDArray[np.bool_]:
+        """Tells for each row whether it is one to read, bool [n]."""
+        return np.ones(table.num_rows, dtype=bool)
 
 
 @dataclass(kw_only=True)
@@ -140,34 +148,34 @@ class ColumnReader(FileReader):
     def _open(self, piece: Piece) -> tuple[str, Iterator[Part]]:
         return ("row", self._parquet(piece)) if is_parquet(piece.file) else ("line", self._text(piece))
 
-    def _used(self) -> list[str]:
-        return used_columns(self.config, self.encoder)
-
-    def _read(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the names that are columns of the file, not made of times."""
-        return tuple(name for name in names if name not in self.encoder.times)
-
-    def _times(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(time.column for time in self.encoder.times.values()))
-
+    @cached_property
     def _columns(self) -> Columns:
+        """The columns of the file that become inputs; features made of times are none."""
+        times = self.encoder.times
         return Columns(
-            dense=self._read(self.encoder.dense),
-            categorical=self._read(self.encoder.num_embeddings),
+            dense=tuple(name for name in self.encoder.dense if name not in times),
+            categorical=tuple(name for name in self.encoder.num_embeddings if name not in times),
             multi_hot=self.encoder.multi_hot,
-            timestamps=self._times(),
+            timestamps=tuple(dict.fromkeys(time.column for time in times.values())),
         )
+
+    @cached_property
+    def used(self) -> list[str]:
+        """All columns that are read, each once."""
+        single = [name for name in (self.config.label, self.config.split_column, self.encoder.group_by) if name]
+        columns = self._columns
+        return list(dict.fromkeys([*single, *columns.dense, *columns.categorical, *columns.timestamps]))
 
     def _parquet(self, piece: Piece) -> Iterator[Part]:
         path = piece.file
         schema = parquet_file(path).schema_arrow
         self._require(schema.names, path)
-        check_types(self._columns(), schema, path, self.config)
-        text = [n for n in self._used() if pa.types.is_string(schema.field(n).type)]
+        check_types(self._columns, schema, path, self.config)
+        text = [n for n in self.used if pa.types.is_string(schema.field(n).type)]
         file = parquet_file(path, dictionaries=[n for n in text if n not in self.encoder.multi_hot])
         groups = range(file.metadata.num_row_groups)[piece.start : piece.stop]
         start = piece.first_row
-        options = {"batch_size": _BATCH_ROWS, "columns": self._used(), "use_threads": False}
+        options = {"batch_size": _BATCH_ROWS, "columns": self.used, "use_threads": False}
         try:
             for batch in file.iter_batches(row_groups=list(groups), **options):
                 yield readable_part(pa.Table.from_batches([batch]), np.arange(start, start + batch.num_rows))
@@ -185,49 +193,39 @@ class ColumnReader(FileReader):
             names=tuple(names),
             separator=separator,
             quotes=True,
-            types={n: pa.string() if n in plain else _DICTIONARY for n in self._used()},
+            types={n: pa.string() if n in plain else _DICTIONARY for n in self.used},
             expected="as in line 1",
         )
         return _text_parts(piece, form, header=piece.start == 0)
 
     def _require(self, names: Sequence[str], path: str) -> None:
-        absent = [name for name in self._used() if name not in names]
+        absent = [name for name in self.used if name not in names]
         if absent:
             raise InputError(f"{path}: column {absent[0]!r} is missing; all files must have the columns of the first.")
 
-    def _check(self, part: Part) -> _Checked:
-        table, numbers, faults = part
-        labels, good = np.full(table.num_rows, np.nan), np.ones(table.num_rows, dtype=bool)
+    def _check(self, part: Part) -> tuple[pa.Table, NDArray[np.float64]]:
+        table, labels = part.table, np.full(part.table.num_rows, np.nan)
         # The label first: it tells an empty line from one that merely lacks a dense value.
-        if self.config.label is not None:
-            column = table.column(self.config.label).combine_chunks()
+        if (label := self.config.label) is not None:
+            column = table.column(label).combine_chunks()
             labels, wrong = _to_numbers(column)
-            wrong |= (labels != 0) & (labels != 1)
-            for row in np.flatnonzero(wrong):
-                found = _found(column, int(row))
-                faults[int(numbers[row])] = f"label column {self.config.label!r}: expected 0 or 1, found {found}"
-            good = ~wrong
-        for name in self._read(self.encoder.dense):
+            part.note(f"label column {label!r}: expected 0 or 1", column, wrong | (labels != 0) & (labels != 1), _found)
+        for name in self._columns.dense:
             column = table.column(name).combine_chunks()
             values, wrong = _to_numbers(column)
-            for row in np.flatnonzero(wrong & good):
-                found = _found(column, int(row))
-                hint = " (dates and times belong to data.timestamps)" if re.match(r"'\d{4}-\d\d-\d\d", found) else ""
-                faults[int(numbers[row])] = f"dense column {name!r}: expected a number, found {found}{hint}"
-            good &= ~wrong
+            part.note(f"dense column {name!r}: expected a number", column, wrong, _found_no_number)
             table = _with_numbers(table, name, values)
-        for name in self._times():
+        for name in self._columns.timestamps:
             column = table.column(name).combine_chunks()
             times, wrong = to_times(column)
-            for row in np.flatnonzero(wrong & good):
-                found = _found(column, int(row))
-                faults[int(numbers[row])] = f"timestamps column {name!r}: expected {EXPECTED}, found {found}"
-            good &= ~wrong
+            part.note(f"timestamps column {name!r}: expected {EXPECTED}", column, wrong, _found)
             for time in (time for time in self.encoder.times.values() if time.column == name):
                 table = table.append_column(time.name, part_values(times, time.part))
-        return table, labels, good if self.split is None else good & self._in_split(table)
+        return table, labels
 
     def _in_split(self, table: pa.Table) -> NDArray[np.bool_]:
+        if self.split is None:
+            return super()._in_split(table)
         column = _as_text(table.column(self.config.split_column))
         if len(self.splits_seen) < 5:
             self.splits_seen.update(str(value) for value in pc.unique(column).to_pylist()[:5])
@@ -256,34 +254,22 @@ class CriteoReader(FileReader):
         parse = parse_block if self.encoder.group_by in CRITEO_DENSE else _parse_criteo
         return "line", _text_parts(piece, _CRITEO_FORMAT, parse=parse)
 
-    def _check(self, part: Part) -> _Checked:
-        table, numbers, faults = part
-        good = np.ones(table.num_rows, dtype=bool)
+    def _check(self, part: Part) -> tuple[pa.Table, NDArray[np.float64]]:
+        table = part.table
         for name, (pattern, expected) in _CRITEO_RULES.items():
             column = table.column(name).combine_chunks()
             if pa.types.is_int64(column.type) or (name in CRITEO_CATEGORICAL and _all_hexadecimal(column.dictionary)):
                 continue
             fits = pc.match_substring_regex(column.dictionary, pattern).to_numpy(zero_copy_only=False)
             wrong = ~_by_row(column, fits, name != "label")
-            for row in np.flatnonzero(wrong & good):
-                value = column[int(row)].as_py()
-                found = "nothing" if value is None else repr(value if len(value) < 40 else value[:40] + "...")
-                faults[int(numbers[row])] = f"column {name}: expected {expected}, found {found}"
-            good &= ~wrong
+            part.note(f"column {name}: expected {expected}", column, wrong, _found_start)
         labels, _ = _to_numbers(table.column("label").combine_chunks())
         request = [self.encoder.group_by] if self.encoder.group_by else []
         table = table.select(list(dict.fromkeys([*request, *self.encoder.dense, *self.encoder.num_embeddings])))
         for name in self.encoder.dense:
             # No -0.0: a whole number has no sign of zero, and the quick parse keeps none.
             table = _with_numbers(table, name, _to_numbers(table.column(name).combine_chunks())[0] + 0.0)
-        return table, labels, good
-
-
-def used_columns(config: DataConfig, encoder: Encoder) -> list[str]:
-    """Returns the columns that a run uses, each once; of features made of times, those of the times."""
-    other = [name for name in (config.label, config.split_column, encoder.group_by) if name]
-    named = [name for name in (*encoder.dense, *encoder.num_embeddings) if name not in encoder.times]
-    return list(dict.fromkeys([*other, *named, *(time.column for time in encoder.times.values())]))
+        return table, labels
 
 
 def readable_part(table: pa.Table, numbers: NDArray[np.int64]) -> Part:
@@ -387,6 +373,14 @@ def _with_numbers(table: pa.Table, name: str, values: NDArray[np.float64]) -> pa
     return table.set_column(table.column_names.index(name), name, pa.array(values))
 
 
-def _found(column: pa.Array, row: int) -> str:
-    value = column[row].as_py()
+def _found(value: Any) -> str:
     return "nothing" if value is None else repr(value)
+
+
+def _found_start(value: str | None) -> str:
+    return _found(value if value is None or len(value) < 40 else value[:40] + "...")
+
+
+def _found_no_number(value: Any) -> str:
+    is_date = isinstance(value, str) and re.match(r"\d{4}-\d\d-\d\d", value)
+    return _found(value) + (" (dates and times belong to data.timestamps)" if is_date else "")

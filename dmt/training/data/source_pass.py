@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from dmt.training.data.config import DataConfig
 from dmt.training.data.encode import Encoder, Place
 from dmt.training.data.packed import PackedRows
 from dmt.training.data.pieces import Piece
-from dmt.training.data.readers import ColumnReader, Part, readable_part, used_columns
+from dmt.training.data.readers import ColumnReader, Part, readable_part
 from dmt.training.data.rows import Block, spread_split
 from dmt.training.data.schema import check_types
 from dmt.training.data.sharing import HeldRows, PieceReader, PieceReport, read_in_turns
@@ -62,9 +61,9 @@ class _BatchPlace(Place):
 class _TurnReader(ColumnReader):
     """Reads the batches of one turn."""
 
-    tables: Sequence[pa.Table]
-    """The batches, at least one, with all columns in use."""
-    before: ShardPosition
+    tables: list[pa.Table] = field(default_factory=list)
+    """The batches, with all columns in use."""
+    before: ShardPosition = field(default_factory=ShardPosition)
     """Place in the shard before the turn."""
 
     def _open(self, piece: Piece) -> tuple[str, Iterator[Part]]:
@@ -74,7 +73,7 @@ class _TurnReader(ColumnReader):
         number, row = self.before.batches + 1, self.before.rows + 1
         # Batches of other types are not joined: numbers of a wider type may be rounded.
         for schema, group in groupby(self.tables, key=lambda table: table.schema):
-            check_types(self._columns(), schema, f"{place}, batch {number}", self.config)
+            check_types(self._columns, schema, f"{place}, batch {number}", self.config)
             same = list(group)
             table = pa.concat_tables(same)
             for start in range(0, table.num_rows, _PART_ROWS):
@@ -210,24 +209,21 @@ class SourcePass:
         layout = self._encoder.layout
         if stream is None:
             return PieceReport(), layout.empty()
-        used, before = used_columns(self._config, self._encoder), ShardPosition()
-        tables: list[pa.Table] = []
+        shared: dict[str, Any] = {"encoder": self._encoder, "skip_bad_lines": self._config.skip_bad_lines}
+        reader = _TurnReader(config=self._config, split=self.split_value, **shared)
         fault, rows = None, 0
-        while rows < _TURN_ROWS and fault is None:
-            try:
-                if (table := stream.next_batch(used)) is None:
+        try:
+            while rows < _TURN_ROWS:
+                if (table := stream.next_batch(reader.used)) is None:
                     break
-            except InputError as error:  # after the rows that came before
-                fault = str(error)
-                break
-            if not tables:
-                # The first batch may have come after others that were left out.
-                before = ShardPosition(batches=stream.batches - 1, rows=stream.rows - table.num_rows)
-            tables.append(table)
-            rows += table.num_rows
-        shared: dict[str, Any] = {"tables": tables, "before": before, "split": self.split_value}
-        shared |= {"encoder": self._encoder, "skip_bad_lines": self._config.skip_bad_lines, "config": self._config}
-        report, packed = PieceReader(partial(_TurnReader, **shared), layout)(Piece(stream.place))
+                if not reader.tables:
+                    # The first batch may have come after others that were left out.
+                    reader.before = ShardPosition(batches=stream.batches - 1, rows=stream.rows - table.num_rows)
+                reader.tables.append(table)
+                rows += table.num_rows
+        except InputError as error:  # after the rows that came before
+            fault = str(error)
+        report, packed = PieceReader(lambda: reader, layout)(Piece(stream.place))
         return replace(report, fault=report.fault or fault, position=stream.position()), packed
 
     def _note(self) -> None:
