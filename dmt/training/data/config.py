@@ -101,10 +101,9 @@ class SyntheticConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> SyntheticConfig:
-        if self.num_groups > self.num_features:
-            raise InputError(f"num_groups={self.num_groups} exceeds num_features={self.num_features}.")
-        if self.num_multi_hot > self.num_features:
-            raise InputError(f"num_multi_hot={self.num_multi_hot} exceeds num_features={self.num_features}.")
+        for name in ("num_groups", "num_multi_hot"):
+            if getattr(self, name) > self.num_features:
+                raise InputError(f"{name}={getattr(self, name)} exceeds num_features={self.num_features}.")
         return self
 
 

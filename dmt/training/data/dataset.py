@@ -32,7 +32,7 @@ from dmt.training.data.schema import expand_path, resolve_columns
 from dmt.training.data.sharing import Chunk, RankShare
 from dmt.training.data.source import RowSource
 from dmt.training.data.source_pass import SourcePass
-from dmt.training.data.storage import file_version, is_remote, remote_fingerprint
+from dmt.training.data.storage import file_version, is_remote
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticBlock, SyntheticClicks
 from dmt.training.data.times import PART_ROWS, TimePart
 
@@ -549,11 +549,11 @@ def fingerprint(file: str) -> tuple[int, int]:
     """Returns two CRC-32 of a file: of its first and last 64 KiB, and of 64 blocks of 4 KiB spread evenly over it.
 
     It differs for another day's rows, for rows in another order and for a column with new values. A few changed bytes
-    between the ends are noticed with a chance of 256 KiB / size: always in files up to that size. A remote file has its
-    `remote_fingerprint`.
+    between the ends are noticed with a chance of 256 KiB / size: always in files up to that size. Of a remote file,
+    the first is the number of its `file_version`, the second 0.
     """
     if is_remote(file):
-        return remote_fingerprint(file)
+        return file_version(file)[1], 0
     with open(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         first = stream.read(_END_BYTES)

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from dmt.errors import InputError
 
-__all__ = ["file_exists", "file_version", "is_remote", "matching_files", "open_binary", "remote_fingerprint"]
+__all__ = ["file_exists", "file_version", "is_remote", "matching_files", "open_binary"]
 
 
 # Keys by which stores tell one version of a file from another.
@@ -45,20 +45,13 @@ def open_binary(path: str) -> BinaryIO:
 
 
 def file_version(path: str) -> tuple[int, int]:
-    """Returns the bytes of a file, and a number that changes with it; errors are those of `open_binary`."""
+    """Returns the bytes of a file, and a number that changes with it; errors are those of `open_binary`.
+
+    Of a remote file its store tells them; it is not read.
+    """
     if not is_remote(path):
         found = os.stat(path)
         return found.st_size, found.st_mtime_ns
-    return _told(path)
-
-
-def remote_fingerprint(path: str) -> tuple[int, int]:
-    """Returns two numbers of a remote file that change with it, by what its store says of it and without reading it."""
-    return _told(path)[1], 0
-
-
-def _told(path: str) -> tuple[int, int]:
-    """Returns the bytes of a remote file and a number that changes with it."""
     system, inner = _file_system(path)
     with _as_os_errors():
         info = system.info(inner)

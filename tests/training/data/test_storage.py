@@ -15,8 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dmt.errors import InputError
 from dmt.training.commands.demo import demo_settings
 from dmt.training.data.config import DataConfig
-from dmt.training.data.dataset import open_source
-from dmt.training.data.storage import file_version, remote_fingerprint
+from dmt.training.data.dataset import fingerprint, open_source
+from dmt.training.data.storage import file_version
 from dmt.training.data.textfile import lines_before
 from tests.ranks import run_ranks
 
@@ -88,7 +88,7 @@ def test_another_version_of_a_file_of_as_many_bytes_is_noticed(monkeypatch: pyte
     try:
         for text in (b"one", b"two", b"one"):
             store.pipe("/page.csv", text)
-            found.append((file_version("memory://page.csv"), remote_fingerprint("memory://page.csv")))
+            found.append((file_version("memory://page.csv"), fingerprint("memory://page.csv")))
     finally:
         store.rm("/page.csv")
     assert found[0] == found[2] != found[1]
