@@ -87,19 +87,27 @@ def make_batch(rows: PackedRows, layout: RowLayout, feature_names: Sequence[str]
     labels, dense = np.zeros(batch_size, np.float32), np.zeros((batch_size, layout.num_dense), np.float32)
     labels[:num_rows] = rows.words[:, 0].view(np.float32)
     dense[:num_rows] = rows.words[:, 1 : 1 + layout.num_dense].view(np.float32)
-    values, lengths = [], []
-    for ids, numbers in layout.ids(rows):
-        single = numbers is None
-        values += [ids, np.zeros(fill if single else 0, np.int64)]
-        lengths += [np.ones(num_rows, np.int64) if numbers is None else numbers, np.full(fill, int(single), np.int64)]
+    if any(layout.is_bag):
+        values, lengths = [], []
+        for ids, numbers in layout.ids(rows):
+            single = numbers is None
+            values += [ids, np.zeros(fill if single else 0, np.int64)]
+            own = np.ones(num_rows, np.int64) if numbers is None else numbers
+            lengths += [own, np.full(fill, int(single), np.int64)]
+        all_ids, all_lengths = np.concatenate(values), np.concatenate(lengths)
+    else:  # in one go, which takes a quarter of the time
+        all_ids = np.zeros(len(feature_names) * batch_size, np.int64)
+        all_lengths = np.ones_like(all_ids)
+        words = np.ascontiguousarray(rows.words[:, 1 + layout.num_dense :])
+        all_ids.reshape(-1, batch_size)[:, :num_rows] = words.view(layout.id_type).T
     weights = torch.zeros(batch_size)
     weights[:num_rows] = 1
     return ClickBatch(
         dense_features=torch.from_numpy(dense),
         sparse_features=KeyedJaggedTensor(
             keys=list(feature_names),
-            values=torch.from_numpy(np.concatenate(values)),
-            lengths=torch.from_numpy(np.concatenate(lengths)),
+            values=torch.from_numpy(all_ids),
+            lengths=torch.from_numpy(all_lengths),
             stride=batch_size,
         ),
         labels=torch.from_numpy(labels),
