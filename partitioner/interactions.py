@@ -32,15 +32,16 @@ from dmt.partitioner.interaction_gains import (
     Column,
     PairSums,
     Total,
-    all_pairs,
+    chosen_triples,
     fit_additive,
+    largest_triple,
     log_losses,
     pair_gains,
     screen_pairs,
     single_gains,
+    triple_gains,
 )
 from dmt.partitioner.pair_rows import PARTS, ReadRows, dense_columns, held_out, make_columns
-from dmt.partitioner.triple_gains import chosen_triples, largest_triple, triple_gains
 from dmt.plan.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class FeatureInteractions:
         columns = make_columns(rows, features, known.largest, total)
         dense = dense_columns(rows, known.num_dense, total)
         sums, loss = _fit(rows, [*columns, *dense], held_out(rows, seed)[None] == np.arange(num_splits)[:, None], total)
-        pairs = all_pairs(len(features))
+        pairs = np.stack(np.triu_indices(len(features), k=1), axis=1)
         notes = _notes(columns, features, total)
         if len(pairs) > max_pairs:
             notes.append(
