@@ -381,8 +381,8 @@ def screen_pairs(columns: Sequence[Column], sums: PairSums, most: int, total: To
     for number, some in enumerate(blocks):
         for other, others in enumerate(blocks[number:], start=number):
             promise = _promise(some, others, weights=weights, total=total)
-            first, second = np.indices(promise.shape)
-            first, second = first + number * SCREENED_FEATURES, second + other * SCREENED_FEATURES
+            grid = np.indices(promise.shape)
+            first, second = grid[0] + number * SCREENED_FEATURES, grid[1] + other * SCREENED_FEATURES
             new = first < second
             best.append((promise[new], np.stack([first[new], second[new]], axis=1)))
             if len(best) > 8:
@@ -429,10 +429,7 @@ def _indicators(columns: Sequence[Column], block: slice) -> NDArray[np.float32]:
         if column.rows is None:
             dense[np.arange(num), place * size + column.values[block]] = 1.0
         else:
-            first, last = np.searchsorted(column.rows, [block.start, block.stop])
-            np.add.at(
-                dense,
-                (column.rows[first:last] - block.start, place * size + column.values[first:last]),
-                column.shares[first:last],
-            )  # type: ignore[index]
+            first, last = np.searchsorted(column.rows, [block.start, block.stop]).tolist()
+            at = column.rows[first:last] - block.start, place * size + column.values[first:last]
+            np.add.at(dense, at, np.asarray(column.shares)[first:last])
     return dense
