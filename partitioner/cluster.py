@@ -25,7 +25,6 @@ from dmt.partitioner.assignment import (
     amount,
     greedy_start,
     local_search,
-    local_sum_search,
     objective_of,
     perturbed_search,
     solve_exactly,
@@ -135,7 +134,7 @@ def group_by_sums(costs: Floats, *, num_towers: int, options: Sequence[Bounds], 
     for bounds in searched:
         even = greedy_start(bounds, num_towers)
         for start in [*(rng.permutation(even) for _ in range(count)), neighbours]:
-            labels = local_sum_search(costs, start, num_towers, bounds)
+            labels = local_search(costs, start, num_towers, bounds, per_feature=False)
             found.append(
                 (bounds.violation(labels, num_towers), sum_inside(costs, bounds.weights, labels), labels, bounds)
             )
