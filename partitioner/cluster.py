@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -94,15 +95,10 @@ def group_blocks(
     """
     squared = squared_distances(points)
     wanted = np.square(distance) if refine else squared
-    found = []
     searched = evenly_picked(options)
-    for bounds in searched:
-        # The effort is shared among them.
-        num_starts = NUM_STARTS // len(searched)
-        labels = search_clusters(
-            points, squared, num_clusters=num_towers, bounds=bounds, seed=seed, num_starts=num_starts
-        )
-        found.append((labels, bounds))
+    # The effort is shared among them.
+    search = partial(search_clusters, num_clusters=num_towers, seed=seed, num_starts=NUM_STARTS // len(searched))
+    found = [(search(points, squared, bounds=bounds), bounds) for bounds in searched]
     held = [(labels, bounds) for labels, bounds in found if bounds.violation(labels, num_towers) == 0]
     if not held:
         held = [_rescued(squared, found[0][0], num_towers, options)]
@@ -113,16 +109,8 @@ def group_by_sums(costs: Floats, *, num_towers: int, options: Sequence[Bounds], 
     """Groups blocks into towers within limits so that the costs inside towers add up to least (`sum_inside`).
 
     Moves and swaps from 40 random starts, fewer for thousands of blocks, from the order of a hierarchical clustering,
-    and from perturbations of the best answer.
-
-    Args:
-        costs: [P, P] of any sign, for each pair of features of two blocks.
-        num_towers: T, at most P.
-        options: sets of limits of which any one must be held; at most four, evenly spaced, are searched.
-        seed: of the starts.
-
-    Raises:
-        InputError: no grouping holds the limits, or none was found; says which limit the closest one breaks.
+    and from perturbations of the best answer. ``costs`` are [P, P] of any sign, for each pair of features of two
+    blocks; `group_blocks` describes the other arguments and the error.
     """
     costs = costs.copy()
     np.fill_diagonal(costs, 0.0)
@@ -141,16 +129,8 @@ def group_by_sums(costs: Floats, *, num_towers: int, options: Sequence[Bounds], 
     violation, _, best, bounds = min(found, key=lambda one: one[:2])
     if violation:
         best, bounds = _rescued(costs - costs.min(), best, num_towers, options)
-    best = perturbed_search(
-        costs,
-        best,
-        num_towers=num_towers,
-        bounds=bounds,
-        seed=seed,
-        max_perturbations=NUM_PERTURBATIONS,
-        per_feature=False,
-    )
-    return Grouping(labels=best, num_refined=0)
+    search = partial(perturbed_search, max_perturbations=NUM_PERTURBATIONS, per_feature=False)
+    return Grouping(labels=search(costs, best, num_towers=num_towers, bounds=bounds, seed=seed), num_refined=0)
 
 
 def _neighbours(costs: Floats) -> Labels:
@@ -255,7 +235,7 @@ def search_clusters(
     num_clusters: int,
     bounds: Bounds,
     seed: int,
-    num_starts: int = 60,
+    num_starts: int = NUM_STARTS,
 ) -> Labels:
     """Searches for the best grouping within the bounds; the answer breaks them only if none that holds them is found.
 
@@ -264,13 +244,8 @@ def search_clusters(
     centres (a third of the runs), and then from the perturbed centres of the best grouping so far. The package's flow
     minimises distances, not their squares, and knows sizes only, so `local_search` improves each answer.
 
-    Args:
-        points: [P, n] coordinates of blocks.
-        squared: [P, P] their squared distances.
-        num_clusters: T, between 1 and P.
-        bounds: the limits.
-        seed: of the random centres.
-        num_starts: the most runs; fewer are made where P x T is large.
+    ``points`` are [P, n] coordinates of blocks, ``squared`` [P, P] their squared distances; at most ``num_starts`` runs
+    are made, fewer where P x T is large.
     """
     num_points = len(points)
     assert 1 <= num_clusters <= num_points, f"TowerPartitioner checks T={num_clusters} against {num_points} points"

@@ -128,12 +128,8 @@ def fit_additive(
     A sweep goes through all features, on g as it changes and h as it was; it is taken back by halves while it raises
     the loss. It ends when a sweep gains next to nothing: what single features leave over would be found in pairs.
 
-    Args:
-        columns: of all features, dense ones in bins.
-        labels: [R] 0 or 1.
-        counts: [R] rows to fit.
-        start: weights of an earlier fit on other rows, to begin with.
-        total: sums over ranks.
+    ``columns`` are those of all features, dense ones in bins; ``labels`` [R] are 0 or 1, ``counts`` [R] the rows to
+    fit, ``start`` the weights of an earlier fit on other rows, to begin with.
 
     Returns:
         [R] log odds, and the weights: [V] of each feature, then the constant.
@@ -297,11 +293,7 @@ def join(first: Column, second: Column, most: int) -> Column:
 
 
 def chosen_triples(gains: Floats, most: int) -> Ints:
-    """[Q, 3] triples of features: all, or those of the features with the largest gains in pairs.
-
-    Args:
-        gains: [F, F] of pairs.
-        most: triples, at most.
+    """[Q, 3] triples of features, at most ``most``: all, or those of the features with the largest [F, F] ``gains``.
 
     Example:
         >>> chosen_triples(np.zeros((4, 4)), 3)

@@ -117,17 +117,9 @@ def keep_apart(
 ) -> int:
     """Moves each label to the first place around its point that is free, and removes it if there is none.
 
-    The axes must not be resized afterwards: boxes are measured in pixels.
-
-    Args:
-        axes: the labels stay inside.
-        labels: annotations centred on their points, with offsets in points.
-        taken: boxes in pixels that labels must not cover; those of the labels are added.
-        ways: directions to try in turn; (0, 0) is the point itself.
-        gaps: distances from the point to try in turn, in points.
-
-    Returns:
-        The number of labels that were removed.
+    Labels, annotations centred on their points, stay inside the axes, which must not be resized afterwards, and off the
+    boxes ``taken``, in pixels; their own are added to these. Tried in turn are distances ``gaps`` from the point, in
+    points, each in all ``ways``, of which (0, 0) is the point itself. Returns the number of labels that were removed.
     """
     scale, frame, missing = axes.figure.dpi / 72, axes.get_window_extent(), 0
     for label in labels:
