@@ -104,15 +104,13 @@ class ReadRows:
         self.labels.append(labels[kept])
         self.numbers.append(number + kept.astype(np.uint64))
         self.dense.append(columns[kept])
+        most_raw = int(np.clip(2 ** int(np.log2(MOST_RAW // len(self.features))), 2**14, 2**22))
         for name, (lengths, ids) in bags.items():
-            own, values = _shortened(lengths, ids, kept, self._most_raw())
+            own, values = _shortened(lengths, ids, kept, most_raw)
             self.values.setdefault(name, []).append(values)
             self.lengths.setdefault(name, []).append(own)
             self.num_ids[name] = self.num_ids.get(name, 0) + int(lengths[kept].sum())
         self.num_rows += len(kept)
-
-    def _most_raw(self) -> int:
-        return int(min(2**22, max(2**14, 2 ** int(np.log2(MOST_RAW // len(self.features))))))
 
 
 def _array(tensor: Any) -> NDArray[Any]:
