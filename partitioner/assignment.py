@@ -117,7 +117,7 @@ def sum_inside(costs: Floats, weights: Floats, labels: Labels) -> float:
     return float(weighted[labels[:, None] == labels].sum() - np.trace(weighted)) / 2
 
 
-def local_search(costs: Floats, labels: Labels, num_towers: int, bounds: Bounds, *, per_feature: bool = True) -> Labels:
+def local_search(costs: Floats, labels: Labels, *, num_towers: int, bounds: Bounds, per_feature: bool = True) -> Labels:
     """Moves and swaps blocks while limits or the objective improve; no tower is emptied.
 
     Every block in turn makes the one move or swap that is best: first for the limits (a limit once held is never given
@@ -153,14 +153,14 @@ def perturbed_search(
     """
     rng = np.random.default_rng(seed)
     value_of = objective_of if per_feature else sum_inside
-    best = local_search(costs, labels, num_towers, bounds, per_feature=per_feature)
+    best = local_search(costs, labels, num_towers=num_towers, bounds=bounds, per_feature=per_feature)
     least = value_of(costs, bounds.weights, best)
     num_blocks = len(labels)
     for _ in range(min(max_perturbations, PERTURBATION_BUDGET // (num_blocks * (num_blocks + num_towers)))):
         picked = rng.permutation(num_blocks)[: max(2, round(PERTURBED_SHARE * num_blocks))]
         perturbed = best.copy()
         perturbed[picked] = rng.permutation(perturbed[picked])
-        perturbed = local_search(costs, perturbed, num_towers, bounds, per_feature=per_feature)
+        perturbed = local_search(costs, perturbed, num_towers=num_towers, bounds=bounds, per_feature=per_feature)
         value = value_of(costs, bounds.weights, perturbed)
         if value < least - 1e-9 * abs(least) and bounds.violation(perturbed, num_towers) == 0:
             best, least = perturbed, value

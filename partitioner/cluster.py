@@ -122,7 +122,7 @@ def group_by_sums(costs: Floats, *, num_towers: int, options: Sequence[Bounds], 
     for bounds in searched:
         even = greedy_start(bounds, num_towers)
         for start in [*(rng.permutation(even) for _ in range(count)), neighbours]:
-            labels = local_search(costs, start, num_towers, bounds, per_feature=False)
+            labels = local_search(costs, start, num_towers=num_towers, bounds=bounds, per_feature=False)
             found.append(
                 (bounds.violation(labels, num_towers), sum_inside(costs, bounds.weights, labels), labels, bounds)
             )
@@ -149,7 +149,7 @@ def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequenc
     """Fallback: starts from a load-balanced assignment, else solves exactly; `InputError` if both fail."""
     for bounds in options:
         # Limits once held are never given up: a start that fits ends with towers that fit.
-        labels = local_search(squared, greedy_start(bounds, num_towers), num_towers, bounds)
+        labels = local_search(squared, greedy_start(bounds, num_towers), num_towers=num_towers, bounds=bounds)
         if bounds.violation(labels, num_towers) == 0:
             return labels, bounds
     member = np.zeros((num_towers, len(closest)))
@@ -159,7 +159,7 @@ def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequenc
     widest = _widest(options)
     for bounds in widest[:MOST_EXACT]:
         try:
-            return local_search(squared, solve_exactly(cost, bounds), num_towers, bounds), bounds
+            return local_search(squared, solve_exactly(cost, bounds), num_towers=num_towers, bounds=bounds), bounds
         except Infeasible as error:
             proofs.append(error.proven)
     # Infeasible only if proven for every set of limits.
@@ -277,7 +277,7 @@ def search_clusters(
             start = flow("k-means++", seed=(seed + 1_000_003 * number) % 2**32)
         else:
             start = flow(_perturbed_centres(scaled, best, num_clusters, rng))
-        labels = local_search(squared, start, num_clusters, bounds)
+        labels = local_search(squared, start, num_towers=num_clusters, bounds=bounds)
         rank = bounds.violation(labels, num_clusters), objective_of(squared, bounds.weights, labels)
         # Better by more than rounding, so that ties fall the same way everywhere.
         if rank[0] < least[0] or (rank[0] == least[0] and rank[1] < least[1] * (1.0 - 1e-9)):
@@ -368,5 +368,5 @@ def fitting_sizes(weights: Floats, num_towers: int, pairs: Sequence[Pair]) -> tu
 def _fit(weights: Floats, num_towers: int, pair: Pair) -> bool:
     bounds = Bounds(loads=weights[None, :], lower=np.array([float(pair[0])]), upper=np.array([float(pair[1])]))
     nowhere = np.zeros((len(weights), len(weights)))
-    labels = local_search(nowhere, greedy_start(bounds, num_towers), num_towers, bounds)
+    labels = local_search(nowhere, greedy_start(bounds, num_towers), num_towers=num_towers, bounds=bounds)
     return bounds.violation(labels, num_towers) == 0
