@@ -50,7 +50,6 @@ ARCHS = ("dlrm", "dlrm-products", "dcn")
 
 _COUNTED_SAMPLES = 2
 _MOST = 65_536  # of a setting; products of larger ones have no tensor
-_PAPER_TOWER_DIM = {"dlrm": 64, "dlrm-products": 64, "dcn": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,21 +170,20 @@ def complexity_of(
             model refuses.
     """
     _check_settings(arch, tower_plan is not None, tower_dim, c, p)
-    common: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "tables": table_specs(tables),
         "dense_in_features": dense_in_features,
         "options": dataclasses.replace(options or ModelOptions(), device="meta"),
+        "make_sparse_arch": MetaTables,
     }
-    tower_dim = _PAPER_TOWER_DIM[arch] if tower_dim is None else tower_dim
-    model: nn.Module
-    if tower_plan is None:
-        model = (DLRM if arch == "dlrm" else DCN)(make_sparse_arch=MetaTables, **common)
-    elif arch == "dcn":
-        model = DMTDCN(tower_plan=tower_plan, tower_dim=tower_dim, make_sparse_arch=MetaTowers, **common)
-    else:
-        towers = DMTDLRM if arch == "dlrm" else DMTDLRMProducts
-        model = towers(tower_plan=tower_plan, tower_dim=tower_dim, c=c, p=p, make_sparse_arch=MetaTowers, **common)
-    return count_on_meta(model, dense_in_features)
+    kinds: dict[str, Any] = {"dlrm": DLRM, "dcn": DCN}
+    if tower_plan is not None:
+        kinds = {"dlrm": DMTDLRM, "dlrm-products": DMTDLRMProducts, "dcn": DMTDCN}
+        # The paper's D is the models' default.
+        settings |= {"tower_plan": tower_plan, "make_sparse_arch": MetaTowers}
+        settings |= {} if tower_dim is None else {"tower_dim": tower_dim}
+        settings |= {} if arch == "dcn" else {"c": c, "p": p}
+    return count_on_meta(kinds[arch](**settings), dense_in_features)
 
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:

@@ -89,10 +89,7 @@ class Perceptron(nn.Module):
 class MLP(nn.Module):
     """Linear layers, each followed by a ReLU, the last one too: [B, I] -> [B, O], float32.
 
-    Args:
-        in_features: I.
-        layer_sizes: output size of each layer; O is the last. Without any, the input is passed on.
-        device: of the parameters.
+    ``layer_sizes`` are the outputs of each layer, O the last; without any, the input is passed on.
     """
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
@@ -121,15 +118,9 @@ class DenseArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """Top MLP: interactions [B, I] -> logits [B, O]; the last layer is linear.
+    """Top MLP: interactions [B, I] -> logits [B, O], O usually 1; the last layer is linear.
 
-    Args:
-        in_features: I, the ``out_features`` of the interaction.
-        layer_sizes: output size of each layer; the last is O, usually 1.
-        device: of the parameters.
-
-    Raises:
-        InputError: there is no layer.
+    ``layer_sizes`` are the outputs of each layer, O the last. Raises `InputError` if there is no layer.
     """
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
@@ -147,11 +138,7 @@ class DotInteraction(nn.Module):
     """DLRM's interaction: the dense vector and the dot products of all pairs of the F + 1 vectors.
 
     All (F + 1)^2 products are computed by one batched matrix product, then the strict upper triangle is taken; the
-    paper's MFLOPs (Table 3) count the full product.
-
-    Args:
-        num_vectors: F, the sparse vectors; the dense one comes on top.
-        dim: D.
+    paper's MFLOPs (Table 3) count the full product. ``num_vectors`` is F without the dense vector, ``dim`` D.
     """
 
     def __init__(self, *, num_vectors: int, dim: int) -> None:
@@ -201,11 +188,7 @@ class _Kernels(nn.ParameterList):
 class LowRankCrossNet(nn.Module):
     """Low-rank cross layers of DCN v2 (arXiv 2008.13535, section 3): x' = x0 * (W V x + b) + x.
 
-    Args:
-        in_features: I, inputs and outputs.
-        num_layers: cross layers.
-        rank: rows of V [rank, I] and columns of W [I, rank]; called ``low_rank`` in TorchRec.
-        device: of the parameters.
+    V is [rank, I] and W [I, rank]; TorchRec calls the rank ``low_rank``.
     """
 
     def __init__(self, in_features: int, *, num_layers: int, rank: int, device: Device = None) -> None:
@@ -228,12 +211,7 @@ class LowRankCrossNet(nn.Module):
 class CrossInteraction(nn.Module):
     """DCN's interaction: `LowRankCrossNet` over the dense vector and all sparse vectors side by side.
 
-    Args:
-        num_vectors: F, the sparse vectors; the dense one comes on top.
-        dim: D.
-        num_layers: cross layers.
-        rank: rank of each.
-        device: of the parameters.
+    ``num_vectors`` is F without the dense vector, ``dim`` D.
     """
 
     def __init__(self, *, num_vectors: int, dim: int, num_layers: int, rank: int, device: Device = None) -> None:

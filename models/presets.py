@@ -38,11 +38,7 @@ CRITEO_1TB_ROWS = (
 def criteo_1tb_tables(embedding_dim: int = 128) -> tuple[TableSpec, ...]:
     """The 26 tables of Criteo-1TB: feature ``C1`` in table ``t_C1`` and so on.
 
-    Args:
-        embedding_dim: N, columns of every table; the paper's default is 128 (22.78 G parameters).
-
-    Raises:
-        InputError: ``embedding_dim`` is not positive.
+    N, the columns of every table, is 128 in the paper (22.78 G parameters); `InputError` if it is not positive.
     """
     return tuple(
         TableSpec(name=f"t_C{i}", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=(f"C{i}",))

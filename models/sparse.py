@@ -193,10 +193,7 @@ class _Joined:
 def whole_tables(model: nn.Module, tables: Sequence[Any], splits: Splits) -> EmbeddingBagCollection:
     """Copies the embeddings of a model with cut tables into one collection of whole tables.
 
-    Args:
-        model: unsharded, with TorchRec's tables anywhere inside.
-        tables: the whole tables, each in the model, whole or in shards.
-        splits: columns of each shard, by feature.
+    The model is unsharded and has TorchRec's tables anywhere inside, whole or in the shards of ``splits``.
     """
     weights = {
         name.split(".")[-2]: weight for name, weight in model.named_parameters() if ".embedding_bags." in f".{name}"

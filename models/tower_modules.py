@@ -205,11 +205,7 @@ class DCNTowerModule(nn.Module):
 class PassThroughTowerModule(nn.Module):
     """Passes the embeddings on side by side, in the features' order: SPTT with nothing on top (DMT section 5.2.1).
 
-    It has no parameters; the features may have different dimensions.
-
-    Args:
-        features: the tower's features, in the plan's order.
-        embedding_dims: the dimension of each feature's embedding, in the same order.
+    It has no parameters. ``embedding_dims`` are those of the features, in their order, and may differ.
 
     Raises:
         InputError: not one dimension for each feature.
@@ -265,15 +261,10 @@ def feature_vectors(embeddings: Any, features: Sequence[str]) -> list[Tensor]:
 
 
 def stacked_in_any_order(embeddings: Any, features: Sequence[str]) -> tuple[Tensor, list[int]]:
-    """Stacks the features' vectors in the order that costs least, and says where each feature is.
+    """Stacks the features' vectors [B, N] to [B, F, N] in the order that costs least; also the place of each feature.
 
-    Args:
-        embeddings: [B, N] of each feature.
-        features: F names.
-
-    Returns:
-        The vectors [B, F, N], and for each feature its position on dimension 1. If ``features`` are all columns of a
-        ``KeyedTensor``, the vectors are a view of them as they arrived; else a copy in the order of ``features``.
+    If ``features`` are all columns of a ``KeyedTensor``, the vectors are a view of them as they arrived; else a copy
+    in the order of ``features``.
     """
     arrived = getattr(embeddings, "arrived", embeddings)
     # A tracer's stand-in has every attribute and no keys to go through.

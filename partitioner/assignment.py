@@ -26,7 +26,6 @@ __all__ = [
     "greedy_start",
     "largest_clique",
     "local_search",
-    "local_sum_search",
     "objective_of",
     "perturbed_search",
     "solve_exactly",
@@ -71,8 +70,7 @@ class Bounds:
     @property
     def oversized(self) -> NDArray[np.bool_]:
         """[R, P] blocks that alone exceed the limit of a tower, by more than rounding."""
-        scale = np.maximum(self.loads.sum(axis=1, keepdims=True), 1e-300)
-        return (self.loads - self.upper[:, None]) / scale > TOLERANCE
+        return (self.loads - self.upper[:, None]) / self._totals[:, None] > TOLERANCE
 
     @cached_property
     def _totals(self) -> Floats:
@@ -119,24 +117,20 @@ def sum_inside(costs: Floats, weights: Floats, labels: Labels) -> float:
     return float(weighted[labels[:, None] == labels].sum() - np.trace(weighted)) / 2
 
 
-def local_search(squared: Floats, labels: Labels, num_towers: int, bounds: Bounds) -> Labels:
+def local_search(costs: Floats, labels: Labels, *, num_towers: int, bounds: Bounds, per_feature: bool = True) -> Labels:
     """Moves and swaps blocks while limits or the objective improve; no tower is emptied.
 
     Every block in turn makes the one move or swap that is best: first for the limits (a limit once held is never given
-    up), then for `objective_of`. Ends when a whole sweep, of O(P (P + T)), changes nothing.
+    up), then for the objective. Ends when a whole sweep, of O(P (P + T)), changes nothing.
 
-    ``squared`` are [P, P] squared distances, ``labels`` [P] the towers to start from. `Bounds.violation` of the [P]
-    labels returned says whether all limits are held.
+    Args:
+        costs: [P, P] squared distances, for `objective_of`; or of any sign with a diagonal of 0, for `sum_inside`.
+        labels: [P] the towers to start from.
+        num_towers: T.
+        bounds: the limits. `Bounds.violation` of the [P] labels returned says whether all are held.
+        per_feature: `objective_of` is the objective, else `sum_inside`.
     """
-    return _swept(_MoveSearch(squared, labels, num_towers, bounds))
-
-
-def local_sum_search(costs: Floats, labels: Labels, num_towers: int, bounds: Bounds) -> Labels:
-    """Like `local_search` for the objective `sum_inside` of [P, P] costs of any sign, with a diagonal of 0."""
-    return _swept(_MoveSearch(costs, labels, num_towers, bounds, per_feature=False))
-
-
-def _swept(search: _MoveSearch) -> Labels:
+    search = _MoveSearch(costs, labels, num_towers, bounds, per_feature=per_feature)
     for _ in range(MAX_SWEEPS):
         if not search.sweep():
             break
@@ -144,7 +138,7 @@ def _swept(search: _MoveSearch) -> Labels:
 
 
 def perturbed_search(
-    squared: Floats,
+    costs: Floats,
     labels: Labels,
     *,
     num_towers: int,
@@ -155,20 +149,19 @@ def perturbed_search(
 ) -> Labels:
     """Repeats `local_search` from perturbed answers; a better answer that holds the limits replaces the best.
 
-    A perturbation deals part of the blocks out again at random. Larger problems get fewer. Without ``per_feature``, it
-    is `local_sum_search` that is repeated.
+    A perturbation deals part of the blocks out again at random. Larger problems get fewer.
     """
     rng = np.random.default_rng(seed)
-    search, value_of = (local_search, objective_of) if per_feature else (local_sum_search, sum_inside)
-    best = search(squared, labels, num_towers, bounds)
-    least = value_of(squared, bounds.weights, best)
+    value_of = objective_of if per_feature else sum_inside
+    best = local_search(costs, labels, num_towers=num_towers, bounds=bounds, per_feature=per_feature)
+    least = value_of(costs, bounds.weights, best)
     num_blocks = len(labels)
     for _ in range(min(max_perturbations, PERTURBATION_BUDGET // (num_blocks * (num_blocks + num_towers)))):
         picked = rng.permutation(num_blocks)[: max(2, round(PERTURBED_SHARE * num_blocks))]
         perturbed = best.copy()
         perturbed[picked] = rng.permutation(perturbed[picked])
-        perturbed = search(squared, perturbed, num_towers, bounds)
-        value = value_of(squared, bounds.weights, perturbed)
+        perturbed = local_search(costs, perturbed, num_towers=num_towers, bounds=bounds, per_feature=per_feature)
+        value = value_of(costs, bounds.weights, perturbed)
         if value < least - 1e-9 * abs(least) and bounds.violation(perturbed, num_towers) == 0:
             best, least = perturbed, value
     return best

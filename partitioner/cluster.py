@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -25,7 +26,6 @@ from dmt.partitioner.assignment import (
     amount,
     greedy_start,
     local_search,
-    local_sum_search,
     objective_of,
     perturbed_search,
     solve_exactly,
@@ -95,15 +95,10 @@ def group_blocks(
     """
     squared = squared_distances(points)
     wanted = np.square(distance) if refine else squared
-    found = []
     searched = evenly_picked(options)
-    for bounds in searched:
-        # The effort is shared among them.
-        num_starts = NUM_STARTS // len(searched)
-        labels = search_clusters(
-            points, squared, num_clusters=num_towers, bounds=bounds, seed=seed, num_starts=num_starts
-        )
-        found.append((labels, bounds))
+    # The effort is shared among them.
+    search = partial(search_clusters, num_clusters=num_towers, seed=seed, num_starts=NUM_STARTS // len(searched))
+    found = [(search(points, squared, bounds=bounds), bounds) for bounds in searched]
     held = [(labels, bounds) for labels, bounds in found if bounds.violation(labels, num_towers) == 0]
     if not held:
         held = [_rescued(squared, found[0][0], num_towers, options)]
@@ -114,16 +109,8 @@ def group_by_sums(costs: Floats, *, num_towers: int, options: Sequence[Bounds], 
     """Groups blocks into towers within limits so that the costs inside towers add up to least (`sum_inside`).
 
     Moves and swaps from 40 random starts, fewer for thousands of blocks, from the order of a hierarchical clustering,
-    and from perturbations of the best answer.
-
-    Args:
-        costs: [P, P] of any sign, for each pair of features of two blocks.
-        num_towers: T, at most P.
-        options: sets of limits of which any one must be held; at most four, evenly spaced, are searched.
-        seed: of the starts.
-
-    Raises:
-        InputError: no grouping holds the limits, or none was found; says which limit the closest one breaks.
+    and from perturbations of the best answer. ``costs`` are [P, P] of any sign, for each pair of features of two
+    blocks; `group_blocks` describes the other arguments and the error.
     """
     costs = costs.copy()
     np.fill_diagonal(costs, 0.0)
@@ -135,23 +122,15 @@ def group_by_sums(costs: Floats, *, num_towers: int, options: Sequence[Bounds], 
     for bounds in searched:
         even = greedy_start(bounds, num_towers)
         for start in [*(rng.permutation(even) for _ in range(count)), neighbours]:
-            labels = local_sum_search(costs, start, num_towers, bounds)
+            labels = local_search(costs, start, num_towers=num_towers, bounds=bounds, per_feature=False)
             found.append(
                 (bounds.violation(labels, num_towers), sum_inside(costs, bounds.weights, labels), labels, bounds)
             )
     violation, _, best, bounds = min(found, key=lambda one: one[:2])
     if violation:
         best, bounds = _rescued(costs - costs.min(), best, num_towers, options)
-    best = perturbed_search(
-        costs,
-        best,
-        num_towers=num_towers,
-        bounds=bounds,
-        seed=seed,
-        max_perturbations=NUM_PERTURBATIONS,
-        per_feature=False,
-    )
-    return Grouping(labels=best, num_refined=0)
+    search = partial(perturbed_search, max_perturbations=NUM_PERTURBATIONS, per_feature=False)
+    return Grouping(labels=search(costs, best, num_towers=num_towers, bounds=bounds, seed=seed), num_refined=0)
 
 
 def _neighbours(costs: Floats) -> Labels:
@@ -170,7 +149,7 @@ def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequenc
     """Fallback: starts from a load-balanced assignment, else solves exactly; `InputError` if both fail."""
     for bounds in options:
         # Limits once held are never given up: a start that fits ends with towers that fit.
-        labels = local_search(squared, greedy_start(bounds, num_towers), num_towers, bounds)
+        labels = local_search(squared, greedy_start(bounds, num_towers), num_towers=num_towers, bounds=bounds)
         if bounds.violation(labels, num_towers) == 0:
             return labels, bounds
     member = np.zeros((num_towers, len(closest)))
@@ -180,7 +159,7 @@ def _rescued(squared: Floats, closest: Labels, num_towers: int, options: Sequenc
     widest = _widest(options)
     for bounds in widest[:MOST_EXACT]:
         try:
-            return local_search(squared, solve_exactly(cost, bounds), num_towers, bounds), bounds
+            return local_search(squared, solve_exactly(cost, bounds), num_towers=num_towers, bounds=bounds), bounds
         except Infeasible as error:
             proofs.append(error.proven)
     # Infeasible only if proven for every set of limits.
@@ -256,7 +235,7 @@ def search_clusters(
     num_clusters: int,
     bounds: Bounds,
     seed: int,
-    num_starts: int = 60,
+    num_starts: int = NUM_STARTS,
 ) -> Labels:
     """Searches for the best grouping within the bounds; the answer breaks them only if none that holds them is found.
 
@@ -265,13 +244,8 @@ def search_clusters(
     centres (a third of the runs), and then from the perturbed centres of the best grouping so far. The package's flow
     minimises distances, not their squares, and knows sizes only, so `local_search` improves each answer.
 
-    Args:
-        points: [P, n] coordinates of blocks.
-        squared: [P, P] their squared distances.
-        num_clusters: T, between 1 and P.
-        bounds: the limits.
-        seed: of the random centres.
-        num_starts: the most runs; fewer are made where P x T is large.
+    ``points`` are [P, n] coordinates of blocks, ``squared`` [P, P] their squared distances; at most ``num_starts`` runs
+    are made, fewer where P x T is large.
     """
     num_points = len(points)
     assert 1 <= num_clusters <= num_points, f"TowerPartitioner checks T={num_clusters} against {num_points} points"
@@ -303,7 +277,7 @@ def search_clusters(
             start = flow("k-means++", seed=(seed + 1_000_003 * number) % 2**32)
         else:
             start = flow(_perturbed_centres(scaled, best, num_clusters, rng))
-        labels = local_search(squared, start, num_clusters, bounds)
+        labels = local_search(squared, start, num_towers=num_clusters, bounds=bounds)
         rank = bounds.violation(labels, num_clusters), objective_of(squared, bounds.weights, labels)
         # Better by more than rounding, so that ties fall the same way everywhere.
         if rank[0] < least[0] or (rank[0] == least[0] and rank[1] < least[1] * (1.0 - 1e-9)):
@@ -394,5 +368,5 @@ def fitting_sizes(weights: Floats, num_towers: int, pairs: Sequence[Pair]) -> tu
 def _fit(weights: Floats, num_towers: int, pair: Pair) -> bool:
     bounds = Bounds(loads=weights[None, :], lower=np.array([float(pair[0])]), upper=np.array([float(pair[1])]))
     nowhere = np.zeros((len(weights), len(weights)))
-    labels = local_search(nowhere, greedy_start(bounds, num_towers), num_towers, bounds)
+    labels = local_search(nowhere, greedy_start(bounds, num_towers), num_towers=num_towers, bounds=bounds)
     return bounds.violation(labels, num_towers) == 0

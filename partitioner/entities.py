@@ -23,9 +23,7 @@ def find_entities(batches: Sequence[Mapping[str, NDArray[np.uint64]]], *, num_to
     input. Features are merged into ``num_towers`` groups, always the two groups whose merging adds least to the sum of
     n s over all. Cost: F^2 unions of two groups are counted in every batch.
 
-    Args:
-        batches: `bag_hashes` of every feature, [B]; of batches as one rank has them, because shares depend on B.
-        num_towers: T.
+    ``batches`` are `bag_hashes` of every feature, [B]; of batches as one rank has them, because shares depend on B.
 
     Returns:
         The groups of two features or more whose inputs repeat twice at least, by the name of their feature with most

@@ -1,17 +1,20 @@
-"""Measuring `FeatureInteractions`: rows as columns of small numbers, an additive model, one step for each pair.
+"""Measuring `FeatureInteractions`: an additive model of all features, then one step for each cell of a pair or triple.
 
 Everything is a sum over rows of g = y - p and h = p (1 - p), for the values of a feature or the cells of a pair, so
-that ranks add theirs up and get what one process gets. Rows are read once and kept in 4 bytes per value.
+that ranks add theirs up and get what one process gets.
 
-Legend: R rows of this rank, F features, S splits, V values of a feature.
+Legend: R rows of this rank, F features, S splits, V values of a feature, P pairs, Q triples.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations
+from math import comb
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,17 +29,15 @@ __all__ = [
     "Column",
     "PairSums",
     "Total",
-    "all_pairs",
-    "cell_steps",
-    "expand",
+    "chosen_triples",
     "fit_additive",
     "join",
+    "largest_triple",
     "log_losses",
-    "mean_and_error",
-    "most_cells",
     "pair_gains",
     "screen_pairs",
     "single_gains",
+    "triple_gains",
 ]
 
 logger = logging.getLogger(__name__)
@@ -82,32 +83,36 @@ class Total:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Column:
-    """The values of one feature in R rows, numbered from 0."""
+    """The values of one feature, or the cells of several, in R rows, numbered from 0."""
 
-    values: NDArray[np.int32]
+    values: NDArray[np.integer]
     """[R], or of all bags one after the other."""
-    lengths: NDArray[np.int32] | None
+    lengths: NDArray[np.integer] | None
     """[R] values of each bag, at least one; None where every row has one."""
     size: int
     """V."""
 
-    def rows(self) -> tuple[Ints | None, Floats | float]:
-        """The row of each value and its share in it (1 / length); None and 1.0 where every row has one."""
-        if self.lengths is None:
-            return None, 1.0
-        rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        return rows, (1.0 / self.lengths)[rows]
+    @cached_property
+    def rows(self) -> Ints | None:
+        """The row of each value of bags."""
+        return None if self.lengths is None else np.repeat(np.arange(len(self.lengths)), self.lengths)
 
+    @cached_property
+    def shares(self) -> Floats | float:
+        """The share of each value in its row: 1 / length."""
+        return 1.0 if self.lengths is None else (1.0 / self.lengths)[self.rows]
 
-def _summed(keys: Ints, rows: Ints | None, share: Floats | float, of_rows: Floats, size: int) -> Floats:
-    """[size] sums of a number of each row, in the shares in which the row has the keys."""
-    weights = of_rows if rows is None else of_rows[rows] * share
-    return np.bincount(keys, weights=weights, minlength=size).astype(np.float64, copy=False)
+    def sums(self, of_rows: Floats) -> Floats:
+        """[V] sums of a number of each row, [R], in the shares in which the row has the values."""
+        weights = of_rows if self.rows is None else of_rows[self.rows] * self.shares
+        return np.bincount(self.values, weights=weights, minlength=self.size).astype(np.float64, copy=False)
 
-
-def _mean_in_rows(of_keys: Floats, keys: Ints, rows: Ints | None, share: Floats | float, num_rows: int) -> Floats:
-    """[R] mean over the keys of each row."""
-    return of_keys[keys] if rows is None else _summed(rows, None, 1.0, of_keys[keys] * share, num_rows)
+    def means(self, of_values: Floats) -> Floats:
+        """[R] means of a number of each value, [V], over the values of each row."""
+        if self.lengths is None or self.rows is None:
+            return of_values[self.values]
+        found = np.bincount(self.rows, weights=of_values[self.values] * self.shares, minlength=len(self.lengths))
+        return found.astype(np.float64, copy=False)
 
 
 def fit_additive(
@@ -123,40 +128,36 @@ def fit_additive(
     A sweep goes through all features, on g as it changes and h as it was; it is taken back by halves while it raises
     the loss. It ends when a sweep gains next to nothing: what single features leave over would be found in pairs.
 
-    Args:
-        columns: of all features, dense ones in bins.
-        labels: [R] 0 or 1.
-        counts: [R] rows to fit.
-        start: weights of an earlier fit on other rows, to begin with.
-        total: sums over ranks.
+    ``columns`` are those of all features, dense ones in bins; ``labels`` [R] are 0 or 1, ``counts`` [R] the rows to
+    fit, ``start`` the weights of an earlier fit on other rows, to begin with.
 
     Returns:
         [R] log odds, and the weights: [V] of each feature, then the constant.
     """
     num_rows, fitted = total(np.array([counts.sum(), labels[counts].sum()]))
-    keys = [column.values.astype(np.int64) for column in columns]
-    bags = [column.rows() for column in columns]
+    # Converted once, not in every sweep.
+    columns = [replace(column, values=column.values.astype(np.int64)) for column in columns]
     if start is None:
         weights = [np.zeros(column.size) for column in columns]
         weights.append(np.array([np.log(fitted / (num_rows - fitted))]))
     else:
         weights = [own.copy() for own in start]
     odds = np.full(len(labels), weights[-1][0])
-    for key, (rows, share), own in zip(keys, bags, weights, strict=False):
-        odds += _mean_in_rows(own, key, rows, share, len(labels))
+    for column, own in zip(columns, weights, strict=False):
+        odds += column.means(own)
     loss = _mean_loss(odds, labels, counts, total) + _penalty(weights) / num_rows
     settled, sums_h = False, [own[:0] for own in weights]
     for _ in range(MAX_SWEEPS):
         p = _probability(odds)
         g, h = np.where(counts, labels - p, 0.0), np.where(counts, p * (1.0 - p), 0.0)
         steps, moved = [], np.zeros(len(labels))
-        for i, (key, (rows, share), own) in enumerate(zip(keys, bags, weights, strict=False)):
+        for i, (column, own) in enumerate(zip(columns, weights, strict=False)):
             if settled:
-                sum_g = total(_summed(key, rows, share, g, len(own)))
+                sum_g = total(column.sums(g))
             else:
-                sum_g, sums_h[i] = total(np.stack([_summed(key, rows, share, x, len(own)) for x in (g, h)]))
+                sum_g, sums_h[i] = total(np.stack([column.sums(g), column.sums(h)]))
             steps.append((sum_g - VALUE_PRIOR * own) / (sums_h[i] + VALUE_PRIOR))
-            change = _mean_in_rows(steps[-1], key, rows, share, len(labels))
+            change = column.means(steps[-1])
             moved += change
             g -= h * change
         sum_g, sum_h = total(np.array([g.sum(), h.sum()]))
@@ -213,11 +214,6 @@ class PairSums:
     """Rows of all ranks."""
 
 
-def all_pairs(num_features: int) -> Ints:
-    """[F (F - 1) / 2, 2] pairs of features, in the order of a matrix's upper triangle."""
-    return np.stack(np.triu_indices(num_features, k=1), axis=1).astype(np.int64)
-
-
 def pair_gains(columns: Sequence[Column], pairs: Ints, sums: PairSums, total: Total) -> tuple[Floats, Floats]:
     """Gains of pairs of features: by how much one step for each cell of the pair lowers the held-out log loss.
 
@@ -228,7 +224,7 @@ def pair_gains(columns: Sequence[Column], pairs: Ints, sums: PairSums, total: To
     Returns:
         [P] mean gains of a held-out row in nats, and their standard errors. Not clipped: below 0 where steps are noise.
     """
-    gradients, most = [], most_cells(sums.num_rows)
+    gradients, most = [], _most_cells(sums.num_rows)
     for odds, held in zip(sums.odds, sums.held, strict=True):
         p = _probability(odds)
         gradients += [np.where(held, 0.0, sums.labels - p), np.where(held, 0.0, p * (1.0 - p))]
@@ -236,28 +232,18 @@ def pair_gains(columns: Sequence[Column], pairs: Ints, sums: PairSums, total: To
     before = [log_losses(odds, sums.labels[rows]) for rows, odds in tested]
     found = np.zeros((len(pairs), 3))
     for number, (i, j) in enumerate(total.steps(pairs, "Measuring pairs")):
-        keys, size, rows, share = _cells(columns[i], columns[j], most)
-        cells = total(np.stack([_summed(keys, rows, share, own, size) for own in gradients]))
+        cells = join(columns[i], columns[j], most)
+        found_sums = total(np.stack([cells.sums(own) for own in gradients]))
         for split, (own, odds) in enumerate(tested):
-            steps = cells[2 * split] / (cells[2 * split + 1] + CELL_PRIOR)
-            change = (
-                steps[keys[own]] if rows is None else _mean_in_rows(steps, keys, rows, share, len(sums.labels))[own]
-            )
+            steps = found_sums[2 * split] / (found_sums[2 * split + 1] + CELL_PRIOR)
+            # Without bags, only the rows that are held out are looked at.
+            change = steps[cells.values[own]] if cells.rows is None else cells.means(steps)[own]
             gain = before[split] - log_losses(odds + change, sums.labels[own])
             found[number] += len(gain), gain.sum(), np.square(gain).sum()
-    return mean_and_error(total(found))
+    return _mean_and_error(total(found))
 
 
-def cell_steps(cells: Column, odds: Floats, *, held: NDArray[np.bool_], labels: Floats, total: Total) -> Floats:
-    """[R] change of the log odds by one step for each cell, made on the rows that are not held out."""
-    rows, share = cells.rows()
-    keys, p = cells.values.astype(np.int64), _probability(odds)
-    gradients = np.where(held, 0.0, labels - p), np.where(held, 0.0, p * (1.0 - p))
-    sum_g, sum_h = total(np.stack([_summed(keys, rows, share, own, cells.size) for own in gradients]))
-    return _mean_in_rows(sum_g / (sum_h + CELL_PRIOR), keys, rows, share, len(odds))
-
-
-def mean_and_error(sums: Floats) -> tuple[Floats, Floats]:
+def _mean_and_error(sums: Floats) -> tuple[Floats, Floats]:
     """Means and their standard errors, from the number, the sum and the sum of squares of what was measured, [P, 3]."""
     num, gains, squares = sums.T
     mean = gains / np.maximum(num, 1.0)
@@ -271,66 +257,101 @@ def single_gains(columns: Sequence[Column], sums: PairSums, total: Total) -> Flo
     return pair_gains([*columns, nothing], pairs, sums, total)[0]
 
 
-def most_cells(num_rows: int) -> int:
+def _most_cells(num_rows: int) -> int:
     """Cells beyond which they are hashed: four for each row, and `MOST_CELLS`."""
     return min(MOST_CELLS, 2 ** int(np.ceil(np.log2(max(4 * num_rows, 2**10)))))
 
 
 def join(first: Column, second: Column, most: int) -> Column:
-    """The cells of two features as the values of one.
+    """The cells of two features as the values of one: in a row with bags, each pair of their values.
+
+    ``most``, a power of two, is the number of cells beyond which they are hashed.
 
     Example:
-        >>> one = Column(values=np.array([1, 0], np.int32), lengths=None, size=2)
-        >>> join(one, one, most=2**10).values
-        array([3, 0], dtype=int32)
+        >>> one = Column(values=np.array([1, 0]), lengths=None, size=2)
+        >>> bag = Column(values=np.array([1, 2, 3]), lengths=np.array([2, 1]), size=4)
+        >>> cells = join(one, bag, most=2**10)
+        >>> cells.values.tolist(), cells.lengths.tolist(), cells.size
+        ([5, 6, 3], [2, 1], 8)
     """
-    keys, size, rows, _ = _cells(first, second, most)
-    lengths = None if rows is None else np.bincount(rows).astype(np.int32)
-    return Column(values=keys.astype(np.int32), lengths=lengths, size=size)
-
-
-def _cells(first: Column, second: Column, most: int) -> tuple[Ints, int, Ints | None, Floats | float]:
-    """The cells of a pair: of each row or, with bags, of each pair of values; their number, rows and shares."""
-    rows: Ints | None
-    a, b, rows, share = expand(first, second)
+    a, b, lengths = first.values.astype(np.int64), second.values.astype(np.int64), None
+    if first.lengths is not None or second.lengths is not None:
+        of_a, of_b = (
+            np.ones(len(own), dtype=np.int64) if column.lengths is None else column.lengths.astype(np.int64)
+            for column, own in ((first, a), (second, b))
+        )
+        lengths = of_a * of_b
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        start_a, start_b = (np.cumsum(own) - own for own in (of_a, of_b))
+        a, b = a[start_a[rows] + place // of_b[rows]], b[start_b[rows] + place % of_b[rows]]
     # The wrap-around of a product that is too large does no harm: it is hashed.
-    keys, size = a * np.int64(second.size) + b, first.size * second.size
+    cells, size = a * np.int64(second.size) + b, first.size * second.size
     if size > most:
-        keys = (mix_bits(keys.view(np.uint64)) & np.uint64(most - 1)).view(np.int64)
-        size = most
-    return keys, size, rows, share
+        cells, size = (mix_bits(cells.view(np.uint64)) & np.uint64(most - 1)).view(np.int64), most
+    return Column(values=cells, lengths=lengths, size=size)
 
 
-def expand(first: Column, second: Column) -> tuple[Ints, Ints, Ints | None, Floats | float]:
-    """Pairs of values that share a row: both values, the row, and the share that the row gives to the pair.
-
-    Rows are None, and the share is 1, where every row has one value of each.
+def chosen_triples(gains: Floats, most: int) -> Ints:
+    """[Q, 3] triples of features, at most ``most``: all, or those of the features with the largest [F, F] ``gains``.
 
     Example:
-        >>> one = Column(values=np.array([5, 6], np.int32), lengths=None, size=7)
-        >>> bag = Column(values=np.array([1, 2, 3], np.int32), lengths=np.array([2, 1], np.int32), size=4)
-        >>> a, b, rows, share = expand(one, bag)
-        >>> a.tolist(), b.tolist(), rows.tolist(), share.tolist()
-        ([5, 5, 6], [1, 2, 3], [0, 0, 1], [0.5, 0.5, 1.0])
+        >>> chosen_triples(np.zeros((4, 4)), 3)
+        array([[0, 1, 2]])
     """
-    a, b = first.values.astype(np.int64), second.values.astype(np.int64)
-    if first.lengths is None and second.lengths is None:
-        return a, b, None, 1.0
-    num = len(a if first.lengths is None else first.lengths)
-    of_a, of_b = (
-        np.ones(num, dtype=np.int64) if column.lengths is None else column.lengths.astype(np.int64)
-        for column in (first, second)
-    )
-    counts = of_a * of_b
-    rows = np.repeat(np.arange(num), counts)
-    place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start_a, start_b = (np.cumsum(lengths) - lengths for lengths in (of_a, of_b))
-    return (
-        a[start_a[rows] + place // of_b[rows]],
-        b[start_b[rows] + place % of_b[rows]],
-        rows,
-        (1.0 / counts)[rows],
-    )
+    count = len(gains)
+    while comb(count, 3) > most:
+        count -= 1
+    features = np.sort(np.argsort(-gains.sum(axis=0), kind="stable")[:count])
+    return np.array(list(combinations(features.tolist(), 3)), dtype=np.int64).reshape(-1, 3)
+
+
+def largest_triple(columns: Sequence[Column]) -> int:
+    """Bounds the cells that a triple has in all rows, of which a row of three bags has the product of their lengths.
+
+    By Hoelder's inequality: the cube root of the product of the three largest sums of cubed lengths.
+
+    Example:
+        >>> bags = Column(values=np.zeros(8, np.int32), lengths=np.array([4, 4], np.int32), size=1)
+        >>> largest_triple([bags] * 3)
+        128
+    """
+    cubes = [
+        float(len(own.values)) if own.lengths is None else float((own.lengths.astype(np.float64) ** 3).sum())
+        for own in columns
+    ]
+    return round(float(np.prod(np.cbrt(sorted(cubes)[-3:]))))
+
+
+def triple_gains(columns: Sequence[Column], triples: Ints, sums: PairSums, total: Total) -> tuple[Floats, Floats]:
+    """Gains of triples beyond those of their pairs, on the rows that are held out.
+
+    The additive model's log odds take the steps of the three pairs, one after the other on what the last one left,
+    twice, and then those of the triple's cells. The gain is what the last ones lower the held-out log loss by.
+
+    Returns:
+        [Q] mean gains of a held-out row in nats, and their standard errors. Not clipped.
+    """
+    most, found = _most_cells(sums.num_rows), np.zeros((len(triples), 3))
+    for number, (i, j, k) in enumerate(total.steps(triples, "Measuring triples")):
+        pairs = [join(columns[a], columns[b], most) for a, b in ((i, j), (i, k), (j, k))]
+        # Twice, since what one step leaves of a strong pair would be found in every triple that has it.
+        joined = [*pairs, *pairs, join(pairs[0], columns[k], most)]
+        for odds, held in zip(sums.odds, sums.held, strict=True):
+            before = now = odds
+            for cells in joined:
+                before, now = now, now + _cell_steps(cells, now, held=held, labels=sums.labels, total=total)
+            gain = log_losses(before[held], sums.labels[held]) - log_losses(now[held], sums.labels[held])
+            found[number] += len(gain), gain.sum(), np.square(gain).sum()
+    return _mean_and_error(total(found))
+
+
+def _cell_steps(cells: Column, odds: Floats, *, held: NDArray[np.bool_], labels: Floats, total: Total) -> Floats:
+    """[R] change of the log odds by one step for each cell, made on the rows that are not held out."""
+    p = _probability(odds)
+    gradients = np.where(held, 0.0, labels - p), np.where(held, 0.0, p * (1.0 - p))
+    sum_g, sum_h = total(np.stack([cells.sums(own) for own in gradients]))
+    return cells.means(sum_g / (sum_h + CELL_PRIOR))
 
 
 def screen_pairs(columns: Sequence[Column], sums: PairSums, most: int, total: Total) -> Ints:
@@ -341,20 +362,19 @@ def screen_pairs(columns: Sequence[Column], sums: PairSums, most: int, total: To
     would give. An interaction that cancels within all joined values is overlooked.
 
     Returns:
-        [most, 2] pairs, in the order of `all_pairs`.
+        [most, 2] pairs, ordered.
     """
     joined = max(2, min(MOST_JOINED, SCREENED_VALUES // len(columns)))
     codes = [_joined_values(column, joined, total) for column in columns]
     p = _probability(sums.odds[0])
     weights = [np.where(sums.held[0], 0.0, own).astype(np.float32) for own in (sums.labels - p, p * (1.0 - p))]
-    blocks = [range(i, min(i + SCREENED_FEATURES, len(columns))) for i in range(0, len(columns), SCREENED_FEATURES)]
+    blocks = [codes[i : i + SCREENED_FEATURES] for i in range(0, len(codes), SCREENED_FEATURES)]
     best: list[tuple[Floats, Ints]] = []
     for number, some in enumerate(blocks):
-        for others in blocks[number:]:
-            promise = _promise(codes, some, others, joined, weights=weights, total=total)
-            first, second = (
-                np.array(block)[index] for block, index in zip((some, others), np.indices(promise.shape), strict=True)
-            )
+        for other, others in enumerate(blocks[number:], start=number):
+            promise = _promise(some, others, weights=weights, total=total)
+            grid = np.indices(promise.shape)
+            first, second = grid[0] + number * SCREENED_FEATURES, grid[1] + other * SCREENED_FEATURES
             new = first < second
             best.append((promise[new], np.stack([first[new], second[new]], axis=1)))
             if len(best) > 8:
@@ -369,49 +389,39 @@ def _largest(parts: Sequence[tuple[Floats, Ints]], most: int) -> tuple[Floats, I
     return promise[kept], pairs[kept]
 
 
-def _joined_values(column: Column, joined: int, total: Total) -> tuple[NDArray[np.int32], Ints | None, Floats | float]:
+def _joined_values(column: Column, joined: int, total: Total) -> Column:
     """The column with its values joined into ``joined`` ones: the most frequent alone, the others in turn."""
     counts = total(np.bincount(column.values, minlength=column.size).astype(np.float64))
     code = np.empty(column.size, dtype=np.int32)
     code[np.argsort(-counts, kind="stable")] = np.arange(column.size) % joined
-    return (code[column.values], *column.rows())
+    return replace(column, values=code[column.values], size=joined)
 
 
 def _promise(
-    codes: Sequence[tuple[NDArray[np.int32], Ints | None, Floats | float]],
-    some: range,
-    others: range,
-    joined: int,
-    *,
-    weights: Sequence[NDArray[np.float32]],
-    total: Total,
+    some: Sequence[Column], others: Sequence[Column], *, weights: Sequence[NDArray[np.float32]], total: Total
 ) -> Floats:
-    """[I, J] promise of each pair of a feature of ``some`` with one of ``others``."""
-    sums = np.zeros((2, len(some) * joined, len(others) * joined), dtype=np.float32)
-    for rows in _row_blocks(len(weights[0])):
-        left = _indicators([codes[i] for i in some], joined, rows)
-        right = left if others == some else _indicators([codes[j] for j in others], joined, rows)
+    """[I, J] promise of each pair of a feature of ``some`` with one of ``others``, all with as many values."""
+    shape = (len(some), some[0].size, len(others), some[0].size)
+    sums = np.zeros((2, shape[0] * shape[1], shape[2] * shape[3]), dtype=np.float32)
+    for start in range(0, len(weights[0]), SCREENED_ROWS):
+        rows = slice(start, min(start + SCREENED_ROWS, len(weights[0])))
+        left = _indicators(some, rows)
+        right = left if others is some else _indicators(others, rows)
         for own, into in zip(weights, sums, strict=True):
             into += (left * own[rows, None]).T @ right
-    shape = (len(some), joined, len(others), joined)
     sum_g, sum_h = (own.reshape(shape) for own in total(sums))
     return ((sum_g**2 - sum_h) / (sum_h + CELL_PRIOR)).sum(axis=(1, 3))
 
 
-def _row_blocks(num_rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + SCREENED_ROWS, num_rows)) for start in range(0, num_rows, SCREENED_ROWS))
-
-
-def _indicators(
-    codes: Sequence[tuple[NDArray[np.int32], Ints | None, Floats | float]], joined: int, block: slice
-) -> NDArray[np.float32]:
-    """[rows, features * joined] the share in which each row has each value."""
-    num = block.stop - block.start
-    dense = np.zeros((num, len(codes) * joined), dtype=np.float32)
-    for place, (values, rows, share) in enumerate(codes):
-        if rows is None:
-            dense[np.arange(num), place * joined + values[block]] = 1.0
+def _indicators(columns: Sequence[Column], block: slice) -> NDArray[np.float32]:
+    """[rows, features * V] the share in which each row has each value."""
+    num, size = block.stop - block.start, columns[0].size
+    dense = np.zeros((num, len(columns) * size), dtype=np.float32)
+    for place, column in enumerate(columns):
+        if column.rows is None:
+            dense[np.arange(num), place * size + column.values[block]] = 1.0
         else:
-            first, last = np.searchsorted(rows, [block.start, block.stop])
-            np.add.at(dense, (rows[first:last] - block.start, place * joined + values[first:last]), share[first:last])  # type: ignore[index]
+            first, last = np.searchsorted(column.rows, [block.start, block.stop]).tolist()
+            at = column.rows[first:last] - block.start, place * size + column.values[first:last]
+            np.add.at(dense, at, np.asarray(column.shares)[first:last])
     return dense

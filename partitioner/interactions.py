@@ -32,15 +32,16 @@ from dmt.partitioner.interaction_gains import (
     Column,
     PairSums,
     Total,
-    all_pairs,
+    chosen_triples,
     fit_additive,
+    largest_triple,
     log_losses,
     pair_gains,
     screen_pairs,
     single_gains,
+    triple_gains,
 )
 from dmt.partitioner.pair_rows import PARTS, ReadRows, dense_columns, held_out, make_columns
-from dmt.partitioner.triple_gains import chosen_triples, largest_triple, triple_gains
 from dmt.plan.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -172,13 +173,13 @@ class FeatureInteractions:
         ):
             if not least <= value <= most:
                 raise InputError(f"{_OWNER}.collect: {name}={value} must be at least {least} and at most {most}.")
-        rows, known = _read(batches, max_rows, process_group)
-        features, total = known.features, Total(process_group)
+        rows, largest = _read(batches, max_rows, process_group)
+        features, total = rows.features, Total(process_group)
         _check_memory(len(features))
-        columns = make_columns(rows, features, known.largest, total)
-        dense = dense_columns(rows, known.num_dense, total)
+        columns = make_columns(rows, largest, total)
+        dense = dense_columns(rows, total)
         sums, loss = _fit(rows, [*columns, *dense], held_out(rows, seed)[None] == np.arange(num_splits)[:, None], total)
-        pairs = all_pairs(len(features))
+        pairs = np.stack(np.triu_indices(len(features), k=1), axis=1)
         notes = _notes(columns, features, total)
         if len(pairs) > max_pairs:
             notes.append(
@@ -199,10 +200,10 @@ class FeatureInteractions:
             gains=gains,
             features=features,
             errors=errors,
-            num_rows=known.num_rows,
+            num_rows=rows.num_rows,
             loss=loss,
             tables=check_tables(tables, features, where=_OWNER),
-            pooling_factors=tuple(known.num_ids[name] / known.num_rows for name in features),
+            pooling_factors=tuple(rows.num_ids[name] / rows.num_rows for name in features),
             notes=tuple(notes),
         )
 
@@ -359,20 +360,13 @@ def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str]) -> NDAr
     return cleaned
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Known:
-    """Counts and columns of the rows of all ranks."""
+def _read(batches: Iterable[Any], max_rows: int, group: ProcessGroup | None) -> tuple[ReadRows, dict[str, int]]:
+    """Reads this rank's rows, with the counts of all ranks; raises `InputError` on every rank for what one found.
 
-    features: tuple[str, ...]
-    num_dense: int
-    num_rows: int
-    largest: dict[str, int]
-    """Largest raw value of each feature."""
-    num_ids: dict[str, int]
-
-
-def _read(batches: Iterable[Any], max_rows: int, group: ProcessGroup | None) -> tuple[ReadRows, _Known]:
-    """Reads this rank's rows and tells the others; raises `InputError` on every rank for what one found."""
+    Returns:
+        The rows, whose ``features``, ``num_dense``, ``num_rows`` and ``num_ids`` are those of all ranks, and the
+        largest raw value of each feature on any rank.
+    """
     from dmt.partitioner.measure_affinity import Lockstep  # loads torch
 
     ranks, rank, world_size = Lockstep(group), 0, 1
@@ -384,9 +378,7 @@ def _read(batches: Iterable[Any], max_rows: int, group: ProcessGroup | None) -> 
         rows.read(batches)
     except Exception as error:
         failed = error
-    largest = {
-        name: max((int(part.max(initial=0)) for part in parts), default=0) for name, parts in rows.values.items()
-    }
+    largest = {name: max(int(part.max(initial=0)) for part in parts) for name, parts in rows.values.items()}
     clicks = float(sum(own.sum() for own in rows.labels))
     mine = (rows.features, rows.num_dense, rows.num_rows, clicks, largest, rows.num_ids)
     everyone = [record for record in ranks.share("the rows read", mine, failed) if record[0]]
@@ -407,14 +399,9 @@ def _read(batches: Iterable[Any], max_rows: int, group: ProcessGroup | None) -> 
         raise InputError(
             f"{_OWNER}.collect: ranks read other columns than the first. Give all batches of one data set."
         )
-    known = _Known(
-        features=features,
-        num_dense=num_dense,
-        num_rows=num_rows,
-        largest={name: max(record[4][name] for record in everyone) for name in features},
-        num_ids={name: sum(record[5][name] for record in everyone) for name in features},
-    )
-    return rows, known
+    rows.features, rows.num_dense, rows.num_rows = features, num_dense, num_rows
+    rows.num_ids = {name: sum(record[5][name] for record in everyone) for name in features}
+    return rows, {name: max(record[4][name] for record in everyone) for name in features}
 
 
 def _check_memory(num_features: int) -> None:

@@ -104,15 +104,13 @@ class ReadRows:
         self.labels.append(labels[kept])
         self.numbers.append(number + kept.astype(np.uint64))
         self.dense.append(columns[kept])
+        most_raw = int(np.clip(2 ** int(np.log2(MOST_RAW // len(self.features))), 2**14, 2**22))
         for name, (lengths, ids) in bags.items():
-            own, values = _shortened(lengths, ids, kept, self._most_raw())
+            own, values = _shortened(lengths, ids, kept, most_raw)
             self.values.setdefault(name, []).append(values)
             self.lengths.setdefault(name, []).append(own)
             self.num_ids[name] = self.num_ids.get(name, 0) + int(lengths[kept].sum())
         self.num_rows += len(kept)
-
-    def _most_raw(self) -> int:
-        return int(min(2**22, max(2**14, 2 ** int(np.log2(MOST_RAW // len(self.features))))))
 
 
 def _array(tensor: Any) -> NDArray[Any]:
@@ -156,13 +154,13 @@ def _shortened(
     return own.astype(np.int32), values.astype(np.int32)
 
 
-def make_columns(rows: ReadRows, features: Sequence[str], largest: Mapping[str, int], total: Total) -> list[Column]:
+def make_columns(rows: ReadRows, largest: Mapping[str, int], total: Total) -> list[Column]:
     """Numbers the values of each feature by those that any rank has; what is seen once is one value, 0.
 
     ``largest`` is the largest raw value of each feature on any rank.
     """
     columns = []
-    for name in features:
+    for name in rows.features:
         raw = _joined(rows.values.get(name, ()), np.int32)
         lengths = _joined(rows.lengths.get(name, ()), np.int32)
         counts = total(np.bincount(raw, minlength=largest[name] + 1).astype(np.float64))
@@ -181,14 +179,14 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
-def dense_columns(rows: ReadRows, num_dense: int, total: Total) -> list[Column]:
+def dense_columns(rows: ReadRows, total: Total) -> list[Column]:
     """Dense columns in bins of about equally many rows; NaN is a bin of its own.
 
     Quantiles are those of the upper 16 bits of the number less its mean, whose counts add up over ranks.
     """
-    dense = np.concatenate(rows.dense) if rows.dense else np.zeros((0, num_dense), np.float32)
+    dense = np.concatenate([np.zeros((0, rows.num_dense), np.float32), *rows.dense])
     columns = []
-    for values in dense.T if len(dense) else np.zeros((num_dense, 0), np.float32):
+    for values in dense.T:
         finite = np.isfinite(values)
         count, added = total(np.array([finite.sum(), values[finite].sum(dtype=np.float64)]))
         bits = (values - np.float32(added / max(count, 1.0))).astype(np.float32).view(np.uint32)

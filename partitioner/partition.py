@@ -155,12 +155,7 @@ def compare_towers(
     column shards of one table are left out of every mean: they are near-copies of each other that the plan may not put
     together, so that they would raise the means of the other towers.
 
-    Args:
-        affinity: of the plan's features.
-        plan: the towers.
-        seed: of the random assignments.
-        categories: of the plan's features, by name; those not named form one more. A plan of column shards needs those
-            of the shards.
+    ``categories`` are those of the plan's features, column shards included; features not named form one more.
 
     Raises:
         InputError: plan and affinity are not about the same features, or a tower mixes categories.
@@ -201,7 +196,12 @@ class _Pairs:
         blocks = [np.ix_(rows, rows) for rows in groups]
         inside = sum(float(self._matrix[block].sum()) / 2 for block in blocks)
         num_inside = sum(int(self._counts[block].sum()) // 2 for block in blocks)
-        return _mean(inside, num_inside), _mean(max(0.0, self._total - inside), self._num_pairs - num_inside)
+        between, num_between = max(0.0, self._total - inside), self._num_pairs - num_inside
+        # What a difference of sums leaves beyond 12 decimals is rounding, and differs with the order of the features.
+        return (
+            round(inside / num_inside, 12) if num_inside else None,
+            round(between / num_between, 12) if num_between else None,
+        )
 
 
 def _groups(plan: TowerPlan, position: Mapping[str, int]) -> list[Rows]:
@@ -240,8 +240,3 @@ def _deal(slots: Sequence[tuple[Rows, list[int]]], rng: np.random.Generator) -> 
     for rows, sizes in slots:
         groups += np.split(rows[rng.permutation(len(rows))], np.cumsum(sizes)[:-1])
     return groups
-
-
-def _mean(total: float, pairs: int) -> float | None:
-    # What a difference of sums leaves beyond 12 decimals is rounding, and differs with the order of the features.
-    return round(total / pairs, 12) if pairs else None

@@ -15,10 +15,10 @@ from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.cluster import Grouping, group_blocks, group_by_sums
 from dmt.partitioner.embed import Coordinates, distances, embed_distances
 from dmt.partitioner.interactions import FeatureInteractions
-from dmt.partitioner.partition import Partition, TowerContents, compare_towers, share_within
+from dmt.partitioner.partition import Partition, TowerContents, compare_towers
 from dmt.partitioner.problem import Part, SplitColumns, Task, prepare
 from dmt.partitioner.rules import PartitionRules
-from dmt.partitioner.verdict import deviations_from_random
+from dmt.partitioner.verdict import deviations_from_random, shares_inside
 from dmt.plan.towers import TowerFeatures, TowerPlan
 
 __all__ = ["Strategy", "TowerPartitioner"]
@@ -146,67 +146,48 @@ class TowerPartitioner:
             split_columns=self.split_columns,
         )
         strategies = ["coherent", "diverse"] if self.strategy == "both" else [self.strategy]
-        if interactions is not None:
-            return _with_interactions(self._solve_sums(task), interactions)
         found = [self._solve(task, strategy) for strategy in strategies]
+        if interactions is not None:
+            return _with_interactions(found[0], interactions)
         # The first of equals, so coherent where neither says anything.
         best = max(found, key=_distinctness)
-        others = tuple(partition for partition in found if partition is not best)
-        return replace(best, alternatives=others) if others else best
+        return replace(best, alternatives=tuple(partition for partition in found if partition is not best))
 
     def _solve(self, task: Task, strategy: str) -> Partition:
         answers = []
         for part in task.parts:
-            distance = distances(part.blocks.matrix(task.affinity), strategy)
-            found = embed_distances(distance, dims=self.dims, seed=self.seed)
+            matrix = part.blocks.matrix(task.affinity)
+            within: dict[str, Any] = {"num_towers": part.num_towers, "options": part.options, "seed": self.seed}
             try:
-                grouped = group_blocks(
-                    found.points,
-                    distance=distance,
-                    num_towers=part.num_towers,
-                    options=part.options,
-                    seed=self.seed,
-                    refine=self.refine,
-                )
+                if strategy in _OF_INTERACTIONS:
+                    # Most or least interaction inside towers; no coordinates.
+                    distance = np.zeros_like(matrix)
+                    found = Coordinates(points=np.zeros((len(matrix), 0)), stress=0.0, normalized_stress=0.0)
+                    grouped = group_by_sums(-matrix if strategy == "together" else matrix, **within)
+                else:
+                    distance = distances(matrix, strategy)
+                    found = embed_distances(distance, dims=self.dims, seed=self.seed)
+                    grouped = group_blocks(found.points, distance=distance, refine=self.refine, **within)
             except InputError as error:
                 raise InputError(f"TowerPartitioner: {part.where}{error}") from error
             wanted = float(np.square(distance).sum()) / 2
             answers.append(_Answer(part=part, found=found, grouping=grouped, wanted=wanted))
-        settings = {"balance_ratio": self.balance_ratio, "dims": self.dims, "refine": self.refine}
+        settings: dict[str, Any] = {"balance_ratio": self.balance_ratio}
+        if strategy not in _OF_INTERACTIONS:
+            settings |= {"dims": self.dims, "refine": self.refine}
         return _assemble(task, answers, strategy=strategy, seed=self.seed, settings=settings)
-
-    def _solve_sums(self, task: Task) -> Partition:
-        """Most or least interaction inside towers; no coordinates."""
-        answers = []
-        for part in task.parts:
-            matrix = part.blocks.matrix(task.affinity)
-            try:
-                grouped = group_by_sums(
-                    -matrix if self.strategy == "together" else matrix,
-                    num_towers=part.num_towers,
-                    options=part.options,
-                    seed=self.seed,
-                )
-            except InputError as error:
-                raise InputError(f"TowerPartitioner: {part.where}{error}") from error
-            nowhere = Coordinates(points=np.zeros((len(matrix), 0)), stress=0.0, normalized_stress=0.0)
-            answers.append(_Answer(part=part, found=nowhere, grouping=grouped, wanted=0.0))
-        return _assemble(
-            task, answers, strategy=self.strategy, seed=self.seed, settings={"balance_ratio": self.balance_ratio}
-        )
 
 
 def _with_interactions(partition: Partition, interactions: FeatureInteractions) -> Partition:
     """Adds what was measured to the partition, and the share of it inside towers to the plan."""
     notes = (*interactions.notes, *partition.notes)
+    share, strided, _ = shares_inside(partition) or (None, None, None)
     summary = dict(partition.plan.affinity) | {
         "measure": "interactions",
         "largest_gain": float(interactions.gains.max()),
         "loss": interactions.loss,
-        "share_within": share_within(partition.affinity, partition.plan),
-        "share_within_strided": share_within(
-            partition.affinity, TowerPlan.strided(partition.affinity.features, partition.plan.num_towers)
-        ),
+        "share_within": share,
+        "share_within_strided": strided,
         "notes": list(notes),
     }
     for unused in ("stress", "normalized_stress", "num_refined"):
@@ -270,8 +251,7 @@ def _assemble(
     wanted = sum(answer.wanted for answer in answers)
     normalized = float(np.sqrt(stress / wanted)) if wanted > 0 else 0.0
     num_refined = sum(answer.grouping.num_refined for answer in answers)
-    measured = _silent(task.affinity) if strategy in _OF_INTERACTIONS else _notes(task.affinity)
-    notes = (*task.notes, *measured, *(note for answer in answers for note in answer.notes))
+    notes = (*task.notes, *_notes(task.affinity, strategy), *(note for answer in answers for note in answer.notes))
     summary = {
         **task.source.to_summary(),
         **settings,
@@ -329,17 +309,15 @@ def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np
     return points
 
 
-def _silent(interactions: FeatureAffinity) -> list[str]:
-    """A note where no pair of features has an interaction."""
-    if interactions.matrix.any():
-        return []
-    return [
-        "No pair of features tells more about the label than each alone: the towers are balanced and otherwise "
-        "arbitrary. More rows may show weak interactions."
-    ]
-
-
-def _notes(affinity: FeatureAffinity) -> list[str]:
+def _notes(affinity: FeatureAffinity, strategy: str) -> list[str]:
+    """Notes on affinities that do not say which features belong together."""
+    if strategy in _OF_INTERACTIONS:
+        if affinity.matrix.any():
+            return []
+        return [
+            "No pair of features tells more about the label than each alone: the towers are balanced and otherwise "
+            "arbitrary. More rows may show weak interactions."
+        ]
     if affinity.num_features < 3:
         return []
     pairs = affinity.matrix[np.triu_indices(affinity.num_features, k=1)]

@@ -70,12 +70,8 @@ def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float
     than 1 of 100 matrices of independent numbers, whatever their dependence (the union bound on Gaussian tails,
     P(z > t) < exp(-t^2 / 2)). N counts the ways to deal the features into towers of these sizes, category by category.
 
-    Args:
-        sizes: F_t, the features of each tower.
-        categories: that of each tower; all towers hold features of one where none are given.
-
-    Returns:
-        sqrt(2 ln(100 N)), at least 3.03.
+    ``sizes`` are F_t, the features of each tower, ``categories`` that of each tower, one for all where none are given.
+    Returns sqrt(2 ln(100 N)), at least 3.03.
 
     Example:
         >>> round(luck_bound([2, 2]), 2), round(luck_bound([4, 4, 3, 3, 3, 3, 3, 3]), 1)

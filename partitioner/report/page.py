@@ -18,11 +18,13 @@ from numpy.typing import NDArray
 
 from dmt import __version__
 from dmt.formatting import counted, human_bytes
+from dmt.partitioner.interactions import FeatureInteractions
 from dmt.partitioner.partition import Partition
 from dmt.partitioner.report import plot_affinity, plot_coordinates
 from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.style import tower_badges
 from dmt.partitioner.verdict import (
+    Verdict,
     deviations_from_random,
     judge_balance,
     judge_meaning,
@@ -54,28 +56,27 @@ def write_partition_report(
     Raises:
         InputError: a file cannot be written.
     """
-    if partition.interactions is not None:
-        return _write_interactions(partition, Path(folder), links)
-    target = Path(folder)
-    plan, features = partition.plan, partition.affinity.num_features
-    counts = f"{counted(features, 'feature')} in {plan.num_towers:,} {plan.strategy}"
-    loads = partition.loads
-    categories = [load.category for load in loads]
-    samples = partition.affinity.num_samples
-    meaning = judge_meaning(partition)
+    target, loads = Path(folder), partition.loads
+    features, samples = partition.affinity.num_features, partition.affinity.num_samples
     columns, cells, below = _tower_table(partition)
     context = {
         "links": list(links),
-        "heading": f"{counts} {'tower' if plan.num_towers == 1 else 'towers'}",
-        "about": "What the tower partitioner found in the embeddings of a trained model"
-        + (f", measured on {counted(samples, 'sample')}." if samples else "."),
         "notes": list(partition.notes),
-        "meaning": meaning.sentence,
-        "cards": _cards(partition),
+        "meaning": judge_meaning(partition).sentence,
         "columns": columns,
-        "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)],
+        "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(partition.plan), cells, strict=True)],
         "below": below,
         "few_features": features <= MOST_SHOWN,
+    }
+    if partition.interactions is not None:
+        return _write_interactions(partition, partition.interactions, target, context)
+    categories = [load.category for load in loads]
+    plan, towers = partition.plan, "tower" if partition.plan.num_towers == 1 else "towers"
+    context |= {
+        "heading": f"{counted(features, 'feature')} in {plan.num_towers:,} {plan.strategy} {towers}",
+        "about": "What the tower partitioner found in the embeddings of a trained model"
+        + (f", measured on {counted(samples, 'sample')}." if samples else "."),
+        "cards": _cards(partition),
         "strategies": list(_strategies(partition, target)),
         "bound": f"{luck_bound([load.num_features for load in loads], categories=categories):.1f}",
         "by_category": any(categories),
@@ -86,30 +87,28 @@ def write_partition_report(
     return render_page(Path(__file__).with_name("report.html"), target / "report.html", context)
 
 
-def _write_interactions(partition: Partition, folder: Path, links: Sequence[tuple[str, str]]) -> Path:
+def _write_interactions(
+    partition: Partition, found: FeatureInteractions, folder: Path, context: dict[str, Any]
+) -> Path:
     """Writes the page of towers from interactions: shares inside, the towers, the matrix, the top pairs in words."""
-    plan, found, shares = partition.plan, partition.interactions, shares_inside(partition)
-    columns, cells, below = _tower_table(partition)
-    balance, meaning = judge_balance(partition), judge_meaning(partition)
-    context = {
-        "links": list(links),
+    plan, shares = partition.plan, shares_inside(partition)
+    context |= {
         "heading": f"{counted(partition.affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}",
         "about": "Which features predict the label together, measured on training rows without a model"
-        + (f" ({found.num_rows:,} rows)." if found is not None and found.num_rows else "."),
-        "notes": list(partition.notes),
-        "meaning": meaning.sentence,
-        "cards": [{"big": v.big, "what": v.what, "small": v.sentence} for v in (meaning, balance)],
+        + (f" ({found.num_rows:,} rows)." if found.num_rows else "."),
+        "cards": [_card(judge_meaning(partition)), _card(judge_balance(partition))],
         "shares": [] if shares is None else [f"{share:.1%}" for share in shares],
         "pairs": pairs_in_words(partition, _SHOWN_PAIRS),
-        "columns": [*columns[:-1], "mean interaction within"],
-        "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)],
-        "below": below,
-        "few_features": partition.affinity.num_features <= MOST_SHOWN,
+        "columns": [*context["columns"][:-1], "mean interaction within"],
         "picture": _picture(plot_affinity(partition.affinity, plan, folder / "interactions.png")),
         "strategy": plan.strategy,
         "made": [row for row in _made(partition) if row[0] not in ("Method", "Strategy")],
     }
     return render_page(Path(__file__).with_name("interactions.html"), folder / "report.html", context)
+
+
+def _card(verdict: Verdict) -> dict[str, str]:
+    return {"big": verdict.big, "what": verdict.what, "small": verdict.sentence}
 
 
 def _picture(path: Path) -> str:
@@ -121,9 +120,8 @@ def _cards(partition: Partition) -> list[dict[str, str]]:
     comparison = partition.comparison
     within, strided = _number(comparison.within), _number(comparison.within_strided)
     numbers = f"{within} within these towers, {_spread(partition)} within random ones, {strided} naive"
-    verdicts = (judge_meaning(partition), judge_stress(partition), judge_balance(partition))
-    cards = [{"big": verdict.big, "what": verdict.what, "small": verdict.sentence} for verdict in verdicts]
-    return [{**cards[0], "small": numbers}, *cards[1:]]
+    meaning = _card(judge_meaning(partition)) | {"small": numbers}
+    return [meaning, _card(judge_stress(partition)), _card(judge_balance(partition))]
 
 
 def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]], dict[str, list[str]]]:

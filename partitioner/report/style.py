@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import unicodedata
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,8 +36,6 @@ __all__ = [
     "new_figure",
     "save_figure",
     "tower_badges",
-    "tower_color",
-    "tower_marker",
     "write_badge",
     "write_label",
 ]
@@ -53,24 +51,19 @@ INK, SOFT = "#222222", "#5B6473"
 ABSENT = "\u25a1"
 
 
-def tower_color(number: int) -> str:
-    """Colour of tower ``number``, the same in every picture and on the pages; repeats after eight towers."""
-    return TOWER_COLORS[number % len(TOWER_COLORS)]
-
-
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Name, features, colour and ink (the colour of letters on it) of each tower, for pictures and pages."""
-    colors = [tower_color(number) for number in range(plan.num_towers)]
-    inks = ["#000000" if color in LIGHT_COLORS else "#FFFFFF" for color in colors]
+    """Name, features, colour, ink (the colour of letters on it) and marker of each tower, for pictures and pages."""
+    looks = cycle((marker, color) for marker in TOWER_MARKERS for color in TOWER_COLORS)
     return [
-        {"name": tower.name, "features": tower.features, "color": color, "ink": ink}
-        for tower, color, ink in zip(plan.towers, colors, inks, strict=True)
+        {
+            "name": tower.name,
+            "features": tower.features,
+            "color": color,
+            "ink": "#000000" if color in LIGHT_COLORS else "#FFFFFF",
+            "marker": marker,
+        }
+        for tower, (marker, color) in zip(plan.towers, looks, strict=False)
     ]
-
-
-def tower_marker(number: int) -> str:
-    """Marker of tower ``number``, a new one whenever the colours begin again."""
-    return TOWER_MARKERS[number // len(TOWER_COLORS) % len(TOWER_MARKERS)]
 
 
 def write_badge(axes: Axes, badge: Mapping[str, Any], place: tuple[float, float], **style: Any) -> Annotation:
@@ -124,17 +117,9 @@ def keep_apart(
 ) -> int:
     """Moves each label to the first place around its point that is free, and removes it if there is none.
 
-    The axes must not be resized afterwards: boxes are measured in pixels.
-
-    Args:
-        axes: the labels stay inside.
-        labels: annotations centred on their points, with offsets in points.
-        taken: boxes in pixels that labels must not cover; those of the labels are added.
-        ways: directions to try in turn; (0, 0) is the point itself.
-        gaps: distances from the point to try in turn, in points.
-
-    Returns:
-        The number of labels that were removed.
+    Labels, annotations centred on their points, stay inside the axes, which must not be resized afterwards, and off the
+    boxes ``taken``, in pixels; their own are added to these. Tried in turn are distances ``gaps`` from the point, in
+    points, each in all ``ways``, of which (0, 0) is the point itself. Returns the number of labels that were removed.
     """
     scale, frame, missing = axes.figure.dpi / 72, axes.get_window_extent(), 0
     for label in labels:

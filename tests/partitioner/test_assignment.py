@@ -73,9 +73,9 @@ def test_the_price_of_every_move_and_swap_is_what_it_changes(seed):
 def test_blocks_priced_together_end_as_blocks_priced_one_by_one(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     bounds, squared, start = bounds_of(rng, 40), random_squares(rng, 40), random_labels(rng, 40, 6)
-    together = local_search(squared, start, 6, bounds)
+    together = local_search(squared, start, num_towers=6, bounds=bounds)
     monkeypatch.setattr(assignment, "PRICED_TOGETHER", 1)
-    assert local_search(squared, start, 6, bounds).tolist() == together.tolist()
+    assert local_search(squared, start, num_towers=6, bounds=bounds).tolist() == together.tolist()
 
 
 def neighbours(labels, num_towers):
@@ -94,7 +94,7 @@ def test_it_ends_where_no_move_or_swap_is_better_and_never_empties_a_tower(seed)
     num_towers = 2 + seed % 3
     bounds, squared = random_bounds(rng, 9, num_towers)[0], random_squares(rng, 9)
     start = random_labels(rng, 9, num_towers)
-    labels = local_search(squared, start, num_towers, bounds)
+    labels = local_search(squared, start, num_towers=num_towers, bounds=bounds)
     assert len(set(labels.tolist())) == num_towers
 
     def rank(candidate):
@@ -123,7 +123,7 @@ def test_held_limits_are_never_given_up(seed):
     )
     squared = random_squares(rng, num_blocks)
     assert bounds.violation(start, num_towers) == 0
-    improved = local_search(squared, start, num_towers, bounds)
+    improved = local_search(squared, start, num_towers=num_towers, bounds=bounds)
     repeated = perturbed_search(squared, start, num_towers=num_towers, bounds=bounds, seed=seed)
     for labels in (improved, repeated):
         assert bounds.violation(labels, num_towers) == 0
@@ -138,7 +138,7 @@ def test_repeated_search_finds_better_answers_and_no_shakes_are_the_plain_search
         rng = np.random.default_rng(seed)
         squared, start = random_squares(rng, 20), random_labels(rng, 20, 4)
         bounds = Bounds(loads=np.ones((1, 20)), lower=np.array([5.0]), upper=np.array([5.0]))
-        once = local_search(squared, start, 4, bounds)
+        once = local_search(squared, start, num_towers=4, bounds=bounds)
         none = perturbed_search(squared, start, num_towers=4, bounds=bounds, seed=seed, max_perturbations=0)
         assert none.tolist() == once.tolist()
         repeated = perturbed_search(squared, start, num_towers=4, bounds=bounds, seed=seed)
@@ -211,7 +211,7 @@ def test_exact_ties_end_the_search():
     np.fill_diagonal(squared, 0)
     bounds = Bounds(loads=np.full((1, 30), 1.0), lower=np.array([5.0]), upper=np.array([5.0]))
     start = np.arange(30) % 6
-    assert local_search(squared, start, 6, bounds).tolist() == start.tolist()
+    assert local_search(squared, start, num_towers=6, bounds=bounds).tolist() == start.tolist()
     assert perturbed_search(np.zeros((30, 30)), start, num_towers=6, bounds=bounds, seed=0).tolist() == start.tolist()
 
 

@@ -10,7 +10,7 @@ import pytest
 from dmt import TowerPlan
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, FeatureInteractions, PartitionRules, TowerPartitioner, cluster
-from dmt.partitioner.assignment import Bounds, local_sum_search, sum_inside
+from dmt.partitioner.assignment import Bounds, local_search, sum_inside
 from dmt.partitioner.cluster import group_by_sums
 from dmt.partitioner.partition import share_within
 from tests.partitioner.instances import affinity_of, random_bounds, random_labels, sets, tables_of
@@ -68,7 +68,7 @@ def test_no_single_move_or_swap_improves_the_answer_of_the_search(seed):
     rng = np.random.default_rng(seed)
     bounds = random_bounds(rng, 9, 3)[0]
     costs, start = random_costs(rng, 9), random_labels(rng, 9, 3)
-    labels = local_sum_search(costs, start, 3, bounds)
+    labels = local_search(costs, start, num_towers=3, bounds=bounds, per_feature=False)
     rank = bounds.violation(labels, 3), sum_inside(costs, bounds.weights, labels)
     changes = [{i: t} for i in range(9) for t in range(3)]
     changes += [{i: labels[j], j: labels[i]} for i, j in itertools.combinations(range(9), 2)]
@@ -108,7 +108,10 @@ def test_the_order_of_a_clustering_is_a_start_from_which_planted_groups_come_out
     costs, ones = -gains - gains.T, np.ones((1, size))
     bounds = Bounds(loads=ones, lower=np.array([6.0]), upper=np.array([6.0]))
     starts = rng.permutation(group), cluster._neighbours(costs) * num_towers // size
-    random, ordered = (sum_inside(costs, ones[0], local_sum_search(costs, s, num_towers, bounds)) for s in starts)
+    random, ordered = (
+        sum_inside(costs, ones[0], local_search(costs, s, num_towers=num_towers, bounds=bounds, per_feature=False))
+        for s in starts
+    )
     assert ordered <= sum_inside(costs, ones[0], group) < random
 
 

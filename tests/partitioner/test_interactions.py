@@ -28,8 +28,7 @@ from dmt.partitioner import (
     interactions,
     pair_rows,
 )
-from dmt.partitioner.interaction_gains import Column, PairSums, Total
-from dmt.partitioner.triple_gains import chosen_triples
+from dmt.partitioner.interaction_gains import Column, PairSums, Total, chosen_triples
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import SyntheticConfig
 from dmt.training.data.synthetic import SyntheticClicks

@@ -15,9 +15,15 @@ from matplotlib.transforms import Bbox
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import TowerLimits
-from dmt.partitioner.report import LIGHT_COLORS, TOWER_COLORS, plot_affinity, plot_coordinates
-from dmt.partitioner.report.coordinates import WAYS, principal_axes
-from dmt.partitioner.report.style import drawable, keep_apart, tower_color, tower_marker, write_label
+from dmt.partitioner.report.pictures import WAYS, plot_affinity, plot_coordinates, principal_axes
+from dmt.partitioner.report.style import (
+    LIGHT_COLORS,
+    TOWER_COLORS,
+    drawable,
+    keep_apart,
+    tower_badges,
+    write_label,
+)
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.partitions import made_up_partition
 from tests.partitioner.planted import planted_affinity
@@ -86,7 +92,8 @@ def test_letters_on_tower_colours_can_be_read(color):
 
 
 def test_64_towers_look_different():
-    assert len({(tower_color(i), tower_marker(i)) for i in range(64)}) == 64
+    towers = tower_badges(TowerPlan.strided([f"f{i}" for i in range(64)], 64))
+    assert len({(tower["color"], tower["marker"]) for tower in towers}) == 64
 
 
 def test_names_from_outside_are_made_drawable():

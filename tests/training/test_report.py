@@ -13,7 +13,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes
-from dmt.partitioner.report import TOWER_COLORS
+from dmt.partitioner.report.style import TOWER_COLORS
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
