@@ -156,9 +156,10 @@ def join_parts(parts: Iterable[LocalPart], *, num_replicas: int = 1) -> dict[str
             count.fill_(num_replicas)
     for name, count in times.items():
         if wrong := int((count != num_replicas).sum()):
+            found = shorten([str(number) for number in count.unique().tolist()], ", ")
             raise ReplicaMismatchError(
-                f"{name}: {wrong} of its {count.numel()} numbers are not held by {num_replicas} rank(s), as shards of "
-                f"num_replicas={num_replicas} must be."
+                f"{name}: {wrong} of its {count.numel()} numbers are not held by {num_replicas} rank(s), but by {found}."
+                " Give num_replicas as the topology has it."
             )
     return whole
 

@@ -22,6 +22,7 @@ from dmt.sptt.hot import HotCopies
 from dmt.sptt.state import TableTensor, checksum, table_tensors
 from dmt.testing import PlainTraining, load_plain_state, table_layout
 from dmt.testing.plain import table_name
+from dmt.testing.state import LocalPart, join_parts
 from tests.parity import EPS, LR, loss_of, make_tables, plain_training, share, train_plainly
 from tests.ranks import run_ranks
 from tests.seeds import some_slow
@@ -527,3 +528,10 @@ def lost_table_on_rank(rank: int) -> None:
 @pytest.mark.ranks
 def test_a_table_that_no_rank_holds_is_found() -> None:
     run_ranks(lost_table_on_rank, 4)
+
+
+def test_gathering_without_the_number_of_replicas_says_what_to_give() -> None:
+    parts = [LocalPart("t.weight", torch.ones(4, 2), (slice(0, 4), slice(0, 2)), (4, 2), is_shard=True)] * 2
+    assert torch.equal(join_parts(parts, num_replicas=2)["t.weight"], torch.ones(4, 2))
+    with pytest.raises(ReplicaMismatchError, match=r"8 of its 8 .* by 1 rank\(s\), but by 2. Give num_replicas"):
+        join_parts(parts)
