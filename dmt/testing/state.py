@@ -158,8 +158,8 @@ def join_parts(parts: Iterable[LocalPart], *, num_replicas: int = 1) -> dict[str
         if wrong := int((count != num_replicas).sum()):
             found = shorten([str(number) for number in count.unique().tolist()], ", ")
             raise ReplicaMismatchError(
-                f"{name}: {wrong} of its {count.numel()} numbers are not held by {num_replicas} rank(s), but by {found}."
-                " Give num_replicas as the topology has it."
+                f"{name}: {wrong} of its {count.numel()} numbers are held by {found} rank(s), not by num_replicas="
+                f"{num_replicas}. Give it as the topology has it."
             )
     return whole
 
