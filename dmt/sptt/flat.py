@@ -50,6 +50,8 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     def __init__(self, mesh: TowerMesh, plan: TowerPlan, **settings: Unpack[SharderSettings]) -> None:
         super().__init__(mesh, **settings)
+        if not isinstance(plan, TowerPlan):
+            raise InputError(f"The tower plan {plan!r} must be a dmt.TowerPlan, as TowerPlan.from_lists makes it.")
         if plan.num_towers != mesh.topology.num_towers:
             raise InputError(
                 f"The tower plan has {plan.num_towers} towers but the topology num_towers={mesh.topology.num_towers}. "

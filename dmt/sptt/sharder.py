@@ -91,6 +91,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 "unique='host' unites the rows of a tower's ranks over the links inside a host, but towers of "
                 f"{mesh.topology.ranks_per_tower} ranks span hosts of {mesh.topology.host_size}. Use unique='rank'."
             )
+        if peer_precision is not None and not isinstance(peer_precision, ExchangePrecision):
+            raise InputError(f"peer_precision={peer_precision!r} must be a dmt.ExchangePrecision, or None.")
         self.mesh = mesh
         self.id_route = id_route
         self.peer_precision = peer_precision or ExchangePrecision()

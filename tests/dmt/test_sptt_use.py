@@ -261,6 +261,12 @@ def wrong_use_on_rank(rank: int) -> None:
         TowerMesh(TowerTopology(num_towers=3, ranks_per_tower=2))
     with pytest.raises(InputError, match="plan has 1 towers but the topology num_towers=2"):
         SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0", "f1"]]))
+    no_plan: Any = [["f0"], ["f1"]]
+    with pytest.raises(InputError, match=r"The tower plan \[\['f0'\], \['f1'\]\] must be a dmt.TowerPlan"):
+        SPTTEmbeddingBagCollectionSharder(mesh, no_plan)
+    no_precision: Any = "fp16"
+    with pytest.raises(InputError, match=r"peer_precision='fp16' must be a dmt\.ExchangePrecision"):
+        SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists(no_plan), peer_precision=no_precision)
 
     sharder = SPTTEmbeddingBagCollectionSharder(mesh, plan)
     planner = TowerShardingPlanner(mesh.topology, scheme="table_wise")
