@@ -37,7 +37,7 @@ _NAMES = {theirs: ours for ours, theirs in FBGEMM_NAMES.items()}
 _FBGEMM_DEFAULT = "exact_sgd"
 # Settings that `dmt.sharding.data_parallel` applies, and settings without effect on the update; in FBGEMM's and
 # PyTorch's spelling.
-_CARRIED_OUT = {"optimizer", "learning_rate", "lr", "eps", "beta1", "beta2", "betas"}
+_CARRIED_OUT = {"optimizer", "learning_rate", "eps", "beta1", "beta2", "betas"}
 _NOT_THE_UPDATE = ("output_dtype", "cache_", "bounds_check", "enforce_hbm", "prefetch_", "stochastic_rounding", "uvm_")
 
 
@@ -56,6 +56,8 @@ def data_parallel_obstacle(settings: Mapping[str, Any]) -> str:
         "its optimizer is lamb, and data-parallel tables have one of ['rowwise_adagrad', 'adagrad', 'adam', 'sgd']"
         >>> data_parallel_obstacle({"weight_decay": 0.1})
         'its fused optimizer sets weight_decay=0.1, which data-parallel tables do not have'
+        >>> data_parallel_obstacle({"lr": 0.5})  # FBGEMM's name is learning_rate
+        'its fused optimizer sets lr=0.5, which data-parallel tables do not have'
     """
     if optimizer_name(settings) is None:
         return f"its optimizer is {settings['optimizer']}, and data-parallel tables have one of {list(_NAMES.values())}"
