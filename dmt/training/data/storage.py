@@ -72,30 +72,53 @@ def file_exists(path: str) -> bool:
 def matching_files(value: str) -> tuple[list[str], bool]:
     """Lists the files that a file name, folder or glob matches, in the order of their names; tells if it is a folder.
 
-    Hidden files of a folder and those that begin with ``_`` are left out.
+    Hidden files of a folder and those that begin with ``_`` are left out. A folder that is named ``*.parquet``, as
+    Spark writes, stands for its files.
 
     Raises:
         OSError: the place cannot be read.
         RuntimeError: the home of nobody.
-        InputError: there is no package for such a URL.
+        InputError: there is no package for such a URL; a link leads nowhere; or a folder named ``*.parquet`` holds
+            other folders, whose rows would be left out.
     """
-    if is_remote(value):
-        system, inner = _file_system(value)
-        with _as_os_errors():
-            if is_folder := bool(system.isdir(inner)):
-                found = [entry["name"] for entry in system.ls(inner, detail=True) if entry["type"] == "file"]
-            else:
-                found = [inner] if system.isfile(inner) else list(filter(system.isfile, system.glob(inner)))
-            # A single file keeps the name that the user gave it.
-            found = [value] if found == [inner] else [system.unstrip_protocol(name) for name in found]
-    else:
-        path = Path(value).expanduser()
-        if is_folder := path.is_dir():
-            found = [str(p) for p in path.iterdir() if p.is_file()]
+    system, inner = _file_system(value) if is_remote(value) else (None, str(Path(value).expanduser()))
+    with _as_os_errors():
+        if is_folder := bool(system.isdir(inner) if system else os.path.isdir(inner)):
+            names = _visible(inner, system)
+        elif system.isfile(inner) if system else os.path.lexists(inner):
+            names = [inner]
         else:
-            found = [str(path)] if path.is_file() else glob.glob(str(path), recursive=True)
-            found = [name for name in found if Path(name).is_file()]
-    return sorted(name for name in found if not is_folder or Path(name).name[0] not in "._"), is_folder
+            names = list(system.glob(inner) if system else glob.glob(inner, recursive=True))
+        found: list[str] = []
+        for name in names:
+            if not (system.isdir(name) if system else os.path.isdir(name)):
+                found.append(name)
+            elif name.rstrip("/").endswith(".parquet"):
+                found += _parts(name, system)
+        for name in found:
+            if not (system.exists(name) if system else os.path.exists(name)):
+                raise InputError(f"{name} (of {value!r}) is a link that leads nowhere. Mend or remove it.")
+    if system:  # a single file keeps the name that the user gave it
+        found = [value] if found == [inner] else [system.unstrip_protocol(name) for name in found]
+    return sorted(found), is_folder
+
+
+def _visible(folder: str, system: Any) -> list[str]:
+    """Lists what is in a folder, but for names that begin with a dot or ``_``."""
+    names = system.ls(folder, detail=False) if system else [os.path.join(folder, name) for name in os.listdir(folder)]
+    return [name for name in names if name.rstrip("/").rpartition("/")[2][0] not in "._"]
+
+
+def _parts(folder: str, system: Any) -> list[str]:
+    """Lists the Parquet files of a folder that is named as one file, as Spark writes."""
+    names = _visible(folder, system)
+    for name in names:
+        if system.isdir(name) if system else os.path.isdir(name):
+            raise InputError(
+                f"{folder} holds the folder {name.rstrip('/').rpartition('/')[2]!r}, whose rows would be left out. "
+                "Write it without partitions, or name its files by a glob."
+            )
+    return [name for name in names if name.endswith((".parquet", ".pq"))]
 
 
 def _file_system(path: str) -> tuple[Any, str]:

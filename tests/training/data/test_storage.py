@@ -16,7 +16,7 @@ from dmt.errors import InputError
 from dmt.training.commands.demo import demo_settings
 from dmt.training.data.config import DataConfig
 from dmt.training.data.dataset import fingerprint, open_source
-from dmt.training.data.storage import file_version
+from dmt.training.data.storage import file_version, matching_files
 from dmt.training.data.textfile import lines_before
 from tests.ranks import run_ranks
 
@@ -112,6 +112,27 @@ def test_faults_of_a_store_name_the_url(tmp_path: Path) -> None:
         assert demo_settings(f"{url}/a.tsv")[:2] == ['data.kind="criteo_tsv"', f'data.train_path="{url}/a.tsv"']
         # Beyond what was counted before for a file of this name.
         assert lines_before(f"{url}/a.tsv", 2**20) == 31
+
+
+def test_folders_that_spark_writes_are_read_and_links_to_nowhere_refused(tmp_path: Path) -> None:
+    for name in ("day.parquet/part-1.parquet", "day.parquet/_SUCCESS", "day.parquet/.part-1.crc", "a.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    wanted = [str(tmp_path / name) for name in ("a.parquet", "day.parquet/part-1.parquet")]
+    assert matching_files(str(tmp_path)) == (wanted, True)
+    assert matching_files(f"{tmp_path}/*.parquet") == (wanted, False)
+    with uploaded(tmp_path) as url:
+        for place in (url, f"{url}/*.parquet"):
+            found, _ = matching_files(place)
+            assert [name.partition("/clicks")[2] for name in found] == ["/a.parquet", "/day.parquet/part-1.parquet"]
+    (tmp_path / "day.parquet" / "hour=1").mkdir()
+    (tmp_path / "gone.parquet").symlink_to(tmp_path / "nothing")
+    with pytest.raises(InputError, match="holds the folder 'hour=1'"):
+        matching_files(str(tmp_path))
+    (tmp_path / "day.parquet" / "hour=1").rmdir()
+    for place in (str(tmp_path), f"{tmp_path}/*.parquet", f"{tmp_path}/gone.parquet"):
+        with pytest.raises(InputError, match=r"gone.parquet .* is a link that leads nowhere"):
+            matching_files(place)
 
 
 @pytest.mark.parametrize("url", ["nowhere://a/b.parquet", "s3://bucket/a.parquet"])
