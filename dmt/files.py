@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 __all__ = [
-    "RENAMED",
     "atomic_write",
     "check_names",
     "check_output",
     "check_writable",
-    "current_name",
     "explain",
     "from_record",
     "fsync_path",
@@ -49,14 +47,6 @@ _MOST_BYTES = {"JSON": 64 << 20, "TOML": 4 << 20}
 _MOST_LEVELS = 100
 # Between these, TOML has a key, whose number of parts tomllib takes squared time for, or a value.
 _BETWEEN_KEYS = re.compile(r"[,=\n\[\]{}#]|\.\.")
-
-RENAMED = {
-    "data_wise": "data_parallel",
-    "exchange_us": "collective_latency_us",
-    "link_gb_per_s": "intra_tower_gb_per_s",
-    "lookup_gb_per_s": "memory_gb_per_s",
-}
-"""Current name of every key and value that older files, configs and command lines may use."""
 
 
 @contextmanager
@@ -287,12 +277,3 @@ def explain(error: ValidationError) -> str:
 def _shown(value: object, most: int = 200) -> str:
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-@cache
-def current_name(name: str) -> str:
-    """Returns the current name of a key or value; an old name is logged once, at INFO."""
-    current = RENAMED.get(name, name)
-    if current != name:
-        logger.info("%s is now called %s; the old name is still accepted.", name, current)
-    return current

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import current_name, from_record, read_record, write_or_raise
+from dmt.files import from_record, read_record, write_or_raise
 from dmt.formatting import counted, human_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
@@ -173,12 +173,6 @@ class TowerShardingPlan:
         """
         place = f"Sharding plan {path}"
         record = read_record(path, what="Sharding plan", version=SHARDING_FORMAT, remedy=_REMEDY)
-        try:
-            record["hardware"] = {current_name(name): value for name, value in record["hardware"].items()}
-            for table in record["tables"]:
-                table["placement"]["scheme"] = current_name(table["placement"]["scheme"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{place}: an entry is malformed ({error!r}). {_REMEDY}") from error
         return from_record(cls, record, place=place, remedy=_REMEDY)
 
 

@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError
-from dmt.files import current_name
 from dmt.number_formats import TABLE_FORMATS, table_format
 from dmt.sharding.optimizers import data_parallel_obstacle
 
@@ -67,7 +66,6 @@ class TablePlacement:
     """Share of the weights that a cache on the device holds; for ``fused_uvm_caching`` and ``key_value``."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scheme", current_name(self.scheme))
         if self.kernel not in KERNELS or (self.kernel != "fused" and self.scheme == "data_parallel"):
             raise InputError(
                 f"kernel={self.kernel!r} of a {self.scheme} table: use one of {list(KERNELS)}; data_parallel tables "

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import current_name
 from dmt.plan.split_across_towers import uncut_name
 from dmt.sharding.schemes import KERNELS, SCHEMES, IdRoute, Kernel, Scheme, TablePlacement, shards_in_tower, why_not
 
@@ -168,8 +167,7 @@ class ShardingRules:
 
 
 def _checked(what: str, schemes: Sequence[str]) -> tuple[Scheme, ...]:
-    """Returns the schemes by their current names."""
-    schemes = tuple(current_name(scheme) for scheme in schemes)
+    schemes = tuple(schemes)
     if not schemes:
         raise InputError(f"{what} allows no scheme; use one or more of {list(SCHEMES)}.")
     unknown = [scheme for scheme in schemes if scheme not in SCHEMES]

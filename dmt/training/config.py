@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import RENAMED, explain, parse_toml, read_toml
+from dmt.files import explain, parse_toml, read_toml
 from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
@@ -33,15 +32,11 @@ __all__ = [
     "TowersConfig",
     "TrainConfig",
     "TrainingConfig",
-    "accept_old_names",
-    "current_override",
     "load_config",
     "shipped_configs",
     "to_override",
     "to_toml",
 ]
-
-logger = logging.getLogger(__name__)
 
 SHARDING_RATES = (
     "host_memory_gib",
@@ -69,7 +64,6 @@ SHARDING_OF_TOWERS = (
 _MOST_DOTS = 10
 # Schemes of TorchRec's flat dataflow that towers do not have.
 _FLAT_ONLY = ("table_row_wise", "grid", "planner")
-_noted: set[str] = set()
 
 
 class ModelConfig(Section):
@@ -579,10 +573,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
             has the wrong type or range.
     """
     values = _read(path)
-    accept_old_names(values)
     for override in overrides:
-        _apply(values, current_override(override))
-    accept_old_names(values)
+        _apply(values, override)
     _replace_by_prepared(values, overrides)
     try:
         return TrainingConfig.model_validate(values)
@@ -591,45 +583,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
             if unknown["type"] == "extra_forbidden":
                 raise _unknown_key(unknown["loc"]) from error
         raise InputError(f"Config {path}: {explain(error)}") from error
-
-
-def accept_old_names(values: dict[str, Any]) -> None:
-    """Replaces names of earlier versions in the section ``sharding``, in place; logs each one once in a process."""
-    section = values.get("sharding")
-    if not isinstance(section, dict):
-        return
-    for old, new in RENAMED.items():
-        if old in section:
-            _note(f"sharding.{old}", f"sharding.{new}")
-            value = section.pop(old)
-            section.setdefault(new, value)
-    tables = section.get("tables")
-    for place in (section, tables if isinstance(tables, dict) else {}):
-        for key, value in place.items():
-            if (place is tables or key == "scheme") and isinstance(value, str) and value in RENAMED:
-                _note(repr(value), repr(RENAMED[value]))
-                place[key] = RENAMED[value]
-
-
-def current_override(override: str) -> str:
-    """Returns a ``section.key=value`` override with the key's name of today; see `accept_old_names`.
-
-    Example:
-        >>> current_override("sharding.exchange_us=5"), current_override("train.epochs=2")
-        ('sharding.collective_latency_us=5', 'train.epochs=2')
-    """
-    key, equals, value = override.partition("=")
-    section, _, name = key.strip().rpartition(".")
-    if section != "sharding" or name not in RENAMED:
-        return override
-    _note(f"sharding.{name}", f"sharding.{RENAMED[name]}")
-    return f"sharding.{RENAMED[name]}{equals}{value}"
-
-
-def _note(old: str, new: str) -> None:
-    if old not in _noted:
-        _noted.add(old)
-        logger.warning("Config: %s is the old name of %s and is accepted for now; write the new one.", old, new)
 
 
 def to_override(key: str, text: object) -> str:

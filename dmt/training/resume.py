@@ -23,9 +23,9 @@ from dmt.files import atomic_write, check_writable, fsync_path, read_toml
 from dmt.formatting import shorten
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints import checkpoints, is_outdated, read_manifest, whole_checkpoint
+from dmt.training.checkpoints import checkpoints, read_manifest, whole_checkpoint
 from dmt.training.checkpoints.manifest import MANIFEST_NAME, discard_checkpoints
-from dmt.training.config import TrainingConfig, accept_old_names
+from dmt.training.config import TrainingConfig
 from dmt.training.data.dataset import file_text
 from dmt.training.job import Job
 from dmt.training.loop import Position
@@ -188,11 +188,6 @@ def starting_point(config: TrainingConfig) -> Path | None:
     own, asked = checkpoint_folder(config), config.train.resume
     if checkpoints(own):
         return own
-    if is_outdated(own):
-        raise InputError(
-            f"{own} holds a checkpoint of an older version, which cannot be read. Give another train.output_dir, or "
-            "remove it."
-        )
     if asked in ("auto", "never"):
         return None
     for folder in (Path(asked), Path(asked) / "checkpoint"):
@@ -282,7 +277,6 @@ def _saved_config(folder: Path) -> dict[str, Any]:
     saved = read_toml(folder / "config.toml", place=str(folder / "config.toml"), remedy="Use another checkpoint.")
     try:
         # Keys that are newer than the checkpoint have their defaults.
-        accept_old_names(saved)
         return TrainingConfig.model_validate(saved).model_dump(mode="json")
     except ValidationError:
         return saved

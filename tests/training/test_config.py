@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -213,44 +212,3 @@ def test_a_file_of_the_name_of_a_shipped_config_comes_first(tmp_path: Path, monk
 )
 def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) -> None:
     assert load_config("demo", [f"model.arch={arch}", f"sharding.dataflow={dataflow}"]).dataflow == resolved
-
-
-OLD = """
-[sharding]
-scheme = "data_wise"
-exchange_us = 5.0
-lookup_gb_per_s = 800.0
-link_gb_per_s = 100.0
-"""
-
-
-def test_old_names_are_accepted_with_one_note_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmt.training.config._noted", set())
-    notes: list[str] = []
-    logger = logging.getLogger("dmt.training.config")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: notes.append(text % values))
-    (tmp_path / "old.toml").write_text(OLD)
-    for _ in range(2):
-        sharding = load_config(tmp_path / "old.toml").sharding
-    assert sharding.scheme == "data_parallel"
-    assert (sharding.collective_latency_us, sharding.memory_gb_per_s, sharding.intra_tower_gb_per_s) == (5, 800, 100)
-    assert len(notes) == 4
-    assert "sharding.exchange_us is the old name of sharding.collective_latency_us" in notes[0]
-    assert "'data_wise' is the old name of 'data_parallel'" in notes[3]
-
-
-@pytest.mark.parametrize(
-    ("override", "key", "value"),
-    [
-        ("sharding.scheme=data_wise", "scheme", "data_parallel"),
-        ('sharding.tables={"t_*" = "data_wise"}', "tables", {"t_*": "data_parallel"}),
-        ("sharding.exchange_us=7", "collective_latency_us", 7.0),
-        ("sharding.lookup_gb_per_s=7", "memory_gb_per_s", 7.0),
-        ("sharding.link_gb_per_s=7", "intra_tower_gb_per_s", 7.0),
-    ],
-)
-def test_old_names_are_accepted_in_overrides(override: str, key: str, value: object, tmp_path: Path) -> None:
-    assert getattr(load_config("demo", [override]).sharding, key) == value
-    # They replace what the file says under the new name.
-    (tmp_path / "new.toml").write_text("[sharding]\ncollective_latency_us = 1.0\nmemory_gb_per_s = 1.0\n")
-    assert getattr(load_config(tmp_path / "new.toml", [override]).sharding, key) == value

@@ -13,7 +13,7 @@ from dmt.partitioner import Partition, TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands.launch import train_here
 from dmt.training.commands.partition import INTERACTIONS, sense_of
-from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, current_override, load_config, to_override
+from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
@@ -79,7 +79,7 @@ def demo(
     check_output_dir(out)
     if data is not None:
         settings += step_settings(checked.train_rows, ranks)
-    shared = [*settings, *map(current_override, overrides)]
+    shared = [*settings, *overrides]
     flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
 
     check_rows(load_config("demo", shared), ranks, rows_at_most(rows, checked))
