@@ -80,8 +80,7 @@ def embed_distances(
     """Finds points whose pairwise Euclidean distances come as close as they can to given ones.
 
     Minimises ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the unnumbered objective of the DMT paper's section 3.3, with Adam
-    from several starts, and returns the best. ``benchmarks/partitioner_quality.py`` compares it with scikit-learn's
-    SMACOF.
+    from several starts, and returns the best.
 
     In a plane, points get in each other's way: one on the wrong side of a group cannot be moved through it by gradient
     steps, whatever their size. So every descent begins with one lifted dimension more than wanted, which is then

@@ -6,7 +6,7 @@ Legend: F features, S splits.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,6 @@ from dmt.partitioner.pair_rows import PARTS, ReadRows, dense_columns, held_out, 
 from dmt.plan.tables import TableSpec
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed import ProcessGroup
 
 __all__ = ["FeatureInteractions", "Pair"]
@@ -206,58 +205,6 @@ class FeatureInteractions:
             pooling_factors=tuple(rows.num_ids[name] / rows.num_rows for name in features),
             notes=tuple(notes),
         )
-
-    @classmethod
-    def collect_from_model(
-        cls,
-        model: nn.Module,
-        batches: Iterable[Any],
-        *,
-        module_path: str | None = None,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-        seed: int = 0,
-    ) -> FeatureInteractions:
-        """Measures which pairs of features a trained flat model lets interact: a second measure, which needs no label.
-
-        For every row, another row of its batch is drawn. f is the log odds of the row, f_i those with the embedding
-        of feature i taken from the other row, f_ij with both of i and j: f - f_i - f_j + f_ij is 0 where i and j do
-        not interact in the model. The gain of a pair is the mean of p (1 - p) (f - f_i - f_j + f_ij)^2 / 8 with
-        p = sigmoid(f): about the nats of log loss that a weak interaction is worth to a model that is right about it.
-        An interaction of three features counts in each of its pairs. What the model learned of noise counts too.
-
-        Args:
-            model: unsharded and in one process, with trained weights; in eval mode while it is measured.
-            batches: a few thousand rows in random order, each batch of two at least; every one takes
-                1 + F + F (F - 1) / 2 passes. Where rows are sorted by a feature, the rows of a batch have one value of
-                it, and its interactions are lost. Rows whose ``weights`` are 0 are left out.
-            module_path: of the ``EmbeddingBagCollection`` whose features are measured; by default all of the model's.
-            forward: runs the model on a batch and returns log odds, [B] or [B, 1]; by default
-                ``model(batch.dense_features, batch.sparse_features)``.
-            seed: of the rows that are drawn.
-
-        Raises:
-            InputError: the model is sharded or has no ``EmbeddingBagCollection``, a batch has fewer than two rows or
-                there is none, what forward returns is not one finite number for each row or is always between 0 and 1,
-                or a feature is the same in all rows of each batch but not in all batches.
-
-        Example:
-            >>> import torch
-            >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-            >>> _, names = torch.manual_seed(0), ["ad", "user", "city"]
-            >>> config = {"num_embeddings": 9, "embedding_dim": 4}
-            >>> tables = [EmbeddingBagConfig(name=name, feature_names=[name], **config) for name in names]
-            >>> def product(model, ids):
-            ...     vectors = model(ids)
-            ...     return (vectors["ad"] * vectors["user"] + vectors["city"]).sum(dim=1)
-            >>> ids = KeyedJaggedTensor(names, torch.arange(96) % 7, lengths=torch.ones(96, dtype=torch.long))
-            >>> model = EmbeddingBagCollection(tables=tables)
-            >>> found = FeatureInteractions.collect_from_model(model, [ids], forward=product)
-            >>> found.top_pairs(1)[0].features
-            ('ad', 'user')
-        """
-        from dmt.partitioner.mixed_differences import interactions_of_model  # loads torch
-
-        return interactions_of_model(model, batches, module_path=module_path, forward=forward, seed=seed)
 
     @property
     def num_features(self) -> int:

@@ -1,6 +1,6 @@
 """`IdSkew`: how unevenly the ids of Criteo's features are spread, as four numbers of each, and draws from that.
 
-Fitted to the 8,000 rows of Criteo's public sample by `benchmarks.fit_criteo_ids`; none of its ids is kept.
+Fitted to the 8,000 rows of Criteo's public sample (by a script of commit ac02f63); none of its ids is kept.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.fit_criteo_ids import distinct_in_data, expected_distinct, fit_skew
 from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, IDS_FILE, IdSkew, criteo_skews
 from benchmarks.steps.inputs import benchmark_tables, distinct_inputs, random_batch
 from benchmarks.steps.setting import Setting
@@ -52,20 +51,9 @@ def test_a_skew_is_what_it_expects() -> None:
     skew = IdSkew(rows=300, first=0.3, exponent=1.5, shift=4.0)
     shares = np.concatenate([[0.3], skew.shares(np.arange(300.0))])
     assert shares.sum() == pytest.approx(1)
-    assert expected_distinct(skew, 64) == pytest.approx((1 - (1 - shares) ** 64).sum())
     drawn = torch.bincount(skew.draw(200_000, torch.Generator().manual_seed(0)), minlength=300) / 200_000
     assert drawn.numpy() == pytest.approx(shares, abs=4e-3)
     assert len(criteo_skews()) == len(CRITEO_KAGGLE_ROWS) == 26
-
-
-def test_the_fit_finds_a_planted_skew() -> None:
-    planted = IdSkew(rows=1000, first=0.2, exponent=1.8, shift=6.0)
-    ids = planted.draw(8000, torch.Generator().manual_seed(1))
-    counts = np.unique(ids.numpy(), return_counts=True)[1]
-    found = fit_skew(counts, 1000)
-    for batch in (100, 1000, 5000):
-        assert expected_distinct(found, batch) == pytest.approx(distinct_in_data(counts, batch), rel=0.04)
-        assert expected_distinct(found, batch) == pytest.approx(expected_distinct(planted, batch), rel=0.06)
 
 
 def test_distinct_ids_do_not_repeat_in_a_step_of_the_job() -> None:
