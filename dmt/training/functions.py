@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError, did_you_mean
 
-__all__ = ["call_named", "is_function_name", "load_function", "named_arguments"]
+__all__ = ["call_named", "check_allowed", "is_function_name", "load_function", "named_arguments"]
 
 
 def is_function_name(text: str) -> bool:
@@ -23,6 +23,24 @@ def is_function_name(text: str) -> bool:
     """
     module, _, function = text.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), function)) and not Path(text).exists()
+
+
+def check_allowed(place: str, names: Mapping[str, str | None], allowed: Collection[str]) -> None:
+    """Checks functions that a file from elsewhere names, before any of them is imported.
+
+    Args:
+        place: the file, for the message.
+        names: the function by setting; None where the file names none.
+        allowed: the functions that the user has named.
+
+    Raises:
+        InputError: a function is not among those allowed.
+    """
+    for setting, name in names.items():
+        if name is not None and name not in allowed:
+            raise InputError(
+                f"{place} names code to run, {setting}={name!r}. If you trust it, allow it: --function {name}"
+            )
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:

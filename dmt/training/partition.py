@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ def affinity_of_run(
     data_path: str | None = None,
     max_rows: int = 65_536,
     check: Callable[[Sequence[TableSpec]], object] | None = None,
+    functions: Collection[str] = (),
 ) -> tuple[FeatureAffinity, list[TableSpec]]:
     """Collects the feature affinity of a run's newest whole checkpoint, and returns it with the tables.
 
@@ -61,11 +62,12 @@ def affinity_of_run(
         data_path: rows from here instead of the run's own ``data.train_path``.
         max_rows: rows to average over, at most; the mean settles quickly.
         check: called with the tables before the model is made, to raise where they will not do.
+        functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
         InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
     """
-    checkpoint, config = checkpoint_of(run, data_path)
+    checkpoint, config = checkpoint_of(run, data_path, functions)
     data = open_source(
         config.data, embedding_dim=config.model.embedding_dim, embedding_dims=config.model.embedding_dims
     )
@@ -90,13 +92,15 @@ def affinity_of_run(
     return FeatureAffinity.collect(model, batches, forward=forward), data.tables
 
 
-def entities_of_run(run: Path, *, num_towers: int, data_path: str | None = None) -> dict[str, list[str]]:
+def entities_of_run(
+    run: Path, *, num_towers: int, data_path: str | None = None, functions: Collection[str] = ()
+) -> dict[str, list[str]]:
     """Finds entities, `find_entities`, in the first batches that the ranks of a run would get (grouped by request).
 
     Raises:
         InputError: the folder holds no run or no whole checkpoint, the data do not fit it, or nothing repeats.
     """
-    _, config = checkpoint_of(run, data_path)
+    _, config = checkpoint_of(run, data_path, functions)
     data = open_source(config.data)
     ranks = min(config.topology.build().world_size, _MEASURED_BATCHES)
     hashes = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from torch import nn
@@ -12,6 +13,7 @@ from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_override
 from dmt.training.data.config import with_files
+from dmt.training.functions import check_allowed
 from dmt.training.job import Job, open_data
 
 __all__ = ["BAGS", "checkpoint_of", "trained_model"]
@@ -20,35 +22,44 @@ BAGS = "bags.json"
 """File of a checkpoint with the names of the features that have bags, which text files to read later do not tell."""
 
 
-def checkpoint_of(run: Path, data_path: str | None = None) -> tuple[Path, TrainingConfig]:
+def checkpoint_of(
+    run: Path, data_path: str | None = None, functions: Collection[str] = ()
+) -> tuple[Path, TrainingConfig]:
     """Finds the newest whole checkpoint of a run and its config, which names the tower plan inside the checkpoint.
+
+    A checkpoint may come from elsewhere, so a factory or source that its config names is refused unless allowed.
 
     Args:
         run: the ``output_dir`` of a run, a checkpoint or a folder of them.
         data_path: rows from here instead of the run's own ``data.train_path``.
+        functions: factories and sources of the config that may run, as ``package.module:function``.
 
     Raises:
-        InputError: there is no checkpoint, its config cannot be read, or the data are not the run's.
+        InputError: there is no checkpoint, its config cannot be read, the data are not the run's, or the config names
+            a function that is not allowed.
     """
     checkpoint = newest(run / "checkpoint") or newest(run)
     if checkpoint is None:
         raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
-    overrides = []
+    overrides, file = [], checkpoint / "config.toml"
     if (checkpoint / "towers.json").exists():
         overrides.append(to_override("towers.plan", checkpoint / "towers.json"))
+    config = load_config(file, overrides)
     if data_path is not None:
-        config = load_config(checkpoint / "config.toml", overrides)
         if config.data.kind == "synthetic":
             raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
         data = with_files(config.data, data_path)
         if (bags := checkpoint / BAGS).exists():
             names = read_json(bags, place=str(bags), remedy="Use another checkpoint.")
             data = data.model_copy(update={"multi_hot": tuple(names)})
-        return checkpoint, config.model_copy(update={"data": data})
-    return checkpoint, load_config(checkpoint / "config.toml", overrides)
+        config = config.model_copy(update={"data": data})
+    check_allowed(str(file), {"model.factory": config.model.factory, "data.source": config.data.source}, functions)
+    return checkpoint, config
 
 
-def trained_model(run: Path, data_path: str | None = None) -> tuple[Path, Job, nn.Module]:
+def trained_model(
+    run: Path, data_path: str | None = None, functions: Collection[str] = ()
+) -> tuple[Path, Job, nn.Module]:
     """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors as `checkpoint_of`.
 
     The data are opened for their columns; no row is read.
@@ -56,7 +67,7 @@ def trained_model(run: Path, data_path: str | None = None) -> tuple[Path, Job, n
     Returns:
         The checkpoint, the job, which has no sharding plan, and the model in evaluation mode.
     """
-    checkpoint, config = checkpoint_of(run, data_path)
+    checkpoint, config = checkpoint_of(run, data_path, functions)
     data, towers = open_data(config)
     tables = tuple(data.tables)
     job = Job(config=config, tables=tables, num_dense=len(data.dense_names), towers=towers, source=data)

@@ -62,7 +62,19 @@ def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_tower
     assert (result["steps"], result["compression_ratio"]) == (4, 1.0)
     assert_served_alike(flat, result, tmp_path)
     # A program takes seconds: that of the towers below has all parts of a flat one.
-    dmt("partition", "--checkpoint", flat, "--towers", 2, "--out", towers, "--save-affinity", tmp_path / "affinity.npz")
+    named = ("--function", "tests.training.deepfm_page:deepfm")
+    dmt(
+        "partition",
+        "--checkpoint",
+        flat,
+        *named,
+        "--towers",
+        2,
+        "--out",
+        towers,
+        "--save-affinity",
+        tmp_path / "affinity.npz",
+    )
     assert FeatureAffinity.load(tmp_path / "affinity.npz").measure == "cka"  # the widths differ
     learned = TowerPlan.load(towers)
     assert sorted(learned.features) == [f"C{i}" for i in range(1, 9)]
@@ -79,7 +91,7 @@ def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_tower
     assert (result["steps"], result["arch"]) == (6, "tests.training.deepfm_page:deepfm")
     assert result["compression_ratio"] > 1.0
     out = tmp_path / "model.pt2"
-    dmt("export", run, "-o", out)
+    dmt("export", run, "-o", out, *named)
     columns = {feature.name: feature.columns for feature in read_manifest(out).features}
     assert columns == {f"C{i}": 8 if i < 3 else 16 for i in range(1, 9)}
     assert {feature.table for feature in read_manifest(out).features if feature.name in ("C1", "C2")} == {"t_ads"}
@@ -92,7 +104,7 @@ def dmt(*arguments: object) -> None:
 
 
 def assert_served_alike(model: Path, result: dict[str, Any], folder: Path) -> None:
-    dmt("score", model, "-o", folder / "predictions.parquet", "--json")
+    dmt("score", model, "-o", folder / "predictions.parquet", "--function", "tests.training.deepfm_page:deepfm")
     rows = pq.read_table(folder / "predictions.parquet")
     logits, labels = (torch.tensor(rows[name].to_pylist(), dtype=torch.float64) for name in ("logit", "label"))
     served = metric_values(logits, labels)

@@ -42,7 +42,7 @@ def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) 
     assert again["eval_loss"] == result["eval_loss"]
     assert losses(config_of(parts))[-5:] == losses(whole)[-5:]
 
-    found = score(tmp_path / "whole", tmp_path / "scores.parquet")
+    found = score(tmp_path / "whole", tmp_path / "scores.parquet", functions=[SOURCE])
     assert found.num_rows == 25
     assert found.metrics is not None
     assert found.metrics.loss == pytest.approx(result["eval_loss"], rel=1e-5)  # sums in another order
@@ -59,7 +59,17 @@ def test_the_commands_take_a_source(tmp_path: Path) -> None:
     for command in (("check",), ("profile",), ("plan", "--distinct")):
         dmt(*command, config)
     assert attempt(config_of(tmp_path / "run")) is not None
-    dmt("partition", "--checkpoint", tmp_path / "run", "--towers", 2, "--out", tmp_path / "towers.json")
+    dmt(
+        "partition",
+        "--checkpoint",
+        tmp_path / "run",
+        "--function",
+        SOURCE,
+        "--towers",
+        2,
+        "--out",
+        tmp_path / "towers.json",
+    )
     assert (tmp_path / "towers.json").exists()
 
 

@@ -25,6 +25,14 @@ __all__ = ["main"]
 _FULL = ("torchrec", "fbgemm_gpu", "pydantic", "pyarrow", "pandas", "tensorboard", "tomli_w", "jinja2", "torchmetrics")
 
 
+_function = click.option(
+    "--function",
+    multiple=True,
+    metavar="NAME",
+    help="A function of the checkpoint that may run.",
+)
+
+
 class _Commands(click.Group):
     """Turns what the user can fix into one line and exit code 2."""
 
@@ -108,7 +116,8 @@ def doctor(as_json: bool) -> None:
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="output_dir of a training run.")
 @click.option("--affinity", type=click.Path(path_type=Path), help="A saved affinity matrix (.npz) instead.")
-@click.option("--data", metavar="PATH", help="Rows to collect on, instead of the run's own training rows.")
+@_function
+@click.option("--data", metavar="PATH", help="Rows to collect on, not the run's own.")
 @click.option("--towers", type=int, help="Number of towers.")
 @click.option("--strategy", default="auto", help="auto, coherent, diverse, both or interactions.")
 @click.option("--tower-module", help="dcn, dlrm or dlrm-products, for interactions; by default that of --checkpoint.")
@@ -370,8 +379,11 @@ def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: A
     "--tables", default="fp32", show_default=True, type=click.Choice(["fp32", "int8", "int4"]), help="Their format."
 )
 @click.option("--data", metavar="PATH", help="A file with the run's columns, where its own data are gone.")
+@_function
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def export(*, checkpoint: Path, out: Path, tables: Any, data: str | None, as_json: bool) -> None:
+def export(
+    *, checkpoint: Path, out: Path, tables: Any, data: str | None, function: tuple[str, ...], as_json: bool
+) -> None:
     """Writes a trained model as a program for plain PyTorch.
 
     CHECKPOINT is the output_dir of a run, or a checkpoint, of any layout. The file holds a manifest, too.
@@ -379,7 +391,8 @@ def export(*, checkpoint: Path, out: Path, tables: Any, data: str | None, as_jso
     from dmt.training.commands.serving import print_exported
     from dmt.training.serving.export import export_run
 
-    print_exported(export_run(checkpoint, out, tables=tables, data_path=data), out, as_json=as_json)
+    exported = export_run(checkpoint, out, tables=tables, data_path=data, functions=function)
+    print_exported(exported, out, as_json=as_json)
 
 
 @main.command(epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet")
@@ -387,8 +400,11 @@ def export(*, checkpoint: Path, out: Path, tables: Any, data: str | None, as_jso
 @click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The Parquet file.")
 @click.option("--batch-size", default=4096, show_default=True, help="Rows in one go.")
+@_function
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def score(*, model: Path, data: str | None, out: Path, batch_size: int, as_json: bool) -> None:
+def score(
+    *, model: Path, data: str | None, out: Path, batch_size: int, function: tuple[str, ...], as_json: bool
+) -> None:
     """Writes the predictions of a model for rows of files.
 
     MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent.
@@ -396,7 +412,8 @@ def score(*, model: Path, data: str | None, out: Path, batch_size: int, as_json:
     from dmt.training.commands.serving import print_scored
     from dmt.training.serving.score import score as score_rows
 
-    print_scored(score_rows(model, out, data_path=data, batch_size=batch_size), out, as_json=as_json)
+    scored = score_rows(model, out, data_path=data, batch_size=batch_size, functions=function)
+    print_scored(scored, out, as_json=as_json)
 
 
 @main.command(epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")

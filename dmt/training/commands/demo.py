@@ -132,7 +132,9 @@ def _learned_towers(config: TrainingConfig, flat: TrainingConfig, out: Path, str
         interactions.save(out / "interactions.npz")
         sense = sense_of(config.model.arch.removeprefix("dmt-"))
         return TowerPartitioner(strategy=sense, **shape).partition(interactions)
-    affinity, tables = affinity_of_run(Path(flat.train.output_dir))
+    affinity, tables = affinity_of_run(
+        Path(flat.train.output_dir), functions=[] if flat.data.source is None else [flat.data.source]
+    )
     affinity.save(out / "affinity.npz")
     return TowerPartitioner(**shape).partition(affinity, tables=tables)
 

@@ -220,7 +220,9 @@ def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffin
         rules.for_features(feature_names(tables))
         _say(f"Collecting the affinity of {options['checkpoint']}")
 
-    affinity, _ = affinity_of_run(options["checkpoint"], data_path=options["data"], check=check)
+    affinity, _ = affinity_of_run(
+        options["checkpoint"], data_path=options["data"], check=check, functions=options["function"]
+    )
     return affinity
 
 
@@ -269,7 +271,7 @@ def _tower_module(options: Mapping[str, Any]) -> str | None:
     if name is None and options["checkpoint"] is not None:
         from dmt.training.trained import checkpoint_of
 
-        model = checkpoint_of(options["checkpoint"])[1].model
+        model = checkpoint_of(options["checkpoint"], functions=options["function"])[1].model
         if model.factory is None:
             name = model.arch.removeprefix("dmt-")
     return name
@@ -309,7 +311,7 @@ def _interactions(options: Mapping[str, Any], rules: PartitionRules) -> FeatureI
 
     run: Path | None = options["checkpoint"]
     if run is not None:
-        config = checkpoint_of(run, options["data"])[1]
+        config = checkpoint_of(run, options["data"], options["function"])[1]
     else:
         config = load_config("demo", demo_settings(options["data"]))
 
@@ -337,7 +339,12 @@ def _entities(options: Mapping[str, Any]) -> dict[str, list[str]]:
             )
         from dmt.training.partition import entities_of_run
 
-        found = entities_of_run(options["checkpoint"], num_towers=options["towers"], data_path=options["data"])
+        found = entities_of_run(
+            options["checkpoint"],
+            num_towers=options["towers"],
+            data_path=options["data"],
+            functions=options["function"],
+        )
         for name, features in found.items():
             _say(f"Entity {name}: {' '.join(features)}")
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,14 @@ class Exported:
     """Largest difference between a logit of the program and of the trained model, on random samples."""
 
 
-def export_run(run: Path, out: Path, *, tables: StoredTables = "fp32", data_path: str | None = None) -> Exported:
+def export_run(
+    run: Path,
+    out: Path,
+    *,
+    tables: StoredTables = "fp32",
+    data_path: str | None = None,
+    functions: Collection[str] = (),
+) -> Exported:
     """Writes the model of a run's newest whole checkpoint as a program for servers, and compares the two.
 
     Args:
@@ -116,6 +124,7 @@ def export_run(run: Path, out: Path, *, tables: StoredTables = "fp32", data_path
         out: the ``.pt2`` file.
         tables: format of the tables in it.
         data_path: a file with the columns of the run's data, where those are gone.
+        functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
         InputError: there is no whole checkpoint, the data do not fit it, PyTorch cannot export the model, the program
@@ -123,7 +132,7 @@ def export_run(run: Path, out: Path, *, tables: StoredTables = "fp32", data_path
     """
     if out.suffix != ".pt2":
         raise InputError(f"--out {str(out)!r} must end in .pt2, by which PyTorch knows exported programs.")
-    checkpoint, job, model = trained_model(run, data_path)
+    checkpoint, job, model = trained_model(run, data_path, functions)
     splits = {} if job.towers is None else job.towers.column_splits
     features = job.data.feature_names
     served = ServedModel(model, features, stored=tables, splits=splits)

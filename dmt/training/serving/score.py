@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from dmt.files import atomic_write, explain
 from dmt.training.data import ClickBatch, ClickData, DataConfig, open_source
 from dmt.training.data.config import with_files
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
+from dmt.training.functions import check_allowed
 from dmt.training.loop import MetricValues, metric_values
 from dmt.training.serving.export import ServedManifest, explicit_data, load_program, read_manifest
-from dmt.training.trained import BAGS, checkpoint_of, trained_model
+from dmt.training.trained import trained_model
 
 __all__ = ["Scored", "score", "tensors_of"]
 
@@ -36,7 +37,14 @@ class Scored:
     """Metrics of the predictions; None where the rows have no label."""
 
 
-def score(model: Path, out: Path, *, data_path: str | None = None, batch_size: int = 4096) -> Scored:
+def score(
+    model: Path,
+    out: Path,
+    *,
+    data_path: str | None = None,
+    batch_size: int = 4096,
+    functions: Collection[str] = (),
+) -> Scored:
     """Scores rows in the order of their files, and writes ``row``, ``logit``, ``probability`` and, if there, ``label``.
 
     Args:
@@ -45,13 +53,14 @@ def score(model: Path, out: Path, *, data_path: str | None = None, batch_size: i
         data_path: a file, a directory or a glob with the columns of the run, of which the label may be absent. Without
             it, the run's own evaluation rows are scored.
         batch_size: rows in one go.
+        functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
         InputError: the model or the data cannot be read or do not fit each other, or the file cannot be written.
     """
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size} must be at least 1.")
-    scorer, data = _open(model, data_path)
+    scorer, data = _open(model, data_path, functions)
     if out.is_dir():
         raise InputError(f"--out {str(out)!r} cannot be written: it is a folder. Name a file in it.")
     parts: list[tuple[Tensor, Tensor]] = []
@@ -91,39 +100,24 @@ def _write(path: Path, parts: Iterator[dict[str, Any]], *, has_labels: bool) -> 
             writer.write_table(pa.table({name: columns[name] for name in schema.names}, schema=schema))
 
 
-def _open(model: Path, data_path: str | None) -> tuple[Scorer, ClickData]:
+def _open(model: Path, data_path: str | None, functions: Collection[str]) -> tuple[Scorer, ClickData]:
     if model.suffix == ".pt2" or model.is_file():
         manifest = read_manifest(model)
         program = load_program(model)
-        data = open_source(_rows_of(_data_of(model, manifest), data_path))
+        config = _rows_of(_data_of(model, manifest), data_path)
+        check_allowed(f"The manifest of {model}", {"data.source": config.source}, functions)
+        data = open_source(config)
         return (lambda batch: program(*tensors_of(batch))), data
     try:
-        _, job, plain = trained_model(model)
-    except InputError as error:
+        _, job, plain = trained_model(model, functions=functions)
+    except InputError:
+        if data_path is None:
+            raise
         # The rows to score have the columns, too, should the run's own files be gone.
-        if data_path is not None:
-            _check_tells_bags(model, data_path, error)
-        _, job, plain = trained_model(model, data_path)
+        _, job, plain = trained_model(model, data_path, functions)
     splits = {} if job.towers is None else job.towers.column_splits
     data = open_source(_rows_of(explicit_data(job), data_path), column_splits=splits)
     return (lambda batch: plain(batch.dense_features, batch.sparse_features).reshape(-1)), data
-
-
-def _check_tells_bags(run: Path, data_path: str, error: InputError) -> None:
-    """Raises `InputError` for rows of text where the run's columns of bags are known from the types of its own data.
-
-    Checkpoints of earlier versions do not keep their names.
-    """
-    checkpoint, config = checkpoint_of(run)
-    if (checkpoint / BAGS).exists():
-        return
-    trained = config.data
-    has_types = trained.kind == "source" or is_parquet(trained.train_path or "")
-    if has_types and not is_parquet(expand_path("--data", data_path, columns=True)[0]):
-        raise InputError(
-            f"--data {data_path!r} is text, which does not tell columns of bags from others, and the data of the run, "
-            f"which do, cannot be opened ({error}) Give them back, or score Parquet."
-        )
 
 
 def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
@@ -21,6 +23,10 @@ from dmt.errors import InputError
 from dmt.training.checkpoints import load_plain, read_manifest
 from dmt.training.checkpoints.manifest import record_of, write_manifest
 from dmt.training.checkpoints.reshard import INDEX_NAME, SafeReader
+from dmt.training.commands import main
+from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.serving import score as score_module
+from dmt.training.serving.export import ServedManifest
 from tests.training.checkpoints.made import linear, save_alone
 
 
@@ -52,6 +58,43 @@ def index_of(folder: Path) -> Any:
 
 def load(folder: Path) -> None:
     load_plain(linear(0.0), folder)
+
+
+@pytest.mark.parametrize(
+    ("command", "section"),
+    [
+        (("score", "{}", "-o", "out.parquet"), {"model": {"factory": "evil:f"}}),
+        (("score", "{}", "-o", "out.parquet"), {"data": {"source": "evil:f", "categorical": ["c_*"]}}),
+        (("export", "{}", "-o", "out.pt2"), {"model": {"factory": "evil:f"}}),
+        (("partition", "--checkpoint", "{}", "--towers", "2"), {"model": {"factory": "evil:f"}}),
+        (("partition", "--checkpoint", "{}", "--towers", "2"), {"data": {"source": "evil:f", "categorical": ["c_*"]}}),
+    ],
+)
+def test_a_function_that_a_checkpoint_names_runs_only_where_the_user_names_it(
+    command: tuple[str, ...], section: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    config = to_toml(TrainingConfig.model_validate(section))
+    save_alone(linear(1.0), tmp_path / "run", files={"config.toml": config})
+    arguments = [argument.format(tmp_path / "run") for argument in command]
+    refused = CliRunner().invoke(main, arguments)
+    assert (refused.exit_code, (tmp_path / "ran").exists()) == (2, False)
+    assert "='evil:f'. If you trust it, allow it: --function evil:f" in refused.stderr
+    monkeypatch.delitem(sys.modules, "evil", raising=False)
+    assert CliRunner().invoke(main, [*arguments, "--function", "evil:f"]).exit_code == 2  # it has no function f
+    assert (tmp_path / "ran").exists(), "the function is a dud"
+
+
+def test_a_source_that_an_exported_file_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = ServedManifest(
+        model="dlrm", step=1, dense=(), features=(), towers=(), tables="fp32", hashing="", hash_key="", versions={},
+        data={"source": "evil:f", "categorical": ["c_*"]},
+    )  # fmt: skip
+    monkeypatch.setattr(score_module, "read_manifest", lambda _: manifest)
+    monkeypatch.setattr(score_module, "load_program", lambda _: None)
+    with pytest.raises(InputError, match=r"data\.source='evil:f'.* --function evil:f"):
+        score_module.score(tmp_path / "model.pt2", tmp_path / "out.parquet")
 
 
 def test_what_is_not_altered_loads(folder: Path) -> None:

@@ -61,19 +61,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_text_is_not_scored_where_only_the_lost_data_tell_columns_of_bags(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("label,c_ad,c_words,time,d_age\n0,ad1,w0|w1,2026-11-22,3\n")
-    lost = shutil.move(run / "clicks.parquet", tmp_path / "rows.parquet")
-    try:
-        with pytest.raises(
-            InputError, match=r"rows.csv' is text, which does not tell .*clicks.parquet' matches no file"
-        ):
-            score(run, tmp_path / "out.parquet", data_path=str(tmp_path / "rows.csv"))
-        assert score(run, tmp_path / "out.parquet", data_path=str(lost)).num_rows == ROWS
-    finally:
-        shutil.move(lost, run / "clicks.parquet")
-
-
 def test_a_checkpoint_tells_columns_of_bags_where_the_data_are_lost(run: Path, tmp_path: Path) -> None:
     """Rows as text score like the Parquet rows of the training, which are gone."""
     values = [(i % 7, "|".join(f"w{j}" for j in range(i % 4)), i) for i in range(8)]
