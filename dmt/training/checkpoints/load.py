@@ -20,7 +20,7 @@ from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.replicas.sync import moment_scales as scales_of
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints.manifest import Manifest, checkpoints, damaged_files, is_outdated, newest, read_manifest
+from dmt.training.checkpoints.manifest import Manifest, checkpoints, damaged_files, newest, read_manifest
 from dmt.training.checkpoints.reshard import SafeReader, read_pieces
 from dmt.training.checkpoints.saver import RNG
 from dmt.training.checkpoints.state import Piece, State, collect_state
@@ -144,9 +144,7 @@ def resume(
         InputError: there are checkpoints, but none is whole, so that training does not begin again unnoticed; or see
             `restore`.
     """
-    found = run_on_all_or_raise(
-        lambda: mesh.rank == 0 and bool(checkpoints(source) or is_outdated(source)), mesh.global_group
-    )
+    found = run_on_all_or_raise(lambda: mesh.rank == 0 and bool(checkpoints(source)), mesh.global_group)
     if not found[0]:
         return None
     return restore(source, model, optimizer, mesh=mesh, moment_scales=moment_scales)
@@ -335,8 +333,4 @@ def _set_random_state(reader: SafeReader, mesh: TowerMesh) -> None:
 
 
 def _no_checkpoint(folder: Path) -> InputError:
-    if is_outdated(folder):
-        return InputError(
-            f"{folder} holds a checkpoint of an older version of dmt, which cannot be read. Train the model again."
-        )
     return InputError(f"{folder} holds no checkpoint. Give the output_dir of a training run that has saved one.")

@@ -40,7 +40,6 @@ __all__ = [
     "checkpoints",
     "damaged_files",
     "discard_checkpoints",
-    "is_outdated",
     "newest",
     "read_manifest",
     "record_of",
@@ -189,11 +188,6 @@ def discard_checkpoints(folder: Path) -> list[Path]:
         for path in found:
             _discard(path)
     return []
-
-
-def is_outdated(folder: Path) -> bool:
-    """Checks whether a folder itself is a checkpoint of an older format, without a manifest, no longer read."""
-    return (folder / ".metadata").is_file() and not checkpoints(folder)
 
 
 def newest(folder: Path) -> Path | None:

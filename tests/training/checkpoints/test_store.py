@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import checkpoints, is_outdated, newest, read_manifest, verify
+from dmt.training.checkpoints import checkpoints, newest, read_manifest, verify
 from dmt.training.checkpoints.manifest import MANIFEST_NAME, CheckpointStore, _digest
 from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
 
@@ -72,21 +72,6 @@ def test_what_a_kill_leaves_is_put_right(tmp_path: Path) -> None:
     CheckpointStore(tmp_path, keep=3).prepare()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
     assert (tmp_path / "step-00000001" / "a.txt").read_text() == "alpha"
-
-
-def test_a_checkpoint_of_an_older_version_is_told_apart(tmp_path: Path) -> None:
-    assert not is_outdated(tmp_path / "nowhere")
-    assert not is_outdated(tmp_path)
-    (tmp_path / ".metadata").touch()
-    (tmp_path / "__0_0.distcp").touch()
-    assert is_outdated(tmp_path)
-    assert newest(tmp_path) is None
-    make_checkpoint(tmp_path, 1, FILES, ".step-00000001.old")
-    assert not is_outdated(tmp_path), "there is one that can be read"
-    unfinished = tmp_path / "step-00000002"
-    unfinished.mkdir()
-    (unfinished / ".metadata").touch()
-    assert not is_outdated(unfinished), "it lacks its manifest"
 
 
 def test_a_folder_that_takes_no_checkpoints_is_told(tmp_path: Path) -> None:

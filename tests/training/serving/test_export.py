@@ -17,23 +17,32 @@ from torch import Tensor
 from dmt.errors import InputError
 from dmt.formatting import printable
 from dmt.training.commands import main
+from dmt.training.config import to_toml
 from dmt.training.serving import export
 from dmt.training.serving.export import Exported, export_run, load_program, read_manifest
 from dmt.training.serving.score import tensors_of
 from dmt.training.trained import trained_model
 from tests.training.checkpoints.made import save_alone
-from tests.training.checkpoints.test_compatibility import CHECKPOINT
 from tests.training.small import plain, small
 
 Inputs = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
-# Saved by 2 x 2 ranks: table-wise, row-wise, column-wise and data-parallel tables, two of them with bags.
 FEATURES = [f"C{i}" for i in range(1, 9)]
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Exported]:
-    out = tmp_path_factory.mktemp("exported") / "model.pt2"
-    return out, export_run(CHECKPOINT, out)
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 features, of which two have bags, as far as files can tell."""
+    folder = tmp_path_factory.mktemp("run")
+    synthetic = {"num_features": 8, "rows_per_table": 40, "num_multi_hot": 2, "num_rows": 600, "num_eval_rows": 128}
+    config = small(synthetic=synthetic)
+    torch.manual_seed(0)
+    save_alone(plain(config), folder / "checkpoint", files={"config.toml": to_toml(config)}, step=6)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> tuple[Path, Exported]:
+    return run / "model.pt2", export_run(run, run / "model.pt2")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +50,8 @@ def program(exported: tuple[Path, Exported]) -> torch.nn.Module:
     return load_program(exported[0])
 
 
-def test_logits_have_the_bits_of_the_plain_model_at_any_batch_size(program: torch.nn.Module) -> None:
-    _, job, model = trained_model(CHECKPOINT)
+def test_logits_have_the_bits_of_the_plain_model_at_any_batch_size(run: Path, program: torch.nn.Module) -> None:
+    _, job, model = trained_model(run)
     seen = set()
     for size in (1, 2, 127, 128, 700, 4096):  # from 128 on, a layer pads its input
         batch = next(job.data.batches("eval", rank=0, world_size=1, batch_size=size))
@@ -153,22 +162,22 @@ def test_a_damaged_or_other_file_is_refused(exported: tuple[Path, Exported], tmp
         read_manifest(tmp_path / "old.pt2")
 
 
-def test_commands_tell_what_is_wrong(tmp_path: Path) -> None:
+def test_commands_tell_what_is_wrong(run: Path, tmp_path: Path) -> None:
     def told(*arguments: object) -> str:
-        run = CliRunner().invoke(main, [str(argument) for argument in arguments])
-        assert run.exit_code == 2, run.output
-        return printable(run.output)
+        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+        assert result.exit_code == 2, result.output
+        return printable(result.output)
 
     out = tmp_path / "model.pt2"
     assert "nowhere is not the output_dir of a training run" in told("export", tmp_path / "nowhere", "-o", out)
-    assert "must end in .pt2" in told("export", CHECKPOINT, "-o", tmp_path / "model.onnx")
-    assert "rows of a file do not fit it" in told("export", CHECKPOINT, "-o", out, "--data", "rows.csv")
+    assert "must end in .pt2" in told("export", run, "-o", tmp_path / "model.onnx")
+    assert "rows of a file do not fit it" in told("export", run, "-o", out, "--data", "rows.csv")
     assert "is not the output_dir" in told("score", tmp_path / "no", "-o", tmp_path / "p.parquet")
-    assert "--batch-size 0" in told("score", CHECKPOINT, "-o", tmp_path / "p.parquet", "--batch-size", 0)
-    assert "it is a folder" in told("score", CHECKPOINT, "-o", tmp_path)
+    assert "--batch-size 0" in told("score", run, "-o", tmp_path / "p.parquet", "--batch-size", 0)
+    assert "it is a folder" in told("score", run, "-o", tmp_path)
     # A checkpoint whose config is of another model.
     task = plain(small("dlrm"))
-    other = save_alone(task, tmp_path / "run" / "checkpoint", files={"config.toml": to_text(small("dcn"))})
+    other = save_alone(task, tmp_path / "run" / "checkpoint", files={"config.toml": to_toml(small("dcn"))})
     assert "is a checkpoint of another model" in told("export", tmp_path / "run", "-o", out)
     part = max(other.glob("*.distcp"), key=lambda path: path.stat().st_size)
     part.write_bytes(part.read_bytes()[:-5])
@@ -176,14 +185,8 @@ def test_commands_tell_what_is_wrong(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def to_text(config: Any) -> str:
-    from dmt.training.config import to_toml
-
-    return to_toml(config)
-
-
 def test_a_program_that_computes_something_else_is_not_written(
-    exported: tuple[Path, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, exported: tuple[Path, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoilt(*_: Any, **__: Any) -> torch.export.ExportedProgram:
         program = torch.export.load(exported[0])
@@ -194,5 +197,5 @@ def test_a_program_that_computes_something_else_is_not_written(
 
     monkeypatch.setattr(export, "make_program", spoilt)
     with pytest.raises(InputError, match=r"gives other logits than the model \(by 1\.0e-03\)"):
-        export_run(CHECKPOINT, tmp_path / "model.pt2")
+        export_run(run, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
