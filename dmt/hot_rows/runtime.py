@@ -254,6 +254,9 @@ class HotRows:
             owned=self._owned,
             count=self._count,
         )
+        if wanted:
+            # At once: a check of the run may compare copies before any batch reads them.
+            self._copies.read()
         self._module.replicate(self._copies)
 
     def restart(self) -> None:

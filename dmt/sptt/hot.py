@@ -255,11 +255,13 @@ class HotCopies:
     def _make_lookup(self, tables: Mapping[str, HomeTable], names: Sequence[str]) -> DataParallelTables:
         specs = [(len(self.rows[name]), tables[name].config.embedding_dim) for name in names]
         number = {feature: i for i, name in enumerate(names) for feature in tables[name].config.feature_names}
-        kernel = DenseTableBatchedEmbeddingBagsCodegen(
-            specs,
-            feature_table_map=[number[feature] for feature in self._features],
-            use_cpu=self._device.type == "cpu",
-        )
+        # The kernel draws its first weights, which `read` replaces: the run's own draws must stay what they are.
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            kernel = DenseTableBatchedEmbeddingBagsCodegen(
+                specs,
+                feature_table_map=[number[feature] for feature in self._features],
+                use_cpu=self._device.type == "cpu",
+            )
         ends = kernel.weights_physical_offsets
         weights = {
             name: TableBatchedEmbeddingSlice(kernel.weights, ends[i], ends[i + 1], *specs[i])

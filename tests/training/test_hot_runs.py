@@ -35,7 +35,8 @@ from tests.training.small import plain, small
 
 def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> TrainingConfig:
     # Large batches, beside which the numbers of rows that ranks tell each other are nothing.
-    train = {"max_steps": 8, "log_every": 4, "batch_size": 256, **sections.pop("train", {})}
+    # Copies are compared at the steps at which rows are chosen.
+    train = {"max_steps": 8, "log_every": 3, "batch_size": 256, **sections.pop("train", {})}
     train.setdefault("output_dir", str(folder / name))
     data = {"rows_per_table": 400, "num_rows": 9000, "num_eval_rows": 64}
     return small("dlrm", "sptt", synthetic=data, train=train, **sections)
@@ -93,6 +94,28 @@ def test_a_run_with_hot_rows_learns_the_same_and_sends_what_was_planned(
     planned, measured = hot["sharding"]["planned_bytes_per_sample"], hot["bytes_per_sample"]
     assert traffic_warning(planned, measured) == "", (planned, measured)
     assert measured["dense"] == planned["dense"]
+
+
+def default_run_on_rank(rank: int, folder: str) -> dict[str, Any]:
+    config = small("dlrm", "sptt", hot_rows={"extra_memory": 0.5}, topology={"ranks_per_tower": 1})
+    config = with_values(config, "train", max_steps=101, output_dir=folder, batch_size=64)
+    before = torch.get_rng_state()
+    job = resolve(config, 2)
+    mesh, model = TowerMesh(job.topology), build.shard_model(job, TowerMesh(job.topology))
+    hot = build.hot_rows(job, model, mesh)
+    assert hot is not None
+    state = torch.get_rng_state()
+    hot.replicate({next(iter(job.tables)).name: [3, 5]})
+    assert torch.equal(torch.get_rng_state(), state), "copies drew from the run's random numbers"
+    torch.set_rng_state(before)
+    return train_job(job, TowerMesh(job.topology))
+
+
+@pytest.mark.ranks
+def test_a_run_with_the_default_intervals_passes_its_first_choice_of_rows(tmp_path: Path) -> None:
+    for result in run_ranks(default_run_on_rank, 2, str(tmp_path)):
+        assert result["steps"] == 101
+        assert result["hot_rows"]["rows"] > 0
 
 
 def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
