@@ -34,9 +34,7 @@ from dmt.training.what_if import Repeats, count, predict_step, step_work
 __all__ = ["job_of", "main"]
 
 _RESULTS = Path(__file__).parent / "results"
-_STEPS = tuple(
-    _RESULTS / name for name in ("train_step.json", "unique_step.json", "hot_steps.json", "schedule_step.json")
-)
+_STEPS = tuple(_RESULTS / name for name in ("train_step.json", "unique_step.json", "hot_steps.json"))
 _OUT = _RESULTS / "simulator.md"
 _MEGABYTES = ("4", "25")
 _FLAT = {"table_wise": "table_wise", "column_wise": "column_wise"}
@@ -54,7 +52,6 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
             "batch_size": setting.batch_size,
             "prefetch_ids": contender.prefetch,
             "micro_batches": contender.num_micro_batches,
-            "micro_batch_schedule": contender.schedule,
             "dense_reduce": "hierarchical" if contender.has_hierarchical_reduce and setting.hosts > 1 else "ring",
         },
     }

@@ -153,8 +153,7 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
             data_parallel_wrapper=None if mesh is None else own_wrapper(contender, mesh),
         )
     if contender.num_micro_batches > 1:
-        task = sharded.module if contender.schedule == "1f1b" else sharded.module.model
-        run_in_micro_batches(task, contender.num_micro_batches, schedule=contender.schedule)
+        run_in_micro_batches(sharded.module.model, contender.num_micro_batches)
     is_flat = contender.family == "flat"
     small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if is_flat else None
     optimizer = build_optimizer(OPTIMIZER, sharded)

@@ -18,7 +18,6 @@ name                    what it is
 ``...+hier``            dense gradients reduced host by host (`dmt.HierarchicalDataParallel`)
 ``...+bf16-dense``      the same with BF16 between hosts; goes with ``+fp16``
 ``...+mb8``             8 micro-batches (`dmt.run_in_micro_batches`); ``+mb2``, ``+mb4`` likewise
-``...+1f1b``            each backward pass after its forward pass; goes with micro-batches, without ``+unique``
 ``...+rank-towers``     a tower on each rank instead of each host
 ``...+all``             ``+prefetch``, ``+hier`` and micro-batches, as many as do the most at this ratio
 ``...+unique``          each distinct input of a rank crosses hosts once (part of ``+all``, where enough repeat)
@@ -54,7 +53,7 @@ FLAT_SCHEMES = {
 }
 _PARTS = ("mb2", "mb4", "mb8")
 _SHARING = ("unique", "unique-host", "hot")
-OWN_OPTIONS = ("all", "hier", "bf16-dense", *_PARTS, "1f1b", "rank-towers", *_SHARING, "global")
+OWN_OPTIONS = ("all", "hier", "bf16-dense", *_PARTS, "rank-towers", *_SHARING, "global")
 """Options that only this library's contenders have; see `benchmarks.steps.towers`."""
 _RATIOS = (2, 4, 8, 16)
 _NAME = re.compile(
@@ -109,11 +108,6 @@ class Contender:
             # They cost a little: fewer where there is less to hide.
             return 8 if self.compression <= 4 else 4
         return max((int(option[2:]) for option in self.options if option.startswith("mb")), default=1)
-
-    @property
-    def schedule(self) -> Literal["all_forward", "1f1b"]:
-        """Order of the passes of micro-batches."""
-        return "1f1b" if "1f1b" in self.options else "all_forward"
 
     @property
     def has_hierarchical_reduce(self) -> bool:
@@ -177,12 +171,6 @@ def parse_contender(name: str) -> Contender:
         raise InputError(f"Contender {name!r}: +hot is for sptt only; with tower modules copies save nothing.")
     if "unique-host" in extras and {"unique", "hot", "global", "rank-towers"} & set(extras):
         raise InputError(f"Contender {name!r}: +unique-host goes with a tower on each host, and not with +hot.")
-    if "1f1b" in extras and (
-        not {*_PARTS, "all"} & set(extras)
-        or {*_SHARING, "global"} & set(extras)
-        or (family == "sptt" and "all" in extras)
-    ):
-        raise InputError(f"Contender {name!r}: +1f1b goes with micro-batches, and neither with +unique nor +hot.")
     if found["small"] and (family != "flat" or found["scheme"] == "planner"):
         raise InputError(f"Contender {name!r}: -dp is for flat only, and its planner chooses by itself.")
     if found["replicas"] and not is_ours:

@@ -32,7 +32,6 @@ _SHARDER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "unique": {"unique": "rank"},
     "unique-host": {"unique": "host"},
     "all": {"unique": "auto"},
-    "1f1b": {"unique": "off"},  # after "all", as options are sorted
 }
 
 

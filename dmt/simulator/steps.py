@@ -211,7 +211,6 @@ def tower_step(
     topology: TowerTopology,
     *,
     micro_batches: int = 1,
-    one_f_one_b: bool = False,
     prefetch: bool = False,
     hierarchical: bool = False,
 ) -> list[Operation]:
@@ -222,7 +221,6 @@ def tower_step(
         cluster: speed of its ranks and links.
         topology: of the job.
         micro_batches: K.
-        one_f_one_b: True if the backward pass of a micro-batch comes right after its forward pass.
         prefetch: True if the ids of the next batch travel during the step.
         hierarchical: True if dense gradients are summed inside hosts before they cross, and handed out again after.
     """
@@ -272,9 +270,7 @@ def tower_step(
         step.compute(f"dense arch {k}", early)
         moved = _COPIES * work.output_bytes / micro_batches + there + joined[k]
         step.compute(f"over {k}", over, moved=moved, after=sent[k])
-        if one_f_one_b:
-            go_back(k)
-    for k in () if one_f_one_b else reversed(parts):
+    for k in reversed(parts):
         go_back(k)
     reduced = _reduction(step, work.dense_weights, topology, hierarchical=hierarchical)
     for k in reversed(parts):

@@ -215,15 +215,6 @@ class PendingOutputs(Awaitable[Tensor]):
         self._started = started
         self._request = request
 
-    def cut(self) -> tuple[Tensor, Tensor]:
-        """Ends the graph of the result at the exchange's arrival.
-
-        Returns what a later backward pass has to go through, with whatever gradient, to end the backward pass of the
-        exchange and to go on; and what the graph begins with now, whose gradient starts that of the exchange.
-        """
-        before, self._started = self._started, self._started.detach().requires_grad_()
-        return before, self._started
-
     def _wait_impl(self) -> Tensor:
         columns: Tensor = _AllToAllWait.apply(self._started, self._request)
         return columns

@@ -328,9 +328,7 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
     if config.micro_batches == 1:
         return None
     task: Any = model.module
-    # With 1F1B each micro-batch has its loss, else it is of the whole batch.
-    module = task if config.micro_batch_schedule == "1f1b" else task.model
-    return run_in_micro_batches(module, config.micro_batches, schedule=config.micro_batch_schedule)
+    return run_in_micro_batches(task.model, config.micro_batches)
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:

@@ -355,9 +355,6 @@ class TrainConfig(Section):
     micro_batches: int = Field(default=1, ge=1, le=1024)
     """K, parts of a batch: while the dense part of the model computes one, the tower outputs or gradients of others are
     in flight between hosts. Results differ by rounding only. Tower dataflow only."""
-    micro_batch_schedule: Literal["all_forward", "1f1b"] = "all_forward"
-    """``1f1b``: the backward pass of a part follows its forward pass at once, so that its gradients travel while the
-    next part computes. Needs two towers, ``sharding.unique = "off"``, no hot rows and no batch norm."""
     dense_reduce: Literal["ring", "hierarchical"] = "ring"
     """Averaging of the dense part's gradients over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each host
     first, then once between hosts, which sends less there; see ``topology.ranks_per_host``."""
@@ -468,17 +465,6 @@ class TrainingConfig(Section):
 
     def _check_micro_batches(self) -> None:
         number = self.train.micro_batches
-        if self.train.micro_batch_schedule == "1f1b":
-            wrong = {
-                f"train.micro_batches={number}; give 2 or more": number == 1,
-                f"sharding.unique={self.sharding.unique!r}": self.sharding.unique != "off",
-                "hot rows": self.hot_rows.extra_memory > 0,
-                "topology.num_towers=1, where no gradients are sent": self.topology.num_towers == 1,
-            }
-            if reason := next((what for what, is_wrong in wrong.items() if is_wrong), ""):
-                raise InputError(
-                    f"train.micro_batch_schedule='1f1b' does not go with {reason}. Change that, or use 'all_forward'."
-                )
         if number > 1 and self.dataflow == "flat":
             raise InputError(
                 f"train.micro_batches={number} needs the tower dataflow, but this run has sharding.dataflow='flat', "

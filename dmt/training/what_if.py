@@ -81,7 +81,6 @@ def predict_step(job: Job, cluster: Cluster, work: StepWork | None = None) -> Pr
             cluster,
             job.topology,
             micro_batches=train.micro_batches,
-            one_f_one_b=train.micro_batch_schedule == "1f1b" and train.micro_batches > 1,
             prefetch=train.prefetch_ids,
             hierarchical=train.dense_reduce == "hierarchical",
         )
@@ -448,7 +447,7 @@ def changed_config(config: TrainingConfig, overrides: Sequence[str], cluster: Cl
     values = config.model_dump(mode="json", exclude_none=True)
     for section in ("towers", "replicas", "hot_rows", "topology"):
         values.pop(section, None)
-    for name in ("micro_batches", "micro_batch_schedule", "dense_reduce", "dense_reduce_precision", "affinity_rows"):
+    for name in ("micro_batches", "dense_reduce", "dense_reduce_precision", "affinity_rows"):
         values["train"].pop(name, None)
     is_flat = "sharding.dataflow=flat" in overrides
     kept = [name for name in _KEPT if not is_flat or name not in SHARDING_OF_TOWERS]

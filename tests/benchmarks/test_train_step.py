@@ -80,8 +80,6 @@ def test_every_name_is_read_as_it_is_written() -> None:
         ("flat-tw-2d", r"-2d is for sptt and dmt only"),
         ("flat-tw+global", r"\+global is unknown or doubled; flat takes each of \['fp16', 'prefetch'\] once"),
         ("sptt+bf16-dense", r"\+bf16-dense goes with \+fp16 only"),
-        ("dmt-cr2+1f1b", r"\+1f1b goes with micro-batches"),
-        ("sptt+mb4+1f1b+unique", r"\+1f1b goes with micro-batches, and neither with \+unique"),
         ("sptt+fp16+fp16", r"\+fp16 is unknown or doubled"),
         ("dmt", r"-cr is for etc and dmt, which need it"),
         ("sptt-cr2", r"-cr is for etc and dmt"),

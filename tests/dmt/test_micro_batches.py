@@ -208,7 +208,7 @@ def check_detach(mesh: TowerMesh, rank: int) -> None:
     for own in (None, counted):
         if own is not None:
             model.module.forward = own
-        parts = MicroBatches(model, num_micro_batches=3)  # the spelling of earlier releases
+        parts = MicroBatches(model, num_micro_batches=3)
         torch.testing.assert_close(model(ids)[1], whole)
         over = model.module.forward = functools.partial(parts)
         with pytest.raises(InputError, match="another has been put over them, which must be taken off first"):

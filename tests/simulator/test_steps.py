@@ -126,23 +126,6 @@ def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None
     assert four - one == pytest.approx(3 * 6 * 0.5 + 3 * 3 * 4)
 
 
-def test_1f1b_sends_gradients_between_forward_passes_and_towers_wait_for_the_last() -> None:
-    work = replace(WORK, early=PartWork())
-    all_forward, in_turn = (
-        simulate(tower_step(work, CLUSTER, TOPOLOGY, micro_batches=2, one_f_one_b=own)).spans for own in (False, True)
-    )
-    begin = all_forward["outputs 0"][0]
-    # Outputs take 2 s each, the dense part 2 s forward and 4 s back, gradients 4 s each.
-    order = {"over 0": (2, 4), "over 1": (4, 6), "over 1, backward": (6, 10), "over 0, backward": (10, 14)}
-    sent = {"gradients 1": (10, 14), "gradients 0": (14, 18), "towers 1, backward": (14, 16)}
-    for name, span in (order | sent).items():
-        assert all_forward[name] == pytest.approx((begin + span[0], begin + span[1])), name
-    order = {"over 0": (2, 4), "over 0, backward": (4, 8), "over 1": (8, 10), "over 1, backward": (10, 14)}
-    sent = {"gradients 0": (8, 12), "gradients 1": (14, 18), "towers 1, backward": (18, 20)}
-    for name, span in (order | sent).items():
-        assert in_turn[name] == pytest.approx((begin + span[0], begin + span[1])), name
-
-
 def test_rows_that_micro_batches_share_cross_with_the_first_of_them() -> None:
     work = replace(WORK, parts=(0.75, 0.25))
     half, most = (simulate(tower_step(own, CLUSTER, TOPOLOGY, micro_batches=2)).spans for own in (WORK, work))

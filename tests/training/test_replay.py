@@ -72,7 +72,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "towers": ("dmt-dlrm", {"train": {"micro_batches": 2}}),
     "flat": ("dcn", {"sharding": {"dataflow": "flat"}}),
     "unique": ("dlrm", {"sharding": {"dataflow": "sptt", "unique": "rank", "forward_precision": "fp16"}}),
-    "schedule": ("dmt-dcn", {"train": {"micro_batches": 2, "micro_batch_schedule": "1f1b"}}),
 }
 
 

@@ -83,16 +83,6 @@ def test_a_host_sends_what_is_planned(dataflow: str) -> None:
     assert work.uplink_bytes * job.topology.num_hosts == pytest.approx(planned.across)
 
 
-def test_the_schedule_of_a_config_is_predicted() -> None:
-    slow = replace(SMALL, step_s=0.0, memory_bytes_per_s=1e5, exchange=replace(SMALL.exchange, uplink_bytes_per_s=1e5))
-    spans = [
-        predict_step(open_job(small("dmt-dlrm", train={"micro_batches": 2, "micro_batch_schedule": own})), slow)
-        for own in ("all_forward", "1f1b")
-    ]
-    first = [one.timeline.spans["over 0, backward"][0] < one.timeline.spans["over 1"][0] for one in spans]
-    assert first == [False, True]
-
-
 def test_rows_cross_with_the_first_micro_batch_that_has_them() -> None:
     """Ids 0 1 0 1 in one feature, 0 1 2 3 in all others."""
     job = open_job(small("dlrm", dataflow="sptt", sharding={"unique": "rank"}, train={"micro_batches": 2}))
@@ -361,7 +351,6 @@ def test_what_cannot_be_measured_is_told(
         ),
         (["topology.num_replicas=2", "replicas.moment_scale=2"], 4, []),
         (["hot_rows.extra_memory=0.01", "model.arch=dlrm"], 2, ["hot_rows.extra_memory=0.01"]),
-        (["train.micro_batches=4", "train.micro_batch_schedule=1f1b"], 2, []),
         (["optimizer.sparse=adam"], 2, ["the state of optimizer.sparse='adam'"]),
     ],
 )
@@ -380,7 +369,6 @@ def test_alternatives_to_any_config_are_found(overrides: list[str], hosts: int, 
     for one in record["alternatives"]:
         made = load_config("demo", one["overrides"])
         assert made.topology.build().world_size == 8 * hosts
-        assert made.train.micro_batch_schedule == "all_forward"
 
 
 def test_of_equally_fast_ones_the_model_that_is_unchanged_comes_first() -> None:

@@ -141,7 +141,6 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
     config = with_values(config, "topology", ranks_per_host=topology.ranks_per_host)
     changes: list[tuple[str, str, Any, str]] = [
         # Batches of the checks may be smaller than the number of micro-batches.
-        ("train", "micro_batch_schedule", "all_forward", "micro-batches run in the order {after} instead of {before}"),
         ("topology", "ranks_per_tower", topology.ranks_per_tower, "checked with {after} of {before} ranks per tower"),
         ("topology", "num_towers", topology.num_towers, "the {before} towers share the ranks of {after}"),
         # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from weights.
