@@ -113,7 +113,6 @@ def test_the_plan_depends_on_nothing_but_its_input() -> None:
 @pytest.mark.parametrize(("towers", "ranks"), [pytest.param(1, 128, marks=pytest.mark.slow), (16, 8)])
 def test_a_thousand_tables_are_balanced(towers: int, ranks: int) -> None:
     tables, workload = many_tables(1000)
-    # How long it takes is measured by `benchmarks.planner_quality`.
     found = plan_tables(
         [tables[i::towers] for i in range(towers)],
         TowerTopology(num_towers=towers, ranks_per_tower=ranks),
