@@ -61,10 +61,13 @@ ROOMS = {
     "replicas": {"plan", "sharding", "sptt"},
     "hot_rows": {"plan", "sharding", "sptt"},
     "simulator": {"plan"},
+    "report": {"plan"},
     "testing": {"plan", "sharding", "sptt", "replicas"},
-    "partitioner": {"plan", "sharding", "sptt"},
+    "partitioner": {"plan", "sharding", "sptt", "report"},
     "models": {"plan"},
-    "training": {"plan", "sharding", "sptt", "replicas", "testing", "partitioner", "models", "hot_rows", "simulator"},
+    "training": {
+        *("plan", "sharding", "sptt", "replicas", "testing", "partitioner", "models", "hot_rows", "simulator", "report")
+    },
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.steps_report.measures import Measured
 from benchmarks.steps_report.pictures import FAMILY_COLORS
 from benchmarks.steps_report.sweeps import Sweep
-from dmt.partitioner.report.style import INK, SOFT, dress_axes, new_figure, save_figure
+from dmt.report.style import INK, SOFT, dress_axes, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def plot_sweeps(sweeps: Sequence[Sweep], path: Path, *, subtitle: str) -> Path:
         subtitle: the setting around which they vary.
     """
     size = (_PANEL_INCHES * len(sweeps) + 0.4, 4.4)
-    figure = new_figure(path, size=size, caller="plot_sweeps", layout="constrained")
+    figure = new_figure(path, size=size, caller="plot_sweeps")
     panels = figure.subplots(1, len(sweeps), squeeze=False, sharey=True)[0]
     for sweep, axes in zip(sweeps, panels, strict=True):
         _draw_lines(axes, sweep)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.steps_report.compare import best_flat, fastest, precisions
 from benchmarks.steps_report.measures import KINDS, Measured
-from dmt.partitioner.report.style import INK, SOFT, TOWER_COLORS, add_title, dress_axes, new_figure, save_figure
+from dmt.report.style import INK, SOFT, TOWER_COLORS, add_title, dress_axes, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def plot_steps(contenders: Sequence[Measured], path: Path, *, subtitle: str) -> 
         subtitle: the setting.
     """
     height = _ROW_INCHES * len(contenders) + _FRAME_INCHES
-    figure = new_figure(path, size=(_WIDTH_INCHES, height), caller="plot_steps", layout="constrained")
+    figure = new_figure(path, size=(_WIDTH_INCHES, height), caller="plot_steps")
     axes = figure.add_subplot()
     for row, found in enumerate(contenders):
         low, middle, high = (found.percentile(percent) for percent in (10, 50, 90))
@@ -84,7 +84,7 @@ def plot_bytes(contenders: Sequence[Measured], path: Path, *, subtitle: str) -> 
         subtitle: the setting.
     """
     height = _ROW_INCHES * len(contenders) + _FRAME_INCHES + 0.2
-    figure = new_figure(path, size=(_WIDTH_INCHES, height), caller="plot_bytes", layout="constrained")
+    figure = new_figure(path, size=(_WIDTH_INCHES, height), caller="plot_bytes")
     axes = figure.add_subplot()
     widest = max(max(sum(found.across.values()), sum(found.needed.values())) for found in contenders) / 1e6
     for row, found in enumerate(contenders):

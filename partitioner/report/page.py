@@ -21,8 +21,6 @@ from dmt.formatting import counted, human_bytes
 from dmt.partitioner.interactions import FeatureInteractions
 from dmt.partitioner.partition import Partition
 from dmt.partitioner.report import plot_affinity, plot_coordinates
-from dmt.partitioner.report.frame import data_uri, render_page
-from dmt.partitioner.report.style import tower_badges
 from dmt.partitioner.verdict import (
     Verdict,
     deviations_from_random,
@@ -34,6 +32,8 @@ from dmt.partitioner.verdict import (
     quantities,
     shares_inside,
 )
+from dmt.report import data_uri, render_page
+from dmt.report.style import tower_badges
 
 __all__ = ["write_partition_report"]
 
@@ -112,7 +112,7 @@ def _card(verdict: Verdict) -> dict[str, str]:
 
 
 def _picture(path: Path) -> str:
-    return data_uri(path, place="write_partition_report: picture")
+    return data_uri(path)
 
 
 def _cards(partition: Partition) -> list[dict[str, str]]:

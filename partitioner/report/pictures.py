@@ -13,19 +13,9 @@ from numpy.typing import NDArray
 from dmt.formatting import counted
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, tower_affinity
-from dmt.partitioner.report.style import (
-    INK,
-    add_title,
-    drawable,
-    dress_axes,
-    keep_apart,
-    new_figure,
-    save_figure,
-    tower_badges,
-    write_badge,
-    write_label,
-)
+from dmt.partitioner.report.style import drawable, keep_apart, write_badge, write_label
 from dmt.plan.towers import TowerPlan
+from dmt.report.style import INK, add_title, dress_axes, new_figure, save_figure, tower_badges
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +64,7 @@ def plot_affinity(
     top = float(np.nanmax(matrix)) if size > 1 else 0.0
     # Rows need their height only where they are named.
     side = min(14.0, max(6.0, 2.6 + 0.21 * size)) if size <= MOST_LABELLED else 9.0
-    figure = new_figure(path, size=(side + 1.0, side), caller="plot_affinity", layout="constrained")
+    figure = new_figure(path, size=(side + 1.0, side), caller="plot_affinity")
     axes = figure.add_subplot()
     heat = LinearSegmentedColormap.from_list("affinity", HEAT_COLORS).with_extremes(bad=DIAGONAL_COLOR)
     # Where there are more cells than pixels, a pixel is a mean of cells, not one picked from them.
@@ -165,8 +155,9 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
     Raises:
         InputError: the suffix is no picture format, or the file cannot be written.
     """
-    figure = new_figure(path, size=(9.0, 9.0), caller="plot_coordinates", layout=None)
+    figure = new_figure(path, size=(9.0, 9.0), caller="plot_coordinates")
     # Placed by hand: names are measured in pixels, which must not move afterwards.
+    figure.set_layout_engine("none")
     axes = figure.add_axes((0.04, 0.04, 0.94, 0.82))
     points, share = principal_axes(partition.points)
     row = {name: i for i, name in enumerate(partition.affinity.features)}

@@ -13,9 +13,9 @@ import pytest
 from dmt.errors import InputError
 from dmt.formatting import human_bytes
 from dmt.partitioner.partition import AffinityComparison, TowerLimits, compare_towers
-from dmt.partitioner.report.frame import data_uri, render_page
 from dmt.partitioner.report.page import write_partition_report
 from dmt.partitioner.verdict import deviations_from_random, judge_balance, judge_meaning, judge_stress, luck_bound
+from dmt.report import data_uri, render_page
 from tests.partitioner.partitions import made_up_partition
 
 
@@ -252,7 +252,7 @@ def test_the_page_is_whole_and_loads_nothing_else(tmp_path):
     }  # fmt: skip
     page = Page(path)
     order = ("affinity", "coordinates")
-    assert page.addresses == [data_uri(path.parent / f"{name}.png", place="test") for name in order]
+    assert page.addresses == [data_uri(path.parent / f"{name}.png") for name in order]
     assert not {"script", "link", "iframe", "object", "a"} & set(page.tags)
     source = path.read_text(encoding="utf-8")
     assert not [word for word in ("http", "url(", "@import") if word in source]
@@ -311,7 +311,7 @@ def test_strategies_are_shown_side_by_side(tmp_path):
     assert "diverse 0.1000 0.2000 0.2000 0.2000 \u00b1 0.0100 -10.0 0.210" in page.text
     assert "The same for diverse, which was tried too" in page.text
     assert (tmp_path / "affinity_2.png").exists()
-    assert data_uri(tmp_path / "coordinates_2.png", place="test") in page.addresses
+    assert data_uri(tmp_path / "coordinates_2.png") in page.addresses
 
 
 def test_names_from_outside_are_shown_as_written(tmp_path):

@@ -13,10 +13,10 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes
-from dmt.partitioner.report.style import TOWER_COLORS
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
+from dmt.report.style import TOWER_COLORS
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import TablePlacement
 from dmt.sharding.user_rules import ShardingRules
@@ -381,15 +381,6 @@ def test_undefined_aucs_make_a_page_without_a_claim(tmp_path, arguments):
     text = Page(write_report(tmp_path / "report.html", **arguments)).text
     assert "AUC - - -" in text
     assert "not known difference of AUC, dmt-dlrm minus dlrm a model has diverged, or the evaluation" in text
-
-
-def test_what_the_page_lacks_is_named(tmp_path, arguments):
-    path = tmp_path / "report.html"
-    with pytest.raises(InputError, match=r"pictures\[0\]='.*gone\.png' cannot be read \(No such file"):
-        write_report(path, **arguments | {"pictures": (tmp_path / "gone.png", arguments["pictures"][1])})
-    with pytest.raises(InputError, match=r"pictures\[1\]='.*curves\.pdf' cannot be embedded; give one of \.png"):
-        write_report(path, **arguments | {"pictures": (arguments["pictures"][0], tmp_path / "curves.pdf")})
-    assert not path.exists()
 
 
 # --- where the tables live -------------------------------------------------------------------------------------------

@@ -25,10 +25,10 @@ from dmt.partitioner import (
     plot_affinity,
     write_partition_report,
 )
-from dmt.partitioner.report.style import new_figure
 from dmt.partitioner.verdict import judge_balance, judge_meaning, pairs_in_words
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.towers import PlanComparison
+from dmt.report.style import new_figure
 from dmt.training.console import NameConsole, make_table
 
 __all__ = ["INTERACTIONS", "TOWER_MODULES", "print_compared", "print_partition", "run_partition", "sense_of"]
@@ -196,7 +196,7 @@ def _check_outputs(options: Mapping[str, Any]) -> None:
     """Raises `InputError` for an output that cannot be written: a large partition takes minutes."""
     if options["picture"] is not None:
         # Made and dropped: it refuses a suffix that is no picture format.
-        new_figure(options["picture"], size=(1.0, 1.0), caller="--picture", layout=None)
+        new_figure(options["picture"], size=(1.0, 1.0), caller="--picture")
     taken: dict[Path, str] = {}
     for name in ("affinity", "rules", "out", "report", "picture", "save_affinity"):
         path: Path | None = options[name]

@@ -14,8 +14,8 @@ from dmt.files import check_output
 from dmt.formatting import counted, human_bytes
 from dmt.hot_rows.costs import TableBytes, table_bytes
 from dmt.hot_rows.profile import AccessProfile
-from dmt.partitioner.report.style import new_figure, save_figure
 from dmt.plan.tables import TableSpec
+from dmt.report.style import new_figure, save_figure
 from dmt.training.access import collect_profile, load_profile, save_profile
 from dmt.training.config import load_config
 from dmt.training.console import make_table, table_console
@@ -91,7 +91,7 @@ def run_profile(
         raise InputError("--rows is of no use with --load: the counts are there already. Leave out one of them.")
     if picture is not None:
         # Made and dropped: it refuses a suffix that is no picture format.
-        new_figure(picture, size=(1.0, 1.0), caller="--picture", layout=None)
+        new_figure(picture, size=(1.0, 1.0), caller="--picture")
     for option, path in (("--out", out), ("--picture", picture)):
         if path is not None:
             check_output(option, path)
@@ -166,7 +166,7 @@ def _bytes(number: float | None) -> str:
 
 def _draw(profile: AccessProfile, path: Path) -> None:
     """Draws for each table the share of accesses against the share of rows, the most read first."""
-    figure = new_figure(path, size=(7, 4.5), caller="--picture", layout="constrained")
+    figure = new_figure(path, size=(7, 4.5), caller="--picture")
     axes = figure.subplots()
     for spec in profile.tables:
         counts = profile[spec.name]

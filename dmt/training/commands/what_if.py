@@ -15,7 +15,7 @@ import torch
 from dmt.errors import InputError
 from dmt.files import write_or_raise
 from dmt.formatting import human_bytes
-from dmt.partitioner.report.style import add_title, dress_axes, new_figure, save_figure
+from dmt.report.style import add_title, dress_axes, new_figure, save_figure
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.cluster_rates import planner_rates
 from dmt.training.commands.launch import train_here
@@ -226,7 +226,7 @@ def draw_what_if(result: WhatIf, path: Path) -> None:
     Raises:
         InputError: ``path`` is no picture format or cannot be written.
     """
-    figure = new_figure(path, size=(7.0, 4.4), caller="--picture", layout="constrained")
+    figure = new_figure(path, size=(7.0, 4.4), caller="--picture")
     axes = figure.subplots()
     for (precision, marker), color in zip((("fp32", "o"), ("fp16", "s")), RUN_COLORS, strict=False):
         points = [

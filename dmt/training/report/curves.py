@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError
-from dmt.partitioner.report.style import dress_axes, new_figure, save_figure
+from dmt.report.style import dress_axes, new_figure, save_figure
 from dmt.training.records import read_curves
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         InputError: a folder without readable curves, an unknown picture format, or a path that is not writable.
     """
     curves = {name: _read(folder) for name, folder in runs.items()}
-    figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves", layout="constrained")
+    figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.05))
     places = (grid[0, :], grid[1, 0], grid[1, 1])
     last = max(float(steps.max()) for run in curves.values() for steps, _ in run.values())

@@ -1,7 +1,7 @@
 """The report page: one HTML file with its pictures inside, which opens anywhere and loads nothing else.
 
 Numbers come from `dmt.training.report.comparison` and the rows of `dmt.training.console`; the words around them are in
-``page.html`` and ``sharding.html``, within the frame that all pages share (`dmt.partitioner.report.frame`).
+``page.html`` and ``sharding.html``, within the frame that all pages share (`dmt.report`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dmt.formatting import human_bytes, natural
-from dmt.partitioner.report.frame import data_uri, render_page
-from dmt.partitioner.report.style import tower_badges
 from dmt.plan.towers import TowerPlan
+from dmt.report import data_uri, render_page
+from dmt.report.style import tower_badges
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
 from dmt.training.console import ROWS, cells, lookup, rows_of
@@ -90,8 +90,8 @@ def write_report(
         "sharding": _sharding(sharding, plan, towers),
         "affinities": _affinities(plan),
         "measure": plan.affinity.get("measure", "affinity"),
-        "affinity_picture": data_uri(affinity_picture, place="write_report: pictures[0]"),
-        "curves_picture": data_uri(curves_picture, place="write_report: pictures[1]"),
+        "affinity_picture": data_uri(affinity_picture),
+        "curves_picture": data_uri(curves_picture),
         "data_description": data_description,
         "run": towers,
         "versions": [f"{name} {version}" for name, version in towers["versions"].items() if version != "absent"],

@@ -1,0 +1,41 @@
+"""The frame that both HTML reports share: templates that extend ``base.html``. Pages hold their pictures."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError
+
+__all__ = ["data_uri", "render_page"]
+
+
+def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[str, Any]) -> Path:
+    """Fills in a Jinja2 template and writes the page (UTF-8); an existing file is replaced, missing folders are made.
+
+    All values are escaped, and a name that is absent from the context is an error. A template may extend ``base.html``
+    of this folder, which needs ``notes`` and ``cards``.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader([template.parent, Path(__file__).parent])
+    settings: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=loader, autoescape=True, **settings)
+    text, target = environment.get_template(template.name).render(context), Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"Page {target}: cannot be written ({error.strerror}). Name another place.") from error
+    return target
+
+
+def data_uri(picture: str | os.PathLike[str]) -> str:
+    """The content of a PNG picture as an address, for ``<img src=...>``."""
+    return f"data:image/png;base64,{base64.b64encode(Path(picture).read_bytes()).decode('ascii')}"

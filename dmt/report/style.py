@@ -1,0 +1,80 @@
+"""Colours, figures and files that all pictures share, drawn without ``pyplot`` and its global state."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from itertools import cycle, product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dmt.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from dmt.plan.towers import TowerPlan
+
+__all__ = ["INK", "SOFT", "TOWER_COLORS", "add_title", "dress_axes", "new_figure", "save_figure", "tower_badges"]
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, reordered so that neighbours differ most.
+TOWER_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A90A", "#555555")
+_DARK, _MARKERS = ("#0072B2", "#555555"), "os^DvPX*"
+INK, SOFT = "#222222", "#5B6473"
+
+
+def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
+    """Name, features, colour, ink (the colour of letters on it) and marker of each tower; 64 towers look different."""
+    looks = cycle(product(_MARKERS, TOWER_COLORS))
+    return [
+        {"name": tower.name, "features": tower.features, "color": color, "marker": marker}
+        | {"ink": "#FFFFFF" if color in _DARK else "#000000"}
+        for tower, (marker, color) in zip(plan.towers, looks, strict=False)
+    ]
+
+
+def new_figure(path: str | os.PathLike[str], *, size: tuple[float, float], caller: str) -> Figure:
+    """Makes a figure of ``size`` inches; raises `InputError` if the suffix of ``path`` is not a picture format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained", dpi=160)
+    formats = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.lstrip(".").lower() not in formats:
+        raise InputError(f"{caller}: path={str(path)!r} needs a suffix that is one of {', '.join(sorted(formats))}.")
+    return figure
+
+
+def save_figure(figure: Figure, path: str | os.PathLike[str], *, caller: str) -> Path:
+    """Writes the figure; missing folders are made. Raises `InputError` if the file cannot be written."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):  # a dollar sign in a feature's name does not start a formula
+        text.set_parse_math(False)
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing")  # drawn as an empty box
+            figure.savefig(target, dpi="figure", bbox_inches="tight", pad_inches=0.12)
+    except OSError as error:
+        raise InputError(f"{caller}: path={str(path)!r} cannot be written ({error.strerror}).") from error
+    return target
+
+
+def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
+    """Writes a heading and smaller lines under it, flush left above the axes; ``pad`` is in points."""
+    for number, line in enumerate(reversed(lines)):
+        style: Any = {"color": INK, "fontsize": 11.5} if number == len(lines) - 1 else {"color": SOFT, "fontsize": 9}
+        place: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "left", "va": "bottom"}
+        axes.annotate(line, (0.0, 1.0), xytext=(0.0, pad + 13.0 * number), annotation_clip=False, **place, **style)
+
+
+def dress_axes(axes: Axes, *, grid: Literal["x", "y", "both"]) -> None:
+    """Gives axes a pale grid, no ticks, and at most the one spine that bars or lines start from."""
+    axes.grid(axis=grid, color="#E4E4E4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9, length=0, labelcolor="#444444")
+    for side, spine in axes.spines.items():
+        spine.set(visible=side == {"x": "left", "y": "bottom"}.get(grid), color="#BBBBBB")
