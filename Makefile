@@ -1,5 +1,6 @@
 # make install | demo | test | test-all | parity | faults | bench | gpu | lint | docs | clean        (see README.md)
-PYTHON ?= python3.11
+# The first of these that is installed; CI and the timings in the docs use 3.11.
+PYTHON ?= $(or $(firstword $(foreach minor,11 12 13,$(shell command -v python3.$(minor) 2>/dev/null))),python3)
 # The pinned packages are those of torch 2.13; with STACK=2.14 those of torch 2.14, in an environment of its own.
 STACK  ?= 2.13
 OTHER  := $(if $(filter-out 2.13,$(STACK)),-$(STACK))
@@ -22,9 +23,9 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 install: $(STAMP)
 
 $(STAMP): $(LOCK) pyproject.toml
-	@test -x $(BIN)/python || $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' \
-	  2>/dev/null || { echo "This needs Python 3.11 with venv, and '$(PYTHON)' is none. Install it (such as the packages"; \
-	  echo "python3.11 and python3.11-venv, or 'uv python install 3.11') or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; \
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
+	  2>/dev/null || { echo "This needs Python 3.11, 3.12 or 3.13 with venv; '$(PYTHON)' does not qualify. Install one (such as the"; \
+	  echo "packages python3.11 and python3.11-venv, or 'uv python install 3.11') or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; \
 	  exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python requirements/check_torch.py $(LOCK) $(PIP_FLAGS)

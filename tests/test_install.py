@@ -46,7 +46,7 @@ def torch_wheel(folder: Path, *needs: str) -> None:
 def test_a_machine_without_its_python_is_told_which_to_install_or_name(clone: Path) -> None:
     made = make(clone, "demo", "PYTHON=no_such_python3")
     assert made.returncode == 2
-    assert "needs Python 3.11 with venv, and 'no_such_python3' is none" in made.stdout
+    assert "needs Python 3.11, 3.12 or 3.13 with venv; 'no_such_python3' does not qualify" in made.stdout
     assert "make demo PYTHON=/path/to/python3.11" in made.stdout
     assert not (clone / ".venv").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 
 import pytest
@@ -67,6 +68,12 @@ def test_what_is_wrong_is_mended(changes: dict[str, str | None], gpu: bool, what
     assert subprocess.run(["sh", "-n", "-c", found[what]], check=False).returncode == 0
     assert {step.split()[0] for step in found[what].split(" && ")} <= {"pip"}
     assert not {"#", "or", "e.g."} & set(found[what].split())
+
+
+@pytest.mark.parametrize(("python", "fits"), [("3.10.14", False), ("3.11.7", True), ("3.13.0", True), ("3.14.1", False)])
+def test_an_interpreter_without_wheels_is_replaced(python: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: python)
+    assert ("python" in fixes({})) is not fits
 
 
 def test_the_devices_are_named() -> None:

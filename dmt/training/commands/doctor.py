@@ -30,6 +30,7 @@ _TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tensorboard", "tomli-w", "ji
 # variable says what it is to be, and runs nothing.
 _CPU_INDEX = """--index-url "${TORCH_INDEX:?is to be the address of the CPU wheels, see docs/install.md}\""""
 _CPU_INDEX_NOTE = "TORCH_INDEX is the address of PyTorch's CPU wheels (docs/install.md)"
+_PYTHONS = ("3.11", "3.12", "3.13")
 _PYTHON = "python3.11 -m venv .venv-3.11 && . .venv-3.11/bin/activate"
 
 
@@ -95,8 +96,8 @@ def diagnose(
         Finding(
             what="python",
             found=python,
-            expected="3.11",
-            fix="" if python.startswith("3.11.") else _PYTHON,
+            expected=f"{_PYTHONS[0]} to {_PYTHONS[-1]}",
+            fix="" if python.rpartition(".")[0] in _PYTHONS else _PYTHON,
             note="install again there",
         ),
         _pinned(
