@@ -70,7 +70,9 @@ def test_what_is_wrong_is_mended(changes: dict[str, str | None], gpu: bool, what
     assert not {"#", "or", "e.g."} & set(found[what].split())
 
 
-@pytest.mark.parametrize(("python", "fits"), [("3.10.14", False), ("3.11.7", True), ("3.13.0", True), ("3.14.1", False)])
+@pytest.mark.parametrize(
+    ("python", "fits"), [("3.10.14", False), ("3.11.7", True), ("3.13.0", True), ("3.14.1", False)]
+)
 def test_an_interpreter_without_wheels_is_replaced(python: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "python_version", lambda: python)
     assert ("python" in fixes({})) is not fits
