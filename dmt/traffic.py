@@ -1,8 +1,7 @@
 """`TrafficMeter`: counts the bytes that every collective of a step sends, and how many of them leave the host.
 
 It counts where PyTorch hands a collective to the backend, and so sees TorchRec's exchanges, DDP's gradient reduction
-and this library's own collectives alike, flat or with towers. What a step should send by its plan,
-`dmt.training.build.expected_traffic` tells.
+and this library's own collectives alike, flat or with towers.
 """
 
 from __future__ import annotations

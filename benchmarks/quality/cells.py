@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from benchmarks.towers.clicks import Clicks
 from benchmarks.towers.trials import STUDY_SETS, StudySet, trial_config
 from dmt.plan.towers import TowerPlan
-from dmt.training.build import expected_traffic
+from dmt.training.build import build_model
 from dmt.training.config import ShardingConfig, TrainingConfig
+from dmt.training.exchanges import step_exchanges
 from dmt.training.job import make_job
 
 __all__ = [
@@ -118,7 +119,8 @@ def bytes_across(config: TrainingConfig, clicks: Clicks, plan: TowerPlan | None,
     topology = config.topology.model_copy(update={"num_towers": num_towers})
     placed = config.model_copy(update={"sharding": sharding, "topology": topology})
     towers = plan or TowerPlan.strided(clicks.features, num_towers)
-    traffic = expected_traffic(make_job(placed, clicks.tables, clicks.train[0].shape[1], towers=towers))
+    job = make_job(placed, clicks.tables, clicks.train[0].shape[1], towers=towers)
+    traffic = step_exchanges(job, build_model(job, device="meta", without_tables=True)).traffic()
     samples = config.train.batch_size * num_towers
     return {"ids": traffic.ids / samples, "embeddings": (traffic.forward + traffic.backward) / samples}
 

@@ -83,7 +83,7 @@ class RowCounts:
         """Returns the distinct rows expected among ``batch_size`` accesses that are drawn independently.
 
         Accesses of rows that are not counted are taken for distinct ones, as they nearly are. Ids that come in groups,
-        such as those of one request, repeat more than this says; ``dmt plan --distinct`` counts them in a batch.
+        such as those of one request, repeat more than this says.
 
         ``cold``, bool [n], are the counted rows to look at, such as those that are not hot; None: all.
 

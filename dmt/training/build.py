@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -49,17 +48,14 @@ from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
 from dmt.sptt.towers import TowerCollectionSharder
-from dmt.traffic import Traffic
 from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import check_memory
 from dmt.training.device import DeviceType, current_device
-from dmt.training.distinct import InputGroup, distinct_inputs_of
-from dmt.training.exchanges import flat_exchanges, step_exchanges
 from dmt.training.factory import check_outputs, make_model
 from dmt.training.factory import without_tables as replace_tables
-from dmt.training.flat import FlatPlan, codecs_of_all_ranks, flat_costs, place_flat, shard_flat
+from dmt.training.flat import codecs_of_all_ranks, plan_flat, plan_notes, shard_flat, table_shardings
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -70,12 +66,10 @@ __all__ = [
     "check_model",
     "check_rank_memory",
     "count_model",
-    "expected_traffic",
     "flat_tables",
     "fused_params",
     "hot_rows",
     "in_micro_batches",
-    "place_tables",
     "replica_sync",
     "shard_model",
     "sharding_result",
@@ -187,9 +181,9 @@ def _table_bytes(job: Job) -> float:
     if job.device_type == "cuda":
         return max((rank.host_memory for rank in job.sharding.ranks), default=0) if job.sharding else 0.0
     if job.sharding is None:
-        if (plan := flat_tables(job)) is not None:
-            return max(plan.rank_memory)
-        return sum(table.num_bytes for table in job.tables) / (job.topology.world_size // job.topology.num_replicas)
+        topology, whole = job.topology, sum(table.num_bytes for table in job.tables)
+        is_copied = job.config.sharding.scheme == "data_parallel"
+        return whole if is_copied else whole / (topology.world_size // topology.num_replicas)
     # On a CPU every kernel is run as fused, without a cache.
     sharding, tables, held = job.sharding, {table.name: table for table in job.split_tables}, Counter[Any]()
     costs = CostModel(topology=sharding.topology, workload=sharding.workload, hardware=sharding.hardware)
@@ -281,7 +275,7 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
     if config.dataflow == "flat":
         fused = fused_params(config.optimizer, job.device_type)
         is_single = config.topology.num_replicas == 1
-        sharders, plan = shard_flat(job, mesh, fused) if is_single else _flat_replicas(job, model, mesh, fused)
+        sharders, plan = shard_flat(job, model, mesh, fused) if is_single else _flat_replicas(job, model, mesh, fused)
     else:
         assert job.towers is not None, "resolved by make_job"
         assert job.sharding is not None, "resolved by make_job"
@@ -388,66 +382,26 @@ def _access_profile(job: Job) -> AccessProfile | None:
     return None if path is None else load_profile(Path(path))
 
 
-def expected_traffic(job: Job, distinct: Sequence[InputGroup] | None = None) -> Traffic:
-    """Returns the bytes that all ranks send in one step of a job, as `TrafficMeter` counts.
-
-    What is counted, and ``distinct``, are those of `step_exchanges`, or of `dmt.training.flat.flat_costs` with the flat
-    dataflow (with replicas, of `flat_exchanges`).
-    """
-    if (plan := flat_tables(job)) is not None:
-        return plan.traffic
-    model = build_model(job, device="meta", without_tables=True)
-    exchanges = flat_exchanges(job, model)[0] if job.sharding is None else step_exchanges(job, model, distinct)
-    return exchanges.traffic()
-
-
-def flat_tables(job: Job) -> FlatPlan | None:
-    """Returns TorchRec's plan of the tables of a flat job without replicas, None for any other.
+def flat_tables(job: Job) -> tuple[ShardingPlan, tuple[str, ...]]:
+    """Returns TorchRec's plan of the tables of a flat job without replicas, and notes on it.
 
     Raises:
         InputError: TorchRec's planner cannot place the tables.
     """
-    if job.flat_plan is None:
-        return None
-    model = build_model(job, device="meta", without_tables=True)
-    return flat_costs(job, job.flat_plan, model, fused_params(job.config.optimizer, job.device_type))
+    fused = fused_params(job.config.optimizer, job.device_type)
+    plan = plan_flat(job, ClickTask(build_model(job, device="meta")), fused)
+    return plan, plan_notes(job, plan, fused)
 
 
-def place_tables(job: Job) -> ShardingPlan | None:
-    """Makes the `Job.flat_plan` of a job."""
-    if job.config.dataflow == "sptt" or job.config.topology.num_replicas > 1:
-        return None
-    model = ClickTask(build_model(job, device="meta"))
-    return place_flat(job, model, fused_params(job.config.optimizer, job.device_type))
-
-
-def sharding_result(job: Job, hot: HotRows | None = None) -> dict[str, Any]:
-    """Returns the section of a run's result on its sharding plan; empty with the flat dataflow and replicas.
-
-    Args:
-        job: the run.
-        hot: the copies of hot rows as they are now.
-    """
-    rows = job.config.train.batch_size * job.topology.world_size
-    if (flat := flat_tables(job)) is not None:
-        return {"sharding": flat.result(rows)}
-    plan = job.sharding
-    if plan is None:
-        return {}
-    copied = {} if hot is None else hot.rows
-    unique = job.config.sharding.unique != "off"
-    groups = distinct_inputs_of(job, copied) if unique or copied else None
-    planned = expected_traffic(job, groups)
-    if hot is not None:
-        more = {kind: getattr(planned, kind) + number for kind, number in hot.reduced_bytes.items()}
-        planned = replace(planned, **more)
-    shares = {} if groups is None else {"distinct": [asdict(group) for group in groups]}
+def sharding_result(job: Job, plan: ShardingPlan) -> dict[str, Any]:
+    """Returns the section of a run's result on the plan of its tables; ``plan`` is that of the sharded model."""
+    if job.sharding is None:
+        schemes = Counter(sharding.sharding_type for sharding in table_shardings(plan).values())
+        fused = fused_params(job.config.optimizer, job.device_type)
+        notes = plan_notes(job, plan, fused) if job.topology.num_replicas == 1 else ()
+        return {"tables_by_scheme": dict(schemes.most_common()), "notes": list(notes)}
     return {
-        "sharding": {
-            "imbalance": plan.imbalance,
-            "tables_by_scheme": plan.tables_by_scheme,
-            "largest_rank_bytes": max(rank.memory for rank in plan.ranks),
-            "planned_bytes_per_sample": planned.per_sample(rows),
-            **shares,
-        }
+        "imbalance": job.sharding.imbalance,
+        "tables_by_scheme": job.sharding.tables_by_scheme,
+        "largest_rank_bytes": max(rank.memory for rank in job.sharding.ranks),
     }

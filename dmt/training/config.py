@@ -365,9 +365,6 @@ class TrainConfig(Section):
     affinity_rows: int = Field(default=0, ge=0)
     """Number of training rows, over all ranks, on which feature affinities are collected after training a flat model;
     ``affinity.npz`` is written into ``output_dir``, for ``dmt partition --affinity``. 0: none."""
-    record_step: bool = False
-    """Write the collectives of the step whose bytes are counted, the last one, into ``output_dir`` as
-    ``collectives.json``, for ``dmt bench-comms --replay``."""
     output_dir: str = "runs/latest"
     """Folder of the run's config, metrics, TensorBoard files and checkpoints."""
     save_every: int | None = Field(default=None, ge=1)

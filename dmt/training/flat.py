@@ -1,14 +1,9 @@
-"""The flat dataflow: TorchRec's exchange over all ranks, in every scheme that TorchRec has or as its planner chooses.
-
-Legend: B samples per rank, W ranks, L ranks of a host, H hosts, F features of a table, P ids per sample of all of them.
-"""
+"""The flat dataflow: TorchRec's exchange over all ranks, in the scheme asked for or as TorchRec's planner chooses."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -24,27 +19,31 @@ from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, S
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt._torchrec import host_groups
+from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.formatting import counted, shorten
-from dmt.models.complexity import dense_weight_bytes
-from dmt.number_formats import NUMBER_FORMATS
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
-from dmt.sharding.costs import CostModel, StepWorkload
+from dmt.sharding.costs import StepWorkload
 from dmt.sharding.schemes import why_not
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.tower_lookup import GroupShardedEBC
-from dmt.traffic import Traffic
-from dmt.training.exchanges import dense_bytes
 from dmt.training.job import Job
 
-__all__ = ["FlatPlan", "FlatSharder", "codecs_of_all_ranks", "flat_costs", "place_flat", "shard_flat", "share_plan"]
+__all__ = [
+    "FlatSharder",
+    "codecs_of_all_ranks",
+    "holding_ranks",
+    "plan_flat",
+    "plan_notes",
+    "shard_flat",
+    "table_shardings",
+]
 
 _BY_HOST = ("table_row_wise", "grid_shard")
 _ALL = ("data_parallel", "table_wise", "column_wise", "table_column_wise", "row_wise", *_BY_HOST)
 # TorchRec's planner leaves the last ones out on a CPU, where they run all the same.
 _CHOICES = {"auto": ("table_wise", "column_wise"), "grid": ("grid_shard",), "planner": _ALL}
-_ID_BYTES = 8  # an id, and a length
 _NO_LIMIT = 2**50  # bytes
 
 
@@ -103,19 +102,17 @@ class FlatSharder(EmbeddingBagCollectionSharder):
             return make()
 
 
-def shard_flat(job: Job, mesh: TowerMesh, fused_params: dict[str, Any]) -> tuple[list[Any], ShardingPlan]:
-    """Returns the sharders and the plan of a flat job, the same plan on every rank; collective."""
+def shard_flat(
+    job: Job, model: nn.Module, mesh: TowerMesh, fused_params: dict[str, Any]
+) -> tuple[list[Any], ShardingPlan]:
+    """Returns the sharders and the plan of a flat job; rank 0 makes the plan, and all ranks use it. Collective."""
     sharder = FlatSharder(mesh, fused_params=fused_params, qcomm_codecs_registry=codecs_of_all_ranks(job))
-    plan = share_plan(job, mesh)
-    assert plan is not None, "a flat job without replicas has a plan"
-    return [sharder], plan
-
-
-def share_plan(job: Job, mesh: TowerMesh) -> ShardingPlan | None:
-    """Gives all ranks the `Job.flat_plan` of the first, which alone makes it where none has one; collective."""
-    plan = invoke_on_rank_and_broadcast_result(mesh.global_group, 0, lambda: job.flat_plan)
-    vars(job)["flat_plan"] = plan
-    return plan
+    plans: list[ShardingPlan] = []
+    if mesh.rank == 0:
+        run_on_all_or_raise(lambda: plans.append(plan_flat(job, model, fused_params)), mesh.global_group)
+    else:
+        run_on_all_or_raise(lambda: None, mesh.global_group)
+    return [sharder], invoke_on_rank_and_broadcast_result(mesh.global_group, 0, lambda: plans[0])
 
 
 def codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
@@ -128,140 +125,34 @@ def codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
     return None if codecs is None else {operation.name: codecs for operation in operations}
 
 
-@dataclass(frozen=True, kw_only=True)
-class FlatPlan:
-    """Placement of the tables of a flat job, and the bytes of its steps; made by `flat_costs`."""
-
-    topology: TowerTopology
-    schemes: Mapping[str, str]
-    """TorchRec's name of the scheme of each table, largest table first."""
-    ranks: Mapping[str, tuple[int, ...]]
-    """Ranks that hold a shard, by table."""
-    memory: Mapping[str, int]
-    """Bytes of weights, optimizer state and dense gradients, over all ranks, by table."""
-    rank_memory: tuple[int, ...]
-    """Bytes of these on each rank."""
-    traffic: Traffic
-    """Bytes that all ranks together send in a step."""
-    notes: tuple[str, ...]
-    """Further notes for the reader, such as of tables that cannot have the scheme asked for."""
-
-    @property
-    def tables_by_scheme(self) -> dict[str, int]:
-        """Number of tables of each scheme in use."""
-        return dict(Counter(self.schemes.values()).most_common())
-
-    def to_record(self) -> dict[str, Any]:
-        """Returns the plan as a JSON object."""
-        return asdict(self)
-
-    def result(self, rows: int) -> dict[str, Any]:
-        """Returns the section of a run's result; ``rows`` is the samples of a step."""
-        return {
-            "tables_by_scheme": self.tables_by_scheme,
-            "largest_rank_bytes": max(self.rank_memory),
-            "planned_bytes_per_sample": self.traffic.per_sample(rows),
-            "notes": list(self.notes),
-        }
-
-
-def flat_costs(job: Job, plan: ShardingPlan, model: nn.Module, fused_params: Mapping[str, Any]) -> FlatPlan:
-    """Returns memory and bytes of the plan of a flat job, whose ``model`` has stand-ins for its tables.
-
-    ``fused_params`` are those that the plan was made with.
-
-    Ids follow ``sharding.pooling_factors``, rows of a table are read equally often, gradients of data-parallel tables
-    and of the dense part go round in rings. Not counted: the sizes that ranks tell each other before an exchange.
-
-    ================  ==================================================================================================
-    ids               from every rank to every shard: F lengths, and the P ids or the share of them in its rows
-    embeddings        from every shard to every rank: F times its columns, whole or, of row-wise tables, partial sums;
-                      of ``table_row_wise`` and ``grid_shard``, partial sums inside a host, then sums to the others
-    ================  ==================================================================================================
-    """
+def table_shardings(plan: ShardingPlan) -> dict[str, ParameterSharding]:
+    """Returns the placement of every table of a plan, by name."""
     modules: list[Any] = list(plan.plan.values())
-    placed: dict[str, ParameterSharding] = {name: own for module in modules for name, own in module.items()}
-    own, topology = job.config.sharding, job.topology
-    workload = StepWorkload(
-        batch_size=job.config.train.batch_size,
-        pooling_factors=own.pooling_factors,
-        optimizer=job.config.optimizer.sparse,
-    )
-    costs = CostModel(topology=topology.as_one_tower(), workload=workload)
-    batch, world, local = workload.batch_size, topology.world_size, topology.host_size
-    tables = sorted(job.tables, key=lambda table: -table.num_bytes)
-    held, memory = [0] * world, dict.fromkeys((table.name for table in tables), 0)
-    ids, outputs, reduced = _Sums(), _Sums(), 0.0
-    for table in tables:
-        sharding, features = placed[table.name], len(table.feature_names)
-        whole = sharding.sharding_type == ShardingType.DATA_PARALLEL.value
-        scheme: Any = "data_parallel" if whole else "table_wise"
-        for rank, rows, columns in _shards(table, sharding, world):
-            load = costs.shard(table, scheme, rows, columns)
-            held[rank] += load.memory
-            memory[table.name] += load.memory
-            if whole:
-                reduced += load.reduced_bytes
-                continue
-            lookups = features + costs.pooling(table) * rows / table.num_embeddings
-            ids.add(batch * lookups * _ID_BYTES, world - local, local - 1)
-            if sharding.sharding_type in _BY_HOST:
-                hosts = world // local
-                outputs.add(batch * features * columns, hosts - 1, (local - 1) * hosts)
-            else:
-                outputs.add(batch * features * columns, world - local, local - 1)
-    _, of_all = dense_weight_bytes(model)
-    dense, dense_inside = dense_bytes(topology, job.config.train, of_all)
-    ring = topology.ring_share_across_hosts([range(world)])
-    forward, backward = (
-        NUMBER_FORMATS[precision].num_bytes for precision in (own.forward_precision, own.backward_precision)
-    )
-    inside = ids.inside + outputs.inside * (forward + backward) + dense_inside + (1 - ring) * reduced
-    schemes = {table.name: placed[table.name].sharding_type for table in tables}
-    return FlatPlan(
-        topology=topology,
-        schemes=schemes,
-        ranks={table.name: tuple(rank for rank, *_ in _shards(table, placed[table.name], world)) for table in tables},
-        memory=memory,
-        rank_memory=tuple(held),
-        traffic=Traffic(
-            ids=round(ids.across),
-            forward=round(outputs.across * forward),
-            backward=round(outputs.across * backward),
-            dense=round(dense + ring * reduced),
-            inside=round(inside),
-        ),
-        notes=_notes(job, tables, schemes, fused_params),
-    )
+    return {name: sharding for module in modules for name, sharding in module.items()}
 
 
-def _notes(
-    job: Job, tables: Sequence[TableSpec], schemes: Mapping[str, str], fused_params: Mapping[str, Any]
-) -> tuple[str, ...]:
+def holding_ranks(sharding: ParameterSharding, world_size: int) -> tuple[int, ...]:
+    """Returns the ranks that hold a shard of a table, or its copy."""
+    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+        return tuple(range(world_size))
+    spec: Any = sharding.sharding_spec
+    return tuple(shard.placement.rank() for shard in spec.shards)
+
+
+def plan_notes(job: Job, plan: ShardingPlan, fused_params: Mapping[str, Any]) -> tuple[str, ...]:
     """Names the tables that are table-wise because they cannot have the scheme asked for, and says why."""
-    asked = _asked(job.config.sharding.scheme)
+    asked, placed = _asked(job.config.sharding.scheme), table_shardings(plan)
     why = {
-        # The last obstacle: the model here no longer tells which bags have means.
+        # All bags are taken for means: it is the last obstacle, and the plan does not say which are.
         table.name: _obstacle(table, asked[0], job.topology, fused_params, is_mean=True)
-        for table in tables
-        if schemes[table.name] not in asked
+        for table in sorted(job.tables, key=lambda table: -table.num_bytes)
+        if placed[table.name].sharding_type not in asked
     }
     if not why:
         return ()
     shown = shorten([f"{name!r} ({reason})" for name, reason in why.items()], ", ")
     verb = "is" if len(why) == 1 else "are"
     return (f"{counted(len(why), 'table')} {verb} table_wise instead of {asked[0]}: {shown}.",)
-
-
-class _Sums:
-    """Sums of what is sent between hosts and inside them."""
-
-    def __init__(self) -> None:
-        self.across = self.inside = 0.0
-
-    def add(self, size: float, times_across: int, times_inside: int) -> None:
-        self.across += size * times_across
-        self.inside += size * times_inside
 
 
 def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> EmbeddingShardingPlanner:
@@ -293,8 +184,12 @@ def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> Emb
     )
 
 
-def place_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
-    """Places the tables of a flat job, whose model is on the meta device, as `Job.flat_plan` says."""
+def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
+    """Places the tables of a flat job with one replica, whose model is on the meta device, by TorchRec's planner.
+
+    Raises:
+        InputError: the planner cannot place the tables.
+    """
     sharder = FlatSharder(None, fused_params=fused_params, qcomm_codecs_registry=codecs_of_all_ranks(job))
     # TorchRec warns of how its planner is called, and of every data-parallel table.
     before = logging.root.manager.disable
@@ -323,7 +218,7 @@ def _schemes(
     """TorchRec's names of the schemes that a table may have; ``table_wise`` where it can have none of those asked."""
     asked = _asked(scheme)
     possible = [own for own in asked if not _obstacle(table, own, topology, fused_params, is_mean=is_mean)]
-    return possible or ["table_wise"]  # which `FlatPlan.notes` tells
+    return possible or ["table_wise"]  # `plan_notes` says so
 
 
 def _obstacle(
@@ -353,11 +248,3 @@ def _grid_columns(table: TableSpec, topology: TowerTopology) -> int:
 
 def _means(collection: EmbeddingBagCollection) -> list[str]:
     return [table.name for table in collection.embedding_bag_configs() if table.pooling.value == "MEAN"]
-
-
-def _shards(table: TableSpec, sharding: ParameterSharding, world: int) -> list[tuple[int, int, int]]:
-    """(rank, rows, columns) of each shard, or of each copy of a data-parallel table."""
-    if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
-        return [(rank, table.num_embeddings, table.embedding_dim) for rank in range(world)]
-    spec: Any = sharding.sharding_spec
-    return [(shard.placement.rank(), *shard.shard_sizes) for shard in spec.shards]

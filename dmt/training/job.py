@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
@@ -29,9 +28,6 @@ from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.data.config import read_tables
 from dmt.training.data.prepared import access_counts
 from dmt.training.device import DeviceType, device_type
-
-if TYPE_CHECKING:
-    from torchrec.distributed.types import ShardingPlan
 
 __all__ = [
     "Job",
@@ -99,20 +95,6 @@ class Job:
     def rank_memory(self) -> int | None:
         """Bytes of a rank for tables and their optimizer state; None: no limit."""
         return _bytes(self.config.sharding.memory_gib)
-
-    @cached_property
-    def flat_plan(self) -> ShardingPlan | None:
-        """TorchRec's plan of the tables of a flat job with one replica, made when first asked for; None for any other.
-
-        Once a job: TorchRec's planner takes time with the square of the tables.
-
-        Raises:
-            InputError: the planner cannot place the tables.
-        """
-        # Imported here: planning towers works without TorchRec.
-        from dmt.training.build import place_tables
-
-        return place_tables(self)
 
     @property
     def split_tables(self) -> tuple[TableSpec, ...]:

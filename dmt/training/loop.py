@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
-from dmt.collectives import gather_objects, run_on_all_or_raise, sum_over_ranks, wait_for_all
+from dmt.collectives import gather_objects, sum_over_ranks, wait_for_all
 from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.hot_rows.runtime import HotRows
@@ -317,10 +315,8 @@ class Trainer:
         if isinstance(self._pipeline, TrainPipelineSparseDist):
             self._pipeline.detach()
 
-    def measure_traffic(self, record: Path | None = None) -> Traffic:
+    def measure_traffic(self) -> Traffic:
         """Runs one more forward and backward pass and counts its bytes between hosts and inside them. Collective.
-
-        ``record`` is a file for its collectives.
 
         The tables update in their backward pass, and the pipeline is detached: call it when all is trained and saved.
         """
@@ -328,13 +324,11 @@ class Trainer:
         is_shared = self._data.config.kind == "source"
         batch = next(self._batches("train", self._config.batch_size, is_shared=is_shared)).to(self._device)
         self.detach()
-        meter = TrafficMeter(host_of=self._mesh.topology.host, records=record is not None)
+        meter = TrafficMeter(host_of=self._mesh.topology.host)
         self._optimizer.zero_grad()
         with meter:
             loss, _ = self._model(batch)
             loss.backward()
-        if record is not None:
-            run_on_all_or_raise(partial(meter.save, record, self._mesh.global_group), self._mesh.global_group)
         return meter.total(self._mesh.global_group)
 
     def _batches(

@@ -32,7 +32,6 @@ __all__ = [
     "read_result",
     "result_warnings",
     "to_json",
-    "traffic_warning",
     "unwritable",
     "versions",
 ]
@@ -44,8 +43,6 @@ _MOST_COMPRESSION = 16.0
 # Nearer to chance than this, an AUC is called chance.
 _CHANCE = 0.02
 _WORSE_THAN_MEAN = 1.05
-# Planned and measured bytes per sample that differ by more than this share, and by a byte, are worth a warning.
-_TOLERANCE = 0.1
 
 
 def versions() -> dict[str, str]:
@@ -86,7 +83,6 @@ def check_records(config: TrainingConfig) -> None:
     plan = config.sharding.plan and Path(config.sharding.plan).resolve()
     names += ["sharding.json"] if plan != (folder / "sharding.json").resolve() else []
     names += ["affinity.npz"] if config.train.affinity_rows else []
-    names += ["collectives.json"] if config.train.record_step else []
     found = [path for path in (folder / name for name in names) if path.is_symlink() or path.exists()]
     for path in found:
         if path.is_symlink():
@@ -145,8 +141,6 @@ class RunRecord:
         if config.train.affinity_rows:
             # A file of an earlier run would be taken for this one's, should none be written.
             (self.folder / "affinity.npz").unlink(missing_ok=True)
-        if config.train.record_step:
-            (self.folder / "collectives.json").unlink(missing_ok=True)
         if self._resumed_step is None:
             # What an earlier run left here would be read as this one's.
             self._metrics.unlink(missing_ok=True)
@@ -272,7 +266,7 @@ def unwritable(folder: Path, error: OSError) -> InputError:
 
 
 def result_warnings(result: Mapping[str, Any]) -> list[str]:
-    """Returns warnings for the reader of a run's result: an AUC near chance, traffic other than planned, no hot row."""
+    """Returns warnings for the reader of a run's result: an AUC near chance, much compression, no hot row."""
     texts = [
         auc_warning(result["eval_auc"]),
         ne_warning(result["eval_ne"]),
@@ -283,8 +277,6 @@ def result_warnings(result: Mapping[str, Any]) -> list[str]:
             "No row had a copy: rows are chosen for the first time after 100 steps (with hot_rows.profile after one), "
             "and hot_rows.left_out in result.json says why a table has none."
         )
-    if "sharding" in result:
-        texts.append(traffic_warning(result["sharding"]["planned_bytes_per_sample"], result["bytes_per_sample"]))
     return [text for text in texts if text]
 
 
@@ -326,21 +318,6 @@ def ne_warning(ne: float) -> str:
         f"NE {ne:.4f} is above 1: the predictions are worse than always predicting the mean click rate. Likely causes: "
         "a model of your own that returns probabilities (it must return logits, without a sigmoid); too large a "
         "learning rate, or a model that has learned its training rows by heart; evaluation rows of another time."
-    )
-
-
-def traffic_warning(planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """Returns a warning if the bytes per sample, by the names of `Traffic`, are not as planned; else ""."""
-    apart = [
-        f"{name} {number:,.0f}, measured {measured[name]:,.0f}"
-        for name, number in planned.items()
-        if name != "across" and abs(measured[name] - number) > max(_TOLERANCE * number, 1.0)
-    ]
-    if not apart:
-        return ""
-    return (
-        f"The sharding plan expected other bytes per sample: {'; '.join(apart)}. Features with more or fewer ids than "
-        "one per sample need sharding.pooling_factors, or the planner weighs them wrongly."
     )
 
 

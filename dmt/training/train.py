@@ -42,7 +42,6 @@ from dmt.training.build import (
 from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.config import TrainConfig, TrainingConfig, to_toml
 from dmt.training.device import backend, current_device, device_type, take_device
-from dmt.training.flat import share_plan
 from dmt.training.health import check_same_input
 from dmt.training.job import Job, compare_hosts, resolve, validate_rows
 from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
@@ -89,25 +88,22 @@ def train(config: TrainingConfig) -> dict[str, Any]:
         job = job or resolve(config, world_size)
         check_same_input(job, group)
         mesh = TowerMesh(job.topology)
-        if job.towers is None:
-            share_plan(job, mesh)
         return train_job(job, mesh)
 
 
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a resolved job on a mesh of its topology; collective. See `train`."""
     config = job.config
-    # What cannot be planned is known before training, even if hot rows change the numbers in its course.
-    planned = asdict(count_model(job)) | sharding_result(job)
 
     # The start, and the records.
     start = find_start(job, mesh)
     record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step if start.is_own else None)
     record.say(start.lines)
-    record.sharding(job.sharding, planned.get("sharding", {}).get("notes", ()))
 
     # Model, optimizer, replicas.
     model = shard_model(job, mesh)
+    planned = asdict(count_model(job)) | {"sharding": sharding_result(job, model.plan)}
+    record.sharding(job.sharding, planned["sharding"].get("notes", ()))
     micro_batches = in_micro_batches(config.train, model)
     optimizer = build_optimizer(config.optimizer, model)
     replicas = replica_sync(config.replicas, model, mesh)
@@ -160,11 +156,11 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             micro_batches.detach()  # collecting needs all embeddings of a batch at once
         path = record.folder / "affinity.npz"
         write_affinity(model, job.data, mesh, config=config.train, steps=time.steps, path=path)
-    traffic = trainer.measure_traffic(record.folder / "collectives.json" if config.train.record_step else None)
+    traffic = trainer.measure_traffic()
 
     # Report.
     result = _result(job, metrics=metrics, time=time, traffic=traffic) | planned
-    result |= _replica_result(config, replicas, mesh) | _hot_result(job, trainer.hot_rows)
+    result |= _replica_result(config, replicas, mesh) | _hot_result(trainer.hot_rows)
     record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
     for text in result_warnings(result) if mesh.rank == 0 else ():
@@ -236,14 +232,14 @@ def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: 
     }
 
 
-def _hot_result(job: Job, hot: HotRows | None) -> dict[str, Any]:
-    """The result's section on hot rows, as they were at the end, and that on sharding, which they change."""
+def _hot_result(hot: HotRows | None) -> dict[str, Any]:
+    """The result's section on hot rows, as they were at the end."""
     if hot is None:
         return {}
     by_table = {name: len(rows) for name, rows in hot.rows.items()}
     of_all = {"rows": sum(by_table.values()), "bytes_per_rank": hot.num_bytes}
     left_out = {**hot.left_out, **hot.not_chosen}
-    return {**sharding_result(job, hot), "hot_rows": {**of_all, "rows_by_table": by_table, "left_out": left_out}}
+    return {"hot_rows": {**of_all, "rows_by_table": by_table, "left_out": left_out}}
 
 
 def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:

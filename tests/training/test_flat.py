@@ -22,12 +22,11 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.plain import PlainTraining
 from dmt.testing.state import table_layout
-from dmt.training import build
 from dmt.training.build import build_optimizer, flat_tables, fused_params, shard_model
 from dmt.training.checkpoints import Checkpointer, restore
-from dmt.training.commands.plan import print_sharding, run_plan
+from dmt.training.commands.plan import PlannedFlat, print_sharding, run_plan
 from dmt.training.config import TrainingConfig
-from dmt.training.flat import FlatPlan, FlatSharder, place_flat
+from dmt.training.flat import FlatSharder, table_shardings
 from dmt.training.job import Job, open_job, resolve
 from dmt.training.train import train_job
 from tests.parity import FUSED, Batches, FlatModel, make_tables
@@ -204,22 +203,18 @@ def test_means_over_bags_of_unequal_batches_are_those_of_the_plain_module() -> N
 def test_tables_that_cannot_have_the_scheme_stay_whole_and_the_plan_says_so(
     ranks: int, scheme: str, sections: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = flat_tables(open_job(config_of(2, ranks, scheme, **sections)))
-    assert found is not None
-    assert set(found.schemes.values()) == {"table_wise"}
-    [note] = found.notes
+    plan, [note] = flat_tables(open_job(config_of(2, ranks, scheme, **sections)))
+    schemes = {name: placed.sharding_type for name, placed in table_shardings(plan).items()}
+    assert set(schemes.values()) == {"table_wise"}
     asked = "grid_shard" if scheme == "grid" else scheme
     assert re.search(rf"^6 tables are table_wise instead of {asked}: 't_C\d' \({why}.*\) and 3 more\.$", note)
-    assert found.result(1)["notes"] == [note]
-    print_sharding(found, everything=False, out=None)
+    print_sharding(PlannedFlat(schemes, dict.fromkeys(schemes, (0,)), (note,)), everything=False, out=None)
     assert f"Note: {note}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_as_asked_has_no_notes() -> None:
     for scheme in ("auto", "grid", "planner", "row_wise"):
-        found = flat_tables(open_job(config_of(2, 2, scheme)))
-        assert found is not None
-        assert found.notes == ()
+        assert flat_tables(open_job(config_of(2, 2, scheme)))[1] == ()
 
 
 @pytest.mark.ranks
@@ -237,20 +232,6 @@ def said_on_rank(rank: int, values: dict[str, Any]) -> None:
     assert result["sharding"]["notes"]
 
 
-def test_a_job_asks_torchrec_for_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    placed: list[ShardingPlan] = []
-
-    def place(*args: Any) -> ShardingPlan:
-        placed.append(place_flat(*args))
-        return placed[-1]
-
-    monkeypatch.setattr(build, "place_flat", place)
-    job = open_job(config_of(2, 2, "planner"))
-    build.check_rank_memory(job)
-    assert build.sharding_result(job)["sharding"]["tables_by_scheme"]
-    assert len(placed) == 1
-
-
 @pytest.mark.parametrize("scheme", ["table_row_wise", "grid", "planner"])
 def test_schemes_of_torchrec_are_for_one_flat_copy(scheme: str) -> None:
     with pytest.raises(ValueError, match=rf"sharding\.scheme='{scheme}' is TorchRec's.*but this run has the tower"):
@@ -262,7 +243,7 @@ def test_schemes_of_torchrec_are_for_one_flat_copy(scheme: str) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Job, "device_type", device)
-    assert flat_tables(open_job(config_of(2, 2, "planner", sharding={"memory_gib": 1.0}))) is not None
+    assert flat_tables(open_job(config_of(2, 2, "planner", sharding={"memory_gib": 1.0})))[0].plan
     config = config_of(2, 2, "planner", sharding={"memory_gib": 1e-6})
     with pytest.raises(InputError, match=r"TorchRec's planner cannot place.*'planner', sharding\.memory_gib=1e-06"):
         flat_tables(open_job(config))
@@ -282,12 +263,12 @@ def test_other_errors_of_torchrecs_planner_are_not_taken_for_its_refusal(monkeyp
 
 def test_dmt_plan_shows_a_flat_plan_and_refuses_what_is_for_towers() -> None:
     found = run_plan("demo", ["model.arch=dlrm", "sharding.scheme=data_parallel"])
-    assert isinstance(found, FlatPlan)
-    assert found.tables_by_scheme == {"data_parallel": 26}
-    assert set(found.rank_memory) == {sum(found.memory.values()) // 4}
-    assert (found.traffic.ids, found.traffic.forward, found.traffic.backward) == (0, 0, 0)
-    for options, name in (({"distinct": True}, "--distinct"), ({"out": Path("plan.json")}, "--out")):
+    assert isinstance(found, PlannedFlat)
+    assert set(found.schemes.values()) == {"data_parallel"}
+    assert set(found.ranks.values()) == {(0, 1, 2, 3)}
+    assert len(found.to_record()["schemes"]) == 26
+    for options, name in (({"cluster": "a100"}, "--cluster"), ({"out": Path("plan.json")}, "--out")):
         with pytest.raises(InputError, match=rf"has the flat dataflow .*; {name} is for the tower dataflow"):
             run_plan("demo", ["model.arch=dlrm"], **options)
-    with pytest.raises(InputError, match=r"; --distinct, --out are for the tower dataflow.* leave them out"):
-        run_plan("demo", ["model.arch=dlrm"], distinct=True, out=Path("plan.json"))
+    with pytest.raises(InputError, match=r"; --out, --cluster are for the tower dataflow.* leave them out"):
+        run_plan("demo", ["model.arch=dlrm"], cluster="a100", out=Path("plan.json"))

@@ -26,7 +26,6 @@ from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.health import SoundnessCheck
 from dmt.training.job import open_data, resolve
-from dmt.training.records import traffic_warning
 from dmt.training.resume import checkpoint_folder
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
@@ -80,9 +79,7 @@ def runs_on_rank(rank: int, folder: str, sections: dict[str, Any]) -> tuple[dict
     ],
     ids=["2x2", "2x2x1", "unique"],
 )
-def test_a_run_with_hot_rows_learns_the_same_and_sends_what_was_planned(
-    tmp_path: Path, sections: dict[str, Any]
-) -> None:
+def test_a_run_with_hot_rows_learns_the_same_and_sends_less(tmp_path: Path, sections: dict[str, Any]) -> None:
     hot, unlike, apart = run_ranks(runs_on_rank, 4, str(tmp_path), sections)[0]
     # Gradients are added up in another order; Adam's first steps divide small ones by their own size.
     assert 0 < apart < 1e-4
@@ -91,9 +88,6 @@ def test_a_run_with_hot_rows_learns_the_same_and_sends_what_was_planned(
     assert hot["hot_rows"]["bytes_per_rank"] == 32 * hot["hot_rows"]["rows"] <= 0.25 * 6 * 400 * 32
     assert hot["hot_rows"]["left_out"] == {}
     assert hot["bytes_per_sample"]["forward"] < 0.8 * unlike["bytes_per_sample"]["forward"]
-    planned, measured = hot["sharding"]["planned_bytes_per_sample"], hot["bytes_per_sample"]
-    assert traffic_warning(planned, measured) == "", (planned, measured)
-    assert measured["dense"] == planned["dense"]
 
 
 def default_run_on_rank(rank: int, folder: str) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
         (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json': holds no list of tables"),
         (["demo", "topology.num_replicas=0"], "topology.num_replicas: Input should be greater than or equal to 1"),
         (["demo", "--sync-gb-per-s", "0"], "sync_gb_per_s=0.0 must be a positive number"),
-        (["demo", "model.arch=dlrm", "--distinct"], "has the flat dataflow (model.arch='dlrm')"),
+        (["demo", "model.arch=dlrm", "--out", "plan.json"], "has the flat dataflow (model.arch='dlrm')"),
         (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
         (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "Table 't_9' is pinned but not in the model"),
         (["plan.toml", "sharding.tables={t_1 = 'x'}"], "sharding.tables.t_1"),
@@ -442,35 +442,3 @@ def test_a_narrow_console_cuts_no_cost_of_replicas(
     assert costs is not None
     assert costs.sync_seconds is not None
     assert f" {1e3 * costs.sync_seconds:,.3f} ms " in output
-
-
-def test_distinct_inputs_of_the_first_batches(tmp_path: Path) -> None:
-    lines = [f"{i % 2},{i},{i // 8},{i // 16},{i}" for i in range(256)]
-    (tmp_path / "rows.csv").write_text("\n".join(["label,d_1,u_a,u_b,item", *lines]) + "\n")
-    data = {"kind": "columns", "train_path": tmp_path, "eval_path": tmp_path, "dense": ["d_1"], "shuffle_rows": 0}
-    data |= {"categorical": ["u_*", "item"], "num_embeddings": 100_000}
-    TowerPlan.from_lists([["u_a", "u_b"], ["item"]]).save(tmp_path / "towers.json")
-    config = config_file(
-        tmp_path,
-        data=data,
-        towers={"plan": tmp_path / "towers.json"},
-        train={"batch_size": 32},
-        topology={"num_towers": 2, "ranks_per_tower": 2},
-        model={"tower_dim": 16},
-    )
-    result = plan(config, "--distinct")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"u_a, u_b\W+0\W+12\.5%", result.output)
-    assert re.search(r"item\W+1\W+100\.0%", result.output)
-    record = json.loads(plan(config, "--distinct", "--json").output)["distinct"]
-    assert [group["share"] for group in record["groups"]] == [0.125, 1.0]
-    # Of 32 samples a rank sends 4 to the tower of u; 16 bytes of ids and 2 x 4 x 16 of outputs a feature.
-    assert record["every"] == 4 // 2 * 32 * 3 * 144
-    assert record["once"] == 4 // 2 * (4 * 2 + 32) * 144
-    assert "distinct" not in json.loads(plan(config, "--json").output)
-
-
-def test_distinct_inputs_need_rows(towers: Path) -> None:
-    assert "--distinct counts inputs in rows, but data.tables has none" in " ".join(
-        plan(towers, "--distinct").output.split()
-    )

@@ -444,23 +444,3 @@ def test_a_plan_of_hundreds_of_tables_folds(tmp_path, arguments):
     rows = [", ".join(f"t_f{table}" for table in range(i, 500, 50)) + f" tower_{i}" for i in range(50)]
     assert sum(f" {row} " in shown for row in rows) == 40
     assert sum(f" {row} " in folded for row in rows) == 10
-
-
-def test_planned_bytes_stand_beside_measured_ones(tmp_path, arguments):
-    path = tmp_path / "report.html"
-    assert "Planned and measured bytes" not in Page(write_report(path, **arguments)).text
-    planned = {"ids": 104.0, "forward": 832.0, "backward": 832.0, "dense": 354.2, "inside": 2121.9}
-    arguments["runs"]["dmt-dlrm"]["sharding"] = {"imbalance": 1.0, "planned_bytes_per_sample": planned}
-    text = Page(write_report(path, **arguments)).text
-    for words in (
-        "across hosts: ids 104 208 +100.0%",
-        "across hosts: forward 832 832 0.0%",
-        "across hosts: dense all-reduce 354 354 0.0%",
-        "inside hosts 2,122 2,122 0.0%",
-    ):
-        assert words in text, words
-    planned |= {"ids": 0.0, "inside": 0.0}
-    arguments["runs"]["dmt-dlrm"]["bytes_per_sample"]["inside"] = 0.0
-    text = Page(write_report(path, **arguments)).text
-    assert "across hosts: ids 0 208 - " in text
-    assert "inside hosts 0 0 0.0%" in text

@@ -389,8 +389,6 @@ def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any],
     assert result["sharding"]["tables_by_scheme"] == schemes
     assert result["sharding"]["imbalance"] == found.imbalance
     assert result["sharding"]["largest_rank_bytes"] == max(rank.memory for rank in found.ranks)
-    measured = result["bytes_per_sample"]
-    assert result["sharding"]["planned_bytes_per_sample"] == pytest.approx(measured, rel=0.01)
     assert f"# sharding: {found.summary}" in printed.splitlines()
     # The plan is one that a run can be given.
     again = load_config(folder / "config.toml", [f'sharding.plan="{folder / "sharding.json"}"'])

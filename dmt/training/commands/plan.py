@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -22,29 +23,13 @@ from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
 from dmt.training.job import Job, check_table_optimizer, open_job
 
-if TYPE_CHECKING:
-    from dmt.training.distinct import InputGroup
-    from dmt.training.flat import FlatPlan
-
-__all__ = ["DistinctBytes", "PlannedTables", "print_sharding", "run_plan"]
+__all__ = ["PlannedFlat", "PlannedTables", "print_sharding", "run_plan"]
 
 _SHOWN_RANKS = 16
 _SHOWN_TABLES = 20
-_SHOWN_FEATURES = 12
 # Characters that names and reasons get at least.
 _FOLDED = {"table": 12, "features": 24, "why": 24, "replicas": 12}
 Rows = Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class DistinctBytes:
-    """Bytes that all ranks send to other towers in a step: ids, outputs and gradients."""
-
-    groups: list[InputGroup]
-    every: int
-    """Bytes if every sample is sent."""
-    once: int
-    """Bytes if each distinct input of a rank's batch is sent once."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +40,26 @@ class PlannedTables:
     """The plan of one replica."""
     replicas: ReplicaCosts | None
     """Costs of replicas; None where there is one replica and no rate was given."""
-    distinct: DistinctBytes | None = None
-    """Gain of sending each distinct input once; None where it was not asked for."""
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the plan as JSON writes it, with costs of replicas and distinct inputs under keys of their own."""
-        also = {"replicas": self.replicas, "distinct": self.distinct}
-        return self.sharding.to_record() | {key: asdict(value) for key, value in also.items() if value is not None}
+        """Returns the plan as JSON writes it, with costs of replicas under a key of their own."""
+        return self.sharding.to_record() | ({} if self.replicas is None else {"replicas": asdict(self.replicas)})
+
+
+@dataclass(frozen=True)
+class PlannedFlat:
+    """The result of ``dmt plan`` for a flat run."""
+
+    schemes: dict[str, str]
+    """TorchRec's name of the scheme of every table, the largest table first."""
+    ranks: dict[str, tuple[int, ...]]
+    """Ranks that hold a shard, by table."""
+    notes: tuple[str, ...]
+    """Tables that cannot have the scheme asked for, and why."""
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the plan as a JSON object."""
+        return asdict(self)
 
 
 def run_plan(
@@ -69,16 +67,14 @@ def run_plan(
     overrides: Sequence[str] = (),
     *,
     sync_gb_per_s: float | None = None,
-    distinct: bool = False,
     profile: Path | None = None,
     out: Path | None = None,
     cluster: str | None = None,
-) -> PlannedTables | FlatPlan:
+) -> PlannedTables | PlannedFlat:
     """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
 
-    A flat run has TorchRec's plan, and none of the options. With ``distinct``, the distinct inputs of the first global
-    batch are counted, for which rows are read. A ``profile`` is that of ``sharding.profile``. With a ``cluster``, rates
-    are those of its file but for what ``overrides`` say.
+    A flat run has TorchRec's plan, and none of the options. A ``profile`` is that of ``sharding.profile``. With a
+    ``cluster``, rates are those of its file but for what ``overrides`` say.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
@@ -91,7 +87,6 @@ def run_plan(
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
     given = {
         "--sync-gb-per-s": sync_gb_per_s,
-        "--distinct": distinct,
         "--profile": profile,
         "--out": out,
         "--cluster": cluster,
@@ -117,13 +112,12 @@ def run_plan(
             sync_every=run.replicas.sync_every,
             sync_gb_per_s=sync_gb_per_s,
         )
-    counted = _distinct_bytes(job) if distinct else None
     if out:
         planned.save(out)
-    return PlannedTables(planned, replicas, counted)
+    return PlannedTables(planned, replicas)
 
 
-def _plan_flat(config: str, job: Job, options: Sequence[str]) -> FlatPlan:
+def _plan_flat(config: str, job: Job, options: Sequence[str]) -> PlannedFlat:
     replicas = [f"a plan of {job.topology.num_replicas} replicas"] if job.topology.num_replicas > 1 else []
     if what := [*options, *replicas]:
         are, them = ("is", "it") if len(what) == 1 else ("are", "them")
@@ -132,24 +126,19 @@ def _plan_flat(config: str, job: Job, options: Sequence[str]) -> FlatPlan:
             f"{', '.join(what)} {are} for the tower dataflow. Append sharding.dataflow=sptt, or leave {them} out."
         )
     from dmt.training.build import flat_tables  # needs TorchRec
+    from dmt.training.flat import holding_ranks, table_shardings
 
-    found = flat_tables(job)
-    assert found is not None, "a flat job without replicas has a plan"
-    return found
-
-
-def _distinct_bytes(job: Job) -> DistinctBytes:
-    if job.source is None:
-        raise InputError("--distinct counts inputs in rows, but data.tables has none. Leave out one of them.")
-    from dmt.training.build import expected_traffic  # needs TorchRec
-    from dmt.training.distinct import distinct_inputs_of
-
-    groups = distinct_inputs_of(job)
-    every, once = ((t.ids + t.forward + t.backward) for t in (expected_traffic(job), expected_traffic(job, groups)))
-    return DistinctBytes(groups, every, once)
+    plan, notes = flat_tables(job)
+    placed = table_shardings(plan)
+    names = [table.name for table in sorted(job.tables, key=lambda table: -table.num_bytes)]
+    return PlannedFlat(
+        schemes={name: placed[name].sharding_type for name in names},
+        ranks={name: holding_ranks(placed[name], job.topology.world_size) for name in names},
+        notes=notes,
+    )
 
 
-def print_sharding(planned: PlannedTables | FlatPlan, *, everything: bool, out: Path | None) -> None:
+def print_sharding(planned: PlannedTables | PlannedFlat, *, everything: bool, out: Path | None) -> None:
     """Prints a plan, with all ranks and tables or the most telling ones, and the file it was written to.
 
     In a narrow terminal (or ``COLUMNS``) names and reasons fold; numbers are never cut.
@@ -173,8 +162,6 @@ def print_sharding(planned: PlannedTables | FlatPlan, *, everything: bool, out: 
         f"To other towers: {human_bytes(sum(tower.peer_bytes for tower in found.towers))} of embeddings per forward "
         "pass, before tower modules make them smaller."
     )
-    if planned.distinct is not None:
-        _print_distinct(console, planned.distinct, everything)
     if planned.replicas is not None:
         _print_replicas(console, planned.replicas)
     notes = list(found.notes)
@@ -186,27 +173,13 @@ def print_sharding(planned: PlannedTables | FlatPlan, *, everything: bool, out: 
         console.print(f"Written to {out}.", soft_wrap=True)
 
 
-def _print_flat(console: Console, found: FlatPlan, everything: bool) -> None:
-    fullest = sorted(range(len(found.rank_memory)), key=lambda rank: (-found.rank_memory[rank], rank))
-    shown = range(len(fullest)) if everything else fullest[:_SHOWN_RANKS]
-    rows = [(str(rank), human_bytes(found.rank_memory[rank])) for rank in shown]
-    title = _title("fullest ranks", len(shown), len(fullest), "Ranks")
-    _print_table(console, title, ("rank", "memory"), rows)
-    tables = list(found.schemes.items())[: None if everything else _SHOWN_TABLES]
-    rows_of = [
-        (name, human_bytes(found.memory[name]), scheme, shorten([str(rank) for rank in found.ranks[name]], ", "))
-        for name, scheme in tables
-    ]
-    title = _title("largest tables", len(tables), len(found.schemes), "Tables")
-    _print_table(console, title, ("table", "memory", "scheme", "on ranks"), rows_of)
-    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in found.tables_by_scheme.items())
+def _print_flat(console: Console, found: PlannedFlat, everything: bool) -> None:
+    names = list(found.schemes)[: None if everything else _SHOWN_TABLES]
+    rows = [(name, found.schemes[name], shorten([str(rank) for rank in found.ranks[name]], ", ")) for name in names]
+    title = _title("largest tables", len(names), len(found.schemes), "Tables")
+    _print_table(console, title, ("table", "scheme", "on ranks"), rows)
+    schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in Counter(found.schemes.values()).most_common())
     console.print(f"{counted(len(found.schemes), 'table')} placed by TorchRec's planner: {schemes}.")
-    sent = found.traffic
-    console.print(
-        f"Between hosts, by all ranks in a step: {human_bytes(sent.ids)} of ids, {human_bytes(sent.forward)} of "
-        f"embeddings, {human_bytes(sent.backward)} of their gradients, {human_bytes(sent.dense)} of other gradients; "
-        f"{human_bytes(sent.inside)} inside hosts."
-    )
     _print_notes(console, found.notes)
 
 
@@ -217,17 +190,6 @@ def _print_notes(console: Console, notes: Sequence[str]) -> None:
 
 def _title(which: str, shown: int, number: int, of_all: str) -> str:
     return f"The {shown} {which}; --all shows {number - shown:,} more" if shown < number else of_all
-
-
-def _print_distinct(console: Console, found: DistinctBytes, everything: bool) -> None:
-    shown = found.groups if everything else found.groups[:_SHOWN_TABLES]
-    rows = [(shorten(g.features, ", ", most=_SHOWN_FEATURES), str(g.tower), f"{g.share:.1%}") for g in shown]
-    _print_table(console, "Inputs that are told apart together", ("features", "tower", "distinct"), rows)
-    whose = "a rank's batch" if found.groups[0].in_host is None else "the batches of a host"
-    console.print(
-        f"To other towers, with gradients: {human_bytes(found.every)} per step; {human_bytes(found.once)} where each "
-        f"distinct input of {whose} is sent once."
-    )
 
 
 def _print_replicas(console: Console, costs: ReplicaCosts) -> None:

@@ -18,7 +18,7 @@ from dmt.report import data_uri, render_page
 from dmt.report.style import tower_badges
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.schemes import TablePlacement
-from dmt.training.console import ROWS, cells, lookup, rows_of
+from dmt.training.console import cells, lookup, rows_of
 from dmt.training.report.comparison import NOT_KNOWN, RunComparison, compare_runs, link_seconds, ratio
 from dmt.training.report.curves import RUN_COLORS
 
@@ -26,7 +26,6 @@ __all__ = ["write_report"]
 
 # Ranks and tables beyond this number are folded away.
 _SHOWN = 40
-_BYTES = "bytes_per_sample."
 # Rows per rank and step of training jobs that have more than a demo.
 _LARGER_BATCHES = (1024, 4096, 16_384)
 # Keys of `TowerPlan.affinity`, and the pairs that they are the mean affinity of.
@@ -174,7 +173,6 @@ def _sharding(sharding: TowerShardingPlan, plan: TowerPlan, run: Mapping[str, An
         "tables": _table_rows(sharding, badges),
         "shown": _SHOWN,
         "notes": list(sharding.notes),
-        "bytes": _byte_rows(run),
         "batch_size": f"{sharding.workload.batch_size:,}",
     }
 
@@ -225,18 +223,3 @@ def _rank_words(placement: TablePlacement, ranks_per_tower: int) -> str:
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     return ", ".join(map(str, ranks))
-
-
-def _byte_rows(run: Mapping[str, Any]) -> list[list[str]]:
-    """Planned and measured bytes per sample, kind by kind; none if the run did not record them."""
-    rows = []
-    for label, path, form in ROWS:
-        planned = lookup(run, f"sharding.planned_{path}")
-        measured = lookup(run, path)
-        if not path.startswith(_BYTES) or planned is None or measured is None:
-            continue
-        # What is nothing in both agrees too.
-        share = 1.0 if planned == measured else ratio(planned, measured)
-        apart = "-" if share is None else f"{share - 1:+.1%}" if abs(share - 1) >= 0.0005 else "0.0%"
-        rows.append([label.partition(" ")[2], form.format(planned), form.format(measured), apart])
-    return rows
