@@ -80,7 +80,9 @@ def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...
     Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.demo import demo as run_demo
+    from dmt.training.commands.outputs import check_output_files
 
+    check_output_files({"--out": (Path(out), "folder")}, [data])
     results = run_demo(data, out, overrides, command=_command(), **options)
     if as_json:
         from dmt.training.records import to_json
@@ -221,7 +223,7 @@ def what_if(
     """
     from dmt.training.commands.what_if import draw_what_if, print_what_if, run_what_if
 
-    found = run_what_if(config, overrides, cluster, num_verified=verify)
+    found = run_what_if(config, overrides, cluster, num_verified=verify, write=write, picture=picture)
     if write is not None:
         found.write(write)
     if picture is not None:
@@ -387,9 +389,11 @@ def export(
 
     CHECKPOINT is the output_dir of a run, or a checkpoint, of any layout. The file holds a manifest, too.
     """
+    from dmt.training.commands.outputs import check_output_files, files_of_run
     from dmt.training.commands.serving import print_exported
     from dmt.training.serving.export import export_run
 
+    check_output_files({"--out": (out, "program")}, files_of_run(checkpoint, data))
     exported = export_run(checkpoint, out, tables=tables, data_path=data, functions=function)
     print_exported(exported, out, as_json=as_json)
 
@@ -408,9 +412,11 @@ def score(
 
     MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent.
     """
+    from dmt.training.commands.outputs import check_output_files, files_of_run
     from dmt.training.commands.serving import print_scored
     from dmt.training.serving.score import score as score_rows
 
+    check_output_files({"--out": (out, "Parquet")}, files_of_run(model, data))
     scored = score_rows(model, out, data_path=data, batch_size=batch_size, functions=function)
     print_scored(scored, out, as_json=as_json)
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dmt.errors import InputError
-from dmt.files import check_output
 from dmt.formatting import human_bytes
 from dmt.simulator.cluster import Cluster, save_cluster
 from dmt.testing.ranks import end_with
 from dmt.training.bench_comms import MEGABYTES, Timing, measure_cluster
+from dmt.training.commands.outputs import check_output_files
 from dmt.training.console import make_table, table_console
 from dmt.training.device import backend, device_type, take_device
 from dmt.training.replay import Replayed, check_step, read_step, replay
@@ -72,7 +72,7 @@ def run_bench_comms(
     if step is not None and recorded is not None:
         check_step(step, recorded, int(place["WORLD_SIZE"]), ranks_per_host)
     elif rank == 0:
-        check_output("--out", out)
+        check_output_files({"--out": (out, "cluster")}, [])
     kind = device_type(device)
     here = take_device(kind, int(place["LOCAL_RANK"]))
     end_with(os.getppid())

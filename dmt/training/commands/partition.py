@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import check_output
 from dmt.formatting import human_bytes, printable, shorten
 from dmt.partitioner import (
     FeatureAffinity,
@@ -29,6 +28,7 @@ from dmt.partitioner.verdict import judge_balance, judge_meaning, pairs_in_words
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.towers import PlanComparison
 from dmt.report.style import new_figure
+from dmt.training.commands.outputs import Kind, check_output_files, files_of_run
 from dmt.training.console import NameConsole, make_table
 
 __all__ = ["INTERACTIONS", "TOWER_MODULES", "print_compared", "print_partition", "run_partition", "sense_of"]
@@ -197,18 +197,15 @@ def _check_outputs(options: Mapping[str, Any]) -> None:
     if options["picture"] is not None:
         # Made and dropped: it refuses a suffix that is no picture format.
         new_figure(options["picture"], size=(1.0, 1.0), caller="--picture")
-    taken: dict[Path, str] = {}
-    for name in ("affinity", "rules", "out", "report", "picture", "save_affinity"):
-        path: Path | None = options[name]
-        if path is None:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        first = taken.setdefault(path.resolve(), option)
-        if first != option:
-            raise InputError(f"{first} and {option} are the same file, {str(path)!r}. Name another for one of them.")
-        if name in ("affinity", "rules"):
-            continue
-        check_output(option, path, is_folder=name == "report")
+    given: dict[str, tuple[Path | None, Kind]] = {
+        "--out": (options["out"], "tower plan"),
+        "--report": (options["report"], "folder"),
+        "--picture": (options["picture"], "picture"),
+        "--save-affinity": (options["save_affinity"], "matrix"),
+    }
+    run: Path | None = options["checkpoint"]
+    rows = [options["data"]] if run is None else files_of_run(run, options["data"])
+    check_output_files(given, [options["affinity"], options["rules"], *rows])
 
 
 def _affinity(options: Mapping[str, Any], rules: PartitionRules) -> FeatureAffinity:

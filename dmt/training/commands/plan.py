@@ -18,6 +18,7 @@ from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.simulator.cluster import load_cluster
 from dmt.training.cluster_rates import planner_rates
+from dmt.training.commands.outputs import check_output_files, files_of_config
 from dmt.training.config import load_config, to_override
 from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
@@ -80,6 +81,7 @@ def run_plan(
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
     """
     run = load_config(config, overrides)
+    check_output_files({"--out": (out, "sharding plan")}, [config, profile, cluster, *files_of_config(run)])
     if cluster is not None and run.dataflow != "flat":
         overrides = [*planner_rates(load_cluster(cluster)), *overrides]
         run = load_config(config, overrides)

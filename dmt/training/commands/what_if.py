@@ -19,6 +19,7 @@ from dmt.report.style import add_title, dress_axes, new_figure, save_figure
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.cluster_rates import planner_rates
 from dmt.training.commands.launch import train_here
+from dmt.training.commands.outputs import Kind, check_output_files, files_of_config
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
@@ -86,17 +87,31 @@ class WhatIf:
         }
 
 
-def run_what_if(config: str, overrides: Sequence[str], cluster: str, *, num_verified: int = 0) -> WhatIf:
+def run_what_if(
+    config: str,
+    overrides: Sequence[str],
+    cluster: str,
+    *,
+    num_verified: int = 0,
+    write: Path | None = None,
+    picture: Path | None = None,
+) -> WhatIf:
     """Predicts a step of a run, and of its alternatives, on a cluster file or a shipped cluster.
 
     Tables are placed by the cluster's rates, but for what ``overrides`` say. ``num_verified`` alternatives are trained
-    for some steps on ranks of this machine, the fastest of each way to train first.
+    for some steps on ranks of this machine, the fastest of each way to train first. The outputs ``write`` and ``picture``
+    the outputs, are checked here and written later.
 
     Raises:
         InputError: the config, its data or the cluster cannot be read; hosts have another number of ranks than the
             cluster's; the tables cannot be placed; or there is nothing to train on.
     """
     run, described = load_config(config, overrides), load_cluster(cluster)
+    if picture is not None:
+        # Made and dropped: it refuses a suffix that is no picture format.
+        new_figure(picture, size=(1.0, 1.0), caller="--picture", layout=None)
+    outputs: dict[str, tuple[Path | None, Kind]] = {"--write": (write, "config"), "--picture": (picture, "picture")}
+    check_output_files(outputs, [config, cluster, *files_of_config(run)])
     if run.dataflow != "flat":
         run = load_config(config, [*planner_rates(described), *overrides])
     _check_verify(num_verified, run)

@@ -1,0 +1,123 @@
+"""No command replaces what it reads, or a file of another kind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from dmt.errors import InputError
+from dmt.partitioner import FeatureAffinity
+from dmt.simulator.cluster import load_cluster, save_cluster
+from dmt.training.commands import main
+from dmt.training.commands.outputs import Kind, check_output_files
+
+CONFIG = '[data]\nkind = "columns"\ntrain_path = "x.parquet"\ncategorical = ["c_*"]\n'
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one file of each kind, and links to some, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text(CONFIG)
+    for name in ("x.parquet", "other.parquet"):
+        Path(name).write_bytes(b"PAR1" + bytes(8))
+    with zipfile.ZipFile("m.pt2", "w") as archive:
+        archive.writestr("m/archive_format", "pt2")
+    FeatureAffinity(matrix=np.eye(2), features=["a", "b"]).save(Path("a.npz"))
+    save_cluster(load_cluster("a100"), Path("k.toml"))
+    checkpoint = Path("run/checkpoint/step-1")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.toml").write_text(CONFIG)
+    (checkpoint / "towers.json").write_text('{"format": 1, "towers": []}')
+    Path("plan.json").write_text('{"format": 1, "towers": [], "ranks": []}')
+    Path("package.json").write_text('{"name": "site"}')
+    Path("notes.txt").write_text("do not lose this")
+    Path("rules.toml").write_text("")
+    Path("soft.parquet").symlink_to("x.parquet")
+    os.link("x.parquet", "hard.parquet")
+    Path("rows").mkdir()
+    os.link("x.parquet", "rows/part.parquet")
+    return tmp_path
+
+
+IS_READ, IS_OTHER = "is read by this command", "not a file that this option writes"
+PARTITION = "partition --affinity a.npz --towers 2"
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "reason"),
+    [
+        ("score run --data x.parquet -o x.parquet", "--out", IS_READ),
+        ("score run --data x.parquet -o soft.parquet", "--out", IS_READ),
+        ("score run --data x.parquet -o hard.parquet", "--out", IS_READ),
+        ("score run --data rows -o x.parquet", "--out", IS_READ),
+        ("score run --data 'rows/*.parquet' -o rows/part.parquet", "--out", IS_READ),
+        ("score run -o x.parquet", "--out", IS_READ),
+        ("score run -o run/checkpoint/step-1/towers.json", "--out", IS_READ),
+        ("score m.pt2 --data x.parquet -o m.pt2", "--out", IS_READ),
+        ("score run --data x.parquet -o m.pt2", "--out", IS_OTHER),
+        ("score run --data x.parquet -o notes.txt", "--out", IS_OTHER),
+        ("export run -o run/checkpoint/step-1/config.toml", "--out", IS_READ),
+        ("export run -o x.parquet", "--out", IS_READ),
+        ("export run -o other.parquet", "--out", IS_OTHER),
+        ("plan c.toml --out c.toml", "--out", IS_READ),
+        ("plan c.toml --out x.parquet", "--out", IS_READ),
+        ("plan c.toml --cluster k.toml --out k.toml", "--out", IS_READ),
+        ("plan demo --out package.json", "--out", IS_OTHER),
+        ("plan demo --out run/checkpoint/step-1/towers.json", "--out", IS_OTHER),
+        ("what-if c.toml --cluster k.toml --write k.toml", "--write", IS_READ),
+        ("what-if c.toml --cluster k.toml --write c.toml", "--write", IS_READ),
+        ("what-if demo --cluster a100 --write k.toml", "--write", IS_OTHER),
+        (f"{PARTITION} --out a.npz", "--out", IS_READ),
+        (f"{PARTITION} --save-affinity a.npz", "--save-affinity", IS_READ),
+        (f"{PARTITION} --rules rules.toml --out rules.toml", "--out", IS_READ),
+        (f"{PARTITION} --out plan.json", "--out", IS_OTHER),
+        (f"{PARTITION} --save-affinity m.pt2", "--save-affinity", IS_OTHER),
+        (
+            "partition --checkpoint run --towers 2 --strategy coherent --out run/checkpoint/step-1/towers.json",
+            "--out",
+            IS_READ,
+        ),
+        ("demo --data x.parquet --out x.parquet", "--out", IS_READ),
+    ],
+)
+def test_an_output_that_is_an_input_or_of_another_kind_is_refused(
+    command: str, option: str, reason: str, files: Path
+) -> None:
+    before = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
+    run = CliRunner().invoke(main, shlex.split(command))
+    assert run.exit_code == 2, run.output
+    assert run.output.startswith(f"error: {option} "), run.output
+    assert reason in run.output
+    assert before == {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("x.parquet", "Parquet"),
+        ("m.pt2", "program"),
+        ("a.npz", "matrix"),
+        ("c.toml", "config"),
+        ("k.toml", "cluster"),
+        ("plan.json", "sharding plan"),
+        ("run/checkpoint/step-1/towers.json", "tower plan"),
+        ("rules.toml", "tower plan"),  # an empty file, as mktemp makes
+        ("new.json", "tower plan"),
+    ],
+)
+def test_a_file_of_the_kind_is_replaced_and_of_no_other(name: str, kind: Kind, files: Path) -> None:
+    check_output_files(
+        {"--out": (Path(name), kind)}, ["c.toml" if name != "c.toml" else "k.toml", "s3://bucket/x", None]
+    )
+    if Path(name).exists() and Path(name).stat().st_size:
+        other: Kind = "cluster" if kind != "cluster" else "config"
+        with pytest.raises(InputError, match=re.escape(f"--out {name!r} exists and is not a file")):
+            check_output_files({"--out": (Path(name), other)}, [])
