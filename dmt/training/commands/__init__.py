@@ -234,25 +234,6 @@ def what_if(
         print_what_if(found)
 
 
-@main.command(epilog="Example: dmt breakdown runs/trace.json.gz")
-@click.argument("trace", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def breakdown(trace: Path, *, as_json: bool) -> None:
-    """Shows where the time of a profiled step went.
-
-    Computing, exposed and hidden exchanges, by kind. TRACE is what export_chrome_trace of torch.profiler wrote on one
-    rank.
-    """
-    from dmt.training.breakdown import read_trace
-    from dmt.training.commands.breakdown import print_breakdown
-
-    found = read_trace(trace)
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(found), indent=1))
-    else:
-        print_breakdown(found, trace)
-
-
 @main.command("bench-comms", epilog="Example: torchrun --nproc-per-node 2 --no-python dmt bench-comms --out my.toml")
 @click.option("--out", type=click.Path(path_type=Path), default="cluster.toml", show_default=True)
 @click.option("--name", default="measured", show_default=True, help="Name of the cluster in the file.")

@@ -99,8 +99,8 @@ def run_what_if(
     """Predicts a step of a run, and of its alternatives, on a cluster file or a shipped cluster.
 
     Tables are placed by the cluster's rates, but for what ``overrides`` say. ``num_verified`` alternatives are trained
-    for some steps on ranks of this machine, the fastest of each way to train first. The outputs ``write`` and ``picture``
-    the outputs, are checked here and written later.
+    for some steps on ranks of this machine, the fastest of each way to train first. The outputs are only
+    checked here: ``write`` and ``picture``.
 
     Raises:
         InputError: the config, its data or the cluster cannot be read; hosts have another number of ranks than the
