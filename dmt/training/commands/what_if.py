@@ -109,7 +109,7 @@ def run_what_if(
     run, described = load_config(config, overrides), load_cluster(cluster)
     if picture is not None:
         # Made and dropped: it refuses a suffix that is no picture format.
-        new_figure(picture, size=(1.0, 1.0), caller="--picture", layout=None)
+        new_figure(picture, size=(1.0, 1.0), caller="--picture")
     outputs: dict[str, tuple[Path | None, Kind]] = {"--write": (write, "config"), "--picture": (picture, "picture")}
     check_output_files(outputs, [config, cluster, *files_of_config(run)])
     if run.dataflow != "flat":
