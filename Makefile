@@ -1,4 +1,4 @@
-# make install | demo | test | test-all | parity | faults | bench | gpu | lint | docs | clean        (see README.md)
+# make install | demo | test | test-all | parity | faults | mutants | bench | gpu | lint | docs | clean        (see README.md)
 # The first of these that is installed; CI and the timings in the docs use 3.11.
 PYTHON ?= $(or $(firstword $(foreach minor,11 12 13,$(shell command -v python3.$(minor) 2>/dev/null))),python3)
 # The pinned packages are those of torch 2.13; with STACK=2.14 those of torch 2.14, in an environment of its own.
@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start dozens of interpreters, which need not compile the same modules again each.
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: docs install demo test test-all parity faults bench gpu lint clean
+.PHONY: docs install demo test test-all parity faults mutants bench gpu lint clean
 
 install: $(STAMP)
 
@@ -53,6 +53,10 @@ parity: install
 SEED ?= $(shell date +%s)
 faults: install
 	$(BIN)/python -m pytest tests/training/test_faults.py tests/test_fuzz.py --durations=0 --hypothesis-seed=$(SEED)
+
+# Deliberate faults in the library, each of which the test named beside it must catch; at most 20 minutes.
+mutants: install
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 # Step times of everything on emulated hosts; as root, some 90 minutes, on a machine that does nothing else.
 bench: install
