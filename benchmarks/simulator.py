@@ -24,7 +24,7 @@ from benchmarks.steps.inputs import access_profile, benchmark_tables, random_bat
 from benchmarks.steps.setting import Setting
 from benchmarks.steps.towers import own_topology, own_towers
 from dmt.hot_rows.costs import choose_rows, hot_load
-from dmt.models.presets import CRITEO_DENSE_FEATURES
+from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.config import TrainingConfig
 from dmt.training.distinct import distinct_inputs_of

@@ -19,12 +19,17 @@ Example:
 
 from __future__ import annotations
 
-from dmt.models.base import ModelOptions
-from dmt.models.complexity import Complexity, complexity_of, compression_ratio, count_complexity, paper_complexity
+from dmt.models.complexity import (
+    Complexity,
+    complexity_of,
+    compression_ratio,
+    count_complexity,
+    criteo_1tb_tables,
+    paper_complexity,
+)
 from dmt.models.dcn import DCN, DMTDCN
-from dmt.models.dense import MLP, CrossInteraction, DenseArch, DotInteraction, LowRankCrossNet, OverArch
+from dmt.models.dense import MLP, CrossInteraction, DenseArch, DotInteraction, LowRankCrossNet, ModelOptions, OverArch
 from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
-from dmt.models.presets import criteo_1tb_tables
 from dmt.models.sparse import flat_sparse_arch, tower_sparse_arch
 from dmt.models.tower_modules import (
     DCNTowerModule,

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmt.errors import InputError, did_you_mean
-from dmt.models.base import ModelOptions
 from dmt.models.dcn import DCN, DMTDCN
+from dmt.models.dense import ModelOptions
 from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
-from dmt.models.presets import CRITEO_DENSE_FEATURES, criteo_1tb_tables
 from dmt.models.sparse import check_tower_modules
-from dmt.plan.tables import feature_names, table_specs
+from dmt.plan.tables import TableSpec, feature_names, table_specs
 from dmt.plan.towers import TowerPlan
 
 __all__ = [
     "ARCHS",
+    "CRITEO_DENSE_FEATURES",
     "Complexity",
     "MetaTables",
     "MetaTowers",
@@ -38,6 +38,7 @@ __all__ = [
     "compression_ratio",
     "count_complexity",
     "count_on_meta",
+    "criteo_1tb_tables",
     "dense_weight_bytes",
     "is_tower_module",
     "meta_batch",
@@ -47,6 +48,13 @@ __all__ = [
 
 ARCHS = ("dlrm", "dlrm-products", "dcn")
 """Architectures that `complexity_of` accepts."""
+
+CRITEO_DENSE_FEATURES = 13
+"""Integer columns of a Criteo sample."""
+_CRITEO_1TB_ROWS = (
+    *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
+    *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),
+)
 
 _COUNTED_SAMPLES = 2
 _MOST = 65_536  # of a setting; products of larger ones have no tensor
@@ -189,6 +197,17 @@ def complexity_of(
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
     """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
     return count_complexity(model, *meta_batch(dense_in_features))
+
+
+def criteo_1tb_tables(embedding_dim: int = 128) -> tuple[TableSpec, ...]:
+    """The 26 tables of Criteo-1TB, with their numbers of rows: feature ``C1`` in table ``t_C1`` and so on.
+
+    N, the columns of every table, is 128 in the paper (22.78 G parameters); `InputError` if it is not positive.
+    """
+    return tuple(
+        TableSpec(name=f"t_C{i}", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=(f"C{i}",))
+        for i, rows in enumerate(_CRITEO_1TB_ROWS, start=1)
+    )
 
 
 def paper_complexity(

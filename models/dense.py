@@ -1,10 +1,9 @@
 """The dense parts of DLRM and DCN in plain PyTorch: no TorchRec, so they can be counted anywhere.
 
 Parameter names and arithmetic are those of ``torchrec.modules.mlp``, ``torchrec.modules.crossnet`` and
-``torchrec.models.dlrm``, so the state dict of each part loads into its TorchRec counterpart and back. Two things
-are better here: every part may be built on the meta device and initialised later (``DistributedModelParallel`` calls
-``reset_parameters`` and fills buffers with zeros), and no part holds a buffer that this would damage. Each refuses
-sizes that are not positive whole numbers with `InputError`.
+``torchrec.models.dlrm``, so the state dict of each part loads into its TorchRec counterpart and back. Unlike those,
+every part may be built on the meta device: ``DistributedModelParallel`` then calls ``reset_parameters`` and fills
+buffers with zeros, of which there are none. Sizes that are not positive whole numbers are refused with `InputError`.
 
 Legend: B samples, F vectors (features, or the outputs of towers), D their dimension, I inputs, O outputs.
 """
@@ -13,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ __all__ = [
     "DotInteraction",
     "LowRankCrossNet",
     "MLP",
+    "ModelOptions",
     "OverArch",
     "Perceptron",
     "check_layer_sizes",
@@ -35,43 +36,30 @@ __all__ = [
 ]
 
 Device = torch.device | str | None
-# Numbers; 64 bytes of float32.
-_ALIGNMENT = 16
-_ALIGNED_SAMPLES = 128
 
 
-def _aligned_linear(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """A linear layer whose inputs are padded with zeros to whole vector registers.
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Sizes of a model's two MLPs, and where the model is built.
 
-    Matrix kernels are slower on rows that do not begin on a boundary: on a CPU 359 or 479 inputs, as DLRM's interaction
-    has, take 20 to 30 percent longer than 368 or 480.
+    Raises:
+        InputError: a layer size is not a positive whole number, or ``over_arch_layer_sizes`` is empty.
     """
-    missing = -weight.shape[1] % _ALIGNMENT
-    if missing and torch.compiler.is_exporting():
-        # The exported program serves any number of samples, each with the kernel that this function takes for it.
-        return torch.cond(
-            features.shape[0] >= _ALIGNED_SAMPLES, _padded_linear, functional.linear, (features, weight, bias)
-        )
-    # Padding the weights costs time too, and FLOPs are counted on meta or on a few samples.
-    if missing and features.shape[0] >= _ALIGNED_SAMPLES and not features.is_meta:
-        return _padded_linear(features, weight, bias)
-    return functional.linear(features, weight, bias)
 
+    dense_arch_layer_sizes: tuple[int, ...] = (512, 256)
+    """Hidden sizes of the bottom MLP. The model appends the last size itself: N, or D with towers."""
+    over_arch_layer_sizes: tuple[int, ...] | None = None
+    """Sizes of the top MLP with its output, 1 for one logit. ``None``: the paper's sizes for the model."""
+    device: torch.device | str | None = None
+    """Device of the parameters. ``None`` follows PyTorch's own ``with torch.device(...)``."""
 
-def _padded_linear(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    padding = (0, -weight.shape[1] % _ALIGNMENT)
-    return functional.linear(functional.pad(features, padding), functional.pad(weight, padding), bias)
-
-
-# A branch on the input, which the train pipeline's tracer cannot follow.
-torch.fx.wrap("_aligned_linear")
-
-
-class _AlignedLinear(nn.Linear):
-    """A module of its own, so that hooks on the layer run: pruning, weight norm, watchers."""
-
-    def forward(self, features: Tensor) -> Tensor:
-        return _aligned_linear(features, self.weight, self.bias)
+    def __post_init__(self) -> None:
+        # A list is what a configuration file gives; a tuple keeps the frozen dataclass immutable.
+        object.__setattr__(self, "dense_arch_layer_sizes", tuple(self.dense_arch_layer_sizes))
+        check_layer_sizes("ModelOptions.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
+        if self.over_arch_layer_sizes is not None:
+            object.__setattr__(self, "over_arch_layer_sizes", tuple(self.over_arch_layer_sizes))
+            check_layer_sizes("ModelOptions.over_arch_layer_sizes", self.over_arch_layer_sizes, at_least=1)
 
 
 class Perceptron(nn.Module):
@@ -79,7 +67,7 @@ class Perceptron(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, device: Device = None) -> None:
         super().__init__()
-        self._linear = _AlignedLinear(in_features, out_features, device=device)
+        self._linear = nn.Linear(in_features, out_features, device=device)
 
     def forward(self, features: Tensor) -> Tensor:
         """[B, I] -> [B, O]."""

@@ -1,49 +1,100 @@
-"""DLRM (arXiv 1906.00091) and its multi-tower form DMT-DLRM (arXiv 2403.00877, sections 3.2 and 4, Listing 1).
+"""DLRM (arXiv 1906.00091) beside its multi-tower form DMT-DLRM (arXiv 2403.00877, sections 3.2 and 4, Listing 1).
 
-Legend: B samples, F features, T towers, F_t features of tower t, N embedding dimension, D tower dimension.
+Legend: B samples, F features, T towers, F_t features of tower t, O_t its outputs, N embedding dim, D tower dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from dmt.models.base import FlatModel, ModelOptions, TowerModel
-from dmt.models.dense import DotInteraction
-from dmt.models.presets import DMT_DLRM_OVER_ARCH_LAYER_SIZES
-from dmt.models.sparse import MakeTowerSparseArch, tower_sparse_arch
-from dmt.models.tower_modules import DLRMProductsTowerModule, DLRMTowerModule
+import torch
+from torch import Tensor, nn
+
+from dmt.models.dense import DenseArch, DotInteraction, ModelOptions, OverArch
+from dmt.models.sparse import (
+    MakeFlatSparseArch,
+    MakeTowerSparseArch,
+    common_embedding_dim,
+    flat_sparse_arch,
+    make_tower_modules,
+    tower_sparse_arch,
+)
+from dmt.models.tower_modules import DLRMProductsTowerModule, DLRMTowerModule, feature_vectors
+from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 __all__ = ["DLRM", "DMTDLRM", "DMTDLRMProducts"]
 
 
-class DLRM(FlatModel):
+class DLRM(nn.Module):
     """Bottom MLP, embeddings, pairwise dot products, top MLP; with the paper's sizes 14.74 MFLOPs per sample.
 
-    The MLPs are 13-512-256-N and 1024-1024-512-256-1 by default. `FlatModel` describes the arguments and errors,
-    `dmt.models` has an example.
+    The attribute names are those of ``torchrec.models.dlrm``. The MLPs are 13-512-256-N and 1024-1024-512-256-1.
+
+    Args:
+        tables: TorchRec ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`, all of one dimension N.
+        dense_in_features: columns of the dense input.
+        options: sizes of the MLPs and the device; by default the sizes of the DMT paper.
+        make_sparse_arch: builds the embeddings; see `dmt.models.sparse`.
+
+    Raises:
+        InputError: the tables differ in dimension, share a name or a feature, or a size is not positive.
     """
 
+    def __init__(
+        self,
+        *,
+        tables: Sequence[Any],
+        dense_in_features: int,
+        options: ModelOptions | None = None,
+        make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch,
+    ) -> None:
+        super().__init__()
+        options = options or ModelOptions()
+        dim, device = common_embedding_dim(tables, "DLRM"), options.device
+        self.feature_names = tuple(feature_names(tables))
+        self.dense_arch = DenseArch(dense_in_features, [*options.dense_arch_layer_sizes, dim], device=device)
+        self.sparse_arch = make_sparse_arch(tables, device)
+        self.inter_arch = DotInteraction(num_vectors=len(self.feature_names), dim=dim)
+        sizes = options.over_arch_layer_sizes or (1024, 1024, 512, 256, 1)
+        self.over_arch = OverArch(self.inter_arch.out_features, sizes, device=device)
 
-class DMTDLRM(TowerModel):
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
+        embeddings = self.sparse_arch(sparse_features)
+        # Between the two: a sharded sparse arch exchanges its result meanwhile, in the backward pass too.
+        dense = self.dense_arch(dense_features)
+        # By name: once sharded, the order of the columns depends on the sharding plan.
+        vectors_BFN = torch.stack(feature_vectors(embeddings, self.feature_names), dim=1)
+        return self.over_arch(self.inter_arch(dense, vectors_BFN))
+
+
+class DMTDLRM(nn.Module):
     """DLRM over towers: each compresses its features to p + c F_t vectors of dimension D before they leave the host.
 
     With the paper's sizes and D=64, c=1, p=0 it takes 8.95 MFLOPs per sample, and the towers send half the bytes. The
-    MLPs are 13-512-256-D and 1024-512-256-1 by default, one layer less than DLRM's.
+    MLPs are 13-512-256-D and 1024-512-256-1, one layer less than DLRM's: so the MFLOPs of the paper's Tables 4 and 5.
 
     Args:
+        tables: as in `DLRM`, in any order; one dimension N per tower.
+        tower_plan: which features form which tower.
+        dense_in_features: columns of the dense input.
+        tower_dim: D, the dimension of the vectors that interact.
         c: projections of each feature.
         p: linear combinations of all features of a tower.
-
-    `TowerModel` describes the other arguments.
+        options: sizes of the MLPs and the device.
+        make_sparse_arch: builds the towers from the tower modules; see `dmt.models.sparse`.
 
     Raises:
-        InputError: c and p are both 0, or as `TowerModel`.
+        InputError: the plan does not fit the tables, the tables of a tower differ in dimension, c and p are both 0, or
+            a size is not positive.
     """
 
-    paper_over_arch_layer_sizes = DMT_DLRM_OVER_ARCH_LAYER_SIZES
     tower_module: ClassVar[type[DLRMTowerModule]] = DLRMTowerModule
 
     def __init__(
@@ -58,11 +109,23 @@ class DMTDLRM(TowerModel):
         options: ModelOptions | None = None,
         make_sparse_arch: MakeTowerSparseArch = tower_sparse_arch,
     ) -> None:
+        super().__init__()
         options = options or ModelOptions()
-        towers = partial(self.tower_module, tower_dim=tower_dim, c=c, p=p, device=options.device)
-        super().__init__(
-            tables, tower_plan, dense_in_features, tower_dim, options, make_sparse_arch, towers, DotInteraction
-        )
+        device = options.device
+        make = partial(self.tower_module, tower_dim=tower_dim, c=c, p=p, device=device)
+        modules, self.num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
+        self.tower_dim = tower_dim
+        self.dense_arch = DenseArch(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)
+        self.sparse_arch = make_sparse_arch(tables, tower_plan, modules, device)
+        self.inter_arch = DotInteraction(num_vectors=self.num_vectors, dim=tower_dim)
+        sizes = options.over_arch_layer_sizes or (1024, 512, 256, 1)
+        self.over_arch = OverArch(self.inter_arch.out_features, sizes, device=device)
+
+    def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
+        outputs = self.sparse_arch(sparse_features)  # [B, sum O_t]
+        dense = self.dense_arch(dense_features)
+        return self.over_arch(self.inter_arch(dense, outputs.reshape(-1, self.num_vectors, self.tower_dim)))
 
 
 class DMTDLRMProducts(DMTDLRM):

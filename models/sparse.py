@@ -34,6 +34,7 @@ __all__ = [
     "common_embedding_dim",
     "embedding_bag_configs",
     "flat_sparse_arch",
+    "make_tower_modules",
     "tower_sparse_arch",
     "whole_tables",
 ]
@@ -145,6 +146,31 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
                 "tower modules of your own (see docs/your_model.md)."
             )
     return first.embedding_dim
+
+
+def make_tower_modules(
+    tables: Sequence[Any], plan: TowerPlan, make: Callable[..., Any], *, tower_dim: int
+) -> tuple[list[Any], int]:
+    """Makes the tower module of each tower, ``make(features, embedding_dim=N)``.
+
+    Returns:
+        The modules, and how many vectors of ``tower_dim`` they send together: sum O_t / D.
+
+    Raises:
+        InputError: the plan does not fit the tables, the tables of a tower differ in dimension, or the outputs of a
+            tower are no multiple of ``tower_dim``.
+    """
+    modules = []
+    for tower, tower_tables in zip(plan.towers, plan.tables_by_tower(tables), strict=True):
+        dim = common_embedding_dim(tower_tables, f"tower {tower.name!r}")
+        module = make(tower.features, embedding_dim=dim)
+        if module.out_features % tower_dim:
+            raise InputError(
+                f"The tower module {type(module).__name__} of tower {tower.name!r} has out_features="
+                f"{module.out_features}, no multiple of tower_dim={tower_dim}: the model reads vectors of that size."
+            )
+        modules.append(module)
+    return modules, sum(module.out_features for module in modules) // tower_dim
 
 
 class JoinedShards(nn.Module):

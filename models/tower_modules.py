@@ -12,9 +12,9 @@ output, so that features that interact should share a tower; False where each ou
 should not. ``dmt partition --strategy interactions`` goes by it.
 
 It must read the embeddings **by name**: in a job they come as a TorchRec ``KeyedTensor`` whose order of columns depends
-on how the tables are sharded, so ``embeddings.values()`` would silently be another order. It sees one sample per row
-and must not mix rows (no batch norm): in a job its batch is that of all its peers. docs/your_model.md puts one into a
-model. A tower module without a feature, or of a size that is not positive, is refused with `InputError`.
+on how the tables are sharded. It sees one sample per row and must not mix rows (no batch norm): in a job its batch is
+that of all its peers. docs/your_model.md puts one into a model. The modules here refuse an empty list of features, and
+sizes that are not positive, with `InputError`.
 
 Legend: B samples, F_t features of the tower, N their embedding dimension, D the tower dimension, O_t outputs.
 """
@@ -30,9 +30,9 @@ from torch.nn import functional
 
 from dmt.errors import InputError
 from dmt.models.dense import LowRankCrossNet, check_size, check_sizes, strict_upper
-from dmt.models.presets import CROSS_RANK
 
 __all__ = [
+    "CROSS_RANK",
     "DCNTowerModule",
     "DLRMProductsTowerModule",
     "DLRMTowerModule",
@@ -40,10 +40,12 @@ __all__ = [
     "PassThroughTowerModule",
     "by_feature",
     "feature_vectors",
-    "stacked_in_any_order",
 ]
 
 Device = torch.device | str | None
+
+CROSS_RANK = 512
+"""Rank of every cross layer of DCN and DMT-DCN in the DMT paper, in the towers too."""
 
 
 class EmbeddingsByName(Protocol):
@@ -107,13 +109,8 @@ class DLRMTowerModule(nn.Module):
         if self.combine is not None:
             outputs.append(self.combine(torch.cat(feature_vectors(embeddings, self.features), dim=1)))
         if self.project is not None:
-            # Projected as they arrived, then put in order: less to copy.
-            stacked, position = stacked_in_any_order(embeddings, self.features)
-            projected = self.project(stacked)
-            if position != sorted(position):
-                vectors = projected.unbind(1)
-                projected = torch.stack([vectors[place] for place in position], dim=1)
-            outputs.append(projected.flatten(1))
+            stacked_BFN = torch.stack(feature_vectors(embeddings, self.features), dim=1)
+            outputs.append(self.project(stacked_BFN).flatten(1))
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
@@ -172,10 +169,10 @@ class DLRMProductsTowerModule(DLRMTowerModule):
 class DCNTowerModule(nn.Module):
     """DCN's tower module: one cross layer over the tower's embeddings, then a projection (DMT section 4, Listing 2).
 
-    The listing prints F_t D outputs; the MFLOPs of Table 4 (and D=128=N, which would compress nothing) fit one
-    projection to D *per tower* and no other reading. A projection from F_t N = D inputs is skipped.
+    The projection has D outputs per tower: the MFLOPs of Table 4 (and D=128=N) fit no other reading. The listing prints
+    F_t D, which ``per_feature`` gives. A projection of as many inputs as outputs is skipped.
 
-    Arguments are those of `DLRMTowerModule`, but for ``rank`` of the cross layer; D is the outputs of the tower.
+    Arguments are those of `DLRMTowerModule`, but for ``rank`` of the cross layer and ``per_feature``.
     """
 
     keeps_interactions = True
@@ -187,17 +184,18 @@ class DCNTowerModule(nn.Module):
         embedding_dim: int,
         tower_dim: int,
         rank: int = CROSS_RANK,
+        per_feature: bool = False,
         device: Device = None,
     ) -> None:
         super().__init__()
         self.features = _tower_features("DCNTowerModule", features, embedding_dim=embedding_dim, tower_dim=tower_dim)
         self.in_features = len(self.features) * embedding_dim
-        self.out_features = tower_dim
+        self.out_features = tower_dim * (len(self.features) if per_feature else 1)
         self.crossnet = LowRankCrossNet(self.in_features, num_layers=1, rank=rank, device=device)
-        self.project = _projection(self.in_features, tower_dim, device=device)
+        self.project = _projection(self.in_features, self.out_features, device=device)
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
-        """Embeddings of [B, N] -> [B, D]."""
+        """Embeddings of [B, N] -> [B, D], or [B, F_t D] per feature."""
         crossed = self.crossnet(torch.cat(feature_vectors(embeddings, self.features), dim=1))
         return crossed if self.project is None else self.project(crossed)
 
@@ -258,19 +256,3 @@ def feature_vectors(embeddings: Any, features: Sequence[str]) -> list[Tensor]:
     """Embeddings [B, N_i] of the features, in their order."""
     vectors = by_feature(embeddings)
     return [vectors[name] for name in features]
-
-
-def stacked_in_any_order(embeddings: Any, features: Sequence[str]) -> tuple[Tensor, list[int]]:
-    """Stacks the features' vectors [B, N] to [B, F, N] in the order that costs least; also the place of each feature.
-
-    If ``features`` are all columns of a ``KeyedTensor``, the vectors are a view of them as they arrived; else a copy
-    in the order of ``features``.
-    """
-    arrived = getattr(embeddings, "arrived", embeddings)
-    # A tracer's stand-in has every attribute and no keys to go through.
-    if hasattr(arrived, "length_per_key") and not isinstance(arrived, torch.fx.Proxy):
-        keys, widths = arrived.keys(), arrived.length_per_key()
-        if len(set(widths)) == 1 and sorted(keys) == sorted(features):
-            position = {key: i for i, key in enumerate(keys)}
-            return arrived.values().view(-1, len(keys), widths[0]), [position[name] for name in features]
-    return torch.stack(feature_vectors(embeddings, features), dim=1), list(range(len(features)))

@@ -21,7 +21,7 @@ from benchmarks.steps.towers import own_planner, own_sharders, own_topology, own
 from dmt import ReplicaSync, TowerMesh, TowerTopology, run_in_micro_batches
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
-from dmt.models.presets import CRITEO_DENSE_FEATURES
+from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.training.build import ClickTask, build_optimizer, fused_params
 from dmt.training.config import OptimizerConfig
 

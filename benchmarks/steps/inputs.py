@@ -30,7 +30,7 @@ from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, criteo_skews
 from benchmarks.steps.setting import Setting
 from dmt.hot_rows.profile import AccessProfile
 from dmt.models import criteo_1tb_tables
-from dmt.models.presets import CRITEO_DENSE_FEATURES
+from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.training.data.batch import ClickBatch
 

@@ -10,8 +10,13 @@ from torch import nn
 
 from dmt.errors import InputError
 from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, ModelOptions
-from dmt.models.complexity import complexity_of, compression_ratio, count_complexity, paper_complexity
-from dmt.models.presets import criteo_1tb_tables
+from dmt.models.complexity import (
+    complexity_of,
+    compression_ratio,
+    count_complexity,
+    criteo_1tb_tables,
+    paper_complexity,
+)
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 from dmt.plan.towers import TowerPlan
 

@@ -1,15 +1,13 @@
-"""Embeddings read by feature name: what is stacked in which order, and what is copied for it."""
+"""Embeddings read by feature name: one split of what arrived, in any order, also when traced."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.models.sparse import JoinedShards
-from dmt.models.tower_modules import DLRMTowerModule, feature_vectors, stacked_in_any_order
+from dmt.models.tower_modules import DLRMTowerModule, feature_vectors
 from dmt.plan.tables import TableSpec
-from dmt.sptt.results import LazyKeyedTensor
 
 B, N = 3, 4
 ARRIVED = ["f2", "f0", "f1"]
@@ -19,55 +17,6 @@ ASKED = ["f0", "f1", "f2"]
 def keyed(widths=(N, N, N)) -> KeyedTensor:
     columns = torch.arange(float(B * sum(widths))).view(B, sum(widths))
     return KeyedTensor(ARRIVED, list(widths), columns)
-
-
-def check_order(embeddings, features) -> None:
-    stacked, position = stacked_in_any_order(embeddings, features)
-    assert stacked.shape == (B, len(features), N)
-    assert sorted(position) == list(range(len(features)))
-    for name, place in zip(features, position, strict=True):
-        assert torch.equal(stacked[:, place], embeddings[name]), name
-
-
-def test_columns_of_equal_widths_are_viewed_as_they_arrived() -> None:
-    arrived = keyed()
-    for embeddings in (arrived, LazyKeyedTensor(arrived, ASKED)):
-        stacked, position = stacked_in_any_order(embeddings, ASKED)
-        assert stacked.data_ptr() == arrived.values().data_ptr(), "a copy was made"
-        assert position == [1, 2, 0]
-        check_order(embeddings, ASKED)
-
-
-def test_replaced_columns_are_the_ones_that_are_read() -> None:
-    """TorchRec's semi-sync pipeline puts other columns into a result that was delivered."""
-    embeddings = LazyKeyedTensor(keyed(), ASKED)
-    embeddings._values = leaf = (embeddings.values().detach() + 100).requires_grad_()
-    check_order(embeddings, ASKED)
-    stacked, position = stacked_in_any_order(embeddings, ASKED)
-    stacked[:, position[0]].sum().backward()
-    assert leaf.grad is not None
-    assert leaf.grad[0].tolist() == [1.0] * N + [0.0] * 2 * N
-
-
-@pytest.mark.parametrize(
-    ("embeddings", "features"),
-    [
-        (keyed(), ["f1", "f2"]),
-        (keyed(), ["f1", "f0", "f1"]),
-        (keyed((2, N, N)), ["f1", "f0"]),
-        (LazyKeyedTensor(keyed(), ASKED), ["f0", "f2"]),
-        ({name: keyed()[name] for name in ARRIVED}, ASKED),
-    ],
-    ids=["some of them", "one of them twice", "unequal widths", "some, by key", "a dict"],
-)
-def test_anything_else_is_copied_in_the_order_asked_for(embeddings, features) -> None:
-    stacked, position = stacked_in_any_order(embeddings, features)
-    assert position == list(range(len(features)))
-    check_order(embeddings, features)
-    before = stacked.clone()
-    source = embeddings.values() if hasattr(embeddings, "length_per_key") else embeddings["f0"]
-    source.add_(1)
-    assert torch.equal(stacked, before), "not a copy"
 
 
 def test_feature_vectors_read_a_keyed_tensor_by_one_split() -> None:
@@ -86,9 +35,8 @@ def test_a_tower_module_can_be_traced() -> None:
     module = DLRMTowerModule(ASKED, embedding_dim=N, tower_dim=2, c=1, p=1)
     traced = torch.fx.symbolic_trace(module)
     expected = module({name: keyed()[name] for name in ARRIVED})
-    for embeddings in (keyed(), LazyKeyedTensor(keyed(), ASKED)):
-        torch.testing.assert_close(module(embeddings), expected)
-        torch.testing.assert_close(traced(embeddings), expected)
+    torch.testing.assert_close(module(keyed()), expected)
+    torch.testing.assert_close(traced(keyed()), expected)
 
 
 def test_joined_shards_come_from_one_split() -> None:

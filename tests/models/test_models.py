@@ -10,7 +10,7 @@ from torch import fx, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dmt.errors import InputError
 from dmt.models import (
@@ -18,6 +18,8 @@ from dmt.models import (
     DLRM,
     DMTDCN,
     DMTDLRM,
+    DCNTowerModule,
+    DLRMTowerModule,
     ModelOptions,
     PassThroughTowerModule,
     flat_sparse_arch,
@@ -26,6 +28,7 @@ from dmt.models import (
 from dmt.models.sparse import check_tower_modules
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
+from tests.models.conftest import make_batch
 
 OPTIONS = ModelOptions(dense_arch_layer_sizes=(16,), over_arch_layer_sizes=(16, 1))
 BUILDERS = {
@@ -260,7 +263,7 @@ MIXED = [_spec("t0", "f0"), _spec("t1", "f1", 16)]
         (lambda: DCN(tables=MIXED, dense_in_features=13), "Table 't1' has embedding_dim=16, but DCN needs"),
         (
             lambda: DMTDLRM(tables=MIXED, tower_plan=TowerPlan.from_lists([["f0", "f1"]]), dense_in_features=13),
-            "Table 't1' has embedding_dim=16, but DMTDLRM, tower 'tower_0', needs",
+            "Table 't1' has embedding_dim=16, but tower 'tower_0' needs",
         ),
         (lambda: DLRM(tables=[], dense_in_features=13), "DLRM: tables is empty"),
         (lambda: DLRM(tables=MIXED[:1], dense_in_features=0), "in_features=0 must be"),
@@ -281,6 +284,45 @@ MIXED = [_spec("t0", "f0"), _spec("t1", "f1", 16)]
 def test_bad_tables_and_plans(build_it, message):
     with pytest.raises(InputError, match=message):
         build_it()
+
+
+class _OddTower(DLRMTowerModule):
+    """One output too many for vectors of ``tower_dim``."""
+
+    def __init__(self, features, **sizes):
+        super().__init__(features, **sizes)
+        self.out_features += 1
+
+
+class _OddModel(DMTDLRM):
+    tower_module = _OddTower
+
+
+def test_outputs_that_are_no_multiple_of_the_tower_dim_are_refused(tables, plan):
+    with pytest.raises(
+        InputError, match=r"_OddTower of tower 'tower_0' has out_features=9, no multiple of tower_dim=4"
+    ):
+        _OddModel(tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, options=OPTIONS)
+
+
+def test_dmt_dcn_takes_the_towers_that_listing_2_prints(tables, plan, dense_features, sparse_features):
+    class Printed(DMTDCN):
+        tower_module = functools.partial(DCNTowerModule, per_feature=True)
+
+    model = Printed(tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, cross_rank=4, options=OPTIONS)
+    assert model.num_vectors == 4
+    assert model(dense_features, sparse_features).shape == (5, 1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 127, 128, 300])
+def test_a_sample_does_not_depend_on_the_size_of_its_batch(build, tables, plan, batch_size):
+    """Kernels may change with the batch, so by rounding only; the layers have odd widths."""
+    model = build(tables, plan).eval()
+    dense, ids = torch.randn(batch_size, 13), make_batch(["f0", "f1", "f2", "f3"], batch_size)
+    first = KeyedJaggedTensor.from_jt_dict(
+        {n: JaggedTensor(j.values()[: int(j.lengths()[0])], lengths=j.lengths()[:1]) for n, j in ids.to_dict().items()}
+    )
+    torch.testing.assert_close(model(dense, ids)[:1], model(dense[:1], first), rtol=1e-5, atol=1e-6)
 
 
 class _Nameless(nn.Module):

@@ -94,7 +94,7 @@ def test_a_plan_with_wrong_cuts_is_refused(arch: str, plan: TowerPlan, message: 
 
 
 def test_a_tower_of_shards_of_two_widths_is_refused_by_models_with_towers_only(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"Table 't_C1\[12:16\]' has embedding_dim=4, but DMTDLRM, tower 'tower_0'"):
+    with pytest.raises(InputError, match=r"Table 't_C1\[12:16\]' has embedding_dim=4, but tower 'tower_0'"):
         resolve(config_of(tmp_path, "dmt-dlrm", SOME_CUT), 4)
     resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4)
 

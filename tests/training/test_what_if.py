@@ -18,8 +18,7 @@ from dmt.errors import InputError
 from dmt.formatting import human_bytes
 from dmt.hot_rows.costs import HotLoad
 from dmt.models import DLRM, ModelOptions
-from dmt.models.complexity import MetaTables, count_on_meta
-from dmt.models.presets import criteo_1tb_tables
+from dmt.models.complexity import MetaTables, count_on_meta, criteo_1tb_tables
 from dmt.plan.distinct import DistinctRows
 from dmt.plan.tables import TableSpec
 from dmt.simulator.cluster import load_cluster, save_cluster
