@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, run_on_all_or_raise, start_mean
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
-from dmt.number_formats import SyncPrecision
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.state import checksum, table_tensors, uncovered
@@ -54,11 +53,6 @@ class ReplicaSync:
         mesh: the groups.
         interval: N, training steps from one sync to the next; above 1 it is a local SGD (section 5).
         optimizer_state: ``"now"``, or ``"delayed"`` by one sync, see the module.
-        asynchronous: let the collectives run on after `step` returns, until tables are looked up or the model's
-            ``state_dict`` is read next: while the next batch comes in. The result has the same bits. Call `wait` before
-            you read optimizer states or a table's tensor yourself.
-        precision: of what is sent: ``"fp32"``, or ``"bf16"`` for the change since the last sync (this keeps one more
-            copy of weights and states).
 
     Raises:
         InputError: an argument is out of range or not the same on all ranks, no module of the model was made by the
@@ -80,27 +74,17 @@ class ReplicaSync:
         *,
         interval: int = 1,
         optimizer_state: Literal["now", "delayed"] = "now",
-        asynchronous: bool = False,
-        precision: SyncPrecision = "fp32",
     ) -> None:
-        arguments = {"interval": interval, "optimizer_state": optimizer_state, "asynchronous": asynchronous}
-        check_agreement("ReplicaSync", arguments | {"precision": precision}, mesh.global_group)
+        arguments = {"interval": interval, "optimizer_state": optimizer_state}
+        check_agreement("ReplicaSync", arguments, mesh.global_group)
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise InputError(f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1.")
         if optimizer_state not in ("now", "delayed"):
             raise InputError(f"ReplicaSync: optimizer_state={optimizer_state!r} is unknown; use 'now' or 'delayed'.")
-        if precision not in ("fp32", "bf16"):
-            raise InputError(
-                f"ReplicaSync: precision={precision!r} is unknown; use 'fp32' or 'bf16' (squared gradients are "
-                "below what 'fp16' can hold)."
-            )
-        if not isinstance(asynchronous, bool):
-            raise InputError(f"ReplicaSync: asynchronous={asynchronous!r} must be True or False.")
         self._mesh = mesh
         self.interval = interval
         self.delays_states = optimizer_state == "delayed"
         """True if a `sync` between two steps changes what comes after it."""
-        self._asynchronous = asynchronous
         modules = _tower_modules(model)
         self._modules = list(modules.values())
         prefixed = {f"{path}." if len(modules) > 1 else "": module for path, module in modules.items()}
@@ -111,10 +95,9 @@ class ReplicaSync:
         replicated = [one for one in self._tensors if one.is_replicated and mesh.topology.num_replicas > 1]
         weights = [one.tensor for one in replicated if one.is_weight]
         states = [one.tensor for one in replicated if not one.is_weight]
-        self._weights = RunningMean(weights, mesh.replica_group, delayed=False, precision=precision)
-        self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states, precision=precision)
+        self._weights = RunningMean(weights, mesh.replica_group, delayed=False)
+        self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states)
         self._steps = self._passes = 0
-        self._is_unread = False
         for module in self._modules:
             module.replicas_ready = self._before_tables_are_read
         self.restart()
@@ -127,8 +110,8 @@ class ReplicaSync:
 
     @property
     def is_running(self) -> bool:
-        """True while collectives of an asynchronous or delayed sync are in flight."""
-        return self._weights.is_running or self._states.is_running
+        """True while the collectives of a delayed sync are in flight."""
+        return self._states.is_running
 
     def restart(self, *, steps: int = 0) -> None:
         """Gives every replica the weights and states of replica 0, and drops collectives in flight.
@@ -136,13 +119,10 @@ class ReplicaSync:
         Call it after loading weights or states into the model, with the training steps behind them; the next sync comes
         at a multiple of the interval. Collective over the replicas.
         """
-        self._weights.forget()
         self._states.forget()
         self._write_back()
         for one in self._tensors:
             broadcast_tensor(one.tensor, self._mesh.replica_group)
-        self._weights.rebase()
-        self._states.rebase()
         self._steps, self._passes = steps, 0
         self._read_again()
         self._set_drifted(False)
@@ -152,29 +132,18 @@ class ReplicaSync:
         self._steps += 1
         self._passes = 0
         if self._steps % self.interval == 0:
-            self._start()
+            self._average()
             # Delayed states are those of the sync before.
             self._set_drifted(self.delays_states)
-            if not self._asynchronous:
-                self.wait()
 
     def sync(self) -> None:
         """Averages weights and states at once: all replicas are equal afterwards. Collective over the replicas.
 
         Call it before saving, or at the end of training; it does not count as a step.
         """
-        self._start()
-        self.wait()
+        self._average()
         self._states.finish()
         self._set_drifted(False)
-
-    def wait(self) -> None:
-        """Waits for the collectives of an asynchronous sync; tables do so themselves before they are read."""
-        self._weights.finish()
-        if not self.delays_states:
-            self._states.finish()
-        if self._is_unread:
-            self._read_again()
 
     def check(self) -> None:
         """Checks what must hold after `sync`: replicas have the same bits, and shards cover every table.
@@ -185,7 +154,6 @@ class ReplicaSync:
         Raises:
             ReplicaMismatchError: on every rank, naming tensors and ranks.
         """
-        self.wait()
         mine = {one.name: checksum(one.tensor) for one in self._tensors}
         everyone = gather_objects(mine, self._mesh.replica_group)
         ranks = self._mesh.replica_ranks()
@@ -210,7 +178,6 @@ class ReplicaSync:
             )
 
     def _before_tables_are_read(self, is_training_pass: bool) -> None:
-        self.wait()
         self._passes += is_training_pass
         if self._passes > _MOST_PASSES_PER_STEP * len(self._modules):
             raise InputError(
@@ -222,18 +189,20 @@ class ReplicaSync:
         for module in self._modules:
             module.replicas_drifted = has_drifted
 
-    def _start(self) -> None:
-        self.wait()
+    def _average(self) -> None:
+        """Averages weights and states; delayed states are those of the sync before."""
         self._write_back()
         for module in self._modules:
             for collection in module.collections:
                 collection.flush()
-        # The delayed states of the sync before.
         self._states.finish()
         self._weights.start()
         self._states.start()
-        # Not asked of the collectives: a rank without tables has none, and reads copies with the others.
-        self._is_unread = self._mesh.topology.num_replicas > 1
+        self._weights.finish()
+        if not self.delays_states:
+            self._states.finish()
+        if self._mesh.topology.num_replicas > 1:
+            self._read_again()
 
     def _write_back(self) -> None:
         """Brings tables up to date with copies of their hot rows, on all ranks or, if that fails on one, on none."""
@@ -247,7 +216,6 @@ class ReplicaSync:
 
     def _read_again(self) -> None:
         """Tells copies of hot rows that the tables were averaged."""
-        self._is_unread = False
         for module in self._modules:
             module.read_again()
 
@@ -257,41 +225,26 @@ class _Averaged:
     """One tensor and the buffers of its mean."""
 
     live: Tensor
-    base: Tensor | None  # b, with a reduced precision
-    snapshot: Tensor | None = None  # s, while a delayed mean is in flight
+    snapshot: Tensor | None = None
+    """s, while a delayed mean is in flight."""
     sent: Tensor | None = None
 
 
 class RunningMean:
     """The mean of tensors over a group, begun at one moment and taken over at the same or a later one.
 
-    x a tensor of this rank, s its snapshot at the beginning, b the last mean agreed on:
-
-    ========== ============================= ====================================================
-    precision  sent                          agreed on
-    ========== ============================= ====================================================
-    ``fp32``   s                             mean(s)
-    ``bf16``   s - b, rounded to bfloat16    b + mean(s - b): the rounding is of the change only
-    ========== ============================= ====================================================
-
-    At the end x becomes the mean agreed on; a *delayed* one keeps what x gained meanwhile: mean + (x - s). Every rank
-    computes it from the same numbers, so what was agreed on has the same bits everywhere. With ``fp32`` and no delay,
-    float32 tensors are averaged in place; otherwise a copy of each is made for the time between `start` and `finish`,
-    two with a delay, and ``bf16`` keeps another for good.
+    A *delayed* one keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). Every rank computes
+    it from the same numbers. Without a delay, FP32 tensors are averaged in place; otherwise `start` copies each, twice
+    with a delay.
 
     Tensors are of floating point, of the same shapes in the same order on every rank of the group, and equal there to
     begin with; ``delayed`` is True if they change between `start` and `finish`.
     """
 
-    def __init__(
-        self, tensors: Sequence[Tensor], group: dist.ProcessGroup, *, delayed: bool, precision: SyncPrecision
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, *, delayed: bool) -> None:
         self._group = group
         self._delayed = delayed
-        self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        live = [tensor.detach() for tensor in tensors]
-        bases = [None] * len(live) if precision == "fp32" else [tensor.to(torch.float32, copy=True) for tensor in live]
-        self._averaged = [_Averaged(live=tensor, base=base) for tensor, base in zip(live, bases, strict=True)]
+        self._averaged = [_Averaged(tensor.detach()) for tensor in tensors]
         self._works: list[Any] = []
 
     @property
@@ -302,7 +255,7 @@ class RunningMean:
     @property
     def bytes_sent(self) -> int:
         """Bytes of one round that this rank hands to the collective, before the factor 2 (M - 1) / M of a ring."""
-        return sum(one.live.numel() * self._dtype.itemsize for one in self._averaged)
+        return sum(4 * one.live.numel() for one in self._averaged)
 
     def forget(self) -> None:
         """Waits for the round in flight and drops its result."""
@@ -313,20 +266,12 @@ class RunningMean:
         self._works = []
 
     @torch.no_grad()
-    def rebase(self) -> None:
-        """Takes the present tensors, equal on all ranks, as the last agreed values."""
-        for one in self._averaged:
-            if one.base is not None:
-                one.base.copy_(one.live)
-
-    @torch.no_grad()
     def start(self) -> None:
         """Begins a round with the tensors as they are now; every rank of the group calls it."""
         assert not self.is_running, "the last round was not finished"
         for one in self._averaged:
             one.snapshot = one.live.clone() if self._delayed else None
-            value = one.live if one.base is None else one.live.float() - one.base
-            one.sent = value.to(self._dtype, copy=self._delayed)
+            one.sent = one.live.to(torch.float32, copy=self._delayed)
         self._works = [start_mean(bucket, self._group) for bucket in self._buckets()]
 
     @torch.no_grad()
@@ -336,13 +281,9 @@ class RunningMean:
             work.wait()
         for one in self._averaged if self._works else ():
             assert one.sent is not None, "it was set when the round began"
-            agreed = one.sent if one.base is None else one.base + one.sent.float()
-            if one.base is not None:
-                one.base.copy_(agreed)
-            if one.snapshot is not None:
-                agreed = agreed + (one.live - one.snapshot)
-            if agreed is not one.live:
-                one.live.copy_(agreed)
+            mean = one.sent if one.snapshot is None else one.sent + (one.live - one.snapshot)
+            if mean is not one.live:
+                one.live.copy_(mean)
             one.snapshot = one.sent = None
         self._works = []
 

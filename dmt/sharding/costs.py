@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError, did_you_mean
-from dmt.number_formats import NUMBER_FORMATS, SyncPrecision
 from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.schemes import Kernel, Scheme, TablePlacement, table_shards
@@ -294,7 +293,6 @@ def replica_costs(
     *,
     sync_gb_per_s: float | None = None,
     sync_every: int = 1,
-    precision: SyncPrecision = "fp32",
 ) -> ReplicaCosts:
     """Returns the costs of the replicas of a plan with these tables, of those that `dmt.ReplicaSync` averages.
 
@@ -303,7 +301,6 @@ def replica_costs(
         tables: ``EmbeddingBagConfig`` or `TableSpec` of every table of the plan.
         sync_gb_per_s: B, rate at which a rank sends to its replicas, in 10^9 bytes per second; None: not known.
         sync_every: N, steps from one sync to the next.
-        precision: number format that is sent.
 
     Raises:
         InputError: the rate is not positive.
@@ -316,7 +313,7 @@ def replica_costs(
     model = CostModel(topology=plan.topology, workload=plan.workload, hardware=plan.hardware)
     placed = {table.name: table for table in plan.tables}
     synchronised = [table for table in tables if placed[table.name].placement.scheme != "data_parallel"]
-    weights, width = 0, NUMBER_FORMATS[precision].num_bytes
+    weights, width = 0, 4  # sent in FP32
     held: Counter[tuple[int, int]] = Counter()  # bytes by tower and local rank
     numbers: Counter[tuple[int, int]] = Counter()  # weights and states, which are FP32
     for table in synchronised:

@@ -334,8 +334,6 @@ def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> R
         mesh,
         interval=config.sync_every,
         optimizer_state=config.optimizer_state,
-        asynchronous=config.asynchronous,
-        precision=config.precision,
     )
 
 

@@ -264,10 +264,6 @@ class ReplicasConfig(Section):
     """N, steps from one averaging of weights and optimizer states to the next."""
     optimizer_state: Literal["now", "delayed"] = "now"
     """``delayed``: states are averaged while the next N steps train, and taken over one averaging later."""
-    asynchronous: bool = False
-    """Let the averaging run until tables are read next. The results have the same bits."""
-    precision: SyncPrecision = "fp32"
-    """Number format sent; ``bf16`` sends changes since the last averaging, and keeps one more copy of the tables."""
     moment_scale: MomentScale = "num_replicas"
     """c: AdaGrad's moments are divided by it, in (0, R]. The noisier the gradients, the nearer to R. Data-parallel
     tables need none: their gradients are averaged over the replicas."""

@@ -296,8 +296,6 @@ class Trainer:
             return
         if replicas.delays_states or self._step % self._interval:
             replicas.sync()
-        else:
-            replicas.wait()
 
     def evaluate(self) -> MetricValues:
         """Evaluates on the evaluation rows of all ranks; collective."""

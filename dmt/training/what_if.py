@@ -109,7 +109,6 @@ def not_counted(config: TrainingConfig, *, repeats: bool = False) -> list[str]:
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
         f"sharding.unique={own.unique!r}": own.unique != "off" and not repeats,
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
-        "replicas.asynchronous=true": config.replicas.asynchronous and config.topology.num_replicas > 1,
         "tables in host memory or on SSDs": is_tiered,
         f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
     }
@@ -270,7 +269,7 @@ def _replicas(job: Job) -> Load:
     topology, own = job.topology, job.config.replicas
     if job.sharding is None or topology.num_replicas == 1:
         return Load(0.0, 0.0)
-    costs = replica_costs(job.sharding, job.split_tables, precision=own.precision, sync_every=own.sync_every)
+    costs = replica_costs(job.sharding, job.split_tables, sync_every=own.sync_every)
     sent = 2 * (topology.num_replicas - 1) * costs.sent_bytes / own.sync_every
     across = topology.ring_share_across_hosts(topology.replica_groups())
     return _load(Exchange(across * sent, (1 - across) * sent), topology)

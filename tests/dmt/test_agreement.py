@@ -83,8 +83,6 @@ def replicas_on_rank(rank: int) -> None:
     for name, values in {
         "interval": (1, 2),
         "optimizer_state": ("now", "delayed"),
-        "asynchronous": (False, True),
-        "precision": ("fp32", "bf16"),
     }.items():
         with pytest.raises(
             InputError, match=f"ReplicaSync: {name} is {values[0]} on rank 0, but {values[1]} on rank 1"

@@ -72,13 +72,6 @@ def test_the_paper_s_formulas(optimizer: str, replicas: int) -> None:
     assert costs.fullest_step_seconds == pytest.approx(fullest / 4)
 
 
-def test_bf16_sends_two_bytes_a_number() -> None:
-    full, half = (replica_costs(plan(2), TABLES, sync_gb_per_s=1.0, precision=p) for p in ("fp32", "bf16"))
-    assert half.sent_bytes == full.sent_bytes / 2
-    assert half.sync_seconds == pytest.approx(full.sync_seconds / 2)
-    assert half.overhead_bytes == full.overhead_bytes
-
-
 def test_overhead_is_what_ranks_hold_more_than_if_all_shared_one_copy() -> None:
     """M copies on W ranks less one copy on W ranks, whatever the towers are."""
     costs = replica_costs(plan(4), TABLES)

@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas, saved in the background": {**IN_REPLICAS, "train": {"async_save": True, "resume": "never"}},
     "replicas averaged later": {
         **IN_REPLICAS,
-        "replicas": {"sync_every": 2, "optimizer_state": "delayed", "asynchronous": True},
+        "replicas": {"sync_every": 2, "optimizer_state": "delayed"},
         "train": {"async_save": True},
     },
     "towers in micro-batches": {"train": {"micro_batches": 2, "dense_reduce": "hierarchical"}},

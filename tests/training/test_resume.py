@@ -77,7 +77,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas, delayed": {
         "topology": REPLICAS,
         "sharding": {"scheme": "table_wise"},
-        "replicas": {"sync_every": 2, "optimizer_state": "delayed", "asynchronous": True},
+        "replicas": {"sync_every": 2, "optimizer_state": "delayed"},
     },
     "flat replicas": {"topology": REPLICAS, "arch": "dcn", "dataflow": "flat"},
 }

@@ -203,13 +203,12 @@ def _titles(run: CheckedRun) -> dict[str, str]:
 
 def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
     config = run.config
-    formats = (config.sharding.precision.forward, config.sharding.precision.backward, config.replicas.precision)
+    formats = (config.sharding.precision.forward, config.sharding.precision.backward)
     if any(name != "fp32" for name in formats):
         yield (
             "Losses and weights after training are compared with fp32 between ranks and replicas: an optimizer that "
             "divides by the gradient's own size makes a whole step of what rounding leaves of a gradient that cancels. "
-            f"All other rows have the formats of the config ({formats[0]} forward, {formats[1]} backward, {formats[2]} "
-            "between replicas)."
+            f"All other rows have the formats of the config ({formats[0]} forward, {formats[1]} backward)."
         )
     widths = {table.name: table.embedding_dim for table in run.job.split_tables}
     shards = [(table_name(name), sizes[1]) for report in reports for name, _, sizes, _ in report.shards]

@@ -110,7 +110,6 @@ def run_plan(
         replicas = replica_costs(
             planned,
             job.split_tables,
-            precision=run.replicas.precision,
             sync_every=run.replicas.sync_every,
             sync_gb_per_s=sync_gb_per_s,
         )

@@ -103,7 +103,7 @@ def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
         "dmt-dcn",
         topology={"num_replicas": 4, "ranks_per_tower": 3, "replica_placement": "intra_host"},
         sharding={"tables": {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise"}},
-        replicas={"sync_every": 5, "optimizer_state": "delayed", "moment_scale": 3.0, "asynchronous": True},
+        replicas={"sync_every": 5, "optimizer_state": "delayed", "moment_scale": 3.0},
     )
     run = CliRunner().invoke(main, ["check", write(config, tmp_path), "--json"])
     assert run.exit_code == 0, run.output
@@ -116,16 +116,6 @@ def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
         "replicas.moment_scale is 2.0 instead of 3.0",
     ]
     assert {row["check"] for row in report["rows"] if row["verdict"] != "ok"} == {"formats", "id routes"}
-
-
-@pytest.mark.ranks
-@pytest.mark.usefixtures("_shared_ranks")
-def test_replicas_of_the_flat_dataflow_averaged_in_bf16(tmp_path: Path) -> None:
-    config = small("dlrm", "flat", topology={"num_replicas": 2, "ranks_per_tower": 1}, replicas={"precision": "bf16"})
-    run = CliRunner().invoke(main, ["check", write(config, tmp_path)])
-    assert run.exit_code == 0, run.output
-    assert "Everything agrees. 4 ranks" in run.stdout
-    assert "bf16 between replicas)." in " ".join(run.stdout.split())
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
