@@ -20,13 +20,11 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 __all__ = [
     "PRIVATE_NAMES",
     "OpenShardedEBC",
     "PipelinedModule",
-    "ReplaceableKeyedTensor",
     "add_dense_hook",
     "assert_in_graph",
     "at_end_of_backward",
@@ -47,7 +45,6 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.nn.modules.module": "_IncompatibleKeys",
     "torch.distributed": "_remote_device",
     "torch.ops.aten": "_assert_async",
-    "torchrec.sparse.jagged_tensor.KeyedTensor": "_values",
     "torch.autograd.Variable": "_execution_engine",
     "torch._C": "_current_graph_task_id",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
@@ -154,25 +151,6 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         taken = self.take_local_shards(state_dict, prefix)
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *rest)
         state_dict.update(taken)
-
-
-class ReplaceableKeyedTensor(KeyedTensor):
-    """A ``KeyedTensor`` that keeps its embeddings elsewhere, and yet notices when TorchRec replaces them.
-
-    The semi-sync train pipeline detaches a result by assigning to ``_values``.
-    """
-
-    @property
-    def _values(self) -> Tensor:
-        return self.values()
-
-    @_values.setter
-    def _values(self, values: Tensor) -> None:
-        self.replace_values(values)
-
-    def replace_values(self, values: Tensor) -> None:
-        """Called with [B, columns] in the order of the keys."""
-        raise NotImplementedError
 
 
 def key_mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> Any:

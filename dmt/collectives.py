@@ -75,22 +75,17 @@ def gather_on_first(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def check_agreement(
-    caller: str, arguments: Mapping[str, Any], group: dist.ProcessGroup, *, patience: timedelta | None = None
-) -> None:
+def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Checks that all ranks of the group were given the same; collective.
 
     Args:
         caller: who was given the arguments, for the message.
         arguments: by name, small and picklable; a mapping of values is compared value by value.
         group: the ranks.
-        patience: how long ranks wait for the others to come; by default as long as a collective does.
 
     Raises:
-        InputError: ranks have not come in time, named on those that have; or, on every rank, an argument, the ranks
-            that have another value than the first rank, and both values.
+        InputError: on every rank: an argument, the ranks that have another value than the first, and both values.
     """
-    _note_coming(caller, group, patience)
     own = {"the call": caller} | _by_path(arguments)
     # Thousands of tables on hundreds of ranks are gathered only to say what differs.
     if len(set(gather_objects(hashlib.sha256(repr(own).encode()).digest(), group))) == 1:
@@ -105,24 +100,6 @@ def check_agreement(
                 f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {values[ranks.index(others[0])]} on rank "
                 f"{shorten([str(rank) for rank in others], ', ')}. Give every rank the same."
             )
-
-
-def _note_coming(caller: str, group: dist.ProcessGroup, patience: timedelta | None) -> None:
-    """Notes that this rank has come to its next check; with a patience, waits for the others."""
-    # Not by a collective: the others may be in another one.
-    store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
-    number = store.add(f"dmt/checks/{dist.get_rank()}", 1)
-    if store.add(f"dmt/came/{number}", 1) == len(ranks):
-        store.set(f"dmt/all/{number}", "")
-    try:
-        if patience is not None:
-            store.wait([f"dmt/all/{number}"], patience)
-    except RuntimeError as error:
-        if absent := [str(rank) for rank in ranks if store.add(f"dmt/checks/{rank}", 0) < number]:
-            raise InputError(
-                f"{caller}: rank {dist.get_rank()} has called it, but rank {shorten(absent, ', ')} has not come to it "
-                f"within {patience}. Call it on every rank, at the same point."
-            ) from error
 
 
 def _by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,12 @@
 """`HierarchicalDataParallel`: gradients of the dense part reduced inside each host first, then once between hosts.
 
-DDP's one ring over all ranks sends 2 (W-1)/W of the dense gradients out of every host; reduced inside the H hosts
-first, 2 (H-1)/H suffice: at 2 hosts of 2 ranks a third less. Only that hop may also travel in BF16.
-
-Legend: W ranks, H hosts, n numbers of a DDP bucket.
+DDP's one ring over all W ranks sends 2 (W-1)/W of the dense gradients out of every host; reduced inside the H hosts
+first, 2 (H-1)/H suffice. Only that hop may also travel in BF16. n are the numbers of a DDP bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,9 +22,6 @@ from dmt.sptt.mesh import TowerMesh
 
 __all__ = ["HierarchicalDataParallel"]
 
-_BUCKET_MB = 1.0
-_PATIENCE = timedelta(minutes=1)  # ranks that have a mesh come soon after each other, or never
-
 
 class HierarchicalDataParallel(DefaultDataParallelWrapper):
     """Wrapper of the dense part for ``DistributedModelParallel``: TorchRec's DDP with a hierarchical all-reduce.
@@ -40,20 +34,16 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     3         all-gather, at the end of the backward pass, [n]                             ranks of a host
     ========= ============================================================================ ===========================
 
-    The result is the mean over all W ranks, bitwise equal on each. A host is that of `TowerTopology.host`.
-
-    Collective: every rank makes one at the same point, for the process groups.
+    The result is the mean over all W ranks, bitwise equal on each. Collective: it makes process groups.
 
     Args:
         mesh: groups of the job.
         precision: number format of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` rounds them to 8 bits.
         bucket_cap_mb: MB reduced at once; smaller than DDP's 25, so that the first bucket is sent early.
-            DDP's own first bucket has 1 MB at least.
         options: further arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
 
     Raises:
-        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, ranks that were given other
-            arguments, or ranks that make none within a minute.
+        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, or ranks with other arguments.
 
     Example::
 
@@ -62,62 +52,45 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     """
 
     def __init__(
-        self,
-        mesh: TowerMesh,
-        *,
-        precision: SyncPrecision = "fp32",
-        bucket_cap_mb: float = _BUCKET_MB,
-        **options: Any,
+        self, mesh: TowerMesh, *, precision: SyncPrecision = "fp32", bucket_cap_mb: float = 1.0, **options: Any
     ) -> None:
         arguments = {"precision": precision, "bucket_cap_mb": bucket_cap_mb}
-        check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group, patience=_PATIENCE)
+        check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group)
         if precision not in ("fp32", "bf16"):
             raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
-        if options.get("allreduce_comm_precision") is not None:
-            raise InputError(
-                f"HierarchicalDataParallel: allreduce_comm_precision={options['allreduce_comm_precision']!r} is for "
-                "TorchRec's own all-reduce, which this one replaces; use precision='bf16'."
-            )
+        if (given := options.get("allreduce_comm_precision")) is not None:
+            raise InputError(f"HierarchicalDataParallel: allreduce_comm_precision={given!r}; use precision='bf16'.")
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
-        topology = mesh.topology
-        hosts = topology.host_groups()
-        self._inside = mesh.new_group(hosts)
-        # On the peers' own connections, where they are the same ranks: what is sent there goes in order, so the
-        # gradients of tower outputs, which more depends on, come first.
+        hosts = mesh.topology.host_groups()
         across = [list(ranks) for ranks in zip(*hosts, strict=True)]
-        same = sorted(across) == sorted(sorted(group) for group in topology.peer_groups())
-        # With NCCL they are kept apart: all ranks must start what one of its groups carries in one order.
+        self._inside = mesh.new_group(hosts)
+        # On the peers' own connections, if they are the same ranks, gradients of tower outputs come first, which more
+        # depends on. Not with NCCL: all ranks must start what one of its groups carries in one order.
+        are_peers = sorted(across) == sorted(map(sorted, mesh.topology.peer_groups()))
         has_nccl = "nccl" in dist.get_backend_config(mesh.peer_group)
-        self._across = mesh.peer_group if same and not has_nccl else mesh.new_group(across)
-        self._in_bf16 = precision == "bf16"
+        self._across = mesh.peer_group if are_peers and not has_nccl else mesh.new_group(across)
+        self._dtype = torch.bfloat16 if precision == "bf16" else None
+        self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        """The gradients of a bucket, and what waits for their mean."""
 
     def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
         """Called by DMP."""
         super().wrap(dmp, env, device)
-        add_dense_hook(dmp, _HierarchicalReduce(self._inside, self._across, in_bf16=self._in_bf16))
+        add_dense_hook(dmp, self._reduce)
 
-
-class _HierarchicalReduce:
-    """The communication hook of one DDP."""
-
-    def __init__(self, inside: dist.ProcessGroup, across: dist.ProcessGroup, *, in_bf16: bool) -> None:
-        self._inside = inside
-        self._across = across
-        self._in_bf16 = in_bf16
-        self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        """The gradients of a bucket, and what waits for their mean."""
-
-    def __call__(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()
         with torch.profiler.record_function("## dmt:dense_reduce ##"):
             # Divided first, as DDP does: a sum of FP16 gradients may be beyond what FP16 holds.
             share = gradients / (self._inside.size() * self._across.size())
-            dtype = torch.bfloat16 if self._in_bf16 else None
-            self._pending.append((gradients, start_sum_over_hosts(share, self._inside, self._across, dtype=dtype)))
+            self._pending.append(
+                (gradients, start_sum_over_hosts(share, self._inside, self._across, dtype=self._dtype))
+            )
         at_end_of_backward(self._finish)
         # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
-        devices: Any = [] if gradients.device.type == "cpu" else [gradients.device]
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        done: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[] if gradients.device.type == "cpu" else [gradients.device]
+        )
         done.set_result(gradients)
         return done
 

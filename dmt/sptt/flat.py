@@ -17,7 +17,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.hot import HomeTable
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.results import LazyKeyedTensor, output_keys
+from dmt.sptt.results import in_order, output_keys
 from dmt.sptt.rows import PartRows
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 
@@ -117,7 +117,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
 
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> KeyedTensor:
         """Makes the ``KeyedTensor`` of the unsharded collection."""
-        return LazyKeyedTensor(KeyedTensor([key for key, _ in pieces], [n for _, n in pieces], columns_BS), self._keys)
+        return in_order(KeyedTensor([key for key, _ in pieces], [n for _, n in pieces], columns_BS), self._keys)
 
     def feature_of(self, piece: str) -> str:
         """Returns the feature of an embedding."""

@@ -21,7 +21,7 @@ from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.results import LazyKeyedTensor, output_keys, split_rows
+from dmt.sptt.results import in_order, output_keys, split_rows
 from dmt.sptt.rows import PartRows
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 from dmt.sptt.unique import why_not_per_sample
@@ -196,7 +196,7 @@ class ShardedTowerCollection(SPTTModule):
             for e, number in zip(embeddings, by_tower, strict=True)
         ]
         # In the order of the tables, so that a tower module may also read embeddings by position.
-        ordered = [LazyKeyedTensor(e, self._keys[i]) for i, e in zip(self.embeddings, own, strict=True)]
+        ordered = [in_order(e, self._keys[i]) for i, e in zip(self.embeddings, own, strict=True)]
         outputs: list[Tensor] = self._data_parallel(ordered)
         for name, output, num_samples in zip(self.embeddings, outputs, by_tower, strict=True):
             shape = list(output.shape) if isinstance(output, Tensor) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from dmt import (
     TowerTopology,
 )
 from dmt.collectives import check_agreement
-from dmt.replicas import dense_reduce
 from tests.parity import loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import FUSED, Case, build, shard
@@ -129,27 +127,3 @@ def kernel_on_rank(rank: int) -> None:
 
 def test_a_kernel_that_replicas_would_not_average_is_refused() -> None:
     run_ranks(kernel_on_rank, 2)
-
-
-def wrapper_on_rank(rank: int, goes_on: bool) -> None:
-    mesh = TowerMesh(TowerTopology(num_towers=3, ranks_per_tower=1))
-    if rank != 1:
-        dense_reduce._PATIENCE = timedelta(seconds=60 if goes_on else 1)
-        HierarchicalDataParallel(mesh)
-    elif goes_on:
-        TowerMesh(mesh.topology)
-
-
-@pytest.mark.parametrize(
-    ("goes_on", "error"),
-    [
-        (True, r"^\w+: the call is HierarchicalDataParallel on rank 0, but TowerMesh on rank 1\. Give"),
-        (
-            False,
-            r"^HierarchicalDataParallel: rank \d has called it, but rank 1 has not come to it within 0:00:01\. Call",
-        ),
-    ],
-)
-def test_a_wrapper_that_one_rank_does_not_make_is_named(goes_on: bool, error: str) -> None:
-    with pytest.raises(InputError, match=error):
-        run_ranks(wrapper_on_rank, 3, goes_on, fresh=True, timeout_s=30)

@@ -36,7 +36,7 @@ def watch(model: torch.nn.Module, events: list[str]) -> None:
             return wait(self)
         events.append("exchange waited for")
         result = wait(self)
-        columns = result if isinstance(result, torch.Tensor) else result.arrived.values()
+        columns = result if isinstance(result, torch.Tensor) else result.values()
         columns.register_hook(lambda _: events.append("gradients to be sent"))
         return result
 
