@@ -7,11 +7,9 @@ and this library's own collectives alike, flat or with towers.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmt._torchrec import in_backward_pass
-from dmt.collectives import gather_objects, gather_on_first
-from dmt.files import write_or_raise
+from dmt.collectives import gather_objects
 
 __all__ = ["Traffic", "TrafficMeter"]
 
@@ -64,7 +61,6 @@ class TrafficMeter(TorchDispatchMode):
 
     Args:
         host_of: maps a global rank to its host; several hosts can be simulated on one machine.
-        records: True to keep the sequence of collectives for `save`.
 
     Example::
 
@@ -74,10 +70,8 @@ class TrafficMeter(TorchDispatchMode):
         traffic = meter.total(mesh.global_group)
     """
 
-    def __init__(self, host_of: Callable[[int], int], *, records: bool = False) -> None:
+    def __init__(self, host_of: Callable[[int], int]) -> None:
         super().__init__()
-        self._records = records
-        self._found: list[dict[str, Any]] = []
         self._host_of = host_of
         self._phase = "forward"
         self._bytes: dict[str, float] = defaultdict(float)
@@ -107,38 +101,13 @@ class TrafficMeter(TorchDispatchMode):
         """Returns the bytes that this rank sent, by kind, as the fields of `Traffic`."""
         return dict(self._bytes)
 
-    def save(self, path: Path, group: dist.ProcessGroup) -> None:
-        """Writes the collectives of all ranks, each in its order, for ``dmt bench-comms --replay``. Collective.
-
-        The first rank of the group, which is that of the whole job, writes.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
-        everyone = gather_on_first(self._found, group)
-        if not everyone:
-            return
-        # Names of groups are those of one job; equal ranks may have several groups, each with an order of its own.
-        names: dict[Any, int] = {}
-        for own in everyone:
-            for call in own:
-                call["group"] = names.setdefault((call["group"], tuple(call.pop("ranks"))), len(names))
-        hosts = [self._host_of(rank) for rank in range(group.size())]
-        record = {"format": 1, "hosts": hosts, "groups": [list(ranks) for _, ranks in names], "ranks": everyone}
-        with write_or_raise(path, "Recorded step") as part:
-            part.write_text(json.dumps(record))
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "_c10d_functional" and "wait_tensor" not in func.__name__:
             raise NotImplementedError(f"TrafficMeter does not know the functional collective {func.__name__}")
         if func.namespace == "c10d":
-            name = func.__name__.split(".")[0]
-            self._count(name, args)
-            if self._records and name != "barrier":
-                given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))  # noqa: SLF001
-                self._take_down(name, given | (kwargs or {}))
+            self._count(func.__name__.split(".")[0], args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
@@ -168,23 +137,6 @@ class TrafficMeter(TorchDispatchMode):
             self._send(args[1], dict.fromkeys(ranks, _nbytes(args[1]) / len(ranks)))
         else:
             raise NotImplementedError(f"TrafficMeter does not know the collective c10d.{name}")
-
-    def _take_down(self, name: str, given: dict[str, Any]) -> None:
-        group = next(dist.ProcessGroup.unbox(arg) for arg in given.values() if isinstance(arg, torch.ScriptObject))
-        tensors = [arg for arg in given.values() if isinstance(arg, Tensor) or _is_tensors(arg)]
-        self._found.append(
-            {
-                "name": name,
-                "kind": self._kind(tensors[-1], is_reduced=name.startswith("allreduce")),
-                "group": group.group_name,
-                "ranks": dist.get_process_group_ranks(group),
-                "tensors": [_described(arg) for arg in tensors],
-                "splits": [list(given[key]) for key in ("output_split_sizes", "input_split_sizes") if key in given],
-                "peer": next((given[key] for key in ("dst", "src", "root_rank") if key in given), 0),
-                "tag": given.get("tag", 0),
-                "is_waited_for": not given.get("async_op", True),
-            }
-        )
 
     def _kind(self, tensors: Any, *, is_reduced: bool = False) -> str:
         dtype = next(_flat(tensors)).dtype
@@ -221,14 +173,3 @@ def _flat(tensors: Any) -> Iterator[Tensor]:
         return
     for part in tensors:
         yield from _flat(part)
-
-
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and (isinstance(value[0], Tensor) or _is_tensors(value[0]))
-
-
-def _described(value: Any) -> Any:
-    """The sizes of a tensor or of lists of them, as JSON has them."""
-    if isinstance(value, Tensor):
-        return {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    return [_described(part) for part in value]

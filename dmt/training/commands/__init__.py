@@ -239,31 +239,21 @@ def what_if(
 @click.option("--name", default="measured", show_default=True, help="Name of the cluster in the file.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--megabytes", type=float, multiple=True, help="Bytes of a rank per collective [1, 4, 16].")
-@click.option(
-    "--replay", "recorded", type=click.Path(path_type=Path), help="Play back a collectives.json (train.record_step)."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench_comms(*, out: Path, as_json: bool, **options: Any) -> None:
     """Measures ranks and links of this job, for dmt what-if.
 
     To be started by torchrun on every host.
     """
-    from dmt.training.commands.bench_comms import Measured, print_measured, print_replayed, run_bench_comms
+    from dmt.training.commands.bench_comms import print_measured, run_bench_comms
 
     found = run_bench_comms(out, **options)
     if found is None:  # not the first rank
         return
     if as_json:
-        record = (
-            found.to_record()
-            if isinstance(found, Measured)
-            else {"replayed": [dataclasses.asdict(one) for one in found]}
-        )
-        click.echo(json.dumps(record, indent=1))
-    elif isinstance(found, Measured):
-        print_measured(found, out)
+        click.echo(json.dumps(found.to_record(), indent=1))
     else:
-        print_replayed(found)
+        print_measured(found, out)
 
 
 @main.command(epilog="Example: dmt profile demo topology.num_towers=4 --rows 100000 --out access.parquet")

@@ -19,9 +19,8 @@ from dmt.training.bench_comms import MEGABYTES, Timing, measure_cluster
 from dmt.training.commands.outputs import check_output_files
 from dmt.training.console import make_table, table_console
 from dmt.training.device import backend, device_type, take_device
-from dmt.training.replay import Replayed, check_step, read_step, replay
 
-__all__ = ["Measured", "print_measured", "print_replayed", "run_bench_comms"]
+__all__ = ["Measured", "print_measured", "run_bench_comms"]
 
 _MOST_MEGABYTES = 4096.0
 
@@ -44,15 +43,12 @@ def run_bench_comms(
     name: str,
     device: Literal["auto", "cpu", "cuda"],
     megabytes: Sequence[float],
-    recorded: Path | None = None,
-) -> Measured | list[Replayed] | None:
+) -> Measured | None:
     """Measures the job and writes ``out``; returns the result on its first rank, None on the others.
 
-    With a ``recorded`` step, plays that back instead, and writes nothing.
-
     Raises:
-        InputError: it was not started by torchrun, hosts have unequal numbers of ranks, a size is out of range,
-            ``out`` cannot be written, or the step cannot be read or is not one of such a job.
+        InputError: it was not started by torchrun, hosts have unequal numbers of ranks, a size is out of range, or
+            ``out`` cannot be written.
     """
     place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if not all(value.isdecimal() for value in place.values()):
@@ -68,10 +64,7 @@ def run_bench_comms(
         raise InputError(
             f"The job has {place['WORLD_SIZE']} ranks, but {ranks_per_host} on this host: hosts must have equally many."
         )
-    step = None if recorded is None else read_step(recorded)
-    if step is not None and recorded is not None:
-        check_step(step, recorded, int(place["WORLD_SIZE"]), ranks_per_host)
-    elif rank == 0:
+    if rank == 0:
         check_output_files({"--out": (out, "cluster")}, [])
     kind = device_type(device)
     here = take_device(kind, int(place["LOCAL_RANK"]))
@@ -79,10 +72,6 @@ def run_bench_comms(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend(kind))
     try:
-        if step is not None:
-            played = replay(step, here)
-            dist.barrier()
-            return played if rank == 0 else None
         cluster, timings = measure_cluster(name, ranks_per_host, here, megabytes=sorted(megabytes) or MEGABYTES)
         # A rank that leaves while a peer still sends can abort it.
         dist.barrier()
@@ -92,29 +81,6 @@ def run_bench_comms(
         return None
     save_cluster(cluster, out)
     return Measured(cluster=cluster, timings=timings)
-
-
-def print_replayed(found: Sequence[Replayed]) -> None:
-    """Prints how long a recorded step's collectives took, all of them and each kind alone."""
-    rows = [
-        [
-            one.kind,
-            str(one.calls),
-            human_bytes(one.across),
-            human_bytes(one.inside),
-            f"{1e3 * one.seconds:,.2f} ms",
-            f"{1e3 * one.least:,.2f} to {1e3 * one.most:,.2f}",
-        ]
-        for one in found
-    ]
-    console = table_console(markup=False)
-    headers = ["", "calls", "between hosts", "inside hosts", "median", "least to most"]
-    console.print(make_table(headers, rows, title="A recorded step's collectives, played back"))
-    console.print(
-        "calls: of the first rank; bytes: of all ranks. Each kind is played by itself too; all takes less than their "
-        "sum where they share no link. Nothing is computed, so only what the program waited for at the call is waited "
-        "for before the next."
-    )
 
 
 def print_measured(found: Measured, out: Path) -> None:
