@@ -107,7 +107,7 @@ def plan_by_access(plan: TowerShardingPlan, tables: Sequence[Any], profile: Acce
     if not known:
         raise InputError(
             f"The profile has no table of this plan ({counted(len(by_name), 'table')}, the first is "
-            f"{next(iter(by_name))!r}) with the same rows and features. Collect it with `dmt profile --out` from the "
+            f"{next(iter(by_name))!r}) with the same rows and features. Count it with `dmt prepare` from the "
             "same config."
         )
     planned = {entry.name: entry for entry in plan.tables}

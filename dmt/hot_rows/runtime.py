@@ -109,7 +109,7 @@ class HotRows:
         check_agreement("HotRows", arguments, mesh.global_group)
         if profile is not None and not isinstance(profile, AccessProfile):
             raise InputError(
-                f"HotRows: profile={profile!r} must be an AccessProfile. Read the file of `dmt profile --out` with "
+                f"HotRows: profile={profile!r} must be an AccessProfile. Read the access.parquet of `dmt prepare` with "
                 "dmt.training.access.load_profile."
             )
         if isinstance(extra_memory, bool) or not isinstance(extra_memory, int | float) or not 0 < extra_memory <= 1:

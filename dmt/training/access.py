@@ -122,7 +122,7 @@ def save_profile(profile: AccessProfile, path: Path) -> None:
         pq.write_table(table.replace_schema_metadata({"dmt": json.dumps(asdict(header))}), scratch)
 
 
-def load_profile(path: Path, *, remedy: str = "Collect it again with `dmt profile --out`.") -> AccessProfile:
+def load_profile(path: Path, *, remedy: str = "Count the rows again with `dmt prepare`.") -> AccessProfile:
     """Reads what `save_profile` wrote.
 
     Args:

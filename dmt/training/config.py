@@ -192,7 +192,7 @@ class ShardingConfig(Section):
     plan: str | None = None
     """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
     profile: str | None = None
-    """Accesses that ``dmt profile --out`` or ``dmt prepare`` wrote: row-wise shards have the lookups that it tells, and
+    """Accesses that ``dmt prepare`` wrote: row-wise shards have the lookups that it tells, and
     unequal rows where that helps. By default those of ``hot_rows.profile`` or of the prepared folder that is read."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
@@ -285,7 +285,7 @@ class HotRowsConfig(Section):
     refresh_every: int = Field(default=1000, ge=1)
     """Steps from one choice of rows, by what was read since the one before, to the next."""
     profile: str | None = None
-    """Accesses that ``dmt profile --out`` wrote, for the first choice, after one step. Without them it comes after 100
+    """Accesses that ``dmt prepare`` wrote, for the first choice, after one step. Without them it comes after 100
     steps."""
 
 

@@ -56,7 +56,7 @@ def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) 
 def test_the_commands_take_a_source(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(to_toml(config_of(tmp_path / "run")))
-    for command in (("check",), ("profile",), ("plan",)):
+    for command in (("check",), ("plan",)):
         dmt(*command, config)
     assert attempt(config_of(tmp_path / "run")) is not None
     dmt(

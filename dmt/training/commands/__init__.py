@@ -174,7 +174,7 @@ def partition(**options: Any) -> None:
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
 @click.option("--sync-gb-per-s", type=float, help="Rate at which a rank sends to its replicas, GB/s.")
-@click.option("--profile", type=click.Path(path_type=Path), help="Lookups by row, a file of dmt profile --out.")
+@click.option("--profile", type=click.Path(path_type=Path), help="Lookups by row, the access.parquet of dmt prepare.")
 @click.option("--cluster", metavar="FILE", help="Rates of a file of dmt bench-comms, or of v100, a100, h100.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the plan as JSON.")
 @click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")
@@ -254,31 +254,6 @@ def bench_comms(*, out: Path, as_json: bool, **options: Any) -> None:
         click.echo(json.dumps(found.to_record(), indent=1))
     else:
         print_measured(found, out)
-
-
-@main.command(epilog="Example: dmt profile demo topology.num_towers=4 --rows 100000 --out access.parquet")
-@click.argument("config")
-@click.argument("overrides", nargs=-1)
-@click.option("--rows", type=int, help="Training rows to count; all without it.")
-@click.option("--load", type=click.Path(path_type=Path), help="Counts that --out wrote, instead of reading rows.")
-@click.option("--out", type=click.Path(path_type=Path), help="Also keep the counts (.parquet).")
-@click.option("--picture", type=click.Path(path_type=Path), help="Also draw the skew of each table here.")
-@click.option("--all", "everything", is_flag=True, help="Print all tables.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def profile(config: str, overrides: tuple[str, ...], *, everything: bool, as_json: bool, **options: Any) -> None:
-    """Counts how often rows are read, and the bytes they cost.
-
-    CONFIG names data, batch size and topology. For each table: the skew of its accesses, and the bytes of a step where
-    every output is sent, each distinct id once, and frequent or all rows are replicated. OVERRIDES are
-    section.key=value.
-    """
-    from dmt.training.commands.profile import print_profile, run_profile
-
-    found = run_profile(config, overrides, **options)
-    if as_json:
-        click.echo(json.dumps(found.to_record(), indent=1))
-    else:
-        print_profile(found, everything=everything, out=options["out"])
 
 
 @main.command(epilog="Example: dmt prepare demo data.kind=criteo_tsv data.train_path=day_0.tsv --out prepared")

@@ -56,4 +56,4 @@ def print_prepared(record: dict[str, Any], out: Path) -> None:
     if record["malformed_rows"]:
         console.print(f"{record['malformed_rows']:,} malformed rows were left out.")
     console.print(f"Row groups of {record['row_group_rows']:,} rows. Train with data.prepared={out}", soft_wrap=True)
-    console.print(f"Access counts: dmt profile CONFIG --load {out / record['access_counts']}", soft_wrap=True)
+    console.print(f"Access counts: hot_rows.profile={out / record['access_counts']}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``dmt profile``: counts of a run's rows, kept and read again, summed over ranks; what is refused."""
+"""Access counts of a run's rows: kept and read again, summed over ranks; damaged files are refused."""
 
 from __future__ import annotations
 
@@ -10,23 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
-from click.testing import CliRunner
 
 from dmt.errors import InputError
 from dmt.hot_rows.profile import AccessProfile
-from dmt.plan.towers import TowerPlan
 from dmt.training.access import add_batch, collect_profile, load_profile, save_profile, sum_profiles
-from dmt.training.commands import main
 from tests.ranks import run_ranks
 from tests.training.small import small, source
 
 ROWS = {"num_rows": 3_072, "rows_per_table": 40}
-
-
-def dmt(*arguments: object) -> str:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 def assert_equal(found: AccessProfile, expected: AccessProfile) -> None:
@@ -77,41 +68,9 @@ def test_ranks_count_what_one_process_counts() -> None:
         assert_equal(found, expected)
 
 
-def test_the_command_prints_skew_and_bytes_and_keeps_them(tmp_path: Path) -> None:
-    config = ["demo", "topology.num_towers=4", "topology.ranks_per_tower=1", "train.batch_size=64"]
-    out, picture = tmp_path / "access.parquet", tmp_path / "skew.png"
-    text = dmt("profile", *config, "--rows", 4096, "--out", out, "--picture", picture)
-    assert "t_C26" in text
-    assert "times fewer than plain" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    again = json.loads(dmt("profile", *config, "--load", out, "--json"))
-    fresh = json.loads(dmt("profile", *config, "--rows", 4096, "--json"))
-    assert again == fresh
-    assert fresh["num_samples"] == 4096
-    first = fresh["tables"][0]
-    assert first["name"] == "t_C1"
-    # 3 ranks are in other towers; 64 outputs of 32 FP32 columns each, their gradients, and ids.
-    assert first["plain"] == 3 * 64 * (2 * 32 * 4 + 8)
-    assert 0 < first["top_shares"]["0.001"] < first["top_shares"]["0.01"] < first["top_shares"]["0.1"] < 1
-    wider = json.loads(dmt("profile", "demo", "topology.num_towers=2", "--load", out, "--json"))
-    assert wider["tables"][0]["plain"] != first["plain"], "bytes are those of the config's topology"
-
-
-def test_faults(tmp_path: Path) -> None:
-    def refused(*arguments: object) -> str:
-        result = CliRunner().invoke(main, ["profile", "demo", *map(str, arguments)])
-        assert result.exit_code == 2
-        return result.output
-
-    assert "--rows=0 must be at least 1" in refused("--rows", 0)
-    assert "--rows is of no use with --load" in refused("--rows", 5, "--load", "x")
-    assert "needs a suffix that is one of" in refused("--picture", tmp_path / "skew.xyz")
-    assert "--out '/proc/no/access' cannot be written" in refused("--out", "/proc/no/access")
-    assert "nowhere.parquet: cannot be read" in refused("--load", tmp_path / "nowhere.parquet")
-    (tmp_path / "tables.json").write_text("[]")
-    assert "data.tables lists tables without any" in refused(f"data.tables={tmp_path / 'tables.json'}")
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"PAR1 no")
-    with pytest.raises(InputError, match=r"Access profile .*bad: cannot be read .* `dmt profile --out`"):
+    with pytest.raises(InputError, match=r"Access profile .*bad: cannot be read .* `dmt prepare`"):
         load_profile(tmp_path / "bad")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "other")
     with pytest.raises(InputError, match=r"Access profile .*other: cannot be read"):
@@ -133,20 +92,3 @@ def test_faults(tmp_path: Path) -> None:
     assert "counts of table 't_C1' do not fit together" in changed({"totals": [1] * 6})
     assert "its header and its rows do not fit together" in changed({"totals": [1] * 5})
     assert "its header and its rows do not fit together" in changed({"most_rows": 0})
-
-
-def test_cut_tables_are_counted_whole_and_bags_by_their_ids(tmp_path: Path) -> None:
-    features = [f"C{i}" for i in range(1, 7)]
-    plan = TowerPlan.from_lists(
-        [["C1[0:16]", *features[1:3]], ["C1[16:32]", *features[3:]]], column_splits={"C1": (16, 16)}
-    )
-    plan.save(tmp_path / "towers.json")
-    settings = ["model.arch=dlrm", "data.synthetic.num_features=6", "data.synthetic.num_groups=2"]
-    settings += ["data.synthetic.num_multi_hot=1", f"towers.plan={tmp_path / 'towers.json'}"]
-    found = json.loads(dmt("profile", "demo", *settings, "sharding.dataflow=sptt", "--rows", 512, "--json"))
-    assert [table["name"] for table in found["tables"]] == [f"t_{name}" for name in features]
-    (bags,) = [table for table in found["tables"] if table["unique"] is None]
-    single = found["tables"][0]
-    # More ids in a batch, of which more are there already.
-    assert bags["ids_per_sample"] > 1.2
-    assert bags["distinct_share"] < single["distinct_share"]
