@@ -22,12 +22,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.provenance import commit, processor
-from benchmarks.public_skews import avazu_skews, terabyte_skews
-from benchmarks.steps.criteo_ids import IdSkew, criteo_skews
-from benchmarks.towers.report import markdown_table
-from dmt.files import atomic_write
-from dmt.hot_rows.placement import (
+from benchmarks.oper_placement import (
     Partitions,
     Placement,
     partition_rows,
@@ -35,6 +30,11 @@ from dmt.hot_rows.placement import (
     replicate_for_inference,
     replicate_for_training,
 )
+from benchmarks.provenance import commit, processor
+from benchmarks.public_skews import avazu_skews, terabyte_skews
+from benchmarks.steps.criteo_ids import IdSkew, criteo_skews
+from benchmarks.towers.report import markdown_table
+from dmt.files import atomic_write
 
 __all__ = ["kaggle_accesses", "main"]
 

@@ -51,7 +51,6 @@ SHARDING_RATES = (
 SHARDING_OF_TOWERS = (
     "tables",
     "plan",
-    "profile",
     "kernels",
     "cache_load_factor",
     "cache_policy",
@@ -191,9 +190,6 @@ class ShardingConfig(Section):
     """The scheme of single tables, or several to choose from, by name or pattern: ``"t_ad*" = "row_wise"``."""
     plan: str | None = None
     """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
-    profile: str | None = None
-    """Accesses that ``dmt prepare`` wrote: row-wise shards have the lookups that it tells, and
-    unequal rows where that helps. By default those of ``hot_rows.profile`` or of the prepared folder that is read."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
     kernels: dict[str, Kernel] = Field(default_factory=dict)
@@ -238,11 +234,6 @@ class ShardingConfig(Section):
         if self.plan is not None and (self.tables or self.scheme != "auto"):
             raise InputError(
                 f"sharding.plan={self.plan!r} says where tables go; leave out sharding.scheme and sharding.tables."
-            )
-        if self.plan is not None and self.profile is not None:
-            raise InputError(
-                f"sharding.plan={self.plan!r} is used without changes, which sharding.profile={self.profile!r} would "
-                "make. Leave out one of them."
             )
         if self.unique != "off" and self.id_route == "global":
             raise InputError(

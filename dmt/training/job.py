@@ -10,8 +10,6 @@ from typing import cast
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
-from dmt.hot_rows.profile import AccessProfile
-from dmt.hot_rows.row_access import counted_tables, plan_by_access
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
@@ -22,11 +20,9 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
 from dmt.sharding.user_rules import Rule, ShardingRules, Tiers
-from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, ValidationReport, open_source
 from dmt.training.data.config import read_tables
-from dmt.training.data.prepared import access_counts
 from dmt.training.device import DeviceType, device_type
 
 __all__ = [
@@ -328,7 +324,7 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             factors = dict.fromkeys(shard_names(feature, splits[feature]), factor) | factors
         else:
             factors[feature] = factor
-    plan = plan_tables(
+    return plan_tables(
         towers.tables_by_tower(tables),
         topology,
         workload=StepWorkload(
@@ -351,31 +347,10 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             tiers=Tiers(kernels=sharding.kernels, cache_load_factor=sharding.cache_load_factor),
         ),
     )
-    profile = None if sharding.plan is not None else _access_profile(config, tables)
-    if profile is None:
-        return plan
-    try:
-        return plan_by_access(plan, tables, profile)
-    except InputError as error:
-        named = sharding.profile or config.hot_rows.profile
-        raise InputError(f"The accesses of {named or 'the prepared data'}: {error}") from error
 
 
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * 2**30)
-
-
-def _access_profile(config: TrainingConfig, tables: Sequence[TableSpec]) -> AccessProfile | None:
-    """Returns the accesses that a config names or that come with its rows; None without, or if those are of others."""
-    if (named := config.sharding.profile or config.hot_rows.profile) is not None:
-        return load_profile(Path(named))
-    # The counts are of ids as they are in the folder.
-    if config.data.kind != "columns" or config.data.id_mode != "index":
-        return None
-    if (file := access_counts(config.data.train_path)) is None:
-        return None
-    found = load_profile(file, remedy="Prepare the data again.")
-    return found if counted_tables(tables, found) else None
 
 
 def _loaded_placements(file: str, topology: TowerTopology, tables: Sequence[TableSpec]) -> dict[str, TablePlacement]:

@@ -28,7 +28,6 @@ _INPUT_KEYS = (
     ("data", "tables"),
     ("towers", "plan"),
     ("sharding", "plan"),
-    ("sharding", "profile"),
     ("hot_rows", "profile"),
 )
 _CLUSTER_KEY = "all_to_all"

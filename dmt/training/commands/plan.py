@@ -19,7 +19,7 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.simulator.cluster import load_cluster
 from dmt.training.cluster_rates import planner_rates
 from dmt.training.commands.outputs import check_output_files, files_of_config
-from dmt.training.config import load_config, to_override
+from dmt.training.config import load_config
 from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
 from dmt.training.job import Job, check_table_optimizer, open_job
@@ -68,20 +68,19 @@ def run_plan(
     overrides: Sequence[str] = (),
     *,
     sync_gb_per_s: float | None = None,
-    profile: Path | None = None,
     out: Path | None = None,
     cluster: str | None = None,
 ) -> PlannedTables | PlannedFlat:
     """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
 
-    A flat run has TorchRec's plan, and none of the options. A ``profile`` is that of ``sharding.profile``. With a
-    ``cluster``, rates are those of its file but for what ``overrides`` say.
+    A flat run has TorchRec's plan, and none of the options. With a ``cluster``,
+    rates are those of its file but for what ``overrides`` say.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
     """
     run = load_config(config, overrides)
-    check_output_files({"--out": (out, "sharding plan")}, [config, profile, cluster, *files_of_config(run)])
+    check_output_files({"--out": (out, "sharding plan")}, [config, cluster, *files_of_config(run)])
     if cluster is not None and run.dataflow != "flat":
         overrides = [*planner_rates(load_cluster(cluster)), *overrides]
         run = load_config(config, overrides)
@@ -89,12 +88,9 @@ def run_plan(
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
     given = {
         "--sync-gb-per-s": sync_gb_per_s,
-        "--profile": profile,
         "--out": out,
         "--cluster": cluster,
     }
-    if profile is not None and run.dataflow != "flat":
-        run = load_config(config, [*overrides, to_override("sharding.profile", profile)])
     job = open_job(run)
     if run.model.factory is not None:
         from dmt.training.factory import check_outputs  # the plans of other models need no TorchRec

@@ -18,7 +18,6 @@ from dmt.errors import InputError
 __all__ = [
     "Partitions",
     "Placement",
-    "balanced_placement",
     "partition_rows",
     "place",
     "replicate_for_inference",
@@ -26,8 +25,6 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-# Of the first partitions; it is halved each time.
-_FIRST_THRESHOLD, _LEAST_THRESHOLD = 0.05, 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,33 +153,6 @@ def place(partitions: Partitions, num_ranks: int) -> Placement:
             memory[rank] += sizes[k]
             lookups[rank] += traffic[k]
     return Placement(partitions=partitions, source=np.repeat(owner[:, None], num_ranks, axis=1))
-
-
-def balanced_placement(
-    accesses: ArrayLike, row_bytes: ArrayLike, num_ranks: int, *, balance: float = 0.99
-) -> Placement:
-    """Places rows with ever smaller partitions until the lookups of ranks are balanced (OPER, section 4.2).
-
-    Returns the first placement on M ranks that reaches ``balance``, least over most lookups of a rank, or the most
-    balanced one: a row read more than 1 / M of all reads balances with no partitions.
-
-    Raises:
-        InputError: as `partition_rows` and `place`.
-
-    Example:
-        >>> placement = balanced_placement(1 / np.arange(1.0, 1001), 8, num_ranks=4)
-        >>> memory = placement.memory()
-        >>> placement.balance > 0.99, bool(memory.min() > 0.99 * memory.max())
-        (True, True)
-    """
-    threshold = _FIRST_THRESHOLD
-    best: Placement | None = None
-    while best is None or (threshold >= _LEAST_THRESHOLD and best.balance < balance):
-        found = place(partition_rows(accesses, row_bytes, threshold=threshold), num_ranks)
-        if best is None or found.balance > best.balance:
-            best = found
-        threshold /= 2
-    return best
 
 
 def replicate_for_inference(placement: Placement, extra_bytes: ArrayLike, latency: ArrayLike) -> Placement:

@@ -7,16 +7,15 @@ import itertools
 import numpy as np
 import pytest
 
-from dmt.errors import InputError
-from dmt.hot_rows.placement import (
+from benchmarks.oper_placement import (
     Partitions,
     Placement,
-    balanced_placement,
     partition_rows,
     place,
     replicate_for_inference,
     replicate_for_training,
 )
+from dmt.errors import InputError
 
 
 def skewed(rows: int, exponent: float = 1.1, seed: int = 0) -> np.ndarray:
@@ -80,17 +79,6 @@ def test_memory_and_lookups_are_balanced(ranks: int, exponent: float) -> None:
     lookups, largest = placement.lookups(), ranks * placement.partitions.traffic.max()
     assert placement.balance > 1 - 0.002 * ranks or largest > lookups.mean()
     assert memory.min() > (1 - 0.004 * ranks) * memory.max()
-
-
-def test_the_threshold_falls_until_lookups_are_balanced() -> None:
-    access = skewed(20_000, 0.8)
-    coarse = place(partition_rows(access, 64, threshold=0.05), 7)
-    fine = balanced_placement(access, 64, 7, balance=0.995)
-    assert coarse.balance < 0.95
-    assert fine.balance >= 0.995
-    # One row has nearly all reads: no threshold balances it, and the search ends.
-    hopeless = balanced_placement([1e6, *[1.0] * 100], 64, 4)
-    assert hopeless.balance < 0.01
 
 
 def test_algorithm_1_on_a_case_by_hand() -> None:
