@@ -268,15 +268,16 @@ def bench_comms(*, out: Path, as_json: bool, **options: Any) -> None:
 )
 @click.option("--min-count", default=1, show_default=True, help="Rarer values share an id, by frequency.")
 @click.option("--vocabulary", type=click.Path(path_type=Path), help="Use the ids of this prepared folder.")
-@click.option("--ranks", type=int, help="Ranks that will read the rows; by default those of CONFIG.")
-@click.option("--row-group-rows", "group_rows", type=int, help="Rows of a row group; by default 32,768 to 131,072.")
+@click.option("--max-rejects", default=0, show_default=True, help="Rows that may be left out, listed in rejects.csv.")
+@click.option("--row-group-rows", "group_rows", default=32_768, show_default=True, help="Rows of a row group.")
+@click.option("--memory-gib", default=2.0, show_default=True, help="Memory of DuckDB; about a gibibyte comes on top.")
 @click.option("--most-values", default=2**24, show_default=True, help="Values counted of a table at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
-    """Writes raw rows as Parquet with ids, to train on.
+    """Writes raw rows (CSV, TSV, JSON lines, Parquet, Criteo's) as Parquet with ids, to train on.
 
-    With a manifest and access counts; data.prepared names the folder. CONFIG's [data] names the rows, its columns and
-    the most rows of a table; they are read, checked and split as the trainer would. OVERRIDES are section.key=value.
+    With a manifest, access counts and a summary of the columns; data.prepared names the folder. CONFIG's [data] names
+    the rows, their columns and the most rows of a table. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.prepare import print_prepared, run_prepare
 

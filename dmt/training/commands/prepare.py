@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +14,60 @@ from dmt.training.data.prepare import PrepareOptions, prepare
 
 __all__ = ["print_prepared", "run_prepare"]
 
+_MOST_NOTES = 10
 
-def run_prepare(
-    config: str, overrides: Sequence[str], *, out: Path, ranks: int | None, **options: Any
-) -> dict[str, Any]:
-    """Prepares the data of a config for a job of its ranks, or of ``ranks``; returns the manifest.
+
+def run_prepare(config: str, overrides: Sequence[str], *, out: Path, **options: Any) -> dict[str, Any]:
+    """Prepares the data of a config; returns the manifest.
 
     Raises:
         InputError: see `prepare`.
     """
     run = load_config(config, overrides)
     check_output("--out", out.absolute().parent, is_folder=True)
-    if ranks is None:
-        ranks = run.topology.build().world_size
     dims: dict[str, Any] = {"embedding_dim": run.model.embedding_dim, "embedding_dims": run.model.embedding_dims}
-    bars: dict[str, Any] = {}
-
-    def on_rows(phase: str, rows: int) -> None:
-        if phase not in bars:
-            for bar in bars.values():
-                bar.close()
-            bars[phase] = progress_bar(initial=0, total=None, enabled=True, desc=phase, unit="row")
-        bars[phase].update(rows)
-
-    try:
-        return prepare(run.data, out, PrepareOptions(ranks=ranks, **options), on_rows=on_rows, **dims)
-    finally:
-        for bar in bars.values():
-            bar.close()
+    with _share_bar() as on_share:
+        return prepare(run.data, out, PrepareOptions(**options), on_share=on_share, **dims)
 
 
 def print_prepared(record: dict[str, Any], out: Path) -> None:
-    """Prints the tables of a manifest, and how to train on it."""
+    """Prints the tables of a manifest, what to look at, and how to train on it."""
     console = table_console(markup=False)
-    rows = [
-        [name, *("-" if own[key] is None else f"{own[key]:,}" for key in ("distinct", "rows", "rows_read", "accesses"))]
-        for name, own in record["tables"].items()
-    ]
-    numbers = record["rows"]
-    title = f"{numbers['train']:,} training rows and {numbers['eval']:,} evaluation rows, ids by {record['ids']}"
-    console.print(make_table(["table", "values", "rows", "rows read", "accesses"], rows, title=title))
-    if record["malformed_rows"]:
-        console.print(f"{record['malformed_rows']:,} malformed rows were left out.")
-    console.print(f"Row groups of {record['row_group_rows']:,} rows. Train with data.prepared={out}", soft_wrap=True)
-    console.print(f"Access counts: hot_rows.profile={out / record['access_counts']}", soft_wrap=True)
+    rows = []
+    for name, feature in record["summary"]["features"].items():
+        numbers = [feature[key] for key in ("distinct", "missing", "rows", "suggested_rows")]
+        rows.append(
+            [name, *("-" if number is None else f"{number:,}" for number in numbers), f"{feature['its_share']:.1%}"]
+        )
+    parts = record["rows"]
+    title = f"{parts['train']:,} training rows and {parts['eval']:,} evaluation rows, ids by {record['ids']}"
+    names = ["feature", "values", "missing", "rows", "suggested", "most frequent"]
+    console.print(make_table(names, rows, title=title))
+    notes = record["summary"]["notes"]
+    for note in notes[:_MOST_NOTES]:
+        console.print(f"- {note}", soft_wrap=True)
+    if len(notes) > _MOST_NOTES:
+        console.print(f"- and {len(notes) - _MOST_NOTES} more: see summary.notes in {out / 'manifest.json'}")
+    if record["rejects"]:
+        console.print(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}", soft_wrap=True)
+    console.print(
+        f"Train with data.prepared={out}; access counts: hot_rows.profile={out / record['access_counts']}",
+        soft_wrap=True,
+    )
+
+
+@contextmanager
+def _share_bar() -> Iterator[Callable[[str, float], None]]:
+    """Yields a function that shows the share of a part of the work that is done."""
+    bars: dict[str, Any] = {}
+
+    def show(phase: str, share: float) -> None:
+        if phase not in bars:
+            bars[phase] = progress_bar(initial=0, total=100, enabled=True, desc=phase, unit="%")
+        bars[phase].update(round(100 * share) - bars[phase].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars.values():
+            bar.close()

@@ -9,12 +9,23 @@ from typing import Any, Literal
 from dmt.errors import InputError
 from dmt.files import read_json
 
-__all__ = ["FORMAT", "MANIFEST", "PARTS", "access_counts", "prepared_settings", "read_manifest", "with_prepared"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "PARTS",
+    "REQUEST",
+    "access_counts",
+    "prepared_settings",
+    "read_manifest",
+    "with_prepared",
+]
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 PARTS: tuple[Literal["train", "eval"], ...] = ("train", "eval")
 """Folders of the Parquet files of either split."""
+REQUEST = "#request"
+"""Column of the key of each row's request, in folders whose rows have one (``data.group_by``)."""
 
 
 def read_manifest(folder: Path, place: str) -> dict[str, Any]:
@@ -31,7 +42,7 @@ def read_manifest(folder: Path, place: str) -> dict[str, Any]:
     try:
         files = {str(name): int(size) for name, size in record["files"].items()}
         dict(record["data"])
-        str(record["access_counts"])
+        _ = record["access_counts"]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{place}: its {MANIFEST} is damaged ({error!r}). {remedy}") from error
     for name, size in files.items():
@@ -54,7 +65,8 @@ def access_counts(train_path: str | None) -> Path | None:
     folder = Path(train_path).parent
     if Path(train_path) != folder / PARTS[0] or not (folder / MANIFEST).is_file():
         return None
-    return folder / str(read_manifest(folder, f"data.train_path={train_path!r}")["access_counts"])
+    counts = read_manifest(folder, f"data.train_path={train_path!r}")["access_counts"]
+    return None if counts is None else folder / str(counts)
 
 
 def prepared_settings(folder: str) -> dict[str, Any]:

@@ -1,85 +1,246 @@
-"""`dmt prepare`: the batches of the raw rows, ids by frequency, counts, and folders that are whole or not there."""
+"""`dmt prepare`: every format, ids by frequency, rejected rows, folders that are whole or not there."""
 
 from __future__ import annotations
 
+import csv
+import errno
+import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
 from dmt.errors import InputError
-from dmt.training.access import collect_profile, load_profile
+from dmt.training.access import load_profile
 from dmt.training.commands import main
-from dmt.training.config import load_config
-from dmt.training.data.config import DataConfig, SyntheticConfig
-from dmt.training.data.dataset import ClickData, open_source
+from dmt.training.data import prepare as module
+from dmt.training.data.config import DataConfig
+from dmt.training.data.hash import hash_rows
 from dmt.training.data.prepare import PrepareOptions, prepare
 
 from .helpers import criteo_line, numbered_lines, write
-from .test_sharing import config_of
-from .test_start_row import same
 
-FREQUENCY = PrepareOptions(ids="frequency", group_rows=16)
-
-
-def read(folder: Path, **settings: Any) -> ClickData:
-    return open_source(DataConfig.model_validate({"prepared": str(folder), **settings}), embedding_dim=8)
+NAMES: dict[str, Any] = {"categorical": ("c", "tags"), "dense": ("d",), "multi_hot": ("tags",), "timestamps": ("t",)}
+LABELS, DENSE = [1, 0, 0, 1], [np.log1p(3.5), 0.0, -np.log1p(2.0), 0.0]
+HOURS, WEEKDAYS = [20, 0, 19, 1], [7, 0, 7, 1]
+WORDS, TAGS = ["ann", "b,ob", None, "12"], [["x", "y"], [], ["x"], []]
 
 
-def batches(data: ClickData, split: Any) -> list[Any]:
-    return list(data.batches(split, rank=0, world_size=1, batch_size=4, epoch=1 if split == "train" else 0))
+def prepared(
+    tmp_path: Path, config: DataConfig, part: str = "train", **options: Any
+) -> tuple[pa.Table, dict[str, Any]]:
+    out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+    record = prepare(config, out, PrepareOptions(**options))
+    return pq.read_table(out / part), record
 
 
-@pytest.mark.parametrize("kind", ["criteo", "csv", "parquet"])
-def test_prepared_batches_are_those_of_the_raw_rows(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "raw").mkdir()
-    config = config_of(kind, tmp_path / "raw", shuffle_rows=20, num_embeddings=50)
-    config = config.model_copy(update={"dense_transform": "signed_log1p"})
-    record = prepare(config, tmp_path / "out", PrepareOptions(group_rows=16))
-    data, raw = read(tmp_path / "out", shuffle_rows=20), open_source(config, embedding_dim=8)
-    assert data.tables == raw.tables
-    for split in ("train", "eval"):
-        wanted, found = batches(raw, split), batches(data, split)
-        assert len(wanted) == len(found) > 2
-        assert all(same(a, b) for a, b in zip(wanted, found, strict=True))
-        assert record["rows"][split] == raw.num_rows(split) == data.num_rows(split)
-        groups = pq.read_metadata(tmp_path / "out" / split / "part-00000.parquet")
-        sizes = [groups.row_group(i).num_rows for i in range(groups.num_row_groups)]
-        assert sum(sizes) == record["rows"][split]
-        assert set(sizes[:-1]) <= {16}
-    assert record["malformed_rows"] == (2 if kind == "criteo" else 0)
-    # The counts are those that a profile of the raw rows would have.
-    profile, counted = load_profile(tmp_path / "out" / "access.parquet"), collect_profile(raw)
-    for table in raw.tables:
-        own, wanted_counts = profile[table.name], counted[table.name]
-        assert dict(zip(own.rows, own.counts, strict=True)) == dict(
-            zip(wanted_counts.rows, wanted_counts.counts, strict=True)
-        )
-        distinct = record["tables"][table.name]["distinct"]
-        used = int((own.rows != 0).sum())  # row 0 is for missing values
-        if table.name == "t_time_hour":
-            assert distinct == used
-        else:
-            assert distinct is None or used <= distinct  # an estimate: rows are shared
+def config_of(path: Path, **settings: Any) -> DataConfig:
+    return DataConfig(**{"kind": "columns", "train_path": str(path), "eval_path": str(path), **NAMES, **settings})
 
 
-def test_values_that_are_rows_are_counted_as_they_are(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"label": [0] * 60, "n": [i % 6 for i in range(60)]}), tmp_path / "a.parquet")
-    path = str(tmp_path / "a.parquet")
-    config = DataConfig(
-        kind="columns", train_path=path, eval_path=path, categorical=("n",), id_mode="index", num_embeddings=7
+CSV = """label,c,d,tags,t
+1,ann,3.5,x|y,2026-11-22T19:15:00
+0,"b,ob",nan,,
+0,,-2,x,"2026-11-22 20:30+02:00"
+1,12,,|,2024-01-01
+"""
+JSON = "\n".join(
+    [
+        '{"label": 1, "c": "ann", "d": 3.5, "tags": ["x", "y"], "t": "2026-11-22T19:15:00"}',
+        '{"t": null, "label": 0, "c": "b,ob", "d": "NaN"}',
+        '{"label": false, "c": null, "d": -2, "tags": ["x", null], "t": "2026-11-22T18:30:00Z"}',
+        '{"label": "1", "c": 12, "tags": [], "t": "2024-01-01"}',
+    ]
+)
+
+
+def write_parquet(path: Path) -> None:
+    times = ["2026-11-22T19:15:00", None, "2026-11-22T18:30:00", "2024-01-01T00:00:00"]
+    table = {
+        "label": [True, False, False, True],
+        "c": pa.array(WORDS).dictionary_encode(),
+        "d": pa.array([3.5, np.nan, -2.0, None], pa.float64()),
+        "tags": pa.array([["x", "y"], None, ["x", None], []]),
+        "t": pa.array(times).cast(pa.timestamp("ns")),
+    }
+    pq.write_table(pa.table(table), path)
+
+
+@pytest.mark.parametrize(
+    "ending", [".csv", ".csv.gz", "-crlf.csv", "-bom.csv", ".tsv", ".jsonl", ".json.gz", ".parquet"]
+)
+def test_every_format_gives_the_same_rows(ending: str, tmp_path: Path) -> None:
+    path, text = tmp_path / f"rows{ending}", JSON if "json" in ending else CSV
+    if ending == ".tsv":
+        text = text.replace('"b,ob"', "b;ob").replace(",", "\t").replace("b;ob", "b,ob")
+    text = text.replace("\n", "\r\n") if "crlf" in ending else "\ufeff" + text if "bom" in ending else text
+    if ending == ".parquet":
+        write_parquet(path)
+    else:
+        path.write_bytes(gzip.compress(text.encode()) if ending.endswith(".gz") else text.encode())
+    table, record = prepared(tmp_path, config_of(path, num_embeddings=1000))
+    assert table["label"].to_pylist() == LABELS
+    assert table["d"].to_pylist() == pytest.approx(DENSE)
+    assert table["c"].to_pylist() == hash_rows(pa.array(WORDS), feature="c", num_embeddings=1000).tolist()
+    tags = [hash_rows(pa.array(bag, pa.string()), feature="tags", num_embeddings=1000).tolist() for bag in TAGS]
+    assert table["tags"].to_pylist() == tags
+    # 20:30+02:00 is 18:30 in UTC: hour h is row h + 1, Sunday row 7.
+    assert (table["t_hour"].to_pylist(), table["t_weekday"].to_pylist()) == (HOURS, WEEKDAYS)
+    assert table.schema.field("c").type == pa.int32()
+    assert table.schema.field("d").type == pa.float32()
+    assert record["rows"] == {"train": 4, "eval": 4}
+    assert record["summary"]["dense"]["d"] == {"missing": 2}
+    assert record["summary"]["features"]["c"]["missing"] == 1
+
+
+def test_times_of_every_spelling(tmp_path: Path) -> None:
+    values = [
+        "2024-01-01T23:59:59.5",
+        "2024-01-01 23:59:59.500",
+        "2024-01-01T23:59:59.500000000Z",
+        " 2024-01-02T05:29:59.5+05:30",
+        "NaT",
+    ]
+    write(tmp_path / "a.csv", ["label,c,time", *(f"0,x,{value}" for value in values)])
+    parts = ("years", "hour", "day", "month")
+    settings = {"timestamps": ("time",), "timestamp_parts": parts, "categorical": ("c",), "dense": (), "multi_hot": ()}
+    # A time without a zone is taken as it is, whatever the zone of this machine.
+    code = (
+        "import sys, json; from pathlib import Path; from dmt.training.data.config import DataConfig\n"
+        "from dmt.training.data.prepare import *\n"
+        "prepare(DataConfig(**json.loads(sys.argv[1])), Path(sys.argv[2]), PrepareOptions(threads=1))"
     )
-    for number, own in enumerate((config, DataConfig(synthetic=SyntheticConfig(num_rows=2000, rows_per_table=7)))):
-        record = prepare(own, tmp_path / str(number), PrepareOptions())
-        assert [each["distinct"] for each in record["tables"].values()] == [
-            each["rows_read"] for each in record["tables"].values()
-        ]
-    assert json.loads((tmp_path / "0" / "manifest.json").read_text())["tables"]["t_n"]["distinct"] == 6
+    record = config_of(tmp_path / "a.csv", **settings).model_dump_json(exclude_defaults=True)
+    environment = os.environ | {"TZ": "America/New_York"}
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, record, str(tmp_path / "out")], env=environment, check=True
+    )
+    table = pq.read_table(tmp_path / "out" / "train")
+    assert table["time_years"].to_pylist() == pytest.approx([1704153599.5 / 31_556_952] * 4 + [0.0], abs=1e-5)
+    assert [table[f"time_{part}"].to_pylist() for part in parts[1:]] == [[24] * 4 + [0], [1] * 4 + [0], [1] * 4 + [0]]
+
+
+GOOD = "0,good,1,x,2026-11-22"
+REJECTED = [
+    ("2,a,1,x,", "label", "expected 0 or 1, found 2"),
+    (",a,1,x,", "label", "expected 0 or 1, found nothing"),
+    ("0,a,12x,x,", "d", "expected a number, found 12x"),
+    ("0,a,1_0,x,", "d", "expected a number, found 1_0"),
+    ("0,a,1e400,x,", "d", "infinite"),
+    ("0,a,1,x,22.11.2026", "t", "expected a date or time"),
+    ("0,a,1,x,2026-11-22T25:00", "t", "expected a date or time"),
+    ("0,a,1,x,1700000000", "t", "expected a date or time"),
+    ("0,a,1", "", "expected 5 columns, found 3"),
+    ("0,a,1,x,,", "", "expected 5 columns, found 6"),
+    ("", "", "the line is empty"),
+    ('0,"open,1,x,', "", "a quote that is open"),
+    ('0,"open"",1,x,', "", "a quote that is open"),
+    ('0,15" screen,1,x,', "", "a quote that is open or inside a column"),
+    ("0,a\rb,1,x,", "", "a carriage return or NUL"),
+    ("0,a\0b,1,x,", "", "a carriage return or NUL"),
+    ("0,a\udcffb,1,x,", "", "expected text in UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("line", "column", "reason"), REJECTED, ids=[reason for *_, reason in REJECTED])
+def test_a_row_that_cannot_be_used_is_named_or_listed_and_no_other_is_lost(
+    line: str, column: str, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.csv"
+    text = "\n".join(["label,c,d,tags,t", GOOD, GOOD, line, GOOD, GOOD]) + "\n"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    place = f"a.csv, line 4: {f'column {column!r}: ' if column else ''}"
+    with pytest.raises(InputError, match=place) as error:
+        prepared(tmp_path, config_of(path))
+    assert reason in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"], "nothing is left"
+    with pytest.raises(InputError, match="--max-rejects"):  # of both parts together
+        prepared(tmp_path, config_of(path), max_rejects=1)
+    out = tmp_path / "out"
+    record = prepare(config_of(path), out, PrepareOptions(max_rejects=2))
+    assert record["rejects"] == 2
+    assert pq.read_table(out / "train")["label"].to_pylist() == [0] * 4
+    with (out / "rejects.csv").open(encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["source"], row["line"], row["column"]) for row in rows] == [(str(path), "4", column)] * 2
+    assert reason in rows[0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", "a.csv: is empty"),
+        ("a.csv", "0,a,1,x,2026-11-22\n0,b,1,x,2026-11-22\n", "label 'label' matches no column"),
+        ("a.csv", "label,c,d,tags,t,c\n", "column 'c' is named 2 times"),
+        ("a.csv", "label;c;d;tags;t\n", "label 'label' matches no column"),
+        ("a.csv", CSV.encode("utf-16"), "is UTF-16"),
+        ("a.csv.gz", gzip.compress(CSV.encode())[:-9], "gzip file is cut off or damaged"),
+        ("a.jsonl", "", "a.jsonl: is empty"),
+        ("a.jsonl", "[1]\n", "is a JSON object"),
+        ("a.jsonl", JSON + "\n[1]\n", "line 5: expected a JSON object"),
+        ("a.jsonl", JSON + "\n{", "line 5: expected a JSON object"),
+        ("a.parquet", "PAR1", "cannot be read as Parquet"),
+        ("a.xls", "", "unknown ending"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_files_that_are_none_are_refused(name: str, text: str | bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError, match=message):
+        prepared(tmp_path, config_of(tmp_path / name))
+
+
+def test_files_with_columns_in_another_order_are_read_and_those_without_one_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv", ["label,c,d", "1,a,1"])
+    write(tmp_path / "b.csv", ["more,d,c,label", "?,2,b,0"])
+    settings = {"categorical": ("c",), "multi_hot": (), "timestamps": (), "eval_path": str(tmp_path / "a.csv")}
+    table, _ = prepared(tmp_path, config_of(tmp_path / "?.csv", dense_transform="none", **settings))
+    assert (table["label"].to_pylist(), table["d"].to_pylist()) == ([1, 0], [1.0, 2.0])
+    write(tmp_path / "b.csv", ["d,label", "2,0"])
+    with pytest.raises(InputError, match=r"b\.csv: column 'c' is missing"):
+        prepared(tmp_path, config_of(tmp_path / "?.csv", **settings))
+
+
+def test_criteo_files_without_and_with_a_line_of_names(tmp_path: Path) -> None:
+    config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"), eval_fraction=0.4)
+    write(tmp_path / "a.tsv", numbered_lines(10))
+    table, record = prepared(tmp_path, config, group_rows=4)
+    assert record["rows"] == {"train": 6, "eval": 4}
+    assert np.expm1(table["I1"].to_numpy()).round().tolist() == [0, 1, 3, 5, 6, 8], "rows are set apart evenly"
+    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    for line, message in (
+        ("\t".join(names), "line 1: column 'label': expected 0 or 1, found label"),
+        (criteo_line(categories=["0a"] * 25 + ["xy"]), "column 'C26': expected a hexadecimal number, found 'xy'"),
+    ):
+        write(tmp_path / "a.tsv", [line, *numbered_lines(3)])
+        with pytest.raises(InputError, match=message):
+            prepared(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [(["3", "12", "6"], "12"), (["3", "-1"], "-1"), (["3", "x"], "x"), ([3, 12], 12), ([3.0, 1.5], 1.5)],
+)
+def test_row_numbers_are_checked(values: list[Any], wrong: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"categorical": ("n",), "multi_hot": (), "timestamps": (), "dense": ()}
+    config = config_of(tmp_path / "a.parquet", id_mode="index", num_embeddings=7, **settings)
+    pq.write_table(pa.table({"label": [0] * len(values), "n": values}), tmp_path / "a.parquet")
+    with pytest.raises(
+        InputError, match=rf"line {values.index(wrong) + 1}: column 'n'.*t_n of 7 rows.*found {wrong!r}"
+    ):
+        prepared(tmp_path, config)
+    table, _ = prepared(tmp_path, config, max_rejects=2)
+    assert table["n"].to_pylist() == [int(float(value)) for value in values if value != wrong]
 
 
 USERS = ["b"] * 9 + ["a"] * 7 + ["c"] * 5 + ["d"] * 3 + ["e", "f", None, None]
@@ -95,144 +256,174 @@ def clicks(path: Path, users: list[Any] = USERS, *, test: tuple[Any, ...] = ("a"
     }
     pq.write_table(pa.table(table), path)
     names: dict[str, Any] = {"categorical": ("user", "friend"), "split_column": "split", "num_embeddings": 100}
-    return DataConfig(kind="columns", train_path=str(path), shuffle_rows=0, **names)
-
-
-def ids_of(data: ClickData, split: Any, feature: str = "user") -> list[int]:
-    found = []
-    for batch in data.batches(split, rank=0, world_size=1, batch_size=1):
-        found += batch.sparse_features[feature].values().tolist()
-    return found
+    return DataConfig(kind="columns", train_path=str(path), **names)
 
 
 def test_ids_follow_the_frequency_of_values_and_rare_ones_share_one(tmp_path: Path) -> None:
     config = clicks(tmp_path / "clicks.parquet")
-    record = prepare(config, tmp_path / "all", FREQUENCY)
+    record = prepare(config, tmp_path / "all", PrepareOptions(ids="frequency", group_rows=16))
     order = {"b": 2, "a": 3, "c": 4, "d": 5, None: 0}
-    found = ids_of(read(tmp_path / "all", shuffle_rows=0), "train")
-    assert [order.get(user, 9) for user in USERS] == [9 if row in (6, 7) else row for row in found]
-    assert {found[24], found[25]} == {6, 7}, "those that come once, in the order of their hashes"
-    assert ids_of(read(tmp_path / "all"), "eval") == [3, 1, 0]
-    assert record["tables"]["t_user"] | {"accesses": 28, "rows": 8, "distinct": 6} == record["tables"]["t_user"]
+    rows = pq.read_table(tmp_path / "all" / "train")["user"].to_pylist()
+    assert [order.get(user, 9) for user in USERS] == [9 if row in (6, 7) else row for row in rows]
+    assert {rows[24], rows[25]} == {6, 7}, "those that come once, in the order of their hashes"
+    assert pq.read_table(tmp_path / "all" / "eval")["user"].to_pylist() == [3, 1, 0]
+    assert record["tables"]["t_user"] | {"accesses": 28, "rows": 8} == record["tables"]["t_user"]
+    assert record["summary"]["features"]["user"]["distinct"] == 6
 
-    prepare(config, tmp_path / "two", PrepareOptions(ids="frequency", min_count=4))
-    data = read(tmp_path / "two", shuffle_rows=0)
-    assert ids_of(data, "train") == [order.get(user, 1) if user != "d" else 1 for user in USERS]
-    assert {t.name: t.num_embeddings for t in data.tables} == {"t_user": 5, "t_friend": 6}
+    record = prepare(config, tmp_path / "two", PrepareOptions(ids="frequency", min_count=4))
+    train = pq.read_table(tmp_path / "two" / "train")
+    assert train["user"].to_pylist() == [order.get(user, 1) if user != "d" else 1 for user in USERS]
+    assert record["data"]["num_embeddings_per_feature"] == {"user": 5, "friend": 6}
     # "z" is in every list, so that it is the most frequent value; a missing list is an empty bag.
     friends = {"b": 3, "a": 4, "c": 5}
-    wanted = [x for user in USERS if user is not None for x in (friends.get(user, 1), 2)]
-    assert ids_of(data, "train", "friend") == wanted
-    profile = load_profile(tmp_path / "two" / "access.parquet")
-    counted = Counter(ids_of(data, "train"))
-    assert dict(zip(profile["t_user"].rows.tolist(), profile["t_user"].counts.tolist(), strict=True)) == counted
-    assert [table.num_embeddings for table in profile.tables] == [table.num_embeddings for table in data.tables]
+    assert train["friend"].to_pylist() == [[] if user is None else [friends.get(user, 1), 2] for user in USERS]
+    counts = load_profile(tmp_path / "two" / "access.parquet")["t_user"]
+    assert dict(zip(counts.rows.tolist(), counts.counts.tolist(), strict=True)) == Counter(train["user"].to_pylist())
 
     # Features that share a table share its ids.
-    prepare(config.model_copy(update={"shared_tables": {"people": ("user", "friend")}}), tmp_path / "one", FREQUENCY)
-    data = read(tmp_path / "one", shuffle_rows=0)
-    assert [(table.name, table.num_embeddings) for table in data.tables] == [("t_people", 9)]
-    assert ids_of(data, "train", "friend")[::2] == [row for row in ids_of(data, "train") if row]
+    shared = config.model_copy(update={"shared_tables": {"people": ("user", "friend")}})
+    record = prepare(shared, tmp_path / "one", PrepareOptions(ids="frequency"))
+    assert [(name, table["rows"]) for name, table in record["tables"].items()] == [("t_people", 9)]
+    train = pq.read_table(tmp_path / "one" / "train")
+    assert [bag[0] for bag in train["friend"].to_pylist() if bag] == [row for row in train["user"].to_pylist() if row]
 
     # No more rows than the config says, and other rows with the same ids.
     few = config.model_copy(update={"num_embeddings_per_feature": {"user": 4}})
-    prepare(few, tmp_path / "few", FREQUENCY)
-    assert max(ids_of(read(tmp_path / "few"), "train")) == 3
+    table, _ = prepared(tmp_path, few, ids="frequency")
+    assert max(table["user"].to_pylist()) == 3
     later = clicks(tmp_path / "later.parquet", ["c", "new", "f", "a", None], test=("b",))
-    prepare(later, tmp_path / "later", PrepareOptions(ids="frequency", vocabulary=tmp_path / "two"))
-    data = read(tmp_path / "later", shuffle_rows=0)
-    assert ids_of(data, "train") == [4, 1, 1, 3, 0]
-    assert [table.num_embeddings for table in data.tables] == [5, 6]
+    table, record = prepared(tmp_path, later, ids="frequency", vocabulary=tmp_path / "two")
+    assert table["user"].to_pylist() == [4, 1, 1, 3, 0]
+    assert record["data"]["num_embeddings_per_feature"] == {"user": 5, "friend": 6}
 
 
 def test_values_beyond_what_is_counted_are_rare_and_said_to_be(tmp_path: Path, caplog: Any) -> None:
-    users = [*["a"] * 30, *["b"] * 20, *map(str, range(40))]
-    config = clicks(tmp_path / "clicks.parquet", users)
-    options = PrepareOptions(ids="frequency", most_values=3, min_count=3)
-    record = prepare(config, tmp_path / "out", options)
+    config = clicks(tmp_path / "clicks.parquet", [*["a"] * 30, *["b"] * 20, *map(str, range(40))])
+    table, _ = prepared(tmp_path, config, ids="frequency", most_values=3, min_count=3)
     assert "t_user has more values than --most-values=3" in caplog.text
-    assert record["tables"]["t_user"]["distinct"] is None
-    found = ids_of(read(tmp_path / "out", shuffle_rows=0), "train")
-    assert found[:50] == [2] * 30 + [3] * 20
+    assert table["user"].to_pylist()[:50] == [2] * 30 + [3] * 20
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
-    write(tmp_path / "a.tsv", [*numbered_lines(40), criteo_line("7")])
+def test_rows_of_a_request_are_written_together_and_whole_requests_set_apart(tmp_path: Path) -> None:
+    requests = [None if i % 10 == 9 else f"r{i % 7}" for i in range(200)]
+    write(tmp_path / "a.csv", ["label,c,q", *(f"0,{i},{request or ''}" for i, request in enumerate(requests))])
+    config = DataConfig(
+        kind="columns", train_path=str(tmp_path / "a.csv"), categorical=("c",), group_by="q", eval_fraction=0.4
+    )
+    record = prepare(config, tmp_path / "out", PrepareOptions(group_rows=500))
+    keys = {part: pq.read_table(tmp_path / "out" / part)["#request"].to_pylist() for part in ("train", "eval")}
+    assert sum(map(len, keys.values())) == 200
+    assert not set(keys["train"]) & set(keys["eval"])
+    runs = sum(a != b for a, b in zip(keys["train"], keys["train"][1:], strict=False)) + 1
+    assert runs == len(set(keys["train"])), "each request is one run of rows"
+    assert len(set(keys["train"] + keys["eval"])) == 7 + 20, "a row without a request is one by itself"
+    assert record["data"]["group_by"] == "#request"
+
+
+def test_row_groups_have_one_size_and_an_empty_part_has_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.tsv", numbered_lines(70))
     config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"))
-    out = tmp_path / "out"
-    with pytest.raises(InputError, match="line 41: column label"):
-        prepare(config, out, PrepareOptions(group_rows=8))
-    assert [path.name for path in tmp_path.iterdir()] == ["a.tsv"], "nothing is left"
+    prepare(config, tmp_path / "out", PrepareOptions(group_rows=16, eval_only=True))
+    groups = pq.read_metadata(tmp_path / "out" / "eval" / "part-00000.parquet")
+    assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [16, 16, 16, 16, 6]
+    assert pq.read_table(tmp_path / "out" / "train").num_rows == 0
 
+
+def test_the_summary_says_what_to_look_at(tmp_path: Path) -> None:
+    lines = [f"0,{'abc'[i % 3]},nan,,{i}" for i in range(60)]
+    write(tmp_path / "a.csv", ["label,few,d,none,many", *lines])
+    names = {"categorical": ("few", "none", "many"), "dense": ("d",), "multi_hot": (), "timestamps": ()}
+    config = config_of(tmp_path / "a.csv", num_embeddings_per_feature={"many": 9}, **names)
+    _, record = prepared(tmp_path, config)
+    notes = " ".join(record["summary"]["notes"])
+    assert "d: all 60 values are missing" in notes
+    assert "none: all 60 values are missing" in notes
+    assert "few: 3 distinct values in a table of 100,000 rows. num_embeddings_per_feature.few = 30" in notes
+    assert "many: its table of 9 rows is full" in notes
+    assert record["summary"]["features"]["few"]["its_share"] == pytest.approx(1 / 3, abs=1e-5)
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.tsv", numbered_lines(40))
+    config, out = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv")), tmp_path / "out"
     prepare(config, out, PrepareOptions(group_rows=8))
     with pytest.raises(InputError, match="exists, and nothing is overwritten"):
         prepare(config, out, PrepareOptions())
-    with pytest.raises(ValueError, match="id_mode has no meaning with prepared="):
-        read(out, id_mode="hash")
-    with pytest.raises(ValueError, match="timestamps has no meaning with prepared="):
-        DataConfig(prepared=str(out), timestamps=("t",))
-    settings = DataConfig(prepared=str(out))
-    assert settings.prepared is None
-    # As an override of the config that it was prepared from, the folder takes the place of what that says.
-    write(tmp_path / "raw.toml", ["[data]", 'kind = "criteo_tsv"', f'train_path = "{tmp_path / "a.tsv"}"'])
-    assert load_config(tmp_path / "raw.toml", [f"data.prepared={out}"]).data == settings
-    for setting in ("id_mode=hash", "num_embeddings_per_feature.C1=7"):
-        with pytest.raises(InputError, match=rf"{setting[:7]}.* has no meaning with prepared="):
-            load_config(tmp_path / "raw.toml", [f"data.prepared={out}", f"data.{setting}"])
-    write(tmp_path / "raw.toml", ["[data]", 'split_column = "s"', 'source = "a.b:c"'])
-    assert load_config(tmp_path / "raw.toml", [f"data.prepared={out}"]).data == settings
-    with pytest.raises(InputError, match="data: "):
-        load_config(tmp_path / "raw.toml", ["data=3"])
-    assert DataConfig.model_validate(settings.model_dump()) == settings
 
-    part = out / "train" / "part-00000.parquet"
-    part.write_bytes(part.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"part-00000.parquet has \d+ bytes, not \d+. Copy the folder whole"):
-        read(out)
-    part.unlink()
-    with pytest.raises(ValueError, match=r"part-00000.parquet is missing"):
-        read(out)
-    for text, message in (("{}", "is not of format 1"), ('{"format": 1}', "is damaged"), ("x", "not JSON")):
-        (out / "manifest.json").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read(out)
-    (out / "manifest.json").unlink()
-    with pytest.raises(ValueError, match="Name a folder that `dmt prepare` has written"):
-        read(out)
+    def full(writer: Any, group: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module._Writer, "_write", full)
+    with pytest.raises(InputError, match="cannot be written: No space left on device"):
+        prepare(config, tmp_path / "other", PrepareOptions())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "out"]
 
 
-def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_removes_it(tmp_path: Path) -> None:
+    write(tmp_path / "a.tsv", numbered_lines(40))
+    code = (
+        "import os, signal, sys; from pathlib import Path; from dmt.training.data import prepare as m\n"
+        "from dmt.training.data.config import DataConfig\n"
+        "m._seal = lambda *more: os.kill(os.getpid(), int(sys.argv[1]))\n"
+        f"config = DataConfig(kind='criteo_tsv', train_path={str(tmp_path / 'a.tsv')!r})\n"
+        f"m.prepare(config, Path({str(tmp_path / 'out')!r}), m.PrepareOptions(threads=1))"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    held = subprocess.Popen([*command, str(int(signal.SIGSTOP))])
+    os.waitpid(held.pid, os.WUNTRACED)
+    try:
+        killed = subprocess.run([*command, str(int(signal.SIGKILL))], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        left = {path.name for path in tmp_path.iterdir()} - {"a.tsv"}
+        assert len(left) == 2
+        config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"))
+        prepare(config, tmp_path / "out", PrepareOptions())
+        left = {path.name for path in tmp_path.iterdir()} - {"a.tsv", "out"}
+        assert len(left) == 1, "that of the one that is still at work"
+    finally:
+        held.kill()
+        held.wait()
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({}, {"min_count": 2}, "--min-count needs ids by frequency"),
+        ({}, {"min_count": 0}, "--min-count=0 must be at least 1"),
+        ({}, {"max_rejects": -1}, "--max-rejects=-1"),
+        ({}, {"memory_gib": 0.1}, "--memory-gib=0.1"),
+        ({}, {"vocabulary": "hashed"}, "--vocabulary needs ids by frequency"),
+        ({}, {"ids": "frequency", "vocabulary": "hashed"}, "has no vocabulary"),
+        ({"categorical": ("user",)}, {"ids": "frequency", "vocabulary": "counted"}, "has other tables or features"),
+        ({"label": None}, {}, "data.label is not set"),
+        ({"kind": "synthetic"}, {}, "has no files"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_contradicting_options_are_refused(
+    settings: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     config = clicks(tmp_path / "clicks.parquet")
     prepare(config, tmp_path / "hashed", PrepareOptions())
-    other = config.model_copy(update={"categorical": ("user",)})
-    prepare(config, tmp_path / "by_frequency", FREQUENCY)
-    for data, options, message in (
-        (config, {"min_count": 2}, "--min-count needs ids by frequency"),
-        (config, {"min_count": 0}, "--min-count=0 must be at least 1"),
-        (config, {"vocabulary": tmp_path / "hashed"}, "--vocabulary needs ids by frequency"),
-        (config, {"ids": "frequency", "vocabulary": tmp_path / "hashed"}, "has no vocabulary"),
-        (other, {"ids": "frequency", "vocabulary": tmp_path / "by_frequency"}, "has other tables or features"),
-        (config.model_copy(update={"group_by": "user"}), {}, "data.group_by='user' cannot be prepared"),
-        (config.model_copy(update={"label": None}), {}, "data.label is not set"),
-        (DataConfig(), {"ids": "frequency"}, "Synthetic clicks are ids already"),
-    ):
-        with pytest.raises(InputError, match=message):
-            prepare(data, tmp_path / "out", PrepareOptions(**options))
+    prepare(config, tmp_path / "counted", PrepareOptions(ids="frequency"))
+    if "vocabulary" in options:
+        options = options | {"vocabulary": tmp_path / options["vocabulary"]}
+    with pytest.raises(InputError, match=message):
+        prepare(config.model_copy(update=settings), tmp_path / "out", PrepareOptions(**options))
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_writes_what_the_trainer_takes(tmp_path: Path) -> None:
+def test_the_command_prints_a_summary_and_the_trainer_takes_the_folder(tmp_path: Path) -> None:
     clicks(tmp_path / "clicks.parquet")
     names = 'categorical = ["user", "friend"]\nsplit_column = "split"'
     (tmp_path / "run.toml").write_text(f'[data]\nkind = "columns"\ntrain_path = "{tmp_path}/clicks.parquet"\n{names}\n')
     out, run = tmp_path / "out", CliRunner().invoke
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(out), "--ids", "frequency", "--json"])
     assert ran.exit_code == 0, ran.output
-    record = json.loads(ran.stdout)
-    assert record["rows"] == {"train": 28, "eval": 3}
-    config = load_config("demo", [f"data.prepared={out}", "train.batch_size=4"])
-    assert config.data.num_embeddings_per_feature == {"user": 8, "friend": 9}
-    assert load_profile(out / "access.parquet").num_samples == 28
+    assert json.loads(ran.stdout)["rows"] == {"train": 28, "eval": 3}
+    config = DataConfig.model_validate({"prepared": str(out)})
+    assert config.num_embeddings_per_feature == {"user": 8, "friend": 9}
+    ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(tmp_path / "more")])
+    assert "28 training rows" in ran.output
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(out)])
     assert (ran.exit_code, "nothing is overwritten" in ran.output) == (2, True)

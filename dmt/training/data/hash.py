@@ -1,0 +1,89 @@
+"""`hash_rows`: category values to rows of a table. Needs numpy, pandas and pyarrow, and neither torch nor TorchRec.
+
+A value's row depends on its text, the feature's name and the table's size; not on the platform, the process, the file
+format (the number 12 and the text "12" agree) or other values in the data.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+
+__all__ = ["HASH_KEY", "FractionError", "hash_rows"]
+
+HASH_KEY = "dmt-category-v01"
+"""Key of the hash of categories; another one is another data set to a trained model. SipHash needs 16 bytes."""
+
+
+class FractionError(InputError):
+    """A floating-point category, ``value``, that is not a whole number."""
+
+    def __init__(self, feature: str, value: float) -> None:
+        super().__init__(f"Feature {feature!r}: category {value} is not a whole number. Store categories as text.")
+        self.value = value
+
+
+def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray[np.int64]:
+    """Maps category values to table rows: missing -> 0, any other -> 1 + hash mod (rows - 1).
+
+    Args:
+        values: text, whole numbers, booleans or whole-numbered floats (NaN is missing), [n]; may be dictionary-encoded.
+        feature: salts the hash, so that equal values of two features collide with different ones.
+        num_embeddings: rows of the feature's table; with one row everything is row 0.
+
+    Returns:
+        int64 [n], each within 0..num_embeddings - 1.
+
+    Raises:
+        FractionError: a floating-point value has a fraction.
+
+    Example:
+        >>> hash_rows(pa.array(["68fd1e64", None, "68fd1e64"]), feature="C1", num_embeddings=1000).tolist()
+        [637, 0, 637]
+    """
+    if num_embeddings == 1 or len(values) == 0:
+        return np.zeros(len(values), dtype=np.int64)
+    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    indices = encoded.indices.fill_null(-1) if encoded.null_count else encoded.indices
+    codes, dictionary = indices.to_numpy(zero_copy_only=False), encoded.dictionary
+    if len(dictionary) > 2 * len(codes):  # few rows of a large dictionary: hash only what they use
+        used, codes = np.unique(codes, return_inverse=True)
+        dictionary = dictionary.take(pa.array(used, mask=used < 0))
+    # The code -1 of a missing value reads the last entry.
+    return np.append(_hash_values(dictionary, feature, num_embeddings), 0)[codes]
+
+
+def _hash_values(dictionary: pa.Array, feature: str, num_embeddings: int) -> NDArray[np.int64]:
+    """Returns the row of each value, int64 [n]; 0 of a missing one."""
+    text = _text(dictionary, feature)
+    missing = pc.is_null(text).to_numpy(zero_copy_only=False)
+    words = pc.fill_null(text, "").to_numpy(zero_copy_only=False).astype(object)
+    # Here, since most runs hash nothing and pandas takes long to load.
+    from pandas.util import hash_array
+
+    hashed = hash_array(words, hash_key=HASH_KEY, categorize=False)
+    salt = hash_array(np.array([feature], dtype=object), hash_key=HASH_KEY, categorize=False)[0]
+    rows = 1 + (_mix_bits(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
+    return np.where(missing, 0, rows)
+
+
+def _mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64: every bit of the result depends on every bit of a number."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _text(values: pa.Array, feature: str) -> pa.Array:
+    """Returns one spelling per value, whatever the column's type."""
+    if pa.types.is_floating(values.type):
+        numbers = values.to_numpy(zero_copy_only=False)
+        whole = np.isnan(numbers) | (np.trunc(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
+        if not whole.all():
+            raise FractionError(feature, float(numbers[~whole][0]))
+        values = pa.array(np.nan_to_num(numbers).astype(np.int64), mask=np.isnan(numbers))
+    return values.cast(pa.string())
