@@ -176,9 +176,9 @@ def state_altered_in_replica_1(check: Change) -> Change:
     return faulty
 
 
-def not_averaged(start: Change) -> Change:
+def not_averaged(average: Change) -> Change:
     def faulty(self: ReplicaSync) -> None:
-        self.wait()
+        pass
 
     return faulty
 
@@ -211,7 +211,7 @@ REPLICA_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], 
         "t_C4.weight of rank 3 differs from that of rank 1",
     ),
     "altered state": (ReplicaSync, "check", state_altered_in_replica_1, {"replicas"}, "t_C1.momentum1 of rank 2 diff"),
-    "no averaging": (ReplicaSync, "_start", not_averaged, {"table weights", "replicas", "checkpoint"}, "table t_C"),
+    "no averaging": (ReplicaSync, "_average", not_averaged, {"table weights", "replicas", "checkpoint"}, "table t_C"),
     "states at once": (on_rank, "replica_sync", states_averaged_at_once, {"table weights"}, "table t_C"),
     "moments": (on_rank, "shard_model", moments_not_scaled, {"table weights"}, "table t_C"),
     "tower modules": (
