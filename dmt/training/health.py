@@ -91,7 +91,7 @@ class SoundnessCheck:
         state = collect_state(model.state_dict(), None)
         # A buffer may hold infinity: a mask, a running minimum.
         buffers = {f"model.{name}" for name, value in model.named_buffers() if type(value) is Tensor}
-        self._parts = list(chunks(piece for piece in state.pieces if piece.name not in buffers))
+        self._parts = list(chunks({name: shards for name, shards in state.items() if name not in buffers}))
         self._turns = cycle(self._parts)
         # The first step at which the loss, and the gradient of each parameter, was not finite.
         self._since = torch.full((1 + len(self._trained),), _NEVER)

@@ -12,19 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch.distributed as dist
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import atomic_write, check_writable, fsync_path, read_toml
+from dmt.files import atomic_write, check_writable, from_record, fsync_path, read_toml
 from dmt.formatting import shorten
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints import checkpoints, read_manifest, whole_checkpoint
-from dmt.training.checkpoints.manifest import MANIFEST_NAME, discard_checkpoints
+from dmt.training.checkpoints import checkpoints, discard_checkpoints, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.dataset import file_text
 from dmt.training.job import Job
@@ -89,6 +88,16 @@ class Start:
         return [f"goes on from {self.folder}: step {at.step}, epoch {at.epoch}, row {at.row}", *self.notes]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """What a checkpoint keeps of a run's position, beside the step."""
+
+    epoch: Annotated[int, Field(ge=0)]
+    row: Annotated[int, Field(ge=0)]
+    files: list[list[Any]]
+    bookmark: Any = None
+
+
 def checkpoint_folder(config: TrainingConfig) -> Path:
     """Returns the folder of a run's checkpoints."""
     return Path(config.train.output_dir) / "checkpoint"
@@ -113,11 +122,12 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
     if source is None:
         return Start(files=files)
     try:
-        folder = whole_checkpoint(source, mesh)
+        folder = newest(source, mesh)
     except InputError as error:  # the same on every rank
         if source != checkpoint_folder(job.config):
             raise
         raise InputError(f"{error} To start over, set train.resume=never, which removes them.") from error
+    assert folder is not None, "rank 0 has seen a checkpoint"
     return start_with(folder, job.config, files, job.towers)
 
 
@@ -168,7 +178,7 @@ def begin_anew(config: TrainingConfig, names: Iterable[str], earlier: Container[
         )
     if foreign := discard_checkpoints(folder):
         raise InputError(
-            f"{foreign[0]} has no {MANIFEST_NAME}: train.resume=never deletes only checkpoints that dmt wrote. {remedy}"
+            f"{foreign[0]} has no checkpoint.json: train.resume=never deletes only checkpoints that dmt wrote. {remedy}"
         )
     # After the deletion, and on the disk before the first checkpoint that a later attempt might delete for want of it.
     with atomic_write(mark) as scratch:
@@ -219,19 +229,16 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
     if plan is not None and config.model.has_towers:
         _check_towers(folder, plan)
     of_rows = {key: pair for key, pair in changed.items() if _changes_rows(key, *pair)}
-    saved_files = manifest.progress["files"]
-    # Older checkpoints have one fingerprint less.
-    own_files = [list(file[: min(map(len, saved_files), default=None)]) for file in files]
+    at = from_record(_Saved, manifest.progress, place=f"{folder}: its progress", remedy="Use another checkpoint.")
+    saved_files = at.files
+    own_files = [list(file) for file in files]
     if saved_files != own_files:
         of_rows["the training files"] = _first_difference(saved_files, own_files)
     notes = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if _is_under(key, _TRAINING)]
     if of_rows and not is_own:
         return Start(folder=folder, files=files, notes=("other data: from the first row on", *notes))
     _refuse(folder, of_rows, is_own=is_own)
-    progress = manifest.progress
-    position = Position(
-        step=manifest.step, epoch=progress["epoch"], row=progress["row"], bookmark=progress.get("bookmark")
-    )
+    position = Position(step=manifest.step, epoch=at.epoch, row=at.row, bookmark=at.bookmark)
     most = config.train.max_steps
     if position.epoch >= config.train.epochs or (most is not None and position.step >= most):
         if notes or not is_own:

@@ -137,7 +137,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             replicas.check()
         at = trainer.position
         progress = {"epoch": at.epoch, "row": at.row, "files": start.files, "bookmark": at.bookmark}
-        describe = None if hot is None else partial(save_hot_rows, hot.state())
+        describe = partial(_describe, job, None if hot is None else hot.state())
         return saver.save(model, optimizer, step=at.step, progress=progress, describe=describe)
 
     with closing(saver), trainer:
@@ -259,12 +259,13 @@ def _make_saver(job: Job, mesh: TowerMesh) -> Checkpointer:
         mesh,
         keep=job.config.train.keep_checkpoints,
         asynchronous=job.config.train.async_save,
-        describe=lambda folder: _describe(job, folder),
     )
 
 
-def _describe(job: Job, folder: Path) -> None:
+def _describe(job: Job, hot: HotRowsState | None, folder: Path) -> None:
     """Writes the run's own config and plans into a checkpoint: its files elsewhere may change or move."""
+    if hot is not None:
+        save_hot_rows(hot, folder)
     if job.towers is not None:
         replace(job.towers, tables=job.split_tables).save(folder / "towers.json")
     if job.sharding is not None:

@@ -61,33 +61,31 @@ def places() -> dict[str, Place]:
 
     from dmt.replicas.sync import ReplicaSync, RunningMean
     from dmt.training import train as run
-    from dmt.training.checkpoints import reshard, saver
-    from dmt.training.checkpoints.manifest import CheckpointStore
+    from dmt.training.checkpoints import store
     from dmt.training.loop import Trainer
     from dmt.training.records import RunRecord
 
     leads = partial(Place, on_rank_0=True)
     return {
-        "prepare": leads(owner=CheckpointStore, name="prepare"),
+        "prepare": leads(owner=store, name="prepare"),
         "restore": Place(owner=run, name="restore"),
         "restored": Place(owner=run, name="restore", at_end=True),
         "step": Place(owner=TrainPipelineSparseDist, name="progress"),
         "sync": Place(owner=ReplicaSync, name="_start"),
         "mean under way": Place(owner=RunningMean, name="start", at_end=True),
         "record": leads(owner=RunRecord, name="scalars", at_end=True),
-        "save": Place(owner=saver.Checkpointer, name="save"),
-        "scratch": leads(owner=CheckpointStore, name="scratch"),
-        "in a file": Place(owner=reshard._HashedStream, name="write"),
-        "files": Place(owner=saver, name="write_pieces"),
-        "files written": leads(owner=saver.Checkpointer, name="_finish"),
-        "manifest written": leads(owner=CheckpointStore, name="commit"),
-        "put aside": leads(owner=os, name="rename", at_end=True, counts=_renamed_to(r"\.step-\d+\.old")),
-        "in place": leads(owner=os, name="rename", at_end=True, counts=_renamed_to(r"step-\d+")),
-        "prune": leads(owner=CheckpointStore, name="prune"),
-        "given up": leads(owner=os, name="rename", at_end=True, counts=_renamed_to(r"\.step-\d+\.deleted")),
+        "save": Place(owner=store.Checkpointer, name="save"),
+        "scratch": leads(owner=store, name="make_scratch"),
+        "in a file": Place(owner=store._Stream, name="write"),
+        "files": Place(owner=store, name="_write_tensors"),
+        "files written": leads(owner=store.Checkpointer, name="_finish"),
+        "manifest written": leads(owner=store, name="commit"),
+        "in place": leads(owner=os, name="rename", at_end=True, counts=_renamed_to(r"step-[\d.]+")),
+        "prune": leads(owner=store, name="prune"),
+        "given up": leads(owner=os, name="rename", at_end=True, counts=_renamed_to(r"\.step-[\d.]+\.partial")),
         # Only shutil.rmtree deletes in open folders.
         "deleting": leads(owner=os, name="unlink", at_end=True, counts=lambda *args, **kwargs: "dir_fd" in kwargs),
-        "saved": Place(owner=saver.Checkpointer, name="save", at_end=True),
+        "saved": Place(owner=store.Checkpointer, name="save", at_end=True),
         "evaluation": Place(owner=Trainer, name="evaluate"),
         "result": leads(owner=RunRecord, name="close", at_end=True),
     }

@@ -109,7 +109,7 @@ def check_checkpoints(run: TrainingConfig, before: int) -> int:
     assert last >= before
     # One more than are kept, before the oldest is deleted.
     assert len(whole) <= KEEP + 1
-    assert whole == sorted(set(whole), reverse=True)
+    assert whole == sorted(whole, reverse=True)
     if whole:
         found = newest(folder)
         assert found is not None
@@ -266,8 +266,8 @@ def many_kills(run: TrainingConfig, seed: int) -> list[Kill]:
         kill("saved", nth=5),
     ]
     on_the_way = draw.sample(on_the_way, 16)
-    # Started again at the end, a run saves its last checkpoint in the place of an equal one.
-    at_the_end = [kill("evaluation"), kill("put aside", [0]), kill("deleting", [0]), kill("result", [0])]
+    # Started again at the end, a run saves its last checkpoint once more.
+    at_the_end = [kill("evaluation"), kill("in place", [0]), kill("deleting", [0]), kill("result", [0])]
     return [*on_the_way, *at_the_end]
 
 

@@ -16,7 +16,7 @@ import pytest
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import checkpoints, read_manifest
-from dmt.training.checkpoints.manifest import write_manifest
+from dmt.training.checkpoints.folder import write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.job import resolve, tower_plan
 from dmt.training.loop import Position, Trainer
@@ -235,15 +235,14 @@ def test_a_run_begins_anew_once_in_a_job(
 def test_only_checkpoints_of_ours_are_deleted_and_no_link_is_followed(tmp_path: Path) -> None:
     run = config(tmp_path / "run", train={"resume": "never"})
     folder, elsewhere = checkpoint_folder(run), tmp_path / "elsewhere"
-    for name in ("step-00000001", ".step-00000001.old", ".step-00000002.old"):
+    for name in ("step-00000001", "step-00000001.1", "step-00000002"):
         make_checkpoint(folder, 1, {}, name)
     make_checkpoint(elsewhere, 3, {})
     (folder / "notes").mkdir()
     (folder / "notes" / "a.txt").write_text("mine")
     (folder / "step-00000003").symlink_to(elsewhere / "step-00000003")
-    (folder / ".step-00000004.old").symlink_to(elsewhere / "step-00000003")
     begin_anew(run, [], [])
-    assert sorted(path.name for path in folder.iterdir()) == [".step-00000004.old", "notes", "step-00000003"]
+    assert sorted(path.name for path in folder.iterdir()) == ["notes", "step-00000003"]
     assert starting_point(run) is None
     foreign = folder / "step-00000005"
     foreign.mkdir()
@@ -314,14 +313,18 @@ def test_a_run_whose_checkpoints_are_damaged_says_how_to_start_over(finished: Tr
 
 @pytest.mark.ranks
 def test_a_finished_run_is_evaluated_again_and_keeps_its_record(finished: TrainingConfig) -> None:
-    before, curves = checkpoints(checkpoint_folder(finished)), losses(finished)
+    before, curves = steps_of(finished), losses(finished)
     result = json.loads((Path(finished.train.output_dir) / "result.json").read_text())
     again = attempt(finished)
     assert again is not None
     assert again["eval_ne"] == result["eval_ne"]
     assert again["steps"] == result["steps"] == 7
     assert losses(finished) == curves
-    assert checkpoints(checkpoint_folder(finished)) == before
+    assert steps_of(finished) == before
+
+
+def steps_of(run: TrainingConfig) -> list[int]:
+    return [read_manifest(path).step for path in checkpoints(checkpoint_folder(run))]
 
 
 FILES = {"kind": "columns", "split_column": "split", "categorical": ["c_*"], "dense": ["d_*"], "num_embeddings": 11}
@@ -357,18 +360,9 @@ def test_files_that_are_others_are_seen(tmp_path: Path) -> None:
     text = (tmp_path / "day_1.csv").read_text()
     (tmp_path / "day_1.csv").write_text(text)
     assert start(longer).position.epoch == 1, "the same bytes, written anew"
-    folder = checkpoints(checkpoint_folder(run))[0]
-    manifest = read_manifest(folder)
-    older = [file[:3] for file in manifest.progress["files"]]
-    write_manifest(folder, replace(manifest, progress={**manifest.progress, "files": older}))
-    assert start(longer).position.epoch == 1, "a checkpoint with the fingerprint of both ends only"
     (tmp_path / "day_1.csv").write_text(text.replace(",1,train", ",0,train", 1))
-    for files in (manifest.progress["files"], older):
-        write_manifest(folder, replace(manifest, progress={**manifest.progress, "files": files}))
-        crc = " ".join([r"\w{8}"] * (len(files[0]) - 2))
-        with pytest.raises(InputError, match=rf"not '1 of them, with day_1\.csv of \S+ bytes \(CRC-32 {crc}\)'"):
-            start(longer)
-    write_manifest(folder, manifest)
+    with pytest.raises(InputError, match=r"not '1 of them, with day_1\.csv of \S+ bytes \(CRC-32 \w{8} \w{8}\)'"):
+        start(longer)
     (tmp_path / "day_1.csv").write_text(text)
     write_day(tmp_path, 2, 320)
     # From Monday's checkpoint on Tuesday's files: from the first row on.
@@ -403,3 +397,13 @@ def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     with patch.object(Trainer, "evaluate", checked):
         run_on_rank(rank, values, None)
     return steps
+
+
+@pytest.mark.parametrize("wrong", [{"epoch": None}, {"epoch": "x"}, {"row": -1}, {"files": 3}])
+def test_a_forged_position_is_refused(wrong: dict[str, Any], finished: TrainingConfig, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoints(checkpoint_folder(finished))[0], tmp_path / "step-00000008")
+    manifest = read_manifest(folder)
+    progress = {key: value for key, value in {**manifest.progress, **wrong}.items() if value is not None}
+    write_manifest(folder, replace(manifest, progress=progress))
+    with pytest.raises(InputError, match=rf"step-00000008: its progress: {next(iter(wrong))}"):
+        start_with(folder, finished, [], None)

@@ -1,36 +1,61 @@
-"""Loads a checkpoint of any layout into a sharded model and optimizer, or the unsharded model, by ``reshard.py``."""
+"""Loads a checkpoint of any layout into a sharded model and optimizer, or the unsharded model; runs nothing from it.
+
+PyTorch's own reader unpickles the index of a checkpoint and every object in it, so a file from elsewhere could run any
+program. `SafeReader` lets the index name the classes of an index only, and tensors are read by
+``torch.load(weights_only=True)``.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+import importlib
+import io
+import pickle
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.formatting import shorten
-from dmt.replicas.sync import moment_scales as scales_of
+from dmt.replicas.sync import moment_scales
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints.manifest import Manifest, checkpoints, damaged_files, newest, read_manifest
-from dmt.training.checkpoints.reshard import SafeReader, read_pieces
-from dmt.training.checkpoints.saver import RNG
-from dmt.training.checkpoints.state import Piece, State, collect_state
+from dmt.training.checkpoints.folder import newest, read_manifest
+from dmt.training.checkpoints.state import Shards, State, collect_state, column_range, uncut
+from dmt.training.checkpoints.store import RNG
 from dmt.training.device import set_random_state
 
-__all__ = ["Restored", "load_plain", "restore", "resume", "whole_checkpoint"]
+__all__ = ["Restored", "SafeReader", "load_plain", "restore"]
 
-logger = logging.getLogger(__name__)
-
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+_INDEX = ".metadata"
+_REMEDY = "Do not use it, unless you know better where it comes from."
+_ALLOWED = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,127 +82,95 @@ def load_plain(model: nn.Module, folder: Path) -> None:
     """
     whole = newest(folder)
     if whole is None:
-        raise _no_checkpoint(folder)
-    manifest = read_manifest(whole)
-    reader = SafeReader(whole, manifest.files)
-    weights = model.state_dict()
-    state = collect_state(weights, None)
-    saved = _saved_sizes(reader, manifest, (_MODEL,))
+        raise InputError(f"{folder} holds no checkpoint. Give the output_dir of a training run that has saved one.")
+    reader, weights = SafeReader(whole), model.state_dict()
+    state, saved = collect_state(weights, None), reader.sizes("model.")
     _refuse(whole, saved, [_compare(state, saved)])
-    read_pieces(reader, state.pieces, column_shards={}, factors={})
+    _read(reader, state, {})
     model.load_state_dict(weights)
 
 
 def restore(
-    source: Path,
-    model: nn.Module,
-    optimizer: KeyedOptimizer | None,
-    *,
-    mesh: TowerMesh,
-    moment_scales: Mapping[str, float] | None = None,
-    is_verified: bool = False,
-) -> Restored:
+    source: Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh, is_verified: bool = False
+) -> Restored | None:
     """Loads a checkpoint of any layout into a sharded model and its optimizer; collective over the job.
 
     The layout may have changed in any way: ranks, replicas, towers x ranks, the mesh tower of each tower, the scheme of
-    each table. Random number generators are set if the number of ranks is what it was. Nothing is changed before
-    files, names and sizes have been checked. A rank has one saved shard at a time in memory beside its own shards.
+    each table. Where a table is cut anew, a shard's row-wise state is the mean over its columns. Where the factor c of
+    a table's moments changed, the moment v is multiplied by c / c_saved, which keeps v / c, and with it the size of a
+    step (2D sparse parallelism, Algorithm 1, line 6). Random number generators are set if the number of ranks is what
+    it was. Weights are not changed before files, names and sizes have been checked.
 
     Args:
         source: a checkpoint, or a folder of them, of which the newest whole one is taken: damaged ones that are newer
             are skipped with a warning.
         model: the sharded model, or one that every rank holds whole.
-        optimizer: of all parameters; None loads weights only.
+        optimizer: of all parameters; None loads weights only. After an error, make a new one: its state may exist.
         mesh: the groups.
-        moment_scales: factor c of the moments of this rank's tables, where it is not 1; None takes the model's. Where
-            it was another one, the moment v is multiplied by c / c_saved, which keeps v / c, and with it the size of a
-            step (2D sparse parallelism, Algorithm 1, line 6).
-        is_verified: true if `whole_checkpoint` has just returned ``source``, so that its files need not be read twice.
-
-    Raises:
-        InputError: there is no checkpoint, none is whole, it holds anything but tensors, or is of another model or
-            optimizer; the same on every rank.
-    """
-    folder = source if is_verified else whole_checkpoint(source, mesh)
-    group = mesh.global_group
-    opened: list[_Open] = []
-
-    def compare() -> _Comparison:
-        opened.append(_Open(folder, model, optimizer))
-        return _compare(opened[0].state, opened[0].saved_sizes)
-
-    try:
-        comparisons = run_on_all_or_raise(compare, group)
-        _refuse(folder, opened[0].saved_sizes, comparisons)
-    except InputError:
-        for checkpoint in opened:
-            checkpoint.undo()
-        raise
-    checkpoint = opened[0]
-    scales = scales_of(model) if moment_scales is None else moment_scales
-    run_on_all_or_raise(partial(checkpoint.read, scales), group)
-    _set_random_state(checkpoint.reader, mesh)
-    return Restored(folder=folder, step=checkpoint.manifest.step, progress=checkpoint.manifest.progress)
-
-
-def resume(
-    source: Path,
-    model: nn.Module,
-    optimizer: KeyedOptimizer | None,
-    *,
-    mesh: TowerMesh,
-    moment_scales: Mapping[str, float] | None = None,
-) -> Restored | None:
-    """Does what `restore` does if there is a checkpoint; for the start of a loop of one's own. Collective over the job.
-
-    Args:
-        source: a folder that all ranks see; rank 0 looks whether it has checkpoints.
-        model: see `restore`.
-        optimizer: see `restore`.
-        mesh: the groups.
-        moment_scales: see `restore`.
+        is_verified: true if `newest` has just returned ``source``, so that its files need not be read twice.
 
     Returns:
         None where there is no checkpoint: training begins.
 
     Raises:
-        InputError: there are checkpoints, but none is whole, so that training does not begin again unnoticed; or see
-            `restore`.
+        InputError: there are checkpoints but none is whole, so that training does not begin again unnoticed; or it
+            holds anything but tensors, or is of another model or optimizer; the same on every rank.
     """
-    found = run_on_all_or_raise(lambda: mesh.rank == 0 and bool(checkpoints(source)), mesh.global_group)
-    if not found[0]:
+    folder = source if is_verified else newest(source, mesh)
+    if folder is None:
         return None
-    return restore(source, model, optimizer, mesh=mesh, moment_scales=moment_scales)
-
-
-def whole_checkpoint(source: Path, mesh: TowerMesh) -> Path:
-    """Finds the newest whole checkpoint in a folder, or the folder itself if it is one; collective over the job.
-
-    Each rank reads some of the files. Damaged checkpoints that are newer are skipped with a warning of rank 0.
-
-    Args:
-        source: a folder that all ranks see; rank 0 lists it.
-        mesh: the groups.
-
-    Raises:
-        InputError: there is none, or none is whole; the same on every rank.
-    """
     group = mesh.global_group
-    found = run_on_all_or_raise(lambda: [str(path) for path in checkpoints(source)] if mesh.rank == 0 else [], group)[0]
-    if not found:
-        raise _no_checkpoint(source)
-    wrong = []
-    for folder in map(Path, found):
-        shares = run_on_all_or_raise(partial(_damage, folder, mesh.rank, mesh.topology.world_size), group)
-        problems = list(dict.fromkeys(problem for share in shares for problem in share))
-        if not problems:
-            return folder
-        wrong.append(shorten(problems))
-        if mesh.rank == 0 and len(found) > 1:
-            logger.warning("A checkpoint is passed over: %s", wrong[-1])
-    if len(wrong) == 1:
-        raise InputError(wrong[0])
-    raise InputError(f"{source} holds no whole checkpoint: {wrong[0]}")
+    opened: list[tuple[SafeReader, State]] = []
+    weights: dict[str, Any] = {}
+
+    def compare() -> _Comparison:
+        reader = SafeReader(folder)
+        if optimizer is not None:
+            _make_state(optimizer, reader.tensors)
+        weights.update(model.state_dict())
+        opened.append((reader, collect_state(weights, optimizer)))
+        return _compare(opened[0][1], reader.sizes(*prefixes))
+
+    prefixes = ("model.",) if optimizer is None else ("model.", "optimizer.")
+    comparisons = run_on_all_or_raise(compare, group)
+    reader, state = opened[0]
+    _refuse(folder, reader.sizes(*prefixes), comparisons)
+    run_on_all_or_raise(partial(_read, reader, state, moment_scales(model)), group)
+    # The tensors are filled already; this is for what modules keep beside them.
+    model.load_state_dict(weights)
+    if optimizer is not None:
+        # Schedules set their learning rates, and fused optimizers take them over.
+        optimizer.post_load_state_dict()
+        optimizer.zero_grad(set_to_none=True)
+    states = reader.tensors.get(RNG)
+    if states is not None and states.size[0] == mesh.topology.world_size:
+        random_state = torch.empty(1, states.size[1], dtype=torch.uint8)
+        _load(reader, {RNG: Shards(whole=tuple(states.size), tensors={(mesh.rank, 0): random_state})})
+        set_random_state(random_state[0])
+    return Restored(folder=folder, step=reader.manifest.step, progress=reader.manifest.progress)
+
+
+def _make_state(optimizer: KeyedOptimizer, saved: Collection[str]) -> None:
+    """Makes state that PyTorch's optimizers and schedules have only after a step, if the checkpoint has some of it.
+
+    Weights stay: weight decay would move them in the step without gradients that `KeyedOptimizer.init_state` takes.
+    """
+    made = optimizer.state
+    absent = tuple(f"optimizer.{key}." for key, parameter in optimizer.params.items() if parameter not in made)
+    if not any(name.startswith(absent) for name in saved):
+        return
+    for part in [one for _, one in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+        unfused = in_backward_optimizer_filter(part.params.items())
+        dense = [parameter for _, parameter in unfused if not isinstance(parameter, ShardedTensor)]
+        if len(dense) < len(part.params):
+            # The state of tables exists from the beginning: this is for the count of the schedule.
+            part.step()
+            continue
+        weights = [one.detach().clone() for one in dense]
+        part.init_state()
+        with torch.no_grad():
+            for parameter, weight in zip(dense, weights, strict=True):
+                parameter.copy_(weight)
 
 
 class _Comparison(NamedTuple):
@@ -191,130 +184,31 @@ class _Comparison(NamedTuple):
     """One byte for each name of the checkpoint: 1 if this rank knows it."""
 
 
-class _Open:
-    """A checkpoint and the live tensors of this rank that it is to fill; makes optimizer state that is missing."""
-
-    def __init__(self, folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None) -> None:
-        self.manifest = read_manifest(folder)
-        self.reader = SafeReader(folder, self.manifest.files)
-        self._model, self._optimizer = model, optimizer
-        self._weights = model.state_dict()
-        self.state = collect_state(self._weights, optimizer)
-        self._made: _MaterializedState | None = None
-        if optimizer is not None:
-            found = set(self.state.sizes)
-            self._made = _MaterializedState(optimizer)
-            self.state = collect_state(self._weights, optimizer)
-            if self.manifest.step == 0 and not (self.state.sizes.keys() - found) & self.reader.tensors.keys():
-                # Saved before the first step made it.
-                self.undo()
-                self.state, self._made = collect_state(self._weights, optimizer), None
-        prefixes = (_MODEL,) if optimizer is None else (_MODEL, _OPTIMIZER)
-        self.saved_sizes = _saved_sizes(self.reader, self.manifest, prefixes)
-
-    def read(self, moment_scales: Mapping[str, float]) -> None:
-        tables = {piece.table for piece in self.state.pieces if piece.table}
-        factors = {t: moment_scales.get(t, 1.0) / self.manifest.moment_scales.get(t, 1.0) for t in tables}
-        read_pieces(self.reader, self.state.pieces, column_shards=self.manifest.column_shards, factors=factors)
-        # The tensors are filled already; this is for what modules keep beside them.
-        self._model.load_state_dict(self._weights)
-        if self._optimizer is not None:
-            # Schedules set their learning rates, and fused optimizers take them over.
-            self._optimizer.post_load_state_dict()
-            self._optimizer.zero_grad(set_to_none=True)
-
-    def undo(self) -> None:
-        if self._made is not None:
-            self._made.undo()
-
-
-class _MaterializedState:
-    """Makes the state that PyTorch's optimizers and schedules have only after a step, such as Adam's moments.
-
-    If state is missing, takes a step with gradients of zero and puts the weights back, since weight decay moves them
-    even so. Tables are not touched: their state exists from the beginning.
-    """
-
-    def __init__(self, optimizer: KeyedOptimizer) -> None:
-        self._optimizer = optimizer
-        self._before: list[tuple[MutableMapping[Any, Any], dict[Any, Any]]] = []
-        states = optimizer.state
-        if all(parameter in states for parameter in optimizer.params.values()):
-            return
-        parts = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [("", optimizer)]
-        for _, part in parts:
-            state: Any = part.state
-            self._before.append((state, dict(state)))
-        dense = list(_dense_parameters(optimizer))
-        kept = [(parameter.detach().clone(), parameter.grad) for parameter in dense]
-        for parameter in dense:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        with torch.no_grad():
-            for parameter, (weight, gradient) in zip(dense, kept, strict=True):
-                parameter.copy_(weight)
-                parameter.grad = gradient
-
-    def undo(self) -> None:
-        """Removes the state that was made."""
-        for state, before in self._before:
-            state.clear()
-            state.update(before)
-        self._optimizer.post_load_state_dict()
-
-
-def _dense_parameters(optimizer: KeyedOptimizer) -> Iterator[Tensor]:
-    unsharded = ((name, p) for name, p in optimizer.params.items() if not isinstance(p, ShardedTensor))
-    for _, parameter in in_backward_optimizer_filter(unsharded):
-        # A schedule keeps its count under an empty parameter.
-        if parameter.requires_grad and parameter.numel():
-            yield parameter
-
-
-def _damage(folder: Path, rank: int, world_size: int) -> list[str]:
-    try:
-        manifest = read_manifest(folder)
-    except InputError as error:
-        return [str(error)]
-    wrong = damaged_files(folder, manifest, sorted(manifest.files)[rank::world_size])
-    return [f"{folder} is damaged: {problem}. Use another checkpoint." for problem in wrong]
-
-
-def _saved_sizes(reader: SafeReader, manifest: Manifest, prefixes: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns the sizes of a checkpoint's tensors by name, as in `State.sizes`."""
-    sizes = {name: tuple(entry.size) for name, entry in reader.tensors.items() if name.startswith(prefixes)}
-    for name, widths in manifest.column_shards.items():
-        if name in sizes:
-            sizes[name] = (sizes[name][0] // max(1, len(widths)),)
-    return sizes
-
-
 def _compare(state: State, saved: Mapping[str, tuple[int, ...]]) -> _Comparison:
+    live = {uncut(name): shards.whole for name, shards in state.items()}
     return _Comparison(
-        missing=sorted(name for name in state.sizes if name not in saved),
+        missing=sorted(name for name in live if name not in saved),
         sizes=[
-            f"its {name.removeprefix(_MODEL)} is {list(saved[name])}, the model's is {list(size)}"
-            for name, size in state.sizes.items()
+            f"its {name.removeprefix('model.')} is {list(saved[name])}, the model's is {list(size)}"
+            for name, size in live.items()
             if name in saved and saved[name] != size
         ],
-        known=bytes(name in state.sizes for name in saved),
+        known=bytes(name in live for name in saved),
     )
 
 
-def _refuse(folder: Path, saved: Iterable[str], ranks: Sequence[_Comparison]) -> None:
+def _refuse(folder: Path, saved: Collection[str], ranks: Sequence[_Comparison]) -> None:
     """Raises `InputError` unless all ranks together have what the checkpoint has, in its sizes."""
     missing = sorted({name for rank in ranks for name in rank.missing})
     known = [any(marks) for marks in zip(*(rank.known for rank in ranks), strict=True)]
     unknown = sorted(name for name, is_known in zip(saved, known, strict=True) if not is_known)
-    if missing or unknown:
-        what = "model" if all(name.startswith(_MODEL) for name in (*missing, *unknown)) else "model or optimizer"
+    sizes = list(dict.fromkeys(text for rank in ranks for text in rank.sizes))
+    if missing or unknown or sizes:
+        is_model = all(name.startswith("model.") for name in (*missing, *unknown))
+        names = f"it lacks {_names(missing)} and has {_names(unknown)} in addition"
         raise InputError(
-            f"{folder} is a checkpoint of another {what}: it lacks {_names(missing)} and has {_names(unknown)} "
-            "in addition. Use the config of the run that wrote it."
-        )
-    if sizes := list(dict.fromkeys(text for rank in ranks for text in rank.sizes)):
-        raise InputError(
-            f"{folder} is a checkpoint of another model: {shorten(sizes)}. Use the config of the run that wrote it."
+            f"{folder} is a checkpoint of another {'model' if is_model else 'model or optimizer'}: "
+            f"{names if missing or unknown else shorten(sizes)}. Use the config of the run that wrote it."
         )
 
 
@@ -322,15 +216,130 @@ def _names(names: Sequence[str]) -> str:
     return f"[{shorten([repr(name) for name in names], ', ')}]" if names else "nothing"
 
 
-def _set_random_state(reader: SafeReader, mesh: TowerMesh) -> None:
-    saved = reader.tensors.get(RNG)
-    if saved is None or saved.size[0] != mesh.topology.world_size:
-        return
-    states = torch.empty(1, saved.size[1], dtype=torch.uint8)
-    piece = Piece(name=RNG, tensor=states, size=tuple(saved.size), offsets=(mesh.rank, 0))
-    read_pieces(reader, [piece], column_shards={}, factors={})
-    set_random_state(states[0])
+def _read(reader: SafeReader, state: State, scales: Mapping[str, float]) -> None:
+    """Fills live tensors with a checkpoint's values in their places; not collective.
+
+    Raises:
+        InputError: a file cannot be read after all.
+    """
+    _load(reader, {name: shards for name, shards in state.items() if name in reader.tensors})
+    for name, shards in state.items():
+        if name not in reader.tensors:
+            _mix(reader, name, shards)
+        factor = scales.get(shards.table, 1.0) / reader.manifest.moment_scales.get(shards.table, 1.0)
+        if factor != 1.0 and uncut(name).endswith(f".{shards.table}.momentum1"):
+            for tensor in shards.tensors.values():
+                tensor.mul_(factor)
 
 
-def _no_checkpoint(folder: Path) -> InputError:
-    return InputError(f"{folder} holds no checkpoint. Give the output_dir of a training run that has saved one.")
+def _mix(reader: SafeReader, name: str, shards: Shards) -> None:
+    """Fills row-wise state of a column range that was not saved as one.
+
+    A number holds for every column of its shard, so a range takes the mean over its own columns. That is exact where
+    the cuts are the same; a whole table gets what an optimizer of the whole table would have summed; each shard of a
+    table that was whole gets the row's number.
+    """
+    _, start, stop = column_range(name) or ("", 0, 0)
+    columns = {}
+    for saved in reader.tensors:
+        if uncut(saved) == uncut(name) and (cut := column_range(saved)) is not None:
+            columns[saved] = min(stop, cut[2]) - max(start, cut[1])
+    columns = {saved: number for saved, number in columns.items() if number > 0}
+    for offsets, tensor in shards.tensors.items():
+        parts = {saved: torch.empty_like(tensor) for saved in columns}
+        _load(reader, {saved: Shards(whole=shards.whole, tensors={offsets: part}) for saved, part in parts.items()})
+        total = torch.stack([part.double() * columns[saved] for saved, part in parts.items()]).sum(dim=0)
+        tensor.copy_(total / sum(columns.values()))
+
+
+def _load(reader: SafeReader, state: State) -> None:
+    with warnings.catch_warnings():
+        # Each rank is meant to read for itself.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            dcp.load(state, storage_reader=reader, planner=_TensorPlanner(flatten_state_dict=False), no_dist=True)
+        except dcp.CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise InputError(f"{reader.path} cannot be read ({cause}). Use another checkpoint.") from error
+
+
+class _TensorPlanner(dcp.DefaultLoadPlanner):
+    """Reads tensors into `Shards`, and nothing else."""
+
+    def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        # PyTorch's looks for meta tensors in it, and takes out what it does not know.
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        shards: Shards = self.state_dict[index.fqn]
+        return shards.tensors[tuple(index.offset or ())]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # PyTorch's would unpickle them.
+        raise AssertionError("entries are tensors")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Reads a checkpoint of tensors, and nothing but tensors.
+
+    Raises:
+        InputError: manifest or index are absent or damaged, the index holds code, or names a file that the manifest
+            lacks or an entry that is no tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.manifest = read_manifest(folder)
+        self._metadata = _read_index(folder)
+        for name, entry in self._metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise InputError(f"{folder} holds a pickled object, {name!r}, which could run code. {_REMEDY}")
+        for index, place in self._metadata.storage_data.items():
+            if not isinstance(index, MetadataIndex) or place.relative_path not in self.manifest.files:
+                raise InputError(f"{folder}: {_INDEX} reads from a file that is not in the manifest. {_REMEDY}")
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Size, dtype and chunks of every tensor (``TensorStorageMetadata``), by name."""
+        return self._metadata.state_dict_metadata
+
+    def sizes(self, *prefixes: str) -> dict[str, tuple[int, ...]]:
+        """Returns sizes of tensors by name, those of row-wise state under its name without column ranges."""
+        return {uncut(name): tuple(one.size) for name, one in self.tensors.items() if name.startswith(prefixes)}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the index that the constructor read."""
+        return self._metadata
+
+
+def _read_index(folder: Path) -> Metadata:
+    try:
+        with (folder / _INDEX).open("rb") as stream:
+            metadata = _IndexUnpickler(stream).load()
+    except InputError as error:
+        raise InputError(f"{folder}: {_INDEX} holds code: {error} {_REMEDY}") from error
+    except FileNotFoundError as error:
+        raise InputError(f"{folder} is no checkpoint: {_INDEX} is absent. Use another one.") from error
+    except Exception as error:  # an unpickler raises whatever the bytes make it
+        raise InputError(f"{folder}: {_INDEX} cannot be read ({error}). Use another checkpoint.") from error
+    if not isinstance(metadata, Metadata):
+        raise InputError(f"{folder}: {_INDEX} is a {type(metadata).__name__}, no index. {_REMEDY}")
+    return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if name not in _ALLOWED.get(module, ()):
+            raise InputError(f"it names {module}.{name}, which an index has no use for.")
+        return getattr(importlib.import_module(module), name)
+
+
+def _member(owner: Any, name: str) -> Enum:
+    """Takes the place of ``getattr``, by which Python 3.11.2 and older versions of it name the member of an enum."""
+    if not isinstance(owner, type) or not issubclass(owner, Enum):
+        raise InputError("it names builtins.getattr, which an index has no use for.")
+    return owner[name]

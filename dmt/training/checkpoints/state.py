@@ -1,75 +1,73 @@
-"""Names the tensors and shards of a model and its optimizer that go into a checkpoint, independently of the layout.
+"""What a checkpoint holds of a model and its optimizer: tensors under names without ranks or layout.
 
 ``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters named as in the unsharded model: towers by
-their number in the model, tables by name, never a rank or host. Everything is a tensor, also the schedules' counts.
+their number in the model, tables by name. Counts are 0-d tensors.
 
 Row-wise AdaGrad keeps one number for each row of a table, but for a table cut column-wise one for each row of each
-shard (the mean over *its* columns), which TorchRec concatenates: [rows * K], shard k from rows * k on. A `Piece` of
-such a state knows its columns, so it can be read into any other cut (`dmt.training.checkpoints.reshard`).
+shard (the mean over *its* columns), which TorchRec concatenates. Here each column range has a name of its own,
+``<state>.columns_0_64``, [rows], so that a table can be cut anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.errors import InputError
 from dmt.sharding.schemes import column_widths
 
+__all__ = ["Shards", "chunks", "collect_state", "column_range", "is_finite", "uncut"]
+
 # Numbers looked at in one go: tables are too large for a copy.
 _CHUNK = 2**20
-
-__all__ = ["Piece", "State", "chunks", "collect_state", "is_finite", "non_finite"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A tensor of this rank, or a shard of one.
-
-    The last three fields are for row-wise state, which has one number for each row of each column shard.
-    """
-
-    name: str
-    tensor: Tensor
-    """The live tensor, not a copy."""
-    size: tuple[int, ...]
-    """Size of the whole tensor."""
-    offsets: tuple[int, ...]
-    """Position of this piece in the whole tensor."""
-    table: str = ""
-    """The table whose optimizer state this is."""
-    columns: tuple[int, int] | None = None
-    """Half-open column range of the table that the piece covers."""
-    first_row: int = 0
-    """Row of the table that the first number belongs to."""
-    num_rows: int = 0
-    """Rows of the table."""
-
-    @property
-    def is_moment(self) -> bool:
-        """True for the sum of squared gradients of a table's AdaGrad."""
-        return bool(self.table) and self.name.endswith(f".{self.table}.momentum1")
-
-    def copied(self) -> Piece:
-        """Returns the piece with a copy of its numbers in the CPU's memory."""
-        return replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
+_COLUMNS = re.compile(r"(optimizer\..+)\.columns_(\d+)_(\d+)")
 
 
 @dataclass(kw_only=True)
-class State:
-    """All that this rank holds of a model and its optimizer."""
+class Shards:
+    """This rank's shards of a tensor, as an entry of a state dict of ``torch.distributed.checkpoint`` (DCP).
 
-    pieces: list[Piece] = field(default_factory=list)
-    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Sizes by name, also of tensors that only other ranks hold a part of; [rows] for row-wise state."""
-    column_shards: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Widths of the column shards, by the name of a state with one number for each row of each shard."""
+    DCP asks for ``size`` and the methods with underscores, its protocol ``_Checkpointable``.
+    """
+
+    whole: tuple[int, ...]
+    """Size of the whole tensor."""
+    table: str = ""
+    """The table whose optimizer state this is."""
+    tensors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """The live tensors by their offsets in the whole one; none where only other ranks hold shards."""
+
+    def size(self) -> torch.Size:
+        """Returns the size of the whole tensor."""
+        return torch.Size(self.whole)
+
+    def copied(self) -> Shards:
+        """Returns the shards with a copy of their numbers in the CPU's memory."""
+        copies = {offsets: tensor.to("cpu", copy=True) for offsets, tensor in self.tensors.items()}
+        return Shards(whole=self.whole, table=self.table, tensors=copies)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), one.size()) for offsets, one in self.tensors.items()]
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        items = []
+        for chunk, tensor in zip(self.__create_chunk_list__(), self.tensors.values(), strict=True):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), self.size())
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+
+State = dict[str, Shards]
 
 
 def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) -> State:
@@ -78,7 +76,7 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
     Raises:
         InputError: something is no tensor.
     """
-    state = State()
+    state: State = {}
     for name, value in model.items():
         _add(state, f"model.{name}", value)
     if optimizer is not None:
@@ -90,16 +88,29 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
     return state
 
 
-def non_finite(pieces: Iterable[Piece]) -> list[str]:
-    """Returns the names of pieces with NaN or an infinite number; reads each once."""
-    return list(dict.fromkeys(name for name, chunk in chunks(pieces) if not is_finite(chunk)))
+def column_range(name: str) -> tuple[str, int, int] | None:
+    """Splits the name of a row-wise state into that of the uncut table's state, first column and end; None for others.
+
+    Example:
+        >>> column_range("optimizer.t_a.weight.t_a.momentum1.columns_0_64")
+        ('optimizer.t_a.weight.t_a.momentum1', 0, 64)
+    """
+    match = _COLUMNS.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]), int(match[3]))
 
 
-def chunks(pieces: Iterable[Piece]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the pieces in parts of about a million numbers, each with its name; views of the live tensors."""
-    for piece in pieces:
-        rows = piece.tensor.detach() if piece.tensor.dim() else piece.tensor.detach().unsqueeze(0)
-        yield from ((piece.name, chunk) for chunk in rows.split(max(1, _CHUNK * len(rows) // max(1, rows.numel()))))
+def uncut(name: str) -> str:
+    """Returns the name without a column range."""
+    cut = column_range(name)
+    return name if cut is None else cut[0]
+
+
+def chunks(state: Mapping[str, Shards]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the shards in parts of about a million numbers, each with its name; views of the live tensors."""
+    for name, shards in state.items():
+        for tensor in shards.tensors.values():
+            rows = tensor if tensor.dim() else tensor.unsqueeze(0)
+            yield from ((name, chunk) for chunk in rows.split(max(1, _CHUNK * len(rows) // max(1, rows.numel()))))
 
 
 def is_finite(numbers: Tensor) -> bool:
@@ -114,40 +125,30 @@ def _add(state: State, name: str, value: Any, table: str = "") -> None:
             f"{name} is a {type(value).__name__}; checkpoints hold tensors only. Register it as a tensor, or leave it "
             "out of the state dict."
         )
-    size = _size(value)
-    state.sizes[name] = size
-    for offsets, tensor in _shards(value):
-        if tensor.numel() or 0 in size:  # a rank can have an empty shard of a table
-            state.pieces.append(Piece(name=name, tensor=tensor, size=size, offsets=offsets, table=table))
+    whole = _size(value)
+    # A rank can have an empty shard of a table.
+    tensors = {offsets: tensor for offsets, tensor in _shards(value) if tensor.numel() or 0 in whole}
+    state[name] = Shards(whole=whole, table=table, tensors=tensors)
 
 
 def _add_optimizer(state: State, name: str, value: Any, weight: Tensor) -> None:
     # FBGEMM's and our own states are named after the table, those of PyTorch's optimizers are not.
     table = name.rpartition(".")[0].rpartition(".weight.")[2] if ".embedding_bags." in name else ""
-    if not table or not isinstance(value, Tensor):
-        _add(state, name, value)
-    elif isinstance(value, ShardedTensor) and name.endswith(".iter"):
-        # The step count of FBGEMM's Adam: one for each shard, all alike.
-        for _, count in _shards(value):
-            _add(state, name, count.reshape(()), table)
-        state.sizes[name] = ()
-    elif len(_size(value)) == 1:
-        _add_row_wise(state, name, value, weight, table)
-    else:
+    is_count = isinstance(value, ShardedTensor) and name.endswith(".iter")  # FBGEMM's Adam: one for each shard
+    if not table or not isinstance(value, Tensor) or not (is_count or len(_size(value)) == 1):
         _add(state, name, value, table)
-
-
-def _add_row_wise(state: State, name: str, value: Tensor, weight: Tensor, table: str) -> None:
-    rows, widths = _size(weight)[0], _column_widths(weight)
-    shards = list(pairwise(accumulate(widths, initial=0)))
-    for offsets, tensor in _shards(value):
+        return
+    rows, ends = _size(weight)[0], [0, *accumulate(_column_widths(weight))]
+    names = [f"{name}.columns_{first}_{end}" for first, end in pairwise(ends)]
+    state.update({one: Shards(whole=() if is_count else (rows,), table=table) for one in names})
+    if is_count:
+        for (place, _), (_, count) in zip(_shards(weight), _shards(value), strict=True):
+            state[names[ends.index(place[1])]].tensors[()] = count.reshape(())
+        return
+    for (offset,), tensor in _shards(value):
         if tensor.numel():
-            number, row = divmod(offsets[0], rows)
-            piece = Piece(name=name, tensor=tensor, size=_size(value), offsets=offsets, table=table)
-            state.pieces.append(replace(piece, columns=shards[number], first_row=row, num_rows=rows))
-    state.sizes[name] = (rows,)
-    if len(widths) > 1:
-        state.column_shards[name] = widths
+            number, row = divmod(offset, rows)
+            state[names[number]].tensors[(row,)] = tensor
 
 
 def _column_widths(weight: Tensor) -> tuple[int, ...]:

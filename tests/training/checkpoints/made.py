@@ -14,7 +14,7 @@ from torch import nn
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import Checkpointer, Manifest
-from dmt.training.checkpoints.manifest import record_of, write_manifest
+from dmt.training.checkpoints.folder import record_of, write_manifest
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def save_alone(model: nn.Module, folder: Path, *, files: Mapping[str, str] | Non
             (scratch / name).write_text(text)
 
     with alone() as mesh:
-        assert Checkpointer(folder, mesh, describe=describe).save(model, None, step=step, progress={})
+        assert Checkpointer(folder, mesh).save(model, None, step=step, progress={}, describe=describe)
     return folder / f"step-{step:08d}"
 
 

@@ -21,13 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import load_plain, read_manifest
-from dmt.training.checkpoints.manifest import record_of, write_manifest
-from dmt.training.checkpoints.reshard import INDEX_NAME, SafeReader
+from dmt.training.checkpoints.folder import record_of, write_manifest
+from dmt.training.checkpoints.load import SafeReader
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.serving import score as score_module
 from dmt.training.serving.export import ServedManifest
 from tests.training.checkpoints.made import linear, save_alone
+
+INDEX_NAME = ".metadata"
 
 
 class Bomb:
@@ -102,7 +104,7 @@ def test_what_is_not_altered_loads(folder: Path) -> None:
     sign(folder)
     load_plain(model, folder)
     assert torch.equal(model.weight, torch.ones(2, 3))
-    assert SafeReader(folder, read_manifest(folder).files).tensors["model.weight"].size == (2, 3)
+    assert SafeReader(folder).tensors["model.weight"].size == (2, 3)
 
 
 class ByName:

@@ -70,7 +70,7 @@ def test_a_checkpoint_tells_columns_of_bags_where_the_data_are_lost(run: Path, t
     checkpoint = newest(tmp_path / "run" / "checkpoint")
     assert checkpoint is not None
     (tmp_path / "described").mkdir()
-    _describe(open_job(load_config(checkpoint / "config.toml")), tmp_path / "described")
+    _describe(open_job(load_config(checkpoint / "config.toml")), None, tmp_path / "described")
     shutil.copy(tmp_path / "described" / BAGS, checkpoint)
     score(run, tmp_path / "wanted.parquet", data_path=str(run / "clicks.parquet"))
     lost = shutil.move(run / "clicks.parquet", tmp_path / "rows.parquet")

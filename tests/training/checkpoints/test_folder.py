@@ -13,17 +13,17 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import checkpoints, newest, read_manifest, verify
-from dmt.training.checkpoints.manifest import MANIFEST_NAME, CheckpointStore, _digest
+from dmt.training.checkpoints import folder as folder_module
+from dmt.training.checkpoints.folder import MANIFEST_NAME, _digest, commit, make_scratch, prepare, prune
 from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
 
 
-def save(store: CheckpointStore, step: int, **progress: Any) -> None:
-    scratch = store.scratch(step)
+def save(folder: Path, step: int, *, keep: int, **progress: Any) -> None:
+    scratch = make_scratch(folder, step)
     fill_checkpoint(scratch, step, FILES, **progress)
-    store.commit(scratch, step)
-    store.prune(step)
+    prune(commit(scratch, step), keep)
 
 
 def names(folder: Path) -> list[str]:
@@ -31,53 +31,51 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_last_ones_are_kept(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
-    store.prepare()
+    prepare(tmp_path)
     for step in (5, 10, 1_000_000_000, 1_000_000_001):
-        save(store, step)
+        save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["step-1000000000", "step-1000000001"]
     assert newest(tmp_path) == tmp_path / "step-1000000001"
-    with pytest.raises(InputError, match="keep=0: at least the checkpoint just written must stay"):
-        CheckpointStore(tmp_path, keep=0)
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    for step in (1, 2, 2, 2):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002.2"]
+    save(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["step-00000002.3"]
 
 
 def test_a_course_that_was_given_up_is_deleted(tmp_path: Path) -> None:
     """Or a restart would go on from it."""
-    store = CheckpointStore(tmp_path, keep=2)
     for step in (10, 20, 30):
-        save(store, step)
-    save(store, 25)
+        save(tmp_path, step, keep=2)
+    save(tmp_path, 25, keep=2)
     assert names(tmp_path) == ["step-00000020", "step-00000025"]
 
 
 def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step-by-step.txt").touch()
     (tmp_path / ".step-notes").mkdir()
-    store = CheckpointStore(tmp_path, keep=1)
-    store.prepare()
-    save(store, 1)
-    save(store, 2)
+    prepare(tmp_path)
+    save(tmp_path, 1, keep=1)
+    save(tmp_path, 2, keep=1)
     assert names(tmp_path) == [".step-notes", "step-00000002", "step-by-step.txt"]
 
 
 def test_what_a_kill_leaves_is_put_right(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 1, FILES)
-    make_checkpoint(tmp_path, 2, FILES, ".step-00000002.old")
-    make_checkpoint(tmp_path, 1, {"a.txt": "older"}, ".step-00000001.old")
-    for ending in ("partial", "deleted"):
-        make_checkpoint(tmp_path, 3, FILES, f".step-00000003.{ending}")
-    (tmp_path / ".shared-a1b2c3d4").touch()
-    assert [path.name for path in checkpoints(tmp_path)] == [".step-00000002.old", "step-00000001"]
-    assert newest(tmp_path) == tmp_path / ".step-00000002.old"
-    CheckpointStore(tmp_path, keep=3).prepare()
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert (tmp_path / "step-00000001" / "a.txt").read_text() == "alpha"
+    for name in (".step-00000003.partial", ".step-00000001.1.partial"):
+        make_checkpoint(tmp_path, 3, FILES, name)
+    assert newest(tmp_path) == tmp_path / "step-00000001"
+    prepare(tmp_path)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_a_folder_that_takes_no_checkpoints_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"Checkpoint folder .*file/in cannot be written: Not a directory"):
-        CheckpointStore(tmp_path / "file" / "in", keep=1).prepare()
+        prepare(tmp_path / "file" / "in")
 
 
 def test_damaged_ones_are_passed_over_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +118,8 @@ def test_a_manifest_is_checked_whole(tmp_path: Path) -> None:
         {"progress": [1]},
         {"step": "7"},
         {"files": {"a.txt": {"bytes": 5}}},
-        {"column_shards": {"t": [None]}},
+        {"step": -1},
+        {"moment_scales": {"t": None}},
     ):
         record = whole | wrong
         (path / MANIFEST_NAME).write_text(json.dumps(record | {"digest": _digest(record)}))
@@ -155,7 +154,7 @@ def edited(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (MANIFEST_NAME, cut_off, "not JSON"),
         (MANIFEST_NAME, edited(lambda r: r.update(step=8)), "is damaged: checkpoint.json was altered"),
         (MANIFEST_NAME, edited(lambda r: r["files"].pop("a.txt")), "is damaged: checkpoint.json was altered"),
-        (MANIFEST_NAME, edited(lambda r: r.update(format=2)), "has format 2; this version reads format 1"),
+        (MANIFEST_NAME, edited(lambda r: r.update(format=3)), "has format 3; this version reads format 2"),
     ],
 )
 def test_damage_is_named(file: str, damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
@@ -201,7 +200,7 @@ def kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-@pytest.mark.parametrize("step", [2, 3], ids=["atomic_write", "new"])
+@pytest.mark.parametrize("step", [2, 3], ids=["again", "new"])
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_kill_at_any_moment_leaves_a_whole_one(
     step: int, keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -209,15 +208,14 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(
     survivors = set()
     for moment in range(100):
         folder = tmp_path / str(moment)
-        store = CheckpointStore(folder, keep=keep)
-        store.prepare()
-        save(store, 1, run="old")
-        save(store, 2, run="old")
+        prepare(folder)
+        save(folder, 1, keep=keep, run="old")
+        save(folder, 2, keep=keep, run="old")
         with pytest.MonkeyPatch.context() as patch:
             done = kill_at(moment, patch)
             try:
-                store.prepare()
-                save(store, step, run="new")
+                prepare(folder)
+                save(folder, step, keep=keep, run="new")
                 is_complete = True
             except Killed:
                 is_complete = False
@@ -228,7 +226,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(
                 verify(path)
             manifest = read_manifest(found)
             assert manifest.step == step if manifest.progress["run"] == "new" else manifest.step == 2, done
-            store.prepare()
+            prepare(folder)
         assert not caplog.records, "nothing damaged may be in sight"
         assert all(name.startswith("step-") for name in names(folder))
         survivors.add(manifest.progress["run"])
@@ -238,3 +236,19 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(
     assert moment > 10, "the kills missed the file operations"
     assert survivors == {"old", "new"}
     assert manifest.progress["run"] == "new"
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, keep=1)
+    look = folder_module.verify
+
+    def too_late(path: Path, share: slice) -> Any:
+        if path.name == "step-00000001":
+            save(tmp_path, 2, keep=1)
+        return look(path, share)
+
+    monkeypatch.setattr(folder_module, "verify", too_late)
+    assert newest(tmp_path) == tmp_path / "step-00000002"
+    assert not caplog.records
