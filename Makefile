@@ -58,7 +58,7 @@ faults: install
 mutants: install
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
-# Step times of everything on emulated hosts; as root, some 90 minutes, on a machine that does nothing else.
+# Step times of everything on emulated hosts; as root, some 45 minutes, on a machine that does nothing else.
 bench: install
 	$(BIN)/python -m benchmarks.bench $(BENCH_FLAGS)
 

@@ -1,12 +1,12 @@
-"""The whole study of step times on emulated hosts, from jobs to tables and pictures.
+"""The whole study of step times on emulated hosts, from jobs to a page, in some 45 minutes on two cores.
 
     sudo make bench        or, as root:   OMP_NUM_THREADS=1 python -m benchmarks.bench
 
-Six parts: ``flat`` (all flat contenders at the setting of the goals), ``main`` (the two fastest of them at each
-precision, and all others), three sweeps around it, over ``hosts``, ``batch`` and ``rate``, and ``unique`` (each input
-sent once, with skewed ids, with ids that do not repeat and with requests). What is done is kept in ``--work``, and a
-stopped study goes on with the next job. ``--quick`` tries all of it on small batches and says nothing
-about speed.
+Flat contenders come first, in a job of their own, in FP32 and FP16: table- and column-wise, small tables on every rank
+at two thresholds, TorchRec's planner, with and without prefetch. The two fastest of each precision then take turns with
+all others in the main job, and every ratio is over the fastest flat one there. Sweeps around it: ids drawn evenly, rate
+of the links, number of hosts; and requests. What is done is kept in ``--work``, and a stopped study goes on with the
+next job. ``--quick`` tries all of it on small batches and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -14,121 +14,138 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
-from benchmarks.steps.contenders import select
-from benchmarks.steps.setting import Ids
-from benchmarks.steps_report.compare import best_flat
-from benchmarks.steps_report.measures import Measured, measure_run
+from benchmarks.steps.contenders import CONTENDERS, EMBEDDING_DIM, named, select
+from benchmarks.steps.setting import Setting
+from benchmarks.steps_report.measures import bytes_per_second, measure_run
 from benchmarks.steps_report.page import setting_words, write_results
-from benchmarks.steps_report.parts import PARTS, Job, flat_jobs, main_jobs, quick_jobs, sweep_jobs, unique_jobs
-from benchmarks.train_step import about, run_setting
+from benchmarks.train_step import about_job, run_setting, write_json
 from dmt.errors import InputError
-from dmt.files import atomic_write
 
-__all__ = ["Study", "main"]
+__all__ = ["PARTS", "Job", "Study", "main"]
 
 _HERE = Path(__file__).parent
-# Compared with where the flat part has not run.
-_FLATS = {"fp32": ["flat-tw", "flat-tw+prefetch"], "fp16": ["flat-tw+fp16", "flat-tw+fp16+prefetch"]}
+# Where every table is sharded, a flat model is slower by far: one of each scheme, for comparison.
+FLAT = (
+    *("flat-tw", "flat-cw+prefetch"),
+    *(name for name in CONTENDERS if name.startswith(("flat-tw-dp", "flat-cw-dp", "flat-planner"))),
+)
+OURS = (
+    *("etc-cr2", "etc-cr4+prefetch", "sptt", "sptt+unique", "sptt+prefetch+hier+mb2+unique", "sptt+hier+hot"),
+    *("sptt+fp16+prefetch+bf16-dense+mb2+unique", "dmt-cr2", "dmt-cr2+all"),
+    *(f"dmt-cr{ratio}{option}" for ratio in (2, 4, 16) for option in ("+all+rank-towers", "+fp16+all")),
+)
+_SWEPT = ("sptt+prefetch+hier+mb2+unique", "dmt-cr4+all+rank-towers", "dmt-cr16+all+rank-towers")
+_REQUESTS = ("dmt-cr2", "dmt-cr2+unique")
+_QUICK = ("flat-tw", "flat-planner+fp16", "etc-cr2", "sptt+unique", "dmt-cr2+all", "dmt-cr2+fp16+all")
+_MAIN = Setting(steps_per_turn=1, rounds=5)
+PARTS: dict[str, tuple[Setting, ...]] = {
+    "flat": (replace(_MAIN, rounds=2),),
+    "main": (_MAIN,),
+    "ids": (replace(_MAIN, rounds=3, ids="uniform"),),
+    "rate": (replace(_MAIN, rounds=3, mbit_per_s=50.0), replace(_MAIN, rounds=3, mbit_per_s=None)),
+    "hosts": (
+        *(replace(_MAIN, rounds=3, hosts=hosts, ranks_per_host=1) for hosts in (2, 4, 8)),
+        replace(_MAIN, rounds=3, hosts=4),
+    ),
+    "requests": (replace(_MAIN, rounds=3, group=8),),
+}
+"""Settings of the jobs of each part."""
+
+# For the estimate, from runs on two cores: starting a job, building one contender, computing one sample's step.
+_START_SECONDS, _BUILD_SECONDS, _SAMPLE_SECONDS = 25.0, 2.0, 1.2e-4
+_FEATURES, _DENSE_BYTES = 26, 9e6
+# After the rounds: what the pipeline has begun, and a step whose bytes are counted.
+_LAST_STEPS = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Contenders that run side by side at one setting."""
+
+    part: str
+    setting: Setting
+    contenders: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Stem of its file."""
+        setting = self.setting
+        return f"{self.part}-{setting.hosts}x{setting.ranks_per_host}-{setting.mbit_per_s or 0:g}-{setting.ids}"
+
+    @property
+    def estimate(self) -> float:
+        """Seconds that it will take, roughly."""
+        num_steps = (self.setting.rounds + self.setting.warm_up_rounds) * self.setting.steps_per_turn + _LAST_STEPS
+        steps = sum(self._step_seconds(name) for name in self.contenders)
+        return _START_SECONDS + _BUILD_SECONDS * len(self.contenders) + num_steps * steps
+
+    def _step_seconds(self, name: str) -> float:
+        contender, setting = named(name), self.setting
+        columns = _FEATURES * EMBEDDING_DIM * (2 if contender.precision == "fp16" else 4) / contender.compression
+        # Small tables on every rank, hot rows and unique inputs: from the record of unique inputs.
+        share = 0.5 if contender.data_parallel_rows != 0 else 0.25 if contender.unique or contender.hot_rows else 1.0
+        others = setting.batch_size * setting.ranks_per_host * (setting.hosts - 1) / setting.hosts
+        across = 2 * others * columns * share + 2 * _DENSE_BYTES * (setting.hosts > 1)
+        wire = 0.0 if setting.mbit_per_s is None else across / bytes_per_second(setting.mbit_per_s)
+        return wire + _SAMPLE_SECONDS * setting.batch_size * setting.world_size
+
+
+@dataclass(frozen=True, kw_only=True)
 class Study:
-    """The jobs of a study and what is done of them.
+    """The jobs of a study and what is done of them."""
 
-    Args:
-        work: folder with a file for each job.
-        parts: to be run.
-        again: whether finished jobs of these parts run once more.
-        rounds: measured ones of the main part, and of the sweeps.
-        quick: whether this is a smoke test.
-        ids: how they are drawn in all parts but ``unique``.
-    """
-
-    def __init__(
-        self,
-        *,
-        work: Path,
-        parts: Sequence[str],
-        again: bool,
-        rounds: tuple[int, int],
-        quick: bool,
-        ids: Ids = "skewed",
-    ) -> None:
-        self.work = work
-        self.parts = [part for part in PARTS if part in parts]
-        self.again = again
-        self.rounds = rounds
-        self.quick = quick
-        self.ids = ids
+    work: Path
+    """Folder with a file for each job."""
+    parts: tuple[str, ...] = tuple(PARTS)
+    quick: bool = False
+    """True for a smoke test."""
 
     def jobs(self, part: str) -> list[Job]:
-        """Jobs of one part; those of a sweep take the flat contender that was fastest in the main part."""
+        """The jobs of one part; but for ``flat`` they take the flat contenders that were fastest there."""
         if self.quick:
-            return quick_jobs([part])
-        if part == "unique":
-            return unique_jobs(rounds=self.rounds[0])
-        return [replace(job, setting=replace(job.setting, ids=self.ids)) for job in self._jobs(part)]
-
-    def _jobs(self, part: str) -> list[Job]:
-        if part == "flat":
-            return flat_jobs(rounds=self.rounds[1])
+            small = {"batch_size": 256, "rounds": 1}
+            return [Job(part=part, setting=replace(PARTS[part][-1], **small), contenders=_QUICK)]  # type: ignore[arg-type]
+        contenders: Sequence[str] = FLAT
         if part == "main":
-            return main_jobs(self._fastest_flats(), rounds=self.rounds[0])
-        return sweep_jobs(part, flat=self._best_flat(), rounds=self.rounds[1])
+            contenders = (*self.fastest_flats("fp32"), *self.fastest_flats("fp16"), *OURS)
+        elif part == "requests":
+            contenders = _REQUESTS
+        elif part != "flat":
+            contenders = (*self.fastest_flats("fp32"), *_SWEPT)
+        return [Job(part=part, setting=setting, contenders=tuple(contenders)) for setting in PARTS[part]]
 
-    def _fastest_flats(self) -> list[str]:
-        """Two of each precision."""
-        record = _read(self._path("flat"))
-        flats = [] if record is None else sorted(_measured(record), key=lambda found: found.median)
-        by_precision = {precision: [one.name for one in flats if one.precision == precision] for precision in _FLATS}
-        return [name for precision, first in _FLATS.items() for name in (by_precision[precision] or first)[:2]]
-
-    def _best_flat(self) -> str:
-        record = _read(self._path("main"))
-        flat = None if record is None else best_flat(_measured(record), "fp32")
-        return _FLATS["fp32"][0] if flat is None else flat.name
-
-    def _path(self, name: str) -> Path:
-        return self.work / f"{name}.json"
-
-    def is_done(self, job: Job) -> bool:
-        """True if the job's file is complete, for this setting and these contenders, with at least as many rounds."""
-        record = self.record(job)
+    def fastest_flats(self, precision: str) -> list[str]:
+        """The two fastest flat contenders of a precision; before they have run, two that were fast once."""
+        record = self.record(Job(part="flat", setting=PARTS["flat"][0], contenders=FLAT))
         if record is None:
-            return False
-        found, wanted = record["run"]["setting"], json.loads(json.dumps(asdict(job.setting)))
-        return (
-            {**found, "rounds": 0} == {**wanted, "rounds": 0}
-            and found["rounds"] >= wanted["rounds"]
-            and set(job.contenders) <= {one["name"] for one in record["run"]["contenders"]}
-        )
+            half = "" if precision == "fp32" else f"+{precision}"
+            return [f"flat-tw-dp15000{half}+prefetch", f"flat-planner{half}+prefetch"]
+        flats = [f for f in measure_run(record["run"], cores=record["about"]["cores"]) if f.precision == precision]
+        return [found.name for found in sorted(flats, key=lambda found: found.median)[:2]]
 
     def record(self, job: Job) -> dict[str, Any] | None:
-        """Content of the job's file; None if it is absent."""
-        return _read(self._path(job.name))
-
-    def estimate(self) -> float:
-        """Seconds that the jobs to come will take, roughly."""
-        jobs = [job for part in self.parts for job in self.jobs(part)]
-        return sum(job.estimate for job in jobs if self.again or not self.is_done(job))
+        """What is done of a job, for this setting and these contenders; None if nothing is."""
+        path = self.work / f"{job.name}.json"
+        if not path.exists():
+            return None
+        record: dict[str, Any] = json.loads(path.read_text())
+        names = {one["name"] for one in record["run"]["contenders"]}
+        return record if record["run"]["setting"] == asdict(job.setting) and set(job.contenders) <= names else None
 
     def run(self) -> list[str]:
-        """Runs the jobs that are not done.
-
-        Returns:
-            Names of the jobs that failed.
-        """
+        """Runs the jobs that are not done; returns the names of those that failed."""
         failed = []
         for part in self.parts:
             for job in self.jobs(part):
                 words = f"{job.name}: {setting_words(asdict(job.setting))}, {len(job.contenders)} contenders"
-                if self.is_done(job) and not self.again:
+                if self.record(job) is not None:
                     click.echo(f"{words}: done before")
                     continue
                 click.echo(f"{words}, about {job.estimate / 60:.0f} min")
@@ -138,106 +155,58 @@ class Study:
 
     def _run(self, job: Job) -> bool:
         start, partial = time.monotonic(), self.work / f"{job.name}.partial.json"
+        self.work.mkdir(parents=True, exist_ok=True)
         try:
             run = run_setting(job.setting, select(job.contenders), partial)
         except (RuntimeError, TimeoutError) as error:
             click.echo(f"{job.name}: failed. {error}", err=True)
             return False
-        self.work.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self._path(job.name)) as scratch:
-            scratch.write_text(json.dumps({"about": about(_command()), "run": run}))
+        command = f"python -m benchmarks.bench {' '.join(sys.argv[1:])}".strip()
+        write_json(self.work / f"{job.name}.json", {"about": about_job(command), "run": run})
         partial.unlink(missing_ok=True)
         click.echo(f"{job.name}: {(time.monotonic() - start) / 60:.1f} min")
         return True
 
-    def has_results(self) -> bool:
-        """True if any job is done, whatever its rounds and contenders."""
-        return any(self.record(job) is not None for part in PARTS for job in self.jobs(part))
-
     def write(self, out: Path) -> list[Path]:
-        """Writes the page, the JSON and the pictures of all jobs that are done, whatever their rounds and contenders.
+        """Writes the page, the JSON and the pictures of all jobs that are done.
 
         Raises:
             InputError: nothing is done.
         """
         records = [(job.part, self.record(job)) for part in PARTS for job in self.jobs(part)]
-        found = [(part, record) for part, record in records if record is not None]
-        if not found:
+        done = [(part, record) for part, record in records if record is not None]
+        if not done:
             raise InputError(f"{self.work} holds no finished job of this study. Run one without --only-write first.")
-        runs = [{"part": part, "about": r["about"], **r["run"]} for part, r in found]
-        made = [record["about"] for _, record in found]
-        stem = "train_step" if self.ids == "skewed" else f"train_step_{self.ids}"
-        return write_results(runs, out, about=_summary(made), cores=made[0]["machine"]["cores"], stem=stem)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-def _command() -> str:
-    return f"python -m benchmarks.bench {' '.join(sys.argv[1:])}".strip()
-
-
-def _measured(record: Mapping[str, Any]) -> list[Measured]:
-    return measure_run(record["run"], cores=record["about"]["machine"]["cores"])
-
-
-def _summary(made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Summarises all jobs: common values once, differing values side by side."""
-    return {
-        "date": ", ".join(sorted({one["date"] for one in made})),
-        "commit": ", ".join(sorted({one["commit"] for one in made})),
-        "machine": "; ".join(sorted({_machine_words(one["machine"]) for one in made})),
-        "packages": made[0]["versions"],
-        "command": ", ".join(sorted({one["command"] for one in made})),
-    }
-
-
-def _machine_words(machine: Mapping[str, Any]) -> str:
-    memory = machine["memory_bytes"] / 2**30
-    return f"{machine['processor']}, {machine['cores']} cores, {memory:.0f} GiB, shared by all hosts"
+        commits = sorted({record["about"]["commit"] for _, record in done})
+        made = done[0][1]["about"] | {"commit": ", ".join(commits)}
+        return write_results([{"part": part, **record["run"]} for part, record in done], out, about=made)
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, default=PARTS, help="To be run.")
-@click.option("--again", is_flag=True, help="Run these parts once more, even if they are done.")
-@click.option("--rounds", type=click.IntRange(1), default=5, help="Measured rounds of the main part.")
-@click.option("--sweep-rounds", type=click.IntRange(1), default=3, help="Measured rounds of the others.")
-@click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="How they are drawn but in `unique`.")
+@click.option("--part", "parts", type=click.Choice([*PARTS]), multiple=True, default=[*PARTS], help="To be run.")
 @click.option("--quick", is_flag=True, help="A smoke test of a few minutes; everything goes to WORK/quick.")
 @click.option("--only-write", is_flag=True, help="Run nothing, write what is done.")
-@click.option("--work", type=click.Path(path_type=Path), default=Path("runs/train_step"), help="For the progress.")
+@click.option("--work", type=click.Path(path_type=Path), default=Path("runs/steps"), help="For the progress.")
 @click.option("--out", type=click.Path(path_type=Path), default=_HERE / "results", help="For the results.")
-def main(
-    *,
-    parts: tuple[str, ...],
-    again: bool,
-    ids: Ids,
-    quick: bool,
-    only_write: bool,
-    work: Path,
-    out: Path,
-    **rounds: int,
-) -> None:
-    """Times training steps on emulated hosts and writes tables and pictures. Needs root.
+def main(*, parts: tuple[str, ...], quick: bool, only_write: bool, work: Path, out: Path) -> None:
+    """Times training steps on emulated hosts and writes a page. Needs root.
 
-    Example: python -m benchmarks.bench --part main --rounds 7
+    Example: python -m benchmarks.bench --part flat --part main
     """
     if quick:
         work = out = work / "quick"
-    work = work if ids == "skewed" else work / ids
-    numbers = (rounds["rounds"], rounds["sweep_rounds"])
-    study = Study(work=work, parts=parts, again=again, rounds=numbers, quick=quick, ids=ids)
+    study = Study(work=work, parts=tuple(part for part in PARTS if part in parts), quick=quick)
     failed: list[str] = []
+    if not only_write:
+        jobs = [job for part in study.parts for job in study.jobs(part)]
+        click.echo(f"About {sum(job.estimate for job in jobs) / 60:.0f} minutes on two cores.")
+        failed = study.run()
     try:
-        if not only_write:
-            click.echo(f"About {study.estimate() / 60:.0f} minutes on two cores.")
-            failed = study.run()
-        if only_write or study.has_results():
-            for path in study.write(out):
-                click.echo(path)
+        for path in study.write(out):
+            click.echo(path)
     except InputError as error:
-        raise click.UsageError(str(error)) from error
+        if not failed:
+            raise click.UsageError(str(error)) from error
     if failed:
         raise click.ClickException(f"Failed: {', '.join(failed)}. What is done is written; run it again to go on.")
 

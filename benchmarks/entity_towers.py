@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.provenance import commit, processor
+from benchmarks.report import commit, markdown_table, processor
 from benchmarks.towers.clicks import Clicks, read_clicks
-from benchmarks.towers.report import markdown_table
 from benchmarks.towers.statistics import compare_arms
 from benchmarks.towers.trials import STUDY_SETS, row_order, train_and_test, trial_config
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner

@@ -27,9 +27,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.provenance import commit, processor
+from benchmarks.report import commit, markdown_table, processor
 from benchmarks.steps.criteo_ids import criteo_skews
-from benchmarks.towers.report import markdown_table
 from dmt import SPTTEmbeddingBagCollectionSharder, TowerMesh, TowerPlan, TowerShardingPlanner, TowerTopology
 from dmt.files import atomic_write
 from dmt.hot_rows.costs import table_bytes

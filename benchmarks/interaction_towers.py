@@ -24,9 +24,8 @@ import click
 import torch
 from tqdm import tqdm
 
-from benchmarks.provenance import commit, processor
+from benchmarks.report import commit, markdown_table, processor
 from benchmarks.towers.clicks import Clicks, read_clicks
-from benchmarks.towers.report import markdown_table
 from benchmarks.towers.runs import affinity_of_pairs
 from benchmarks.towers.statistics import compare_arms, holm
 from benchmarks.towers.trials import STUDY_SETS, run_trial

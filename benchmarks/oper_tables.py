@@ -30,10 +30,9 @@ from benchmarks.oper_placement import (
     replicate_for_inference,
     replicate_for_training,
 )
-from benchmarks.provenance import commit, processor
 from benchmarks.public_skews import avazu_skews, terabyte_skews
+from benchmarks.report import commit, markdown_table, processor
 from benchmarks.steps.criteo_ids import IdSkew, criteo_skews
-from benchmarks.towers.report import markdown_table
 from dmt.files import atomic_write
 
 __all__ = ["kaggle_accesses", "main"]

@@ -19,11 +19,11 @@ from typing import Any
 
 import click
 
-from benchmarks.provenance import commit, processor
 from benchmarks.replicas.findings import whole_seeds
 from benchmarks.replicas.report import write_results
 from benchmarks.replicas.runs import Progress, study_runs, tune_runs, tuned_rates
 from benchmarks.replicas.verify import verify
+from benchmarks.report import commit, processor
 from benchmarks.towers.trials import STUDY_SETS
 from dmt.training.records import versions
 

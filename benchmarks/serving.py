@@ -23,7 +23,7 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.provenance import commit, processor
+from benchmarks.report import commit, processor
 from dmt.training.console import quiet_libraries
 from dmt.training.data import open_source
 from dmt.training.serving.export import explicit_data, export_run, load_program

@@ -12,17 +12,17 @@ import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import click
 from scipy.stats import kendalltau
 
 from benchmarks.emulation.hosts import EmulatedHosts
-from benchmarks.provenance import commit, processor
-from benchmarks.steps.contenders import Contender, parse_contender
+from benchmarks.report import commit, processor
+from benchmarks.steps.build import own_topology, own_towers
+from benchmarks.steps.contenders import CONTENDERS, Contender
 from benchmarks.steps.inputs import access_profile, benchmark_tables, random_batch
-from benchmarks.steps.setting import Setting
-from benchmarks.steps.towers import own_topology, own_towers
+from benchmarks.steps.setting import Ids, Setting
 from dmt.hot_rows.costs import choose_rows, hot_load
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
@@ -51,19 +51,16 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
         "train": {
             "batch_size": setting.batch_size,
             "prefetch_ids": contender.prefetch,
-            "micro_batches": contender.num_micro_batches,
-            "dense_reduce": "hierarchical" if contender.has_hierarchical_reduce and setting.hosts > 1 else "ring",
+            "micro_batches": contender.micro_batches,
+            "dense_reduce": "hierarchical" if contender.dense_reduce != "ring" and setting.hosts > 1 else "ring",
         },
     }
     if contender.has_towers:
         values["model"] |= {"arch": "dmt-dlrm", "tower_dim": 128 // contender.compression}
-    if contender.is_unique:
-        own = "host" if contender.is_united else "rank" if "unique" in contender.options else "auto"
-        values["sharding"] |= {"unique": own}
+    if contender.unique:
+        values["sharding"] |= {"unique": "rank"}
     if contender.precision == "fp16":
         values["sharding"] |= {"forward_precision": "fp16", "backward_precision": "fp16"}
-    if not is_flat and contender.scheme != "planner":
-        values["sharding"]["scheme"] = contender.scheme
     tables = benchmark_tables(setting)
     if is_flat:
         values["sharding"]["scheme"] = _FLAT[contender.scheme]
@@ -80,14 +77,14 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
 
 def repeats_of(job: Job, contender: Contender, setting: Setting) -> Repeats | None:
     """Counts what repeats in the ids of the benchmark's batches; None where the contender makes no use of it."""
-    if not contender.is_unique and not contender.has_hot_rows:
+    if not contender.unique and not contender.hot_rows:
         return None
     size, ranks = setting.batch_size, range(setting.world_size)
     batches = [random_batch(setting, size, 0, rank).sparse_features for rank in ranks]
-    if not contender.has_hot_rows:
+    if not contender.hot_rows:
         return Repeats(distinct=distinct_inputs_of(job, batches=batches))
     profile, topology = access_profile(setting), job.topology
-    distinct, whole = contender.is_unique, sum(4.0 * table.num_embeddings * table.embedding_dim for table in job.tables)
+    distinct, whole = contender.unique, sum(4.0 * table.num_embeddings * table.embedding_dim for table in job.tables)
     rows = choose_rows(profile, job.tables, topology, batch_size=size, distinct=distinct, max_bytes=whole)
     hot = hot_load(profile, job.tables, topology, rows=rows, batch_size=size)
     return Repeats(distinct=distinct_inputs_of(job, rows, batches), hot=hot)
@@ -107,16 +104,17 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
     steps: dict[tuple[str, str], list[float]] = {}
     found: dict[tuple[str, str], float] = {}
     for run in runs:
-        setting = Setting(**{name: value for name, value in run["setting"].items() if name in Setting.__annotations__})
-        if cluster_name(setting) not in clusters:
+        setting = setting_of(run)
+        if setting is None or cluster_name(setting) not in clusters:
             continue
         skew = f", {setting.ids} ids" if "ids" in run["setting"] else ""
         requests = f", requests of {setting.group}" if setting.group > 1 else ""
         name = f"{cluster_name(setting)}, B={setting.batch_size}{skew}{requests}"
         for entry in run["contenders"]:
-            key, contender = (name, entry["name"]), parse_contender(entry["name"])
-            job = job_of(contender, setting)
-            if job is None:
+            key, contender = (name, entry["name"]), CONTENDERS.get(entry["name"])
+            # Older records have contenders of options that were deleted.
+            job = None if contender is None else job_of(contender, setting)
+            if contender is None or job is None:
                 continue
             steps.setdefault(key, []).extend(step["seconds"] for step in entry["steps"])
             # Records without the name of a distribution are older than unique inputs.
@@ -124,6 +122,12 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
             work = step_work(job, count(job), repeats)
             found[key] = predict_step(job, clusters[cluster_name(setting)], work).timeline.seconds
     return [Row(*key, statistics.median(steps[key]), predicted) for key, predicted in found.items()]
+
+
+def setting_of(run: Mapping[str, Any]) -> Setting | None:
+    """The setting of a record's run; None for ids of a kind that was deleted."""
+    known = {name: value for name, value in run["setting"].items() if name in Setting.__annotations__}
+    return Setting(**known) if known.get("ids", "skewed") in get_args(Ids) else None
 
 
 def cluster_name(setting: Setting) -> str:
@@ -184,7 +188,9 @@ def main(*, clusters: Path, is_measured: bool, steps: Sequence[Path], out: Path)
     runs = [run for path in records for run in json.loads(path.read_text())["runs"]]
     known = {}
     for run in runs:
-        setting = Setting(**{name: value for name, value in run["setting"].items() if name in Setting.__annotations__})
+        setting = setting_of(run)
+        if setting is None:
+            continue
         name = cluster_name(setting)
         file = clusters / f"{name}.toml"
         if is_measured and not file.exists():

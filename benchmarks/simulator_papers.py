@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import click
 
-from benchmarks.provenance import commit
+from benchmarks.report import commit
 from dmt.models.complexity import CRITEO_DENSE_FEATURES, criteo_1tb_tables
 from dmt.simulator.cluster import load_cluster
 from dmt.training.config import TrainingConfig

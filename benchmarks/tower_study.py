@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from benchmarks.provenance import processor
+from benchmarks.report import processor
 from benchmarks.towers.report import write_study
 from benchmarks.towers.runs import Study
 from benchmarks.towers.trials import STUDY_SETS

@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,15 +23,15 @@ import click
 
 from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.emulation.wire import WireCheck, measure_wire
-from benchmarks.provenance import commit, processor
-from benchmarks.steps.contenders import Contender, all_contenders, select
+from benchmarks.report import about
+from benchmarks.steps.contenders import CONTENDERS, Contender, select
 from benchmarks.steps.setting import Ids, Setting
-from benchmarks.steps.table import run_table
+from benchmarks.steps_report.measures import measure_run
+from benchmarks.steps_report.page import times_table
 from dmt.errors import InputError
 from dmt.files import atomic_write
-from dmt.training.records import versions
 
-__all__ = ["about", "main", "run_setting", "write_json", "write_runs"]
+__all__ = ["about_job", "main", "run_setting", "write_json"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MODULE = ["-m", "benchmarks.steps.rank"]
@@ -54,7 +53,6 @@ def run_setting(
     *,
     emulated: bool = True,
     timeout: float = _TIMEOUT,
-    traces: Path | None = None,
 ) -> dict[str, Any]:
     """Runs one job of all contenders.
 
@@ -64,7 +62,6 @@ def run_setting(
         out: a JSON file that holds the run so far after every round, and in the end.
         emulated: whether on hosts of their own; else the hosts of the setting are played in name only, at full rate.
         timeout: seconds after which the job is killed.
-        traces: folder for a profile of one step of every contender on every rank.
 
     Returns:
         The run: ``setting``, ``wire`` and ``contenders``, as in ``out``.
@@ -83,11 +80,7 @@ def run_setting(
         spec = Path(folder, "spec.json")
         names = [contender.name for contender in contenders]
         out = out.resolve()
-        if traces is not None:
-            traces.mkdir(parents=True, exist_ok=True)
-        profiles = None if traces is None else str(traces.resolve())
-        job = {"setting": asdict(setting), "contenders": names, "out": str(out), "traces": profiles}
-        spec.write_text(json.dumps(job))
+        spec.write_text(json.dumps({"setting": asdict(setting), "contenders": names, "out": str(out)}))
         if emulated:
             with EmulatedHosts(setting.hosts, mbit_per_s=setting.mbit_per_s) as hosts:
                 if setting.hosts > 1:
@@ -121,30 +114,11 @@ def write_json(path: Path, value: Any) -> None:
         scratch.write_text(json.dumps(value, indent=1) + "\n")
 
 
-def write_runs(path: Path, runs: Sequence[dict[str, Any]], *, command: str, notes: str = "") -> None:
-    """Writes runs with what they were made by, on and with.
-
-    Args:
-        path: a JSON file.
-        runs: from `run_setting`.
-        command: what was typed.
-        notes: for the reader of the results.
-    """
-    write_json(path, {"about": about(command, notes), "runs": list(runs)})
-
-
-def about(command: str, notes: str = "") -> dict[str, Any]:
-    """Date, commit, machine, versions."""
+def about_job(command: str) -> dict[str, Any]:
+    """What a job is made by, on and with."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
-        "commit": commit(),
-        "machine": {"processor": processor(), "cores": len(os.sched_getaffinity(0)), "memory_bytes": memory},
-        "versions": versions(),
-        "environment": _ENV,
-        "command": command,
-        "notes": notes,
-    }
+    cores = len(os.sched_getaffinity(0))
+    return about(command, cores=cores, memory_gib=round(memory / 2**30), environment=_ENV)
 
 
 @click.command(context_settings={"show_default": True})
@@ -159,27 +133,25 @@ def about(command: str, notes: str = "") -> dict[str, Any]:
 @click.option("--steps-per-turn", type=click.IntRange(1), default=2, help="Steps in a turn.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of weights, batches and order.")
 @click.option("--rows-cap", type=click.IntRange(1), default=40_000, help="Most rows of a table.")
-@click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="With Criteo's skew, evenly, or once.")
+@click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="With Criteo's skew, or evenly.")
 @click.option("--group", type=click.IntRange(1), default=1, help="Samples of a request, which share the user's ids.")
 @click.option("--contenders", multiple=True, default=["*"], help="Name or pattern; may be given several times.")
 @click.option("--emulated/--no-hosts", default=True, help="Whether on emulated hosts (needs root).")
 @click.option("--list", "only_list", is_flag=True, help="Print the names of contenders and stop.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("runs/train_step.json"))
-@click.option("--traces", type=click.Path(path_type=Path, file_okay=False), help="Folder for a profile of each one.")
-def main(
-    *, contenders: tuple[str, ...], emulated: bool, only_list: bool, out: Path, traces: Path | None, **sizes: Any
-) -> None:
+def main(*, contenders: tuple[str, ...], emulated: bool, only_list: bool, out: Path, **sizes: Any) -> None:
     """Measures training steps of contenders and writes JSON."""
     if only_list:
-        click.echo("\n".join(contender.name for contender in all_contenders()))
+        click.echo("\n".join(CONTENDERS))
         return
     try:
         setting = Setting(mbit_per_s=sizes.pop("mbit"), batch_size=sizes.pop("batch"), **sizes)
-        run = run_setting(setting, select(contenders), out, emulated=emulated, traces=traces)
+        run = run_setting(setting, select(contenders), out, emulated=emulated)
     except InputError as error:
         raise click.UsageError(str(error)) from error
-    write_runs(out, [run], command=f"python -m benchmarks.train_step {' '.join(sys.argv[1:])}")
-    click.echo(run_table(run))
+    made = about_job(f"python -m benchmarks.train_step {' '.join(sys.argv[1:])}")
+    write_json(out, {"about": made, "runs": [run]})
+    click.echo(times_table(measure_run(run, cores=made["cores"])))
     click.echo(out)
 
 

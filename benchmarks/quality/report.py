@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import commit, processor
 from benchmarks.quality.cells import SETTINGS
 from benchmarks.quality.findings import LEAST_TESTED, Records, compared, costs, kinds, tuned
-from benchmarks.towers.report import markdown_table
+from benchmarks.report import commit, markdown_table, processor
 from dmt.training.records import versions
 
 __all__ = ["plot_costs", "write_results"]

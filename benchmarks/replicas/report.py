@@ -15,7 +15,7 @@ from benchmarks.replicas.findings import (
     tune_findings,
 )
 from benchmarks.replicas.runs import Records
-from benchmarks.towers.report import markdown_table
+from benchmarks.report import markdown_table
 
 __all__ = ["plot_gaps", "write_results"]
 

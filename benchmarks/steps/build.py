@@ -8,24 +8,45 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import (
+    DataParallelWrapper,
+    DefaultDataParallelWrapper,
+    DistributedModelParallel,
+)
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
-from benchmarks.steps.flat import SmallTables, flat_plan, flat_sharders
+from benchmarks.steps.flat import (
+    SmallTables,
+    flat_plan,
+    flat_sharders,
+    startable_on_cpu,
+    tower_plan_by_hand,
+    tower_sharders,
+)
 from benchmarks.steps.inputs import Batches, access_profile, benchmark_tables
 from benchmarks.steps.setting import Setting
-from benchmarks.steps.torchrec_towers import NOTES, startable_on_cpu, tower_plan_by_hand, tower_sharders
-from benchmarks.steps.towers import own_planner, own_sharders, own_topology, own_towers, own_wrapper
-from dmt import ReplicaSync, TowerMesh, TowerTopology, run_in_micro_batches
+from dmt import (
+    ExchangePrecision,
+    HierarchicalDataParallel,
+    SPTTEmbeddingBagCollectionSharder,
+    TowerCollectionSharder,
+    TowerMesh,
+    TowerPlan,
+    TowerShardingPlanner,
+    TowerTopology,
+    run_in_micro_batches,
+)
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
+from dmt.plan.tables import feature_names
+from dmt.sharding.costs import StepWorkload
 from dmt.training.build import ClickTask, build_optimizer, fused_params
 from dmt.training.config import OptimizerConfig
 
-__all__ = ["OPTIMIZER", "Built", "Meshes", "build_contender", "build_plain"]
+__all__ = ["OPTIMIZER", "Built", "Meshes", "build_contender", "build_plain", "own_topology", "own_towers"]
 
 OPTIMIZER = OptimizerConfig(dense="sgd", dense_lr=0.05, sparse_lr=0.05, sparse_eps=1e-6, warmup_steps=0)
 """Row-wise AdaGrad for the tables, fused by FBGEMM, and SGD for everything else."""
@@ -58,21 +79,18 @@ class Built:
     plan: ShardingPlan
     topology: TowerTopology | None
     """Topology of this library's contenders; None for others."""
-    replicas: ReplicaSync | None
-    """Averages only when asked to."""
     small_tables: SmallTables | None
     """The data-parallel tables of a flat contender."""
     hot_rows: HotRows | None
     """Chosen in the first step."""
-    notes: str
+    towers: TowerPlan
+    """The features of each tower, of this library's contenders and TorchRec's."""
 
     def step(self) -> Any:
         """Trains on the next batch; what `ClickTask` returns beside the loss. Collective."""
         output = self.pipeline.progress(self.batches)
         if self.small_tables is not None:
             self.small_tables.step()
-        if self.replicas is not None:
-            self.replicas.step()
         if self.hot_rows is not None:
             self.hot_rows.step()
         return output
@@ -142,7 +160,9 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         topology = own_topology(contender, setting)
         mesh = meshes.get(topology)
         sharders = own_sharders(contender, mesh, own_towers(contender, setting), fused)
-        plan = own_planner(contender, topology, setting).plan(model, sharders)
+        plan = TowerShardingPlanner(topology, workload=StepWorkload(batch_size=setting.batch_size)).plan(
+            model, sharders
+        )
     cpu = torch.device("cpu")
     with startable_on_cpu() if contender.family == "etc" else nullcontext():
         sharded = DistributedModelParallel(
@@ -152,18 +172,16 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
             sharders=list(sharders),
             data_parallel_wrapper=None if mesh is None else own_wrapper(contender, mesh),
         )
-    if contender.num_micro_batches > 1:
-        run_in_micro_batches(sharded.module.model, contender.num_micro_batches)
+    if contender.micro_batches > 1:
+        run_in_micro_batches(sharded.module.model, contender.micro_batches)
     is_flat = contender.family == "flat"
     small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if is_flat else None
     optimizer = build_optimizer(OPTIMIZER, sharded)
     hot_rows = None
-    if contender.has_hot_rows and mesh is not None:
+    if contender.hot_rows and mesh is not None:
         profile = access_profile(setting)
         hot_rows = HotRows(sharded, mesh, extra_memory=1.0, refresh_every=None, profile=profile)
     pipeline = TrainPipelineSparseDist if contender.prefetch else TrainPipelineBase
-    # The interval is beyond any run: the benchmark averages when it wants to measure that.
-    has_replicas = mesh is not None and contender.num_replicas > 1
     return Built(
         contender=contender,
         model=sharded,
@@ -172,8 +190,41 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         batches=batches,
         plan=plan,
         topology=topology,
-        replicas=ReplicaSync(sharded, mesh, interval=10**9) if has_replicas and mesh is not None else None,
         small_tables=small_tables,
         hot_rows=hot_rows,
-        notes=NOTES if contender.family == "etc" else "",
+        towers=own_towers(contender, setting),
     )
+
+
+def own_topology(contender: Contender, setting: Setting) -> TowerTopology:
+    """A tower on each host, or on each rank."""
+    if contender.rank_towers:
+        return TowerTopology(num_towers=setting.world_size, ranks_per_tower=1, ranks_per_host=setting.ranks_per_host)
+    return TowerTopology(num_towers=setting.hosts, ranks_per_tower=setting.ranks_per_host)
+
+
+def own_sharders(
+    contender: Contender, mesh: TowerMesh, towers: TowerPlan, fused_params: dict[str, Any]
+) -> Sequence[TowerCollectionSharder | SPTTEmbeddingBagCollectionSharder]:
+    """The sharder of the contender with its options."""
+    options: dict[str, Any] = {"fused_params": fused_params}
+    if contender.precision == "fp16":
+        options["peer_precision"] = ExchangePrecision(forward="fp16", backward="fp16")
+    if contender.unique:
+        options["unique"] = "rank"
+    if contender.family == "sptt":
+        return [SPTTEmbeddingBagCollectionSharder(mesh, towers, **options)]
+    return [TowerCollectionSharder(mesh, **options)]
+
+
+def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
+    """Wrapper of the dense part for DMP."""
+    if contender.dense_reduce == "ring":
+        return DefaultDataParallelWrapper()
+    return HierarchicalDataParallel(mesh, precision=contender.dense_reduce)
+
+
+def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
+    """Feature i in tower i mod T, as in the paper's tables."""
+    num_towers = setting.world_size if contender.rank_towers else setting.hosts
+    return TowerPlan.strided(feature_names(benchmark_tables(setting)), num_towers)

@@ -1,8 +1,7 @@
 """Every contender must compute what the plain model does: `PlainModel` trains it for one step in one process.
 
 Two losses are compared on each rank's own batch: before the step, from equal weights, and after it. The plain model
-takes the step on the batches of all ranks at once. With R replicas each of them takes it on its own ranks' batches,
-moments scaled by R, and then tables are averaged (2D sparse parallelism, Algorithm 1).
+takes the step on the batches of all ranks at once.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.steps.build import OPTIMIZER, Built, build_plain
 from benchmarks.steps.contenders import Contender
 from benchmarks.steps.inputs import random_batch
+from benchmarks.steps.needed import column_cuts
 from benchmarks.steps.setting import Setting
-from benchmarks.steps.shares import column_cuts
 from dmt.testing import PlainTraining, load_plain_state
 from dmt.testing.state import TableLayout
 from dmt.training.build import fused_params
@@ -51,10 +50,8 @@ def plain_weights(contender: Contender, setting: Setting) -> dict[str, Tensor]:
 
 
 def load_weights(built: Built, weights: Mapping[str, Tensor]) -> None:
-    """Gives a sharded model and its replicas the weights of the plain one."""
+    """Gives a sharded model the weights of the plain one."""
     load_plain_state(built.model, weights)
-    if built.replicas is not None:
-        built.replicas.restart()
 
 
 def losses_of(built: Built) -> list[float]:
@@ -63,8 +60,6 @@ def losses_of(built: Built) -> list[float]:
     for _ in range(CHECK_STEPS):
         logits, labels, _ = built.step()
         losses.append(nn.functional.binary_cross_entropy_with_logits(logits, labels).item())
-        if built.replicas is not None:
-            built.replicas.sync()
     return losses
 
 
@@ -99,28 +94,22 @@ class PlainModel:
 
     def losses(self, built: Built) -> list[list[float]]:
         """Returns for every rank the losses on its batches before and after a step."""
-        num_replicas, cuts = built.contender.num_replicas, column_cuts(built.plan)
-        key = (num_replicas, *chain.from_iterable((table, *widths) for table, widths in sorted(cuts.items())))
+        cuts = column_cuts(built.plan)
+        key = tuple(chain.from_iterable((table, *widths) for table, widths in sorted(cuts.items())))
         if key not in self._losses:
-            modules = [copy.deepcopy(self._model) for _ in range(num_replicas)]
+            model = copy.deepcopy(self._model)
             training = PlainTraining(
-                modules,
+                [model],
                 fused_params=fused_params(OPTIMIZER),
                 make_optimizer=lambda named: torch.optim.SGD(named.values(), lr=OPTIMIZER.dense_lr),
                 layout=TableLayout(column_widths=cuts),
             )
-            before = self._losses_by_rank(modules[0], step=0)
-            for module, ranks in zip(modules, self._ranks_by_replica(built), strict=True):
-                loss, _ = module(_joined([check_batches(self._setting, rank)[0] for rank in ranks]))
-                loss.backward()
+            before = self._losses_by_rank(model, step=0)
+            loss, _ = model(_joined([check_batches(self._setting, r)[0] for r in range(self._setting.world_size)]))
+            loss.backward()
             training.step()
-            self._losses[key] = [list(pair) for pair in zip(before, self._losses_by_rank(modules[0], 1), strict=True)]
+            self._losses[key] = [list(pair) for pair in zip(before, self._losses_by_rank(model, 1), strict=True)]
         return self._losses[key]
-
-    def _ranks_by_replica(self, built: Built) -> list[list[int]]:
-        if built.topology is None:
-            return [list(range(self._setting.world_size))]
-        return built.topology.sharding_groups()
 
     @torch.no_grad()
     def _losses_by_rank(self, model: nn.Module, step: int) -> list[float]:

@@ -1,41 +1,38 @@
-"""Contenders of TorchRec's own: a flat DLRM in five schemes, with plans by hand (its planner hides some on CPU).
+"""Contenders of TorchRec's own: a flat DLRM, and DMT-DLRM in its ``EmbeddingTowerCollection``, with plans by hand.
 
 Tables go round robin over hosts first, then over the ranks of a host, so hosts hold as many as can be. Small ones may
 be data-parallel: DDP sums their gradients, and they are trained like the others (`SmallTables`).
+
+TorchRec 1.8.0 cannot start its towers on CPU: it hands ``device_ids=[cpu]`` to ``DistributedDataParallel``, which
+refuses. While the model is built, `startable_on_cpu` puts a function in place of that class in TorchRec's module, which
+leaves the argument out; nothing else changes, and nothing is changed on disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import embedding_tower_sharding
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.sharding_plan import (
-    calculate_shard_sizes_and_offsets,
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
-    placement,
     row_wise,
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    ParameterSharding,
-    ShardingPlan,
-    ShardingType,
-)
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan, ShardingType
 
 from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
 from benchmarks.steps.needed import ID_BYTES, LENGTH_BYTES
@@ -44,14 +41,17 @@ from dmt._torchrec import mark_updated_in_backward
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.sharding.data_parallel import DataParallelOptimizer
 
-__all__ = ["SmallTables", "codecs", "flat_plan", "flat_sharders", "most_data_parallel_rows", "plan_by_hand"]
+__all__ = [
+    *("SmallTables", "flat_plan", "flat_sharders", "most_data_parallel_rows", "startable_on_cpu"),
+    *("tower_plan_by_hand", "tower_sharders"),
+]
 
 Generator = Callable[..., Any]
 
 
 def flat_sharders(contender: Contender, fused_params: dict[str, Any]) -> list[Any]:
     """TorchRec's sharder of the flat collection."""
-    return [EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=codecs(contender))]
+    return [EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=_codecs(contender))]
 
 
 def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharder: Any) -> ShardingPlan:
@@ -74,7 +74,7 @@ def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharder:
         small = {name: data_parallel() for name, weight in weights.items() if len(weight) <= most}
         large = [name for name in weights if name not in small]
         schemes = small | {name: _scheme(contender.scheme, i, setting) for i, name in enumerate(large)}
-    return ShardingPlan(plan={"model.sparse_arch": plan_by_hand(collection, schemes, setting, sharder)})
+    return ShardingPlan(plan={"model.sparse_arch": _plan_by_hand(collection, schemes, setting, sharder)})
 
 
 def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
@@ -141,7 +141,7 @@ class SmallTables:
             lookup.zero_grad()
 
 
-def plan_by_hand(
+def _plan_by_hand(
     module: nn.Module, schemes: Mapping[str, Generator], setting: Setting, sharder: Any
 ) -> EmbeddingModuleShardingPlan:
     """TorchRec's plan from its own generators, with the fused kernel for every sharded table.
@@ -162,7 +162,7 @@ def plan_by_hand(
     return plan
 
 
-def codecs(contender: Contender) -> dict[str, Any] | None:
+def _codecs(contender: Contender) -> dict[str, Any] | None:
     """TorchRec's quantised communication in both directions, None for FP32."""
     if contender.precision == "fp32":
         return None
@@ -172,39 +172,12 @@ def codecs(contender: Contender) -> dict[str, Any] | None:
 
 def _scheme(scheme: str, table: int, setting: Setting) -> Generator:
     """Generator of the sharding of the table with this number."""
-    host = table % setting.hosts
-    first = host * setting.ranks_per_host
+    first = table % setting.hosts * setting.ranks_per_host
     slot = table // setting.hosts
     if scheme == "table_wise":
         return table_wise(rank=first + slot % setting.ranks_per_host)
-    if scheme == "column_wise":
-        return column_wise(ranks=_halves(table, setting))
-    if scheme == "row_wise":
-        return row_wise()
-    if scheme == "table_row_wise":
-        return table_row_wise(host_index=host)
-    return partial(_grid, first_host=host)
-
-
-def _grid(
-    parameter: nn.Parameter, local_size: int, world_size: int, device_type: str, sharder: Any, *, first_host: int
-) -> ParameterSharding:
-    """Columns cut over all hosts, rows over the ranks of each; TorchRec's own generator never cuts 128 columns."""
-    hosts = world_size // local_size
-    sizes, offsets = calculate_shard_sizes_and_offsets(
-        parameter, world_size, local_size, ShardingType.GRID_SHARD.value, col_wise_shard_dim=parameter.shape[1] // hosts
-    )
-    ranks = [(first_host + i // local_size) % hosts * local_size + i % local_size for i in range(len(sizes))]
-    shards = [
-        ShardMetadata(shard_offsets=offset, shard_sizes=size, placement=placement(device_type, rank, local_size))
-        for size, offset, rank in zip(sizes, offsets, ranks, strict=True)
-    ]
-    return ParameterSharding(
-        sharding_type=ShardingType.GRID_SHARD.value,
-        compute_kernel=EmbeddingComputeKernel.FUSED.value,
-        ranks=ranks,
-        sharding_spec=EnumerableShardingSpec(shards),
-    )
+    assert scheme == "column_wise", f"flat contenders are table- or column-wise, not {scheme}"
+    return column_wise(ranks=_halves(table, setting))
 
 
 def _halves(table: int, setting: Setting) -> Sequence[int]:
@@ -214,3 +187,45 @@ def _halves(table: int, setting: Setting) -> Sequence[int]:
     slot = 2 * (table // setting.hosts)
     first = (table % setting.hosts) * setting.ranks_per_host
     return [first + (slot + half) % setting.ranks_per_host for half in (0, 1)]
+
+
+@contextmanager
+def startable_on_cpu() -> Iterator[None]:
+    """Within it, TorchRec's tower sharder builds its tower modules on CPU."""
+    before = embedding_tower_sharding.DistributedDataParallel
+    embedding_tower_sharding.DistributedDataParallel = _without_device_ids
+    try:
+        yield
+    finally:
+        embedding_tower_sharding.DistributedDataParallel = before
+
+
+def _without_device_ids(*, device_ids: Any = None, **arguments: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(**arguments)
+
+
+def tower_sharders(contender: Contender, fused_params: dict[str, Any]) -> list[Any]:
+    """TorchRec's sharder of towers."""
+    return [EmbeddingTowerCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=_codecs(contender))]
+
+
+def tower_plan_by_hand(contender: Contender, setting: Setting, model: nn.Module, sharder: Any) -> ShardingPlan:
+    """Tower i on host i, its tables cut over the ranks of the host.
+
+    Args:
+        contender: of TorchRec's towers.
+        setting: sizes of the job.
+        model: a `ClickTask` around DMT-DLRM with as many towers as there are hosts.
+        sharder: of the collection.
+    """
+    collection: Any = model.model.sparse_arch  # type: ignore[union-attr]
+    schemes: dict[str, Callable[..., Any]] = {}
+    for host, tower in enumerate(collection.towers):
+        first = host * setting.ranks_per_host
+        ranks = list(range(first, first + setting.ranks_per_host))
+        for table in tower.embedding.embedding_bag_configs():
+            schemes[table.name] = column_wise(ranks=ranks)
+    plan = _plan_by_hand(collection, schemes, setting, sharder)
+    for parameter in plan.values():
+        parameter.sharding_type = ShardingType.TABLE_COLUMN_WISE.value
+    return ShardingPlan(plan={"model.sparse_arch": plan})

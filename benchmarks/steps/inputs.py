@@ -6,7 +6,6 @@ ids             of a batch
 ``skewed``      with the skew of Criteo's sample (`benchmarks.steps.criteo_ids`), each feature by itself; places beyond
                 the rows of a table that is cut are folded onto them
 ``uniform``     drawn evenly
-``distinct``    no id of a feature comes twice in a step of the job; all tables have ``rows_cap`` rows
 ==============  ======================================================================================================
 
 With ``group`` = R samples come in runs of R, as one request's candidates do: the even features (C1, C3, ...) are the
@@ -43,7 +42,7 @@ _SPREAD = 2_654_435_761
 
 def benchmark_tables(setting: Setting) -> list[TableSpec]:
     """Criteo's 26 tables with the rows of Criteo-Kaggle, each cut to ``rows_cap`` rows."""
-    rows = [setting.rows_cap if setting.ids == "distinct" else min(n, setting.rows_cap) for n in CRITEO_KAGGLE_ROWS]
+    rows = [min(n, setting.rows_cap) for n in CRITEO_KAGGLE_ROWS]
     return [replace(t, num_embeddings=n) for t, n in zip(criteo_1tb_tables(EMBEDDING_DIM), rows, strict=True)]
 
 
@@ -55,7 +54,7 @@ def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> Cli
     values = []
     for i, table in enumerate(tables):
         run = setting.group if i % 2 == 0 else 1
-        ids = _ids(setting, i, table.num_embeddings, -(-batch_size // run), rank, generator)
+        ids = _ids(setting, i, table.num_embeddings, -(-batch_size // run), generator)
         values.append(ids.repeat_interleave(run)[:batch_size])
     ids = KeyedJaggedTensor(
         keys=feature_names(tables),
@@ -76,27 +75,23 @@ def access_profile(setting: Setting) -> AccessProfile:
     tables, size = benchmark_tables(setting), 25 * setting.batch_size * setting.world_size
     profile, generator = AccessProfile(tables), torch.Generator().manual_seed(setting.seed + 1)
     for i, table in enumerate(tables):
-        ids = _ids(setting, i, table.num_embeddings, size, 0, generator)
+        ids = _ids(setting, i, table.num_embeddings, size, generator)
         profile.add({feature: ids.numpy() for feature in table.feature_names}, num_samples=0)
     profile.num_samples = size
     return profile
 
 
-def distinct_inputs(setting: Setting, features: Sequence[str], host: int, *, of_hosts: bool = False) -> int:
+def distinct_inputs(setting: Setting, features: Sequence[str], host: int) -> int:
     """Distinct inputs of each rank in the first step that come from other hosts: ids of some features together.
 
     Args:
         setting: sizes of the job.
         features: of a tower, or one.
         host: that they are sent to.
-        of_hosts: counts the distinct inputs of each host.
     """
     batches = [_first_batch(setting, rank) for rank in range(setting.world_size)]
     step = [torch.stack([ids[feature].values() for feature in features]) for ids in batches]
-    size = setting.ranks_per_host
-    if of_hosts:
-        step, size = [torch.cat(step[first : first + size], dim=1) for first in range(0, len(step), size)], 1
-    away = [ids for rank, ids in enumerate(step) if rank // size != host]
+    away = [ids for rank, ids in enumerate(step) if setting.host(rank) != host]
     return sum(torch.unique(ids, dim=1).shape[1] for ids in away)
 
 
@@ -105,11 +100,9 @@ def _first_batch(setting: Setting, rank: int) -> KeyedJaggedTensor:
     return random_batch(setting, setting.batch_size, 0, rank).sparse_features
 
 
-def _ids(setting: Setting, feature: int, rows: int, size: int, rank: int, generator: torch.Generator) -> Tensor:
+def _ids(setting: Setting, feature: int, rows: int, size: int, generator: torch.Generator) -> Tensor:
     if setting.ids == "uniform":
         return torch.randint(0, rows, (size,), generator=generator)
-    if setting.ids == "distinct":
-        return rank * size + torch.randperm(size, generator=generator)
     return criteo_skews()[feature].draw(size, generator) * _SPREAD % rows
 
 

@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.emulation.hosts import sent_bytes
@@ -19,7 +18,7 @@ from benchmarks.steps.build import Built
 from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["Clocks", "Turn", "count_traffic", "run_turn", "time_sync", "trace_step"]
+__all__ = ["Clocks", "Turn", "count_traffic", "run_turn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,27 +86,6 @@ def run_turn(built: Built, num_steps: int, *, with_memory: bool) -> Turn:
     clocks, uplink = _between_barriers(steps)
     peak = None if before is None else _status_bytes("VmHWM") - before
     return Turn(steps=clocks, uplink_bytes=uplink, peak_bytes=peak)
-
-
-def time_sync(built: Built) -> Turn:
-    """Averages the replicas once, as a turn of one step. Collective."""
-
-    def sync() -> list[Clocks]:
-        assert built.replicas is not None, "there is nothing to average"
-        start = Clocks.read()
-        built.replicas.sync()
-        return [Clocks.read().since(start)]
-
-    clocks, uplink = _between_barriers(sync)
-    return Turn(steps=clocks, uplink_bytes=uplink, peak_bytes=None)
-
-
-def trace_step(built: Built, path: Path) -> None:
-    """Trains one step under PyTorch's profiler and writes what Perfetto and chrome://tracing show. Collective."""
-    dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        built.step()
-    profile.export_chrome_trace(str(path))
 
 
 def count_traffic(built: Built, batch: ClickBatch, host_of: Callable[[int], int]) -> Traffic:

@@ -13,11 +13,12 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,20 +32,21 @@ from benchmarks.steps.check import (
     losses_of,
     plain_weights,
 )
-from benchmarks.steps.contenders import Contender, parse_contender
+from benchmarks.steps.contenders import Contender, named
 from benchmarks.steps.inputs import Batches, random_batch
-from benchmarks.steps.measure import count_traffic, run_turn, time_sync, trace_step
-from benchmarks.steps.record import Record
+from benchmarks.steps.measure import Turn, count_traffic, run_turn
+from benchmarks.steps.needed import needed_by, weight_bytes
 from benchmarks.steps.setting import Setting
-from benchmarks.steps.shares import needed_by, weight_bytes
 from dmt.collectives import gather_objects
 from dmt.errors import InputError
+from dmt.files import atomic_write
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["build_checked", "main", "run_job"]
+__all__ = ["Record", "build_checked", "main", "run_job", "step_records"]
 
 _TIMEOUT = timedelta(minutes=10)
 _POOL = 3
+_CLOCKS = ("seconds", "cpu", "main_cpu", "no_core", "waiting")
 
 
 def main(spec_path: str) -> None:
@@ -61,22 +63,21 @@ def main(spec_path: str) -> None:
     if dist.get_world_size() != setting.world_size:
         raise InputError(f"The spec is for {setting.world_size} ranks, the job has {dist.get_world_size()}.")
     try:
-        contenders = [parse_contender(name) for name in spec["contenders"]]
-        run_job(setting, contenders, Path(spec["out"]), traces=spec["traces"] and Path(spec["traces"]))
+        contenders = [named(name) for name in spec["contenders"]]
+        run_job(setting, contenders, Path(spec["out"]))
         # Leaving while a peer still talks aborts it now and then.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, traces: Path | None = None) -> None:
+def run_job(setting: Setting, contenders: Sequence[Contender], out: Path) -> None:
     """Builds, checks, times and counts all contenders; rank 0 writes the run to ``out``. Collective.
 
     Args:
         setting: sizes of the job.
         contenders: what to compare.
         out: a JSON file.
-        traces: folder for a profile of one more step of every contender on every rank.
     """
     world, rank = _world(), dist.get_rank()
     record = Record(setting, contenders, out) if rank == 0 else None
@@ -85,25 +86,20 @@ def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, tra
     for built in everything:
         weights = gather_objects(weight_bytes(built), world)
         if record is not None:
-            record.add(built.contender.name, weight_bytes=weights, needed=needed_by(built, setting), notes=built.notes)
+            record.add(built.contender.name, weight_bytes=weights, needed=needed_by(built, setting))
     for turn in range(-setting.warm_up_rounds, setting.rounds):
         order = list(everything)
         random.Random(f"{setting.seed} {turn}").shuffle(order)
         for built in order:
             name = built.contender.name
             seen = run_turn(built, setting.steps_per_turn, with_memory=turn == 0)
-            sync = time_sync(built) if built.replicas is not None else None
-            turns, syncs = gather_objects(seen, world), gather_objects(sync, world)
+            turns = gather_objects(seen, world)
             if record is not None and turn >= 0:
                 record.add_turn(name, turns)
-                if sync is not None:
-                    record.add_sync(name, syncs)
         if record is not None:
             record.write()
             print(f"# round {turn + 1} of {setting.rounds}", flush=True)
     for built in everything:
-        if traces is not None:
-            trace_step(built, traces / f"train_step_{built.contender.name}.rank{rank}.trace.json.gz")
         built.finish()
         traffic = count_traffic(built, pool[0], setting.host)
         if record is not None:
@@ -140,6 +136,59 @@ def build_checked(setting: Setting, contenders: Sequence[Contender], pool: Seque
             if wrong := gather_objects(wrong, world)[0]:
                 raise RuntimeError(wrong)
     return [everything[contender.name] for contender in contenders]
+
+
+class Record:
+    """A run, kept by rank 0.
+
+    Args:
+        setting: sizes of the job.
+        contenders: in the order of the results.
+        path: where it is written to.
+    """
+
+    def __init__(self, setting: Setting, contenders: Sequence[Contender], path: Path) -> None:
+        self._setting = setting
+        self._path = path
+        self._results: dict[str, dict[str, Any]] = {c.name: _contender_record(c) for c in contenders}
+
+    def add(self, name: str, **values: Any) -> None:
+        """Sets values of a contender."""
+        self._results[name].update(values)
+
+    def add_turn(self, name: str, turns: Sequence[Turn]) -> None:
+        """Adds the steps of one turn, as every rank saw it."""
+        result = self._results[name]
+        result["steps"] += step_records(turns, self._setting)
+        peaks = [turn.peak_bytes for turn in turns if turn.peak_bytes is not None]
+        if peaks:
+            weights = result["weight_bytes"]
+            result["peak_memory_bytes"] = [peak + size for peak, size in zip(peaks, weights, strict=True)]
+
+    def write(self) -> None:
+        """Writes everything so far, whole or not at all."""
+        run = {"setting": asdict(self._setting), "wire": None, "contenders": list(self._results.values())}
+        with atomic_write(self._path) as scratch:
+            scratch.write_text(json.dumps(run, indent=1) + "\n")
+
+
+def step_records(turns: Sequence[Turn], setting: Setting) -> list[dict[str, Any]]:
+    """The steps of a turn from what each rank saw of it; bytes of the turn are shared out evenly over them."""
+    num_steps = len(turns[0].steps)
+    uplink = [turn.uplink_bytes for turn in turns[:: setting.ranks_per_host]]
+    per_step = None if None in uplink else [size / num_steps for size in uplink if size is not None]
+    records = []
+    for i in range(num_steps):
+        clocks = [turn.steps[i] for turn in turns]
+        by_rank: Mapping[str, list[float]] = {name: [getattr(clock, name) for clock in clocks] for name in _CLOCKS}
+        records.append({"seconds": max(by_rank["seconds"]), "by_rank": by_rank, "uplink_bytes": per_step})
+    return records
+
+
+def _contender_record(contender: Contender) -> dict[str, Any]:
+    described = {name: getattr(contender, name) for name in ("name", "family", "precision", "prefetch", "scheme")}
+    measured = dict.fromkeys(("traffic", "needed", "peak_memory_bytes", "weight_bytes"))
+    return {**described, "compression": float(contender.compression), "steps": [], **measured}
 
 
 def _world() -> dist.ProcessGroup:

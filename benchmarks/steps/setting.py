@@ -9,7 +9,7 @@ from dmt.errors import InputError
 
 __all__ = ["Ids", "Setting"]
 
-Ids = Literal["skewed", "uniform", "distinct"]
+Ids = Literal["skewed", "uniform"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +65,8 @@ class Setting:
                 f"Setting: hosts={self.hosts}, ranks_per_host={self.ranks_per_host} is one rank, which has nobody to "
                 "talk to. Use two or more."
             )
-
         if self.ids not in get_args(Ids):
             raise InputError(f"Setting: ids={self.ids!r} is not one of {list(get_args(Ids))}.")
-        if self.ids == "distinct" and (self.group > 1 or self.rows_cap < self.batch_size * self.world_size):
-            raise InputError(
-                f"Setting: ids='distinct' needs group=1 and, for all samples of a step, rows_cap of at least "
-                f"{self.batch_size * self.world_size}; it has group={self.group}, rows_cap={self.rows_cap}."
-            )
 
     @property
     def world_size(self) -> int:

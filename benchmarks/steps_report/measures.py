@@ -1,14 +1,14 @@
-"""Measurements of each contender in a run: step times, bytes across hosts, its own bound, balance between hosts."""
+"""Measurements of each contender in a run: step times, bytes, its own bound; and who is faster than whom."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["KINDS", "Measured", "bytes_per_second", "measure_run"]
+__all__ = ["KINDS", "Measured", "Speedup", "best_flat", "bytes_per_second", "fastest", "measure_run", "speedup"]
 
 KINDS = ("ids", "forward", "backward", "dense")
 """Kinds of bytes that cross hosts."""
@@ -23,7 +23,6 @@ class Measured:
     precision: str
     compression: float
     scheme: str
-    notes: str
     rounds: tuple[tuple[float, ...], ...]
     """Seconds of the steps of each round."""
     samples_per_second: float
@@ -45,10 +44,6 @@ class Measured:
     """CPU seconds of all processes over the machine's cores."""
     imbalance: float
     """Difference in work between the main threads of the busiest and the least busy host, as a share of the step."""
-    sync_seconds: float | None
-    """Seconds of one averaging of the replicas; None without replicas."""
-    sync_uplink: float
-    """Bytes of one averaging by the uplinks' counters, mean over hosts."""
 
     @property
     def seconds(self) -> list[float]:
@@ -120,9 +115,8 @@ def _measure(contender: Mapping[str, Any], setting: Mapping[str, Any], cores: in
     steps, turn = contender["steps"], setting["steps_per_turn"]
     seconds = [step["seconds"] for step in steps]
     uplink = _median_by_host([step["uplink_bytes"] or [] for step in steps])
-    sync_uplink = contender["sync_uplink_bytes"] or [0]
     return Measured(
-        **{name: contender[name] for name in ("name", "family", "precision", "compression", "scheme", "notes")},
+        **{name: contender[name] for name in ("name", "family", "precision", "compression", "scheme")},
         rounds=tuple(tuple(seconds[i : i + turn]) for i in range(0, len(seconds), turn)),
         samples_per_second=setting["batch_size"] * hosts * ranks_per_host / float(np.median(seconds)),
         across={kind: contender["traffic"][kind] / hosts for kind in KINDS},
@@ -134,8 +128,6 @@ def _measure(contender: Mapping[str, Any], setting: Mapping[str, Any], cores: in
         wire=None if rate is None or not uplink else max(uplink) / bytes_per_second(rate),
         compute=float(np.median([sum(step["by_rank"]["cpu"]) for step in steps])) / cores,
         imbalance=float(np.median([_imbalance(step, ranks_per_host) for step in steps])),
-        sync_seconds=contender["sync_seconds"],
-        sync_uplink=float(np.mean(sync_uplink)),
     )
 
 
@@ -146,3 +138,70 @@ def _median_by_host(of_steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def _imbalance(step: Mapping[str, Any], ranks_per_host: int) -> float:
     work = np.reshape(step["by_rank"]["main_cpu"], (-1, ranks_per_host)).sum(axis=1)
     return float(work.max() - work.min()) / step["seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speedup:
+    """Speed-up of one contender over another."""
+
+    ratio: float
+    """Ratio of the median step times."""
+    interval: tuple[float, float] | None
+    """95 %, from a bootstrap over rounds; None where there is one round."""
+
+    def __str__(self) -> str:
+        """The ratio with its interval."""
+        within = "" if self.interval is None else " [{:.2f}, {:.2f}]".format(*self.interval)
+        return f"{self.ratio:.2f}{within}"
+
+
+def fastest(
+    contenders: Iterable[Measured], family: str, *, precision: str, compression: float | None = None
+) -> Measured | None:
+    """The contender with the lowest median step time.
+
+    Args:
+        contenders: of one run.
+        family: ``"flat"``, ``"etc"``, ``"sptt"`` or ``"dmt"``.
+        precision: of what crosses hosts.
+        compression: of the tower modules; None for any.
+
+    Returns:
+        It, or None where there is none.
+    """
+    candidates = [
+        found
+        for found in contenders
+        if found.family == family and found.precision == precision and compression in (None, found.compression)
+    ]
+    return min(candidates, key=lambda found: found.median, default=None)
+
+
+def best_flat(contenders: Iterable[Measured], precision: str) -> Measured | None:
+    """The fastest flat contender at a precision; None where there is none."""
+    return fastest(contenders, "flat", precision=precision)
+
+
+def speedup(ours: Measured, reference: Measured, *, draws: int = 10_000, seed: int = 0) -> Speedup:
+    """The reference's median step time over ours.
+
+    The bootstrap draws rounds, the same ones for both, because they ran side by side in a round.
+
+    Args:
+        ours: the numerator of the speed.
+        reference: of the same run.
+        draws: of the bootstrap.
+        seed: of the draws.
+    """
+    ratio = reference.median / ours.median
+    rounds = min(len(ours.rounds), len(reference.rounds))
+    per_round = min(len(steps) for found in (ours, reference) for steps in found.rounds[:rounds])
+    if rounds < 2:
+        return Speedup(ratio=ratio, interval=None)
+    drawn = np.random.default_rng(seed).integers(rounds, size=(draws, rounds))
+    medians = [
+        np.median(np.array([steps[:per_round] for steps in found.rounds[:rounds]])[drawn].reshape(draws, -1), axis=1)
+        for found in (reference, ours)
+    ]
+    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
+    return Speedup(ratio=ratio, interval=(float(low), float(high)))

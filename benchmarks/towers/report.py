@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report import markdown_table
 from benchmarks.towers.findings import (
     Records,
     auc_by_seed,
@@ -20,7 +21,7 @@ from benchmarks.towers.findings import (
 from benchmarks.towers.runs import ARCHS, CONTROL_ARMS, LEARNED_ARMS
 from benchmarks.towers.trials import STUDY_SETS
 
-__all__ = ["markdown_table", "plot_arms", "write_study"]
+__all__ = ["plot_arms", "write_study"]
 
 _ARMS = ("flat", "strided", "random", *LEARNED_ARMS, *CONTROL_ARMS[1:])
 # Okabe and Ito's palette, told apart by colour-blind readers too: naive towers grey, learned ones in colour.
@@ -65,19 +66,6 @@ def write_study(records: Records, out: Path, *, stem: str, about: Mapping[str, A
     paths[1].write_text(_page(found, stem=stem, about=about))
     plot_arms(records, paths[2])
     return paths
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown.
-
-    Example:
-        >>> print(markdown_table(["a", "b"], [["1", "2"]]))
-        | a | b |
-        | --- | --- |
-        | 1 | 2 |
-    """
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _page(found: Mapping[str, Sequence[Mapping[str, Any]]], *, stem: str, about: Mapping[str, Any]) -> str:

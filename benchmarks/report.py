@@ -1,0 +1,65 @@
+"""Markdown and provenance that all records share."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dmt.training.records import versions
+
+__all__ = ["ABSENT", "about", "commit", "markdown_table", "processor"]
+
+ABSENT = "-"
+"""Cell of a table without a value."""
+_HERE = Path(__file__).parent
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown.
+
+    Example:
+        >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+        | a | b |
+        | --- | --- |
+        | 1 | 2 |
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def about(command: str, **facts: Any) -> dict[str, Any]:
+    """What a record is made by, on and with: date, commit, processor, versions, command, and further facts."""
+    return {
+        "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
+        "commit": commit(),
+        "machine": processor(),
+        "packages": versions(),
+        "command": command,
+        **facts,
+    }
+
+
+def processor() -> str:
+    """The processor's name where the system tells it, for Linux; else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def commit() -> str:
+    """The commit that is checked out, marked where files have changed since."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=_HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return described.stdout.strip() or "unknown"
