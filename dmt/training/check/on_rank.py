@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.runtime import HotRows
@@ -48,15 +46,11 @@ from dmt.training.check.rounding import (
     allowed_logits,
     allowed_outputs,
     allowed_weights,
-    format_error,
-    format_use,
-    rounded,
-    scale_error,
     step_error,
     unit_of,
 )
 from dmt.training.check.shrink import CheckedRun, with_values
-from dmt.training.checkpoints import Checkpointer, load_plain, restore
+from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import TrainingConfig
 
 __all__ = ["Finding", "RankReport", "Trained", "check_on_rank", "table_of"]
@@ -64,10 +58,6 @@ __all__ = ["Finding", "RankReport", "Trained", "check_on_rank", "table_of"]
 # Tables are updated in the backward pass: their gradient is read off one step of SGD. At this rate the step is as large
 # as the weights or larger, so that its rounding tells nothing else.
 _PROBE_RATE = 2.0**10
-# Rounding by a format over what was found. Forward it is about 1, over 100 where only sums were rounded. Backward it
-# grows with the square root of the samples that are summed up, to about 200 for a thousand per rank; an unused format
-# leaves equal bits there.
-_FORWARD_USED, _BACKWARD_USED = 10.0, 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +111,7 @@ class Trained:
     parts: list[LocalPart]
     """Weights of this rank after training, copied."""
     losses: list[float]
-    """By step; empty where a pipeline trained."""
-    logits: list[Tensor]
-    """By step."""
+    """By step, and after the last."""
     replicas: ReplicaSync | None
     """Keeps the model equal to its replicas."""
 
@@ -139,10 +127,6 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
     checks.forward_and_gradients()
     say("training")
     trained = checks.training()
-    say("train pipeline")
-    checks.pipeline(trained)
-    say("id routes")
-    checks.routes(trained)
     say("checkpoint")
     checks.checkpoint(trained)
     return RankReport(
@@ -162,16 +146,10 @@ class _Checks:
         self.rank, self.run, self.mesh = rank, run, mesh
         self.findings: list[Finding] = []
         self.precision = run.config.sharding.precision
-        fp32 = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
-        self._exact = with_values(fp32, "replicas", precision="fp32")
+        self._exact = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
         self._hot_rows: HotRows | None = None
         self.expected = self._meet_expected(table_layout(shard_model(run.job, mesh)))
-        self._crosses = run.config.dataflow == "flat" or run.topology.num_towers > 1
-        why = "the formats change none of these numbers" if self._crosses else "a single tower sends nothing to others"
-        if self.precision.forward == self.precision.backward == "fp32":
-            why = "fp32 rounds nothing"
-        # A check that finds something to compare is not skipped.
-        self.skipped = {"formats": why}
+        self.skipped: dict[str, str] = {}
 
     # The checks, in order.
 
@@ -183,9 +161,7 @@ class _Checks:
             loss = watch.run(draw_batch(self.run, self.rank, index))
             self._compare_forward(watch.seen, index, name)
         loss.backward()
-        found = self._gradients(model)
-        self._compare_gradients(found)
-        self._compare_backward_format(found)
+        self._compare_gradients(self._gradients(model))
 
     def training(self) -> Trained:
         """A few steps against the plain module, with FP32 between towers; returns the run in its own formats."""
@@ -212,46 +188,16 @@ class _Checks:
             self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
         return own
 
-    def pipeline(self, plain: Trained) -> None:
-        """TorchRec's train pipeline, which exchanges ids a batch ahead, against the plain loop."""
-        self._compare_bits("pipeline", plain, self._train(self.run.config, in_pipeline=True))
-
-    def routes(self, plain: Trained) -> None:
-        """The other id route."""
-        if self.run.config.dataflow == "flat":
-            self.skipped["id routes"] = "the flat dataflow has one route"
-            return
-        other = "peer" if self.run.config.sharding.id_route == "global" else "global"
-        try:
-            trained = self._train(with_values(self.run.config, "sharding", id_route=other))
-        except InputError as error:
-            # Every rank raises: what a route cannot carry is agreed on before anything is sent.
-            self.skipped["id routes"] = f"id_route={other!r} cannot: {str(error).partition(', but')[0]}"
-            return
-        self._compare_bits("id routes", plain, trained)
-
     def checkpoint(self, trained: Trained) -> None:
-        """The trained weights, saved, read into the plain module, and loaded under another placement."""
-        folder = Path(self.run.folder) / "checkpoint"
-        # Weights only: the plain module and the other placement take no step with them.
-        if not Checkpointer(folder, self.mesh).save(trained.model, None, step=len(trained.logits), progress={}):
+        """The trained weights, saved, and read into the plain module."""
+        folder, steps = Path(self.run.folder) / "checkpoint", self.run.limits.steps
+        if not Checkpointer(folder, self.mesh).save(trained.model, None, step=steps, progress={}):
             raise InputError(f"No checkpoint could be saved to {folder}. The warning before says why.")
         task = plain_task(self.run)
         load_plain(task, folder)
         saved = {name: value.detach() for name, value in task.state_dict().items()}
         for part in trained.parts:
             self._found("checkpoint", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
-        model = shard_model(self.run.other, self.mesh)
-        restore(folder, model, None, mesh=self.mesh)
-        for part in local_parts(model):
-            self._found("reload", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
-        replica_sync(self.run.other.config.replicas, model, self.mesh)
-        ours, plain = Watch(model), Watch(task)
-        seen = [watch.run_and_see(draw_batch(self.run, self.rank, SINGLE_IDS)) for watch in (ours, plain)]
-        if self.run.config.model.has_towers:
-            self._compare_outputs("reload", seen[0].outputs, seen[1].outputs)
-        else:
-            self._compare_tables("reload", seen[0].embeddings, seen[1].embeddings, is_exact=True)
 
     # Their parts.
 
@@ -296,37 +242,28 @@ class _Checks:
         expected: Expected = torch.load(path, weights_only=False, mmap=True)
         return expected
 
-    def _train(self, config: TrainingConfig, *, in_pipeline: bool = False) -> Trained:
+    def _train(self, config: TrainingConfig) -> Trained:
         model, replicas = self._start(config)
         # Only in training: what is watched elsewhere is the whole batch.
         in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)
-        steps, losses, logits = self.run.limits.steps, [], []
-        batches = (draw_batch(self.run, self.rank, step) for step in range(steps))
-        pipeline: Any = None
-        if in_pipeline:
-            pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
+        steps, losses = self.run.limits.steps, []
         for step in range(steps):
             if step == steps // 2:
                 self._copy_rows(3)
-            if in_pipeline:
-                logits.append(pipeline.progress(batches)[0])
-            else:
-                optimizer.zero_grad()
-                loss, (of_batch, _, _) = model(next(batches))
-                loss.backward()
-                optimizer.step()
-                losses.append(float(loss.detach()))
-                logits.append(of_batch)
+            optimizer.zero_grad()
+            loss, _ = model(draw_batch(self.run, self.rank, step))
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
             if replicas is not None:
                 replicas.step()
         if replicas is not None:
             replicas.sync()
         parts = copy_parts(model)
-        if not in_pipeline:
-            with torch.no_grad():
-                losses.append(float(model(draw_batch(self.run, self.rank, steps))[0]))
-        return Trained(model=model, parts=parts, losses=losses, logits=logits, replicas=replicas)
+        with torch.no_grad():
+            losses.append(float(model(draw_batch(self.run, self.rank, steps))[0]))
+        return Trained(model=model, parts=parts, losses=losses, replicas=replicas)
 
     def _compare_forward(self, seen: Seen, index: int, check: str) -> None:
         has_towers = self.run.config.model.has_towers
@@ -339,10 +276,7 @@ class _Checks:
         # With one id per bag an embedding is a row; a sum of three may be added up in another order.
         self._compare_tables(check, seen.embeddings, embeddings, is_exact=index == SINGLE_IDS)
         if has_towers:
-            self._compare_outputs("tower outputs", seen.outputs, wanted.outputs)
-            self._compare_forward_format(seen.outputs, wanted.outputs)
-        else:
-            self._compare_forward_format(*(torch.cat([*some.values()], 1) for some in (seen.embeddings, embeddings)))
+            self._compare_outputs(seen.outputs, wanted.outputs)
         allowed = allowed_logits(wanted.logits, self.expected.logit_rounding[index])
         batch = "one id per bag" if index == SINGLE_IDS else "bags of 0 to 3 ids"
         self._found("logits", "the logits", _distance(seen.logits, wanted.logits), allowed, batch)
@@ -359,40 +293,13 @@ class _Checks:
             allowed = allowed_outputs(largest, forward, is_exact=is_exact)
             self._found(check, f"table of {feature}", _distance(value, wanted[feature]), allowed)
 
-    def _compare_outputs(self, check: str, ours: Tensor, wanted: Tensor) -> None:
+    def _compare_outputs(self, ours: Tensor, wanted: Tensor) -> None:
         """Compares outputs of the sparse part, tower by tower."""
         towers = sparse_part(ClickTask(build_model(self.run.job, device="meta"))).towers
         widths = [tower.interaction.out_features for tower in towers]
         allowed = allowed_outputs(float(wanted.abs().max()), self.precision.forward, is_exact=False)
         for tower, (mine, its) in enumerate(zip(ours.split(widths, 1), wanted.split(widths, 1), strict=True)):
-            self._found(check, f"output of tower {tower}", _distance(mine, its), allowed)
-
-    def _compare_forward_format(self, ours: Tensor, wanted: Tensor) -> None:
-        """Checks that outputs that crossed between ranks were rounded at all."""
-        name = self.precision.forward
-        if self._crosses and name != "fp32":
-            self._compare_use(f"{name} forward", (rounded(wanted, name) - wanted).norm(), ours, wanted, _FORWARD_USED)
-
-    def _compare_backward_format(self, found: Sequence[FoundGradient]) -> None:
-        """Checks that gradients were rounded, against a run with the same forward pass and FP32 gradients."""
-        name = self.precision.backward
-        if not self._crosses or name == "fp32":
-            return
-        model, _ = self._start(with_values(_probe(self.run.config), "sharding", backward_precision="fp32"))
-        model(draw_batch(self.run, self.rank, UNEVEN_BAGS))[0].backward()
-        ours, plain = (
-            [g.ours.detach().reshape(-1) for g in some if _kind(g.name) != "dense gradients"]
-            for some in (found, self._gradients(model))
-        )
-        if ours:
-            exact = torch.cat(plain)
-            rounding = format_error(name) * exact.norm()
-            self._compare_use(f"{name} backward", rounding, torch.cat(ours), exact, _BACKWARD_USED)
-
-    def _compare_use(self, name: str, rounding: Tensor, ours: Tensor, exact: Tensor, most: float) -> None:
-        ratio = format_use(rounding, ours, exact)
-        if ratio is not None:
-            self._found("formats", f"the exchange did not use its format ({name})", ratio, most)
+            self._found("tower outputs", f"output of tower {tower}", _distance(mine, its), allowed)
 
     def _gradients(self, model: DistributedModelParallel) -> list[FoundGradient]:
         expected = self.expected.gradients[self.mesh.replica]
@@ -419,17 +326,6 @@ class _Checks:
                 float(wanted.abs().max()), kinds[kind], self.expected.rounding[name], self.precision
             )
             self._found(kind, table_of(name), _distance(ours, wanted), allowed)
-        for kind in kinds:
-            error = scale_error([gradient for gradient in found if _kind(gradient.name) == kind], self.precision)
-            if error is not None:
-                self._found("gradient scales", kind, *error)
-
-    def _compare_bits(self, check: str, plain: Trained, other: Trained) -> None:
-        for step, (ours, wanted) in enumerate(zip(other.logits, plain.logits, strict=True)):
-            self._found(check, "the logits", _distance(ours, wanted), 0.0, f"step {step}")
-        for part, same in zip(other.parts, plain.parts, strict=True):
-            assert part.name == same.name, f"{part.name} is in the place of {same.name}"
-            self._found(check, table_of(part.name), _distance(part.tensor, same.tensor), 0.0, "after training")
 
     def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
         place = f"rank {self.rank}" + (f", {place}" if place else "")

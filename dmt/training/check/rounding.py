@@ -1,15 +1,13 @@
-"""Effects of rounding: the largest differences allowed, by compared quantity and number format, and what they hide.
+"""Effects of rounding: the largest differences allowed, by compared quantity and number format.
 
 Two ways to sum K products in FP32 differ by at most K units in the last place of the sum of their magnitudes, and
 typically by its square root; K is a few thousand in the widest layers here, so 64 units are allowed. A fault (a wrong
-row, a wrong divisor, a gradient twice) shows in the first or second digit. A largest difference does not show gradients
-of another scale (`scale_error`), nor an exchange that ignores its format (`format_use`).
+row, a wrong divisor, a gradient twice) shows in the first or second digit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -26,9 +24,7 @@ __all__ = [
     "allowed_weights",
     "as_sent",
     "format_error",
-    "format_use",
     "rounded",
-    "scale_error",
     "step_error",
     "unit_of",
 ]
@@ -49,9 +45,6 @@ _CANCELS = 1 / 16
 # a step that errs by _FP32_SUM / s; with elements spread evenly over s, the root mean square over them is about
 # sqrt(_FP32_SUM) = 2e-3 of a step. SGD amplifies nothing; row-wise AdaGrad divides a row by its norm.
 _STEP = {"sgd": 1e-4, "rowwise_adagrad": 1e-3, "adagrad": 1e-2, "adam": 1e-2, "adamw": 1e-2}
-# The scale of all gradients of a kind is a mean, in which rounding averages out: in sound runs (the demo's and the
-# tests' models, three seeds) it errs by at most 2e-7 in FP32, 8e-4 in BF16, and 2.3e-2 in INT8, which switches ReLUs.
-_SCALE: dict[str, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 0.1, "fp8": 0.1}
 _GROUP = 32  # numbers that share a scale in INT8
 
 
@@ -150,32 +143,3 @@ class FoundGradient(NamedTuple):
     wanted: Tensor
     rounding: float
     """Largest error of reading it."""
-
-
-def scale_error(found: Iterable[FoundGradient], precision: ExchangePrecision) -> tuple[float, float] | None:
-    """Returns the error in scale of gradients g against the expected e, ``|<g, e> / <e, e> - 1|``, and the allowed one.
-
-    A fault of scale shows here whatever single ReLUs do. Returns None if all expected gradients are zero.
-    """
-    product = square = noise = 0.0
-    for _, ours, wanted, rounding in found:
-        if ours.shape != wanted.shape:
-            return math.nan, 0.0
-        ours, wanted = ours.detach().double(), wanted.double()
-        product += float((ours * wanted).sum())
-        square += float(wanted.square().sum())
-        noise += rounding**2 * int(wanted.count_nonzero())
-    if not square:
-        return None
-    allowed = max(_SCALE[precision.forward], _SCALE[precision.backward]) + math.sqrt(noise / square)
-    return abs(product / square - 1), allowed
-
-
-def format_use(rounding: Tensor, found: Tensor, exact: Tensor) -> float | None:
-    """Returns the rounding that a format should make, as an L2 norm, over the rounding found: large if it was not used.
-
-    None where the format changes none of these numbers.
-    """
-    if found.shape != exact.shape:
-        return math.nan
-    return float(rounding / (found - exact).norm()) if rounding else None

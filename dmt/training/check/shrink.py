@@ -16,7 +16,6 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
 from dmt.sharding.user_rules import Rule, ShardingRules
 from dmt.training.config import TrainingConfig
 from dmt.training.job import Job
@@ -67,8 +66,6 @@ class CheckedRun:
 
     job: Job
     """The run, shrunk; the order of its tables is that of the features."""
-    other: Job
-    """Run under another placement, to load the checkpoint into."""
     limits: CheckLimits
     """Limits of the check."""
     folder: str
@@ -113,25 +110,17 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     shared: dict[str, Any] = {"limits": limits, "folder": str(folder), "reduced": tuple(reduced)}
     if config.dataflow == "flat":
         scheme = config.sharding.scheme
-        other = with_values(config, "sharding", scheme="table_wise" if scheme == "column_wise" else "column_wise")
         shown = "table_wise or column_wise, as TorchRec's planner chooses" if scheme == "auto" else scheme
         shrunk = Job(config=config, tables=small, num_dense=job.num_dense)
-        return CheckedRun(
-            job=shrunk,
-            other=replace(shrunk, config=other),
-            schemes=(f"schemes: {len(small)} {shown}",),
-            **shared,
-        )
+        return CheckedRun(job=shrunk, schemes=(f"schemes: {len(small)} {shown}",), **shared)
     assert job.towers is not None, "resolved with the config"
     assert job.sharding is not None, "resolved with the config"
     pinned = _pins(job, most, topology)
-    others: dict[str, Rule] = {name: _other_schemes(rule, topology) for name, rule in pinned.items()}
     shrunk = Job(config=config, tables=small, num_dense=job.num_dense, towers=job.towers)
     mesh = [i * topology.num_towers // job.towers.num_towers for i in range(job.towers.num_towers)]
     run = _arranged(shrunk, limits, mesh, pinned)
-    again = _arranged(shrunk, limits, [topology.num_towers - 1 - tower for tower in mesh], others)
     assert run.sharding is not None, "planned just now"
-    return CheckedRun(job=run, other=again, schemes=_scheme_lines(run.sharding, job.sharding), **shared)
+    return CheckedRun(job=run, schemes=_scheme_lines(run.sharding, job.sharding), **shared)
 
 
 def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingConfig, list[str]]:
@@ -237,14 +226,6 @@ def _pins(job: Job, most: int, topology: TowerTopology) -> dict[str, Rule]:
             sizes[sizes.index(max(sizes))] += most - sum(sizes)
             pins[table.name] = replace(placement, sizes=tuple(sizes))
     return pins
-
-
-def _other_schemes(rule: Rule, topology: TowerTopology) -> tuple[Scheme, ...]:
-    if topology.ranks_per_tower == 1:
-        return ("table_wise",)
-    used = rule.scheme if isinstance(rule, TablePlacement) else rule
-    # Not data-parallel, which FP16 tables cannot be and the global id route cannot carry.
-    return tuple(scheme for scheme in SCHEMES if scheme not in (used, "data_parallel"))
 
 
 def _scheme_lines(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple[str, ...]:

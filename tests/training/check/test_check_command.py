@@ -51,7 +51,7 @@ def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
     assert report["agrees"]
     assert report["ranks"] == 4
     verdicts = {row["check"]: row["verdict"] for row in report["rows"]}
-    assert len(verdicts) == 18
+    assert len(verdicts) == 13
     assert set(verdicts.values()) == {"ok"}, report["rows"]
     outputs = next(row for row in report["rows"] if row["check"] == "tower outputs")
     # FP16 is seen to be at work, and to be all that is.
@@ -89,8 +89,6 @@ def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
     assert {row["check"] for row in rows if row["verdict"] == "skipped"} == {
         "tower outputs",
         "tower gradients",
-        "id routes",
-        "formats",
     }
 
 
@@ -115,7 +113,7 @@ def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
         "replicas.sync_every is 1 instead of 5",
         "replicas.moment_scale is 2.0 instead of 3.0",
     ]
-    assert {row["check"] for row in report["rows"] if row["verdict"] != "ok"} == {"formats", "id routes"}
+    assert not [row for row in report["rows"] if row["verdict"] != "ok"]
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

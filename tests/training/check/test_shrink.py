@@ -98,7 +98,7 @@ def test_fewer_ranks_keep_schemes_and_several_towers_share_a_mesh_tower(tmp_path
     config = small("dmt-dlrm", topology=topology, sharding={"tables": SCHEMES | {"t_C4": "row_wise"}})
     run = shrunk(config, tmp_path, max_ranks=4)
     assert (run.topology.num_towers, run.topology.ranks_per_tower) == (2, 2)
-    assert (run.job.placement, run.other.placement) == ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
+    assert run.job.placement == (0, 0, 0, 1, 1, 1)
     assert run.job.towers.num_towers == 6, "every tower keeps its module"
     assert {n: p.scheme for n, p in placements(run.job).items()} == SCHEMES | {"t_C4": "row_wise"}
     assert run.reduced[:2] == ("checked with 2 of 4 ranks per tower", "the 6 towers share the ranks of 2")
@@ -109,14 +109,6 @@ def test_the_towers_of_a_flat_model_are_joined(tmp_path: Path) -> None:
     run = shrunk(config, tmp_path, max_ranks=4)
     assert run.job.placement is None
     assert run.job.towers.to_lists() == [["C1", "C4", "C2", "C5"], ["C3", "C6"]]
-    assert run.other.towers.to_lists() == [["C3", "C6"], ["C1", "C4", "C2", "C5"]]
-
-
-def test_the_other_placement_has_other_schemes_and_towers(tmp_path: Path) -> None:
-    run = shrunk(small("dmt-dlrm", sharding={"tables": SCHEMES}), tmp_path)
-    here, there = placements(run.job), placements(run.other)
-    assert all(here[name].scheme != there[name].scheme for name in TABLES)
-    assert run.other.placement == (1, 0)
 
 
 def test_a_plan_made_for_larger_tables_still_builds(tmp_path: Path) -> None:
