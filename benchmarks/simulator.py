@@ -58,7 +58,7 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     if contender.has_towers:
         values["model"] |= {"arch": "dmt-dlrm", "tower_dim": 128 // contender.compression}
     if contender.unique:
-        values["sharding"] |= {"unique": "rank"}
+        values["sharding"] |= {"unique": True}
     if contender.precision == "fp16":
         values["sharding"] |= {"forward_precision": "fp16", "backward_precision": "fp16"}
     tables = benchmark_tables(setting)

@@ -94,7 +94,7 @@ class Case:
     id_route: str = "peer"
     precision: str = "fp32"  # of outputs and gradients between towers, a key of PRECISIONS
     micro_batches: int = 1
-    unique: str = "off"
+    unique: bool = False
     kernel: Any = "fused"  # of all tables that are not data-parallel
     hot: bool = False  # rows of all tables that can have copies have some, others from the third step on
 
@@ -107,7 +107,7 @@ class Case:
             sizes=self.sizes or (5,) * self.world,
             max_bag=self.max_bag,
             weighted=self.weighted,
-            repeated=self.unique != "off",
+            repeated=self.unique,
         )
 
     def pins(self) -> dict[str, TablePlacement]:

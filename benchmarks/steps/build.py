@@ -211,7 +211,7 @@ def own_sharders(
     if contender.precision == "fp16":
         options["peer_precision"] = ExchangePrecision(forward="fp16", backward="fp16")
     if contender.unique:
-        options["unique"] = "rank"
+        options["unique"] = True
     if contender.family == "sptt":
         return [SPTTEmbeddingBagCollectionSharder(mesh, towers, **options)]
     return [TowerCollectionSharder(mesh, **options)]

@@ -20,25 +20,21 @@ row to be touched in every step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dmt.errors import InputError
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 
 __all__ = [
     "HotLoad",
-    "TableBytes",
     "choose_rows",
     "has_single_ids",
     "hot_load",
     "saved_bytes",
-    "table_bytes",
     "why_not_chosen",
 ]
 
@@ -46,62 +42,6 @@ _ID_BYTES = 8
 # Between two hosts nearly every row saves a little, but its copy's gradient is set to zero, looked through and added to
 # the weights in every step. Memory is taken to be 300 times as fast as the link between hosts.
 _HELD = 1 / 300
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableBytes:
-    """Bytes that all ranks of a replica send to other hosts in a step for one table: ids, outputs and gradients."""
-
-    name: str
-    """Table."""
-    plain: float
-    """Every output is sent: SPTT, and flat table-wise sharding."""
-    data_parallel: float
-    """Every row is on every rank."""
-    unique: float | None = None
-    """Each rank is sent each distinct input once (``sharding.unique``); None of bags of several ids."""
-    unique_host: float | None = None
-    """Each host is (``sharding.unique = "host"``); None of bags of several ids, and where towers span hosts."""
-    hot: float | None = None
-    """The rows that pay are on every rank, all else as in ``plain``; None of bags of several ids."""
-    hot_rows: int = 0
-    """Number of rows that pay."""
-    unique_hot: float | None = None
-    """The rows that pay then are on every rank, all else as in ``unique``; None of bags of several ids."""
-    unique_hot_rows: int = 0
-    """Number of rows that pay on top of ``unique``."""
-
-    @property
-    def best(self) -> str:
-        """Name of the way that sends least; of equal ones the simplest."""
-        ways = ("plain", "data_parallel", "unique", "unique_host", "hot", "unique_hot")
-        known = [way for way in ways if getattr(self, way) is not None]
-        return min(known, key=lambda way: getattr(self, way))
-
-
-def table_bytes(profile: AccessProfile, topology: TowerTopology, *, batch_size: int) -> list[TableBytes]:
-    """Estimates the bytes between hosts of each table of a profile.
-
-    Hot rows pay for single ids only: of a bag of several, the sum over its cold rows is as long as that over all.
-
-    A rank has a batch of B samples; rows that the profile does not count are taken for cold.
-
-    Raises:
-        InputError: ``batch_size`` is not positive, or the profile has no sample.
-
-    Example:
-        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
-        >>> profile = AccessProfile([table])
-        >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
-        >>> found = table_bytes(profile, TowerTopology(num_towers=2, ranks_per_tower=2), batch_size=4)[0]
-        >>> found.plain, found.hot_rows, found.hot, found.data_parallel
-        (576.0, 2, 121.591796875, 640.0)
-    """
-    if batch_size < 1:
-        raise InputError(f"table_bytes: batch_size={batch_size} must be at least 1.")
-    if not profile.num_samples:
-        raise InputError("table_bytes: the profile has counted no sample yet. Add batches first.")
-    return [_bytes_of(profile, table, topology, batch_size) for table in profile.tables]
 
 
 def has_single_ids(profile: AccessProfile, table: TableSpec) -> bool:
@@ -149,7 +89,7 @@ def choose_rows(
     """Chooses the rows whose copies save bytes between hosts, those that save most for their size first.
 
     Of the tables, which may have copies, those with such rows are returned with their numbers, int64, ascending. The
-    weights of a rank's copies take ``max_bytes`` at most; other arguments are those of `table_bytes` and `saved_bytes`.
+    weights of a rank's copies take ``max_bytes`` at most; other arguments are those of `saved_bytes`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
@@ -267,28 +207,3 @@ def _hosts_and_ranks(topology: TowerTopology) -> tuple[int, int]:
     """Returns the numbers of hosts and of ranks of a replica."""
     ranks = topology.sharding_groups()[0]
     return len({topology.host(rank) for rank in ranks}), len(ranks)
-
-
-def _bytes_of(profile: AccessProfile, table: TableSpec, topology: TowerTopology, batch_size: int) -> TableBytes:
-    counts, bag = profile[table.name], profile.ids_per_sample(table)
-    away, sent, copied = _prices(table, topology)
-    plain = away * batch_size * (2 * 4 * table.embedding_dim + bag * _ID_BYTES)
-    always = TableBytes(name=table.name, plain=plain, data_parallel=float(copied * table.num_embeddings))
-    if not has_single_ids(profile, table):
-        return always
-    shares, num_ids = counts.counts / max(counts.total, 1), batch_size * bag
-    summed = _sum_bytes(counts, table, topology, num_ids=num_ids)
-    pays, pays_distinct = (
-        saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct) > 0 for distinct in (False, True)
-    )
-    unite = topology.ranks_per_tower if topology.towers_are_inside_hosts else None
-    return replace(
-        always,
-        unique=away * sent * counts.expected_distinct(num_ids),
-        unique_host=None if unite is None else away * sent * counts.expected_distinct(unite * num_ids) / unite,
-        hot=float(summed[pays].sum()) + away * sent * num_ids * (1 - float(shares[pays].sum())),
-        hot_rows=int(pays.sum()),
-        unique_hot=float(summed[pays_distinct].sum())
-        + away * sent * counts.expected_distinct(num_ids, cold=~pays_distinct),
-        unique_hot_rows=int(pays_distinct.sum()),
-    )

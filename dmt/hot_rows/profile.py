@@ -48,11 +48,6 @@ class RowCounts:
         rows, counts = np.unique(np.asarray(ids, dtype=np.int64), return_counts=True)
         return RowCounts(rows, counts, int(counts.sum()))
 
-    @property
-    def descending(self) -> Numbers:
-        """The counts, the largest first, int64 [n]."""
-        return np.sort(self.counts)[::-1]
-
     def counts_of(self, rows: Numbers) -> Numbers:
         """Returns the accesses of some rows, int64 [n]; 0 of those that are not counted.
 
@@ -65,35 +60,10 @@ class RowCounts:
         places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
         return np.where(self.rows[places] == rows, self.counts[places], 0)
 
-    def top_share(self, rows: int) -> float:
-        """Returns the share of all accesses that go to the ``rows`` most frequent rows.
-
-        Example:
-            >>> RowCounts.of([5, 5, 5, 8]).top_share(1)
-            0.75
-        """
-        return float(self.descending[:rows].sum() / max(self.total, 1))
-
     def chances(self, batch_size: float) -> NDArray[np.float64]:
         """Returns the chance of each counted row to be read by ``batch_size`` independent accesses, float64 [n]."""
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
         return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))
-
-    def expected_distinct(self, batch_size: float, *, cold: NDArray[np.bool_] | None = None) -> float:
-        """Returns the distinct rows expected among ``batch_size`` accesses that are drawn independently.
-
-        Accesses of rows that are not counted are taken for distinct ones, as they nearly are. Ids that come in groups,
-        such as those of one request, repeat more than this says.
-
-        ``cold``, bool [n], are the counted rows to look at, such as those that are not hot; None: all.
-
-        Example:
-            >>> RowCounts.of([0, 1]).expected_distinct(2)
-            1.5
-        """
-        chances, other = self.chances(batch_size), self.total - int(self.counts.sum())
-        read = chances if cold is None else chances[cold]
-        return float(read.sum() + batch_size * other / max(self.total, 1))
 
     def merged(self, other: RowCounts, *, most_rows: int) -> RowCounts:
         """Returns the accesses of both, with at most ``most_rows`` rows counted."""

@@ -211,7 +211,7 @@ class HotRows:
         self.not_chosen = why_not_chosen(profile, self._tables)
         # One rank chooses: processors of another kind may round a row's gain otherwise.
         tables = self._tables if self._everyone.rank() == 0 else []
-        topology, distinct, most = self._mesh.topology, self._module.unique != "off", self._budget
+        topology, distinct, most = self._mesh.topology, self._module.unique, self._budget
         chosen, *_ = run_on_all_or_raise(
             lambda: choose_rows(profile, tables, topology, batch_size=batch_size, distinct=distinct, max_bytes=most),
             self._everyone,
@@ -351,7 +351,7 @@ class HotRows:
         summed = AccessProfile(self._tables)
         summed.num_samples = sum(samples for _, samples in parts)
         totals = {name: sum(of_rank[name] for of_rank, _ in parts) for name in names}
-        topology, distinct = self._mesh.topology, self._module.unique != "off"
+        topology, distinct = self._mesh.topology, self._module.unique
         candidates = {}
         for table in self._tables:
             own = mine[table.name]
@@ -432,8 +432,6 @@ def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingB
         raise InputError("HotRows: this model has a HotRows already; use that one.")
     if module.id_route == "global":
         raise InputError("HotRows needs id_route='peer'; the global route sends every sample's ids and outputs.")
-    if module.unique == "host":
-        raise InputError("HotRows does not go with unique='host'. Shard the model with 'rank', 'auto' or 'off'.")
     return module
 
 

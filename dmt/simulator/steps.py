@@ -130,8 +130,6 @@ class StepWork:
     """Ids of a rank whose inputs are told apart."""
     parts: tuple[float, ...] = ()
     """For each micro-batch the share of the rows that no earlier one has; nothing where samples share no rows."""
-    host_rows: Load = _NOTHING
-    """Ids, rows and gradients of rows that ranks of a host exchange with ``unique="host"``; half of them each way."""
     hot_weights: Load = _NOTHING
     """Gradients of the copies of hot rows."""
     hot_bytes: tuple[float, float] = (0.0, 0.0)
@@ -253,7 +251,7 @@ def tower_step(
         moved = _COPIES * work.embedding_bytes * shares[k]
         step.compute(f"towers {k}", towers[k][0], moved=moved, after=[arrived])
         arriving = _part(step, f"outputs {k}", work.peer_outputs, peers, shares[k])
-        sent.append([arriving, *_in_hosts(step, f"rows in hosts {k}", work.host_rows, topology, shares[k])])
+        sent.append([arriving])
     if work.hot_bytes[0]:
         step.compute("hot rows", moved=work.hot_bytes[0] / 2)
     returned: dict[int, str] = {}
@@ -261,7 +259,6 @@ def tower_step(
     def go_back(k: int) -> None:
         moved = _COPIES * work.output_bytes / micro_batches + sums[len(returned)] * work.dense.weight_bytes
         step.compute(f"over {k}, backward", over_back, moved=moved + (_SUM_PASSES + 1) / 2 * joined[k])
-        _in_hosts(step, f"gradients in hosts {k}", work.host_rows, topology, shares[k])
         # Complete, because those that share its rows, the later ones, have gone back before.
         returned[k] = _part(step, f"gradients {k}", work.peer_gradients, peers, shares[k])
         step.compute(f"dense arch {k}, backward", early_back)
@@ -294,15 +291,6 @@ def tower_step(
 
 def _part(step: _Program, name: str, load: Load, peers: int, share: float) -> str:
     return step.send(name, "embeddings", "exchange", load=load, ranks=peers, share=share, channel="peers")
-
-
-def _in_hosts(step: _Program, name: str, load: Load, topology: TowerTopology, share: float) -> list[str]:
-    """Adds one way of a share of the rows that ranks of a host unite, beside their exchange between towers."""
-    if load == _NOTHING:
-        return []
-    half = Load(0.0, load.inside / 2)
-    size = topology.host_size
-    return [step.send(name, "embeddings", "all_to_all", load=half, ranks=size, share=share, channel="peers")]
 
 
 def _reduction(step: _Program, load: Load, topology: TowerTopology, *, hierarchical: bool) -> str:

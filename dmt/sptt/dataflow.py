@@ -60,7 +60,6 @@ from dmt.sptt.rows import (
     by_micro_batch,
     filled_up,
     in_micro_batches,
-    joined_rows,
     micro_batch_sizes,
     numbers_of,
     rows_by_part,
@@ -70,7 +69,6 @@ from dmt.sptt.rows import (
 from dmt.sptt.sharder import TowerSharder, TowerState
 from dmt.sptt.tower_lookup import GroupShardedEBC
 from dmt.sptt.unique import DistinctInputs, distinct_inputs
-from dmt.sptt.unique_in_host import HostRows, UnitedRows
 
 if TYPE_CHECKING:
     from dmt.sptt.hot import HotBags, HotCopies
@@ -136,8 +134,6 @@ class SPTTContext(Multistreamable):
     """Copies whose ids were split off."""
     distinct: DistinctInputs | None = None
     """Rows that this rank asks the towers for; None where every sample is one."""
-    united: UnitedRows | None = None
-    """Rows that the ranks of the host ask of each other; None where each asks the towers for its own."""
     parts: list[PartRows] = field(default_factory=list)
     """Rows of each micro-batch, once the ids have arrived."""
     in_tower: list[tuple[Any, Any]] = field(default_factory=list)
@@ -146,13 +142,12 @@ class SPTTContext(Multistreamable):
     @property
     def is_identity(self) -> bool:
         """True if every sample of this rank has a row of its own."""
-        return self.united is None and (self.distinct is None or self.distinct.is_identity)
+        return self.distinct is None or self.distinct.is_identity
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of what pipelines make on another stream until this one has done its work."""
         made = [part for of_collection in self.in_tower for part in of_collection]
         own = [self.ids, *(self.hot[1:] if self.hot else []), self.distinct.inverse if self.distinct else None]
-        own += [self.united.place] if self.united else []
         for part in [*made, *(part for part in own if part is not None)]:
             part.record_stream(stream)
 
@@ -194,7 +189,7 @@ class SPTTModule(TowerState):
             groups if sum(map(len, groups)) == len(features) else [features]
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
         ]
-        self._set_groups(whole if self.unique == "off" else apart)
+        self._set_groups(apart if self.unique else whole)
         self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._dtypes: dict[str, Any] = {}  # of the first batch
         self._tag = next(self.mesh.tags)
@@ -205,8 +200,6 @@ class SPTTModule(TowerState):
         self._groups = [list(of_tower) for of_tower in groups]
         self._rows_sent = [0] * sum(map(len, groups))
         self._samples_sent = 0
-        self._is_shareable = [[True] * len(of_tower) for of_tower in groups]
-        self._host: HostRows | None = None
         self._outputs: AgreedOutputs | None = None
 
     @property
@@ -374,29 +367,18 @@ class SPTTModule(TowerState):
         if dtypes != self._dtypes:
             ids = _with_dtypes(ids, *self._dtypes.values())
         ctx.ids, ctx.split_by = ids, self.hot
-        if self.unique == "off" and self.hot is None:
+        if not self.unique and self.hot is None:
             started = self.id_exchanges[0](ids)
         else:
             sizes = [len(group) for groups in self._groups for group in groups]
-            wanted = [is_shareable for of_tower in self._is_shareable for is_shareable in of_tower]
-            exchange, is_auto = self.id_exchanges[0], self.unique == "auto"
+            exchange = self.id_exchanges[0]
             ids = exchange.by_tower(ids)
             if self.hot is not None:
                 ids, ctx.hot = self.hot.split(ids)
-            if self.unique == "off":
-                wanted = [False] * len(wanted)
             ids, ctx.distinct = distinct_inputs(
-                ids,
-                sizes,
-                wanted=wanted,
-                auto=is_auto,
-                share_empty=ctx.hot is not None,
-                micro_batches=micro_batch_sizes(ids.stride(), num),
+                ids, sizes, share=self.unique, micro_batches=micro_batch_sizes(ids.stride(), num)
             )
             self._samples_sent += ctx.distinct.inverse.shape[1]
-            if self.unique == "host" and self.mesh.topology.ranks_per_tower > 1:
-                self._host = self._host or HostRows(self.mesh.tower_group, sizes, tag=self._tag)
-                ids, ctx.distinct, ctx.united = self._host.unite(ids, ctx.distinct)
             started = exchange.send(ids)
             self._rows_sent = [sum(pair) for pair in zip(self._rows_sent, ctx.distinct.rows, strict=True)]
         ctx.request = KJTListSplitsAwaitable([started], ctx)
@@ -479,16 +461,6 @@ class SPTTModule(TowerState):
             CachedAwaitable(exchange, functools.partial(cut, rows=part.sent))
             for exchange, part in zip(exchanges, ctx.parts, strict=True)
         ]
-        if ctx.united is not None:
-            assert self._host is not None, "it has united the rows"
-            widths = list(itertools.chain(*agreed.widths))
-            back = functools.partial(self._host.send_back, distinct=ctx.distinct, groups=of_pieces, widths=widths)
-            joined = [Deferred(functools.partial(joined_rows, parts[: k + 1])) for k in range(len(parts))]
-            parts = [
-                CachedAwaitable(rows, functools.partial(back, united=ctx.united, part=k))
-                for k, rows in enumerate(joined)
-            ]
-            rows = ctx.united.place
         blocks = rows[of_pieces].split(micro_batch_sizes(rows.shape[1], len(exchanges)), dim=1)
         # Each micro-batch also needs the rows that it shares with those before it.
         return [Deferred(functools.partial(taken_rows, parts[:k], block)) for k, block in enumerate(blocks, start=1)]

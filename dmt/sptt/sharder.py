@@ -24,7 +24,6 @@ from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, Ta
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.tower_lookup import GroupShardedEBC
-from dmt.sptt.unique import UNIQUE, Unique
 
 if TYPE_CHECKING:
     from dmt.sptt.hot import HotCopies
@@ -42,7 +41,7 @@ class SharderSettings(TypedDict, total=False):
     id_route: IdRoute
     peer_precision: ExchangePrecision | None
     moment_scale: MomentScale
-    unique: Unique
+    unique: bool
 
 
 class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
@@ -59,13 +58,12 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         peer_precision: number formats of the exchange of outputs between towers; None sends as is.
         moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default
             their number. Learning rate and epsilon in ``fused_params`` stay the user's; the kernel gets scaled ones.
-        unique: whether samples of a batch with equal inputs share what is sent, looked up and returned
-            (`dmt.sptt.unique`): ``"rank"``: always; ``"host"``: also those of the batches of a host's ranks;
-            ``"auto"``: those of a batch where a look at it promises a gain; ``"off"``.
+        unique: True: samples of a batch with equal inputs share what is sent, looked up and returned
+            (`dmt.sptt.unique`).
 
     Raises:
-        InputError: ``id_route`` or ``unique`` is unknown, they do not go together or with the topology, or
-            ``moment_scale`` is out of range.
+        InputError: ``id_route`` is unknown, ``unique`` is no bool, they do not go together, or ``moment_scale`` is out
+            of range.
     """
 
     def __init__(
@@ -77,27 +75,24 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         id_route: IdRoute = "peer",
         peer_precision: ExchangePrecision | None = None,
         moment_scale: MomentScale = "num_replicas",
-        unique: Unique = "off",
+        unique: bool = False,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
-        for name, value, known in (("id_route", id_route, ID_ROUTES), ("unique", unique, UNIQUE)):
-            if value not in known:
-                raise InputError(f"{name}={value!r} is unknown; use one of {list(known)}.{did_you_mean(value, known)}")
-        if unique != "off" and id_route == "global":
+        if id_route not in ID_ROUTES:
+            known = f"use one of {list(ID_ROUTES)}.{did_you_mean(str(id_route), ID_ROUTES)}"
+            raise InputError(f"id_route={id_route!r} is unknown; {known}")
+        if not isinstance(unique, bool):
+            raise InputError(f"unique={unique!r} must be True or False.")
+        if unique and id_route == "global":
             raise InputError(f"unique={unique!r} needs id_route='peer'; the global route sends every sample's ids.")
-        if unique == "host" and not mesh.topology.towers_are_inside_hosts:
-            raise InputError(
-                "unique='host' unites the rows of a tower's ranks over the links inside a host, but towers of "
-                f"{mesh.topology.ranks_per_tower} ranks span hosts of {mesh.topology.host_size}. Use unique='rank'."
-            )
         if peer_precision is not None and not isinstance(peer_precision, ExchangePrecision):
             raise InputError(f"peer_precision={peer_precision!r} must be a dmt.ExchangePrecision, or None.")
         self.mesh = mesh
         self.id_route = id_route
         self.peer_precision = peer_precision or ExchangePrecision()
         self.moment_scale = moment_scale
-        self.unique: Unique = unique
+        self.unique = unique
 
     @abc.abstractmethod
     def tables_by_tower(self, module: Module) -> list[list[Any]]:

@@ -40,7 +40,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
             logical towers may share one mesh tower, none may stay empty.
         assume_per_sample: True if tower modules with dropout or batch norm are meant to see each distinct input once
-            (``unique``); by default such a tower is refused, or left out with ``unique="auto"``.
+            (``unique``); by default such a tower is refused.
         settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision``, ``moment_scale`` and
             ``unique``, see `dmt.sptt.sharder.TowerSharder`.
 
@@ -156,15 +156,12 @@ class ShardedTowerCollection(SPTTModule):
         self._first_features = {i: _features(module.towers[i])[0] for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
         columns = {i: _columns(module.towers[i]) for i in mine}
-        self._check_per_sample(placement, {} if sharder.assume_per_sample else columns)
+        self._check_per_sample({} if sharder.assume_per_sample else columns)
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
-    def _check_per_sample(self, placement: Sequence[int], columns: Mapping[int, Sequence[tuple[str, int]]]) -> None:
-        """Leaves out, or refuses with an `InputError`, towers whose samples cannot share rows; collective.
-
-        Those given with their columns are tried.
-        """
-        if self.unique == "off" or self._target_device.type == "meta":
+    def _check_per_sample(self, columns: Mapping[int, Sequence[tuple[str, int]]]) -> None:
+        """Raises `InputError` for towers whose samples cannot share rows, of those given with columns; collective."""
+        if not self.unique or self._target_device.type == "meta":
             return
 
         def reasons() -> dict[int, str]:
@@ -175,17 +172,11 @@ class ShardedTowerCollection(SPTTModule):
             return {i: reason for i, reason in found.items() if reason is not None}
 
         everyone = run_on_all_or_raise(reasons, self.mesh.global_group)
-        found = {i: reason for of_rank in everyone for i, reason in of_rank.items()}
-        for i, reason in found.items():
-            if self.unique != "auto":
-                raise InputError(
-                    f"unique={self.unique!r}, but the tower module of tower {i} {reason}, so samples must not share a "
-                    "row. Use unique='auto', which leaves such towers out, or 'off'; or pass assume_per_sample=True if "
-                    "it is meant."
-                )
-            groups = self._is_shareable[placement[i]]
-            before = placement[:i].count(placement[i])
-            groups[min(before, len(groups) - 1)] = False
+        for i, reason in ((i, reason) for of_rank in everyone for i, reason in of_rank.items()):
+            raise InputError(
+                f"unique=True, but the tower module of tower {i} {reason}, so samples must not share a row. Use "
+                "unique=False; or pass assume_per_sample=True if it is meant."
+            )
 
     def tower_output(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,23 +35,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
-    "UNIQUE",
     "Bags",
     "DistinctInputs",
-    "Unique",
     "distinct_inputs",
     "hashes_of_features",
     "why_not_per_sample",
 ]
-
-Unique = Literal["off", "rank", "host", "auto"]
-"""Equal inputs share a row: ``"off"``: never; ``"rank"``: those of a rank's batch; ``"host"``: those of all ranks of a
-host that share a tower (`dmt.sptt.unique_in_host`); ``"auto"``: those of a rank's batch if enough repeat."""
-
-UNIQUE: tuple[Unique, ...] = get_args(Unique)
-
-_SAMPLE, _WORTHWHILE = 8, 1 / 50
-"""``"auto"`` looks for repetitions in an eighth of the batch, and wants them in one of 50 samples of it."""
 
 _MIX = (-7046029254386353131, -4658895280553007687)
 """Odd multipliers of a 64-bit hash. Equal hashes are compared value by value: a poor hash costs bytes, not results."""
@@ -80,10 +69,7 @@ def distinct_inputs(
     ids: KeyedJaggedTensor,
     sizes: Sequence[int],
     *,
-    wanted: Sequence[bool],
-    auto: bool = False,
-    share_empty: bool = False,
-    is_row: Tensor | None = None,
+    share: bool = True,
     micro_batches: Sequence[int] | None = None,
 ) -> tuple[KeyedJaggedTensor, DistinctInputs]:
     """Finds the samples of a batch that have equal inputs.
@@ -91,11 +77,7 @@ def distinct_inputs(
     Args:
         ids: ids of all features, those of a group one after the other.
         sizes: number of features of each group.
-        wanted: for each group False to keep all samples.
-        auto: keeps all samples of a group in whose first samples fewer than one in 50 repeats another. That depends on
-            the batch alone, so ranks need not agree on it, and a resumed run decides as the first one did.
-        share_empty: lets samples without any id share a row in all groups.
-        is_row: [groups, B], False for empty bags that fill up a group, which get no row; None: all are samples.
+        share: True: samples with equal inputs share a row; False: those without any id do.
         micro_batches: number of samples of each; None: the batch is whole.
 
     Returns:
@@ -104,7 +86,7 @@ def distinct_inputs(
 
     Example:
         >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9, 7, 8]), lengths=torch.tensor([2, 1, 2]))
-        >>> ids, distinct = distinct_inputs(ids, [1], wanted=[True])
+        >>> ids, distinct = distinct_inputs(ids, [1])
         >>> ids.values().tolist(), distinct.rows, distinct.inverse.tolist()
         ([7, 8, 9], [2], [[0, 1, 0]])
     """
@@ -114,26 +96,16 @@ def distinct_inputs(
     )
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)
-    if any(wanted) and num_samples:
-        inputs = _Inputs(ids, group_of, len(sizes), is_row)
-        wanted = inputs.repeating(wanted) if auto else wanted
-        chosen = torch.tensor(wanted, device=device).unsqueeze(1)
-        first = torch.where(chosen, inputs.first_equal(), first) if any(wanted) else first
-    if share_empty and num_samples:
+    if num_samples and share:
+        first = _Inputs(ids, group_of, len(sizes)).first_equal()
+    elif num_samples:
         num_ids = ids.lengths().view(-1, num_samples)
         is_empty = num_ids.new_zeros(first.shape).index_add_(0, group_of, num_ids) == 0
         first = torch.where(is_empty, is_empty.int().argmax(dim=1, keepdim=True), first)
     is_first = first == samples
-    if is_row is not None:
-        is_first &= is_row
-    is_known = not any(wanted) and not share_empty and is_row is None
     cuts = [num_samples] if micro_batches is None else list(micro_batches)
     blocks = is_first.split(cuts, dim=1)
-    parts: list[list[int]] = (
-        [[cut] * len(sizes) for cut in cuts]
-        if is_known
-        else torch.stack([block.sum(dim=1) for block in blocks]).tolist()
-    )
+    parts: list[list[int]] = torch.stack([block.sum(dim=1) for block in blocks]).tolist()
     distinct = DistinctInputs(parts, (is_first.cumsum(dim=1) - 1).gather(1, first))
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
     if any(number < num_samples for number in distinct.rows):
@@ -189,7 +161,7 @@ def hashes_of_features(hashes: Tensor, feature: Tensor) -> Tensor:
 class _Inputs:
     """Inputs of the samples of a batch, which are found to be equal where they are, [groups, B]."""
 
-    def __init__(self, ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int, is_row: Tensor | None) -> None:
+    def __init__(self, ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> None:
         self._group_of = group_of
         self._num_groups = num_groups
         num_features, num_samples = len(group_of), ids.stride()
@@ -201,14 +173,7 @@ class _Inputs:
         if num_groups < num_features:
             mixed = hashes_of_features(hashes, torch.arange(num_features, device=hashes.device).unsqueeze(1))
             hashes = mixed.new_zeros(num_groups, num_samples).index_add_(0, group_of, mixed)
-        # A real bag without ids must not be taken for one that fills up, which has no row.
-        self._hashes = hashes if is_row is None else torch.where(is_row, hashes, hashes + 1)
-
-    def repeating(self, wanted: Sequence[bool]) -> list[bool]:
-        """Returns for each wanted group whether enough of its first samples repeat others."""
-        sampled = self._hashes[:, : max(self._shape[1] // _SAMPLE, 1)].sort(dim=1).values
-        repeats = (sampled[:, 1:] == sampled[:, :-1]).sum(dim=1) > _WORTHWHILE * sampled.shape[1]
-        return [is_wanted and repeat for is_wanted, repeat in zip(wanted, repeats.tolist(), strict=True)]
+        self._hashes = hashes
 
     def first_equal(self) -> Tensor:
         """Returns for each sample the first one with the same input, [groups, B]."""

@@ -278,7 +278,7 @@ def _time_telling_apart(device: torch.device) -> tuple[Callable[[], Any], float]
     features = [f"f{i}" for i in range(_FEATURES)]
     lengths = torch.ones(_FEATURES * _SAMPLES, dtype=torch.int32, device=device)
     ids = KeyedJaggedTensor(features, torch.randint(_SAMPLES, (len(lengths),), device=device), lengths=lengths)
-    return lambda: distinct_inputs(ids, [1] * _FEATURES, wanted=[True] * _FEATURES), len(lengths)
+    return lambda: distinct_inputs(ids, [1] * _FEATURES), len(lengths)
 
 
 def _speed(made: tuple[Callable[[], Any], float], mesh: TowerMesh, device: torch.device) -> float:

@@ -218,10 +218,9 @@ class ShardingConfig(Section):
     """Fixed microseconds of a collective; with small tables it decides."""
     id_route: Literal["peer", "global"] = "peer"
     """Route of ids to the tables: through the own peer in each tower, or in one exchange over all ranks."""
-    unique: Literal["off", "rank", "host", "auto"] = "off"
-    """Samples of a rank's batch with equal inputs share what crosses between towers: never, always, always and with the
-    samples of the other ranks of a tower's host (``host``), or where a look at the batch promises a gain (``auto``). An
-    input is that of one feature; with tower modules, of a tower's features."""
+    unique: bool = False
+    """Samples of a rank's batch with equal inputs share what crosses between towers. An input is that of one feature;
+    with tower modules, of a tower's features."""
     forward_precision: ExchangeFormat = "fp32"
     """Number format of embeddings or tower outputs on their way between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"
@@ -235,7 +234,7 @@ class ShardingConfig(Section):
             raise InputError(
                 f"sharding.plan={self.plan!r} says where tables go; leave out sharding.scheme and sharding.tables."
             )
-        if self.unique != "off" and self.id_route == "global":
+        if self.unique and self.id_route == "global":
             raise InputError(
                 f"sharding.unique={self.unique!r} needs sharding.id_route='peer'; the global route sends the ids of "
                 "every sample. Leave out one of them."
@@ -420,11 +419,6 @@ class TrainingConfig(Section):
                 f"sharding.scheme={self.sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one "
                 f"replica, but this run has {place}. Use 'row_wise', 'column_wise' or 'auto'."
             )
-        if self.sharding.unique == "host" and not self.topology.build().towers_are_inside_hosts:
-            raise InputError(
-                "sharding.unique='host' needs towers inside hosts, but topology.ranks_per_tower="
-                f"{self.topology.ranks_per_tower} and ranks_per_host={self.topology.ranks_per_host}. Use unique='rank'."
-            )
         self._check_micro_batches()
         self._check_dense_reduce()
         self._check_replicas()
@@ -504,8 +498,6 @@ class TrainingConfig(Section):
             obstacle = "sharding.dataflow='sptt', but this run has 'flat'"
         elif self.sharding.id_route == "global":
             obstacle = "sharding.id_route='peer', but this run has 'global', which sends every sample"
-        elif self.sharding.unique == "host":
-            obstacle = "sharding.unique='rank', 'auto' or 'off', but this run has 'host'"
         elif self.sharding.table_precision != "fp32":
             obstacle = f"sharding.table_precision='fp32', but this run has {self.sharding.table_precision!r}"
         if obstacle:

@@ -34,8 +34,6 @@ class InputGroup:
     """Distinct inputs that a rank asks towers for, and the ids in them; means over ranks."""
     share: float
     """Distinct over all inputs."""
-    in_host: DistinctRows | None = None
-    """Distinct inputs of a rank's batch, which the ranks of its host unite; None if each asks towers for its own."""
     parts: tuple[float, ...] = ()
     """For each micro-batch of the run the share of the distinct inputs that no earlier one has."""
 
@@ -45,8 +43,7 @@ def distinct_inputs_of(
 ) -> list[InputGroup]:
     """Counts the distinct inputs of each tower in the first global batch of training (64 ranks of it at most).
 
-    A tower module reads the features of its tower together; in a flat model each feature stays alone. With
-    ``sharding.unique = "auto"``, a group that the exchange would leave as it is has every sample.
+    A tower module reads the features of its tower together; in a flat model each feature stays alone.
 
     Args:
         job: the run.
@@ -65,8 +62,7 @@ def distinct_inputs_of(
     if batches is None:
         batches = first_ids(job.data, world_size=job.topology.world_size, batch_size=size)
     # Without hot rows the question is what it would be to share.
-    wanted = [not hot_rows or job.config.sharding.unique != "off"] * len(groups)
-    is_auto = job.config.sharding.unique == "auto"
+    share = not hot_rows or job.config.sharding.unique
 
     def count(of_ranks: Sequence[KeyedJaggedTensor]) -> list[float]:
         """Counts rows of each micro-batch and group, then ids of each feature; for each of some ranks together."""
@@ -76,9 +72,7 @@ def distinct_inputs_of(
         sent, found = distinct_inputs(
             cold,
             sizes,
-            wanted=wanted,
-            auto=is_auto,
-            share_empty=bool(hot_rows),
+            share=share,
             micro_batches=[sum(part) for part in by_micro_batch(batch_sizes, num)],
         )
         rows = [number for number, features in zip(found.rows, sizes, strict=True) for _ in range(features)]
@@ -88,13 +82,7 @@ def distinct_inputs_of(
     names = [name for _, group in groups for name in group]
     by_rank = [ids.permute([ids.keys().index(name) for name in names]) for ids in batches]
     means = np.mean([count([ids]) for ids in by_rank], axis=0)
-    found = of_ranks = _distinct_rows(groups, means, num)
-    if is_united := job.config.sharding.unique == "host":
-        hosts = [ranks for ranks in job.topology.tower_groups() if max(ranks) < len(by_rank)]
-        # Little data, or hosts of more ranks than are counted: what there is stands for a host.
-        hosts = hosts or [list(range(len(by_rank)))]
-        means = np.mean([count([by_rank[rank] for rank in ranks]) for ranks in hosts], axis=0)
-        found = _distinct_rows(groups, means, num)
+    found = _distinct_rows(groups, means, num)
     by_group = means[: num * len(groups)].reshape(num, -1).T
     return [
         InputGroup(
@@ -102,10 +90,9 @@ def distinct_inputs_of(
             features=group,
             distinct=own,
             share=own.rows / size,
-            in_host=of_rank if is_united else None,
             parts=tuple((parts / (parts.sum() or 1.0)).tolist()),
         )
-        for (tower, group), own, of_rank, parts in zip(groups, found, of_ranks, by_group, strict=True)
+        for (tower, group), own, parts in zip(groups, found, by_group, strict=True)
     ]
 
 

@@ -53,7 +53,6 @@ class StepExchanges:
     """Reduction of the gradients of tower modules and data-parallel tables."""
     dense_weights: Exchange
     """Reduction of the gradients of all other dense parts."""
-    host_rows: Exchange
     """Ids, embeddings and gradients of rows that the ranks of a host unite."""
 
     def traffic(self) -> Traffic:
@@ -108,7 +107,6 @@ def step_exchanges(job: Job, model: nn.Module, distinct: Sequence[InputGroup] | 
         tower_outputs=_split(tower_outputs, inner),
         peer_outputs=_split(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes, peers),
         peer_gradients=_split(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes, peers),
-        host_rows=Exchange(0.0, _host_bytes(job, distinct or [], model)),
         tower_weights=_split(tower_ring, topology.ring_share_across_hosts(topology.tower_module_groups()[:1])),
         dense_weights=Exchange(*dense_bytes(topology, job.config.train, of_all)),
     )
@@ -145,7 +143,6 @@ def flat_exchanges(job: Job, model: nn.Module) -> tuple[StepExchanges, list[floa
         peer_outputs=_split(numbers * NUMBER_FORMATS[own.forward_precision].num_bytes, world),
         peer_gradients=_split(numbers * NUMBER_FORMATS[own.backward_precision].num_bytes, world),
         tower_weights=nothing,
-        host_rows=nothing,
         dense_weights=Exchange(*dense_bytes(topology, job.config.train, of_all)),
     )
     return exchanges, held if own.scheme == "table_wise" else [sum(held) / ranks] * ranks
@@ -180,16 +177,6 @@ def _distinct_traffic(job: Job, distinct: Sequence[InputGroup], model: nn.Module
             tower_outputs += share * load.output_bytes
     away = topology.world_size * (1 - 1 / topology.num_towers)
     return away * sent * _ID_BYTES, away * numbers, tower_ids, tower_outputs
-
-
-def _host_bytes(job: Job, distinct: Sequence[InputGroup], model: nn.Module) -> float:
-    """Bytes of ids, rows and gradients that the ranks of a host send each other to unite theirs."""
-    topology, sent = job.topology, 0.0
-    for group, width in zip(distinct, _widths(job, distinct, model), strict=True):
-        if group.in_host is not None:
-            ids = group.in_host.rows * len(group.features) + sum(group.in_host.ids)
-            sent += ids * _ID_BYTES + 2 * group.in_host.rows * width * NUMBER_FORMATS["fp32"].num_bytes
-    return topology.world_size * (1 - 1 / topology.ranks_per_tower) * sent
 
 
 def _widths(job: Job, distinct: Sequence[InputGroup], model: nn.Module) -> list[int]:

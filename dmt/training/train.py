@@ -244,7 +244,7 @@ def _hot_result(hot: HotRows | None) -> dict[str, Any]:
 
 def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:
     """The result's section on rows that samples share, means over ranks; collective."""
-    if config.sharding.unique == "off":
+    if not config.sharding.unique:
         return {}
     modules = [part for part in model.modules() if isinstance(part, SPTTModule)]
     own = {name: rows for part in modules for name, rows in part.rows_sent.items()}

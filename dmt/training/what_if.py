@@ -96,8 +96,8 @@ def not_counted(config: TrainingConfig, *, repeats: bool = False) -> list[str]:
     """Returns the settings of a run that `predict_step` does not know: it predicts the step as if they were not there.
 
     Example:
-        >>> not_counted(TrainingConfig.model_validate({"sharding": {"dataflow": "sptt", "unique": "rank"}}))
-        ["sharding.unique='rank'"]
+        >>> not_counted(TrainingConfig.model_validate({"sharding": {"dataflow": "sptt", "unique": True}}))
+        ['sharding.unique=True']
 
     With ``repeats``, those of `repeats_of`, it knows unique inputs.
     """
@@ -107,7 +107,7 @@ def not_counted(config: TrainingConfig, *, repeats: bool = False) -> list[str]:
         f"sharding.scheme={own.scheme!r}": is_flat and own.scheme not in ("auto", "table_wise", "column_wise"),
         f"topology.num_replicas={config.topology.num_replicas}": is_flat and config.topology.num_replicas > 1,
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
-        f"sharding.unique={own.unique!r}": own.unique != "off" and not repeats,
+        f"sharding.unique={own.unique!r}": own.unique and not repeats,
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
         "tables in host memory or on SSDs": is_tiered,
         f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
@@ -153,7 +153,7 @@ def repeats_of(job: Job, batches: Sequence[KeyedJaggedTensor] | None = None) -> 
         batches: ids of each rank, where they are read already; by default those of the first global batch.
     """
     own = job.config
-    if own.sharding.unique == "off" or own.hot_rows.extra_memory or (job.source is None and batches is None):
+    if not own.sharding.unique or own.hot_rows.extra_memory or (job.source is None and batches is None):
         return None
     return Repeats(distinct=distinct_inputs_of(job, batches=batches))
 
@@ -349,7 +349,7 @@ def alternatives(
                 found.append(Alternative(overrides=overrides, ratio=model.ratio, prediction=prediction))
         if is_flat or not batches:
             continue
-        shared = (*base, *shape, "sharding.unique=rank", *reduce, "train.micro_batches=1")
+        shared = (*base, *shape, "sharding.unique=true", *reduce, "train.micro_batches=1")
         way = replace(job, config=changed_config(config, shared, cluster))
         # Inputs are those of whole towers, or of features, whatever the model makes of them.
         inputs = (*shape, changed.model.has_towers)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.hot_rows.costs import TableBytes, table_bytes
-from dmt.hot_rows.profile import AccessProfile, RowCounts
+from dmt.hot_rows.costs import choose_rows
+from dmt.hot_rows.profile import AccessProfile
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 
@@ -77,21 +77,6 @@ def test_profiles_of_ranks_add_up() -> None:
     assert whole.ids_per_sample(tables[0]) == 1.5
 
 
-def test_top_rows_and_expected_distinct_ids() -> None:
-    ids = zipf_ids(300, 40_000, seed=3)
-    counts = RowCounts.of(ids)
-    assert counts.top_share(3) == np.sort(np.bincount(ids))[-3:].sum() / 40_000
-    random = np.random.default_rng(1)
-    drawn = [len(np.unique(random.choice(ids, 256))) for _ in range(400)]
-    # The mean of 400 draws with a standard deviation of about 6; five of its own.
-    assert counts.expected_distinct(256) == pytest.approx(np.mean(drawn), abs=5 * np.std(drawn) / 20)
-
-
-def test_rows_that_are_not_counted_are_taken_for_distinct_ones() -> None:
-    counts = RowCounts(np.array([4]), np.array([6]), total=10)
-    assert counts.expected_distinct(5) == pytest.approx(1 - 0.4**5 + 5 * 0.4)
-
-
 def sent_by_hand(ids: np.ndarray, hot: np.ndarray, *, towers: int, dim: int, unique: bool) -> float:
     """Bytes of steps in which every rank has one row of ``ids``, [steps, ranks of the job, samples], in the mean."""
     total = copied = 0
@@ -108,95 +93,45 @@ def sent_by_hand(ids: np.ndarray, hot: np.ndarray, *, towers: int, dim: int, uni
     return (away * total + copied) / len(ids)
 
 
+@pytest.mark.parametrize("distinct", [False, True])
 @pytest.mark.parametrize("topology", [(2, 2), (3, 1), (4, 3)])
-def test_bytes_are_those_of_drawn_steps(topology: tuple[int, int]) -> None:
+def test_the_rule_chooses_the_rows_that_send_least(topology: tuple[int, int], distinct: bool) -> None:
+    """By hand: fewer copies send more, and more save less than the work of holding one is worth."""
     towers, ranks = topology
     rows, dim, batch, steps = 200, 16, 32, 300
     drawn = zipf_ids(rows, steps * towers * ranks * batch, seed=5).reshape(steps, towers * ranks, batch)
-    profile = AccessProfile([table("t", rows, dim=dim)])
+    spec = table("t", rows, dim=dim)
+    profile = AccessProfile([spec])
     profile.add({"t": drawn}, num_samples=drawn.size)
-    (found,) = table_bytes(profile, TowerTopology(num_towers=towers, ranks_per_tower=ranks), batch_size=batch)
+    mesh = TowerTopology(num_towers=towers, ranks_per_tower=ranks)
+    chosen = choose_rows(profile, [spec], mesh, batch_size=batch, distinct=distinct, max_bytes=1e9)
+    number = len(chosen.get("t", ()))
     by_count = np.argsort(-np.bincount(drawn.ravel(), minlength=rows), kind="stable")
-    sizes = {"towers": towers, "dim": dim}
-    none, hot, distinct_hot = by_count[:0], by_count[: found.hot_rows], by_count[: found.unique_hot_rows]
-    # Draws of 300 steps differ from what is expected of them by about 1 / sqrt(300 * distinct ids of a step).
-    assert found.plain == pytest.approx(sent_by_hand(drawn, none, **sizes, unique=False), rel=1e-9)
-    assert found.unique == pytest.approx(sent_by_hand(drawn, none, **sizes, unique=True), rel=0.01)
-    of_hosts = drawn.reshape(steps, towers, ranks * batch)
-    assert found.unique_host == pytest.approx(sent_by_hand(of_hosts, none, **sizes, unique=True), rel=0.01)
-    assert found.hot == pytest.approx(sent_by_hand(drawn, hot, **sizes, unique=False), rel=0.01)
-    assert found.unique_hot == pytest.approx(sent_by_hand(drawn, distinct_hot, **sizes, unique=True), rel=0.01)
-    assert found.data_parallel == 2 * (towers - 1) * rows * dim * 4
-    # The rule chooses the best number of rows: fewer send more, and more save less than the work of a copy is worth.
-    assert 0 < found.hot_rows < rows or towers == 2
-    of_hot = sent_by_hand(drawn, hot, **sizes, unique=False)
-    assert of_hot < sent_by_hand(drawn, by_count[: found.hot_rows - 1], **sizes, unique=False)
+    sent = [
+        sent_by_hand(drawn, by_count[:n], towers=towers, dim=dim, unique=distinct)
+        for n in (0, max(number - 1, 0), number, number + 1)
+    ]
+    if ranks == 1 and distinct:
+        # A distinct row is sent once at most, and so is its gradient; only the 8 bytes of the id are saved.
+        assert sent[2] == pytest.approx(sent[0], rel=8 / 72)
+        return
+    assert 0 < number < rows or towers == 2
     held = 2 / 300 * (towers - 1) * 4 * dim
-    assert of_hot < sent_by_hand(drawn, by_count[: found.hot_rows + 1], **sizes, unique=False) + 2 * held
-    if ranks > 1:
-        assert found.unique_hot < found.unique < found.plain
-        assert found.unique_host < found.unique
-
-
-def test_a_lone_rank_of_a_tower_gains_nothing_from_hot_rows_on_top_of_unique_ids() -> None:
-    """It sends a distinct row once at most, and so it would its gradient; only the 8 bytes of the id are saved."""
-    ids = zipf_ids(200, 50_000, seed=1)
-    (found,) = table_bytes(profile_of(ids, 200), TowerTopology(num_towers=3, ranks_per_tower=1), batch_size=64)
-    assert found.unique_hot == pytest.approx(found.unique, rel=8 / 72)
+    # Draws of 300 steps differ from what is expected of them.
+    assert sent[2] < sent[1] * 1.001 < sent[0]
+    assert sent[2] < sent[3] * 1.001 + 2 * held
 
 
 def test_bytes_are_those_between_hosts_wherever_towers_are() -> None:
-    ids = zipf_ids(200, 50_000, seed=1)
+    spec, profile = table("t", 200), profile_of(zipf_ids(200, 50_000, seed=1), 200)
 
-    def of(towers: int, ranks: int, per_host: int | None) -> TableBytes:
+    def chosen(towers: int, ranks: int, per_host: int | None) -> int:
         topology = TowerTopology(num_towers=towers, ranks_per_tower=ranks, ranks_per_host=per_host)
-        return table_bytes(profile_of(ids, 200), topology, batch_size=64)[0]
+        found = choose_rows(profile, [spec], topology, batch_size=64, distinct=False, max_bytes=1e9)
+        return len(found.get("t", ()))
 
-    # Two towers on a host: of the three other towers, two are on the other one; two hosts sum gradients, not four.
-    apart, shared = of(4, 2, None), of(4, 2, 4)
-    assert shared.plain == pytest.approx(apart.plain * 2 / 3)
-    assert shared.data_parallel == apart.data_parallel / 3
-    assert shared.hot_rows > apart.hot_rows
-    # A tower on two hosts, as of two: a bag comes to the tower on its own host, and half of the time goes on to the
-    # other. Everything on one host: nothing leaves it.
-    assert of(1, 4, 2).plain == pytest.approx(of(2, 2, None).plain)
-    assert of(1, 4, 2).unique_host is None
-    one = of(4, 2, 8)
-    assert (one.plain, one.hot, one.hot_rows) == (0, 0, 0)
-
-
-def test_empty_bags_do_not_hide_single_ids() -> None:
-    profile = AccessProfile([table("t", 50)])
-    profile.add({"t": np.repeat([1, 2], [6000, 2000])}, num_samples=10_000)
-    (found,) = table_bytes(profile, TowerTopology(num_towers=2, ranks_per_tower=2), batch_size=10)
-    sent, copied = 2 * (2 * 8 * 4 + 8), 2 * 8 * 4  # of an id from the two ranks of the other host; of a copy
-    assert found.hot_rows == 2
-    touched = sum(1 - (1 - share) ** 16 for share in (0.75, 0.25))  # by a host of two ranks with 8 ids each
-    assert found.hot == pytest.approx(touched * copied)
-    # A row that a host reads once in 500 steps saves its id of 8 bytes, and is not worth the work.
-    profile.add({"t": [3]}, num_samples=1)
-    (found,) = table_bytes(profile, TowerTopology(num_towers=2, ranks_per_tower=2), batch_size=10)
-    assert found.hot_rows == 2
-    assert found.hot == pytest.approx(touched * copied + sent * 10 / 10_001, rel=1e-3)
-
-
-def test_bags_of_several_ids_are_left_alone() -> None:
-    profile = AccessProfile([table("t", 50)])
-    profile.add({"t": np.arange(30)}, num_samples=10)
-    (found,) = table_bytes(profile, TowerTopology(num_towers=2, ranks_per_tower=2), batch_size=10)
-    assert (found.unique, found.hot, found.unique_hot, found.hot_rows) == (None, None, None, 0)
-    assert found.plain == 2 * 10 * (2 * 8 * 4 + 3 * 8)
-    assert found.best == "plain"
-
-
-def test_the_best_way_is_the_least_and_the_simplest_of_equals() -> None:
-    def bytes_of(**values: float) -> TableBytes:
-        base = {"plain": 9, "unique": 9, "unique_host": 9, "data_parallel": 9, "hot": 9, "unique_hot": 9}
-        return TableBytes(name="t", hot_rows=0, unique_hot_rows=0, **{**base, **values})
-
-    assert bytes_of().best == "plain"
-    assert bytes_of(unique=8, unique_hot=8).best == "unique"
-    assert bytes_of(unique=8, unique_hot=7).best == "unique_hot"
+    assert chosen(4, 2, 4) > chosen(4, 2, None) > 0, "two hosts sum gradients, not four"
+    assert chosen(4, 2, 8) == 0, "nothing leaves a single host"
 
 
 def test_faults() -> None:
@@ -212,8 +147,3 @@ def test_faults() -> None:
         AccessProfile([], most_rows=0)
     with pytest.raises(InputError, match=r"profiles of 1 and 1 tables do not add up, or their tables differ"):
         profile.merge(AccessProfile([table("t", 6, "f")]))
-    topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-    with pytest.raises(InputError, match=r"the profile has counted no sample yet"):
-        table_bytes(profile, topology, batch_size=4)
-    with pytest.raises(InputError, match=r"batch_size=0 must be at least 1"):
-        table_bytes(profile, topology, batch_size=0)

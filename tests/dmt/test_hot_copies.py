@@ -22,9 +22,9 @@ CASES = {
     "2x2-mixed-rowwise-adagrad": replace(FLAT, scheme="mixed", dims=(8, 8, 24, 16), max_bag=2),
     "2x2-sgd-in-micro-batches": replace(FLAT, optimizer="sgd", micro_batches=2),
     "1x2": replace(FLAT, towers=1, plan=((3, 1, 0, 2),), sizes=(9, 5)),
-    "2x1": replace(FLAT, ranks=1, unique="auto"),
-    "2x2-unique": replace(FLAT, unique="rank", sizes=(9, 7, 8, 9)),
-    "2x2-unique-multi-hot-in-micro-batches": replace(FLAT, unique="rank", max_bag=2, micro_batches=3),
+    "2x1": replace(FLAT, ranks=1, unique=True),
+    "2x2-unique": replace(FLAT, unique=True, sizes=(9, 7, 8, 9)),
+    "2x2-unique-multi-hot-in-micro-batches": replace(FLAT, unique=True, max_bag=2, micro_batches=3),
     "2x2-bf16": replace(FLAT, precision="bf16", optimizer="sgd"),
 }
 

@@ -115,7 +115,7 @@ def states_on_rank(rank: int, case: Case) -> bool:
     [
         replace(FLAT, optimizer="adam", scheme="data_parallel"),  # FBGEMM's kernel has no Adam on the CPU
         pytest.param(replace(FLAT, optimizer="adagrad", scheme="mixed", dims=(8, 8, 24, 16)), marks=pytest.mark.slow),
-        replace(FLAT, scheme="mixed", dims=(8, 8, 24, 16), unique="rank"),
+        replace(FLAT, scheme="mixed", dims=(8, 8, 24, 16), unique=True),
     ],
     ids=lambda case: f"{case.optimizer}-{case.scheme}",
 )
@@ -556,7 +556,6 @@ def refusal_on_rank(rank: int) -> list[str]:
 
     refused(sharded(replace(FLAT, kind="modules")))
     refused(sharded(replace(FLAT, id_route="global")))
-    refused(sharded(replace(FLAT, unique="host")))
     refused(sharded(replace(FLAT, pooling="MEAN")))
     flat = sharded(FLAT)
     refused(flat, extra_memory=0)
@@ -573,7 +572,6 @@ def test_what_cannot_be_is_refused() -> None:
     reasons = [
         r"the model has tower modules, and with them copies save nothing",
         r"HotRows needs id_route='peer'",
-        r"HotRows does not go with unique='host'",
         r"no table can have copies; of table 't0', its bags are averaged",
         r"extra_memory=0 must be a share above 0",
         r"refresh_every=0 must be a number of steps from 1 on, or None",

@@ -63,7 +63,7 @@ def cases_of(towers: int, ranks: int) -> list[Case]:
             precision=precision,
             optimizer=list(OPTIMIZERS)[i % 3] if precision == "fp32" else "sgd",
             sizes=tuple(3 + (rank * 2) % 5 for rank in range(towers * ranks)) if i % 5 % 2 else (),
-            unique="rank" if route == "peer" and i % 7 % 2 else "off",
+            unique=route == "peer" and i % 7 % 2 == 1,
         )
         if carried(case):
             cases.append(case)

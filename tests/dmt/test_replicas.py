@@ -67,7 +67,7 @@ TWO_TWO_TWO = [
 HOT = Case(towers=2, ranks=2, kind="flat", scheme="mixed", hot=True)
 WITH_COPIES = [
     Replicated(replicas=2, case=HOT, interval=3, c=0.5, warmup=True, placement="intra_host"),
-    Replicated(replicas=2, case=replace(HOT, max_bag=2, unique="rank"), interval=2, delayed=True),
+    Replicated(replicas=2, case=replace(HOT, max_bag=2, unique=True), interval=2, delayed=True),
     Replicated(replicas=4, case=Case(towers=2, ranks=1, kind="flat", hot=True), c=3),
     Replicated(replicas=3, case=Case(towers=2, ranks=1, kind="flat", hot=True), delayed=True),
 ]

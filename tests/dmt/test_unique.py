@@ -20,7 +20,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import dmt.sptt.dataflow
 import dmt.sptt.rows
 import dmt.sptt.unique
-import dmt.sptt.unique_in_host
 from dmt import (
     InputError,
     SPTTEmbeddingBagCollectionSharder,
@@ -31,7 +30,6 @@ from dmt import (
     run_in_micro_batches,
 )
 from dmt.sptt.dataflow import SPTTModule
-from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.rows import PartRows, filled_up, micro_batch_sizes, rows_by_part, taken_rows
 from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
 from dmt.testing import gather_plain_state
@@ -88,7 +86,7 @@ def test_rows_are_the_distinct_inputs_in_the_order_of_their_first_samples(
         if all_hashes_are_equal:  # then only the comparison tells inputs apart, and some rows are sent twice
             patch.setattr(dmt.sptt.unique, "_mix", lambda numbers: numbers * 0)
         cut = micro_batch_sizes(ids.stride(), num_micro_batches)
-        sent, distinct = distinct_inputs(ids, sizes, wanted=[True] * len(sizes), micro_batches=cut)
+        sent, distinct = distinct_inputs(ids, sizes, micro_batches=cut)
     before, by_key = bags_of(ids), bags_of(sent)
     after = [list(itertools.chain(*by_key[i : i + len(cut)])) for i in range(0, len(by_key), len(cut))]
     blocks = distinct.inverse.split(cut, dim=1)
@@ -109,15 +107,10 @@ def test_rows_are_the_distinct_inputs_in_the_order_of_their_first_samples(
         first += size
 
 
-def test_unwanted_groups_keep_all_samples_and_auto_looks_first() -> None:
-    values = torch.cat([torch.arange(800), torch.arange(800) % 3, torch.arange(800) % 3])
-    ids = KeyedJaggedTensor(["a", "b", "c"], values, lengths=torch.ones(2400, dtype=torch.int64))
-    rows = [distinct_inputs(ids, [1, 1, 1], wanted=[True, True, False], auto=auto)[1].rows for auto in (False, True)]
-    assert rows == [[800, 3, 800], [800, 3, 800]]
-    late = torch.cat([torch.arange(100), torch.zeros(700, dtype=torch.int64)])
-    ids = KeyedJaggedTensor(["a"], late, lengths=torch.ones(800, dtype=torch.int64))
-    assert distinct_inputs(ids, [1], wanted=[True], auto=True)[1].is_identity, "its first eighth repeats nothing"
-    assert distinct_inputs(ids, [1], wanted=[True])[1].rows == [100]
+def test_only_samples_without_ids_share_a_row_if_others_must_not() -> None:
+    ids = KeyedJaggedTensor(["a"], torch.tensor([3, 3]), lengths=torch.tensor([1, 0, 1, 0]))
+    _, distinct = distinct_inputs(ids, [1], share=False)
+    assert (distinct.rows, distinct.inverse.tolist()) == ([3], [[0, 1, 2, 1]])
 
 
 def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
@@ -165,32 +158,16 @@ def cases_on_rank(rank: int, cases: list[Case]) -> None:
             raise
 
 
-WAYS = [("rank", 1), ("rank", 3), ("auto", 3), ("host", 1), ("host", 3)]
-COVERED = ("flat-2x2", "flat-1x2")
+COVERED = ("flat-2x2", "flat-1x2")  # by test_parity_matrix.py
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("name", "ways"),
-    # Daily, each case by host and in one of the other ways, but for those that test_parity_matrix.py covers.
-    [
-        pytest.param(name, ways, id=name if len(ways) < 3 else f"{name}, others", marks=marks)
-        for number, name in enumerate(CASES)
-        for ways, marks in (
-            ([*([] if name in COVERED else [WAYS[number % 3]]), WAYS[3 + number % 2]], []),
-            (
-                [*(way for way in WAYS[:3] if way != WAYS[number % 3] or name in COVERED), WAYS[4 - number % 2]],
-                [pytest.mark.slow],
-            ),
-        )
-    ],
-)
-def test_rows_train_as_samples_do(name: str, ways: list[tuple[str, int]]) -> None:
-    case = CASES[name]
-    run_ranks(cases_on_rank, case.world, [replace(case, unique=unique, micro_batches=num) for unique, num in ways])
-
-
-HOST_FAULTS = ("mean of a host", "rows of another rank")
+@pytest.mark.parametrize("name", CASES)
+def test_rows_train_as_samples_do(name: str) -> None:
+    case = replace(CASES[name], unique=True)
+    run_ranks(
+        cases_on_rank, case.world, [replace(case, micro_batches=num) for num in ((3,) if name in COVERED else (1, 3))]
+    )
 
 
 def with_fault(fault: str) -> pytest.MonkeyPatch:
@@ -211,11 +188,6 @@ def with_fault(fault: str) -> pytest.MonkeyPatch:
             return ids, DistinctInputs(distinct.parts, torch.minimum(seen[0].inverse, last))
 
         patch.setattr(dmt.sptt.dataflow, "distinct_inputs", stale)
-    elif fault == "mean of a host":
-        patch.setattr(dmt.sptt.unique_in_host, "PeerExchange", lambda *a, divides_gradients, **k: PeerExchange(*a, **k))
-    elif fault == "rows of another rank":
-        place = dmt.sptt.unique_in_host.UnitedRows
-        patch.setattr(dmt.sptt.unique_in_host, "UnitedRows", lambda *a: place(a[0], a[1].flip(1)))
     return patch
 
 
@@ -259,14 +231,12 @@ def fault_on_rank(rank: int, case: Case, fault: str) -> str | None:
             ("wrong inverse", "modules"),
             ("gradients not summed", "flat"),
             ("stale inverse", "modules"),
-            *((fault, "flat") for fault in HOST_FAULTS),
         )
         for kind in ("flat", "modules")
     ],
 )
 def test_a_fault_fails_the_comparison(fault: str, kind: str) -> None:
-    unique = "host" if fault in HOST_FAULTS else "rank"
-    case = Case(towers=2, ranks=2, kind=kind, sizes=(9, 9, 9, 9), unique=unique)
+    case = Case(towers=2, ranks=2, kind=kind, sizes=(9, 9, 9, 9), unique=True)
     assert all(noticed == "AssertionError" for noticed in run_ranks(fault_on_rank, 4, case, fault))
 
 
@@ -293,7 +263,7 @@ def bytes_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, int]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["flat", "modules"])
 def test_bytes_are_those_of_the_distinct_inputs(kind: str) -> None:
-    case = Case(towers=2, ranks=2, kind=kind, dims=(8, 16, 4, 12), max_bag=2, sizes=(40, 31, 40, 8), unique="rank")
+    case = Case(towers=2, ranks=2, kind=kind, dims=(8, 16, 4, 12), max_bag=2, sizes=(40, 31, 40, 8), unique=True)
     answers = run_ranks(bytes_on_rank, 4, case)
     traffic = answers[0][0]
     assert traffic.forward == traffic.backward == sum(needed["forward"] for _, needed in answers)
@@ -313,32 +283,6 @@ def bags_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, list[Bag]]]:
             with meter.phase("backward"):
                 loss.backward()
     return meter.total(mesh.global_group), dict(zip(ids.keys(), bags_of(ids), strict=True))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("kind", "ranks"), [("flat", 3), ("modules", 2)])
-def test_bytes_are_those_of_the_distinct_inputs_of_a_host(kind: str, ranks: int) -> None:
-    sizes = (40, 31, 40, 8, 17, 9)[: 2 * ranks]
-    case = Case(towers=2, ranks=ranks, kind=kind, dims=(8, 16, 4, 12), max_bag=2, sizes=sizes, unique="host")
-    answers = run_ranks(bags_on_rank, 2 * ranks, case)
-    rows = ids = united = 0
-    for host in range(2):
-        bags = [own for _, own in answers[host * ranks : (host + 1) * ranks]]
-        for tower, members in enumerate(case.plan):
-            names = [f"f{i}" for i in members]
-            groups = [[name] for name in names] if kind == "flat" else [names]
-            for group in groups:
-                of_ranks = [set(zip(*(own[name] for name in group), strict=True)) for own in bags]
-                width = case.dims[int(group[0][1:])] if kind == "flat" else 3 + tower
-                if tower != host:
-                    rows += len(set.union(*of_ranks)) * width
-                    ids += sum(1 + len(bag) for row in set.union(*of_ranks) for bag in row)
-                united += sum(map(len, of_ranks)) - len(set.union(*of_ranks))
-    traffic = answers[0][0]
-    assert traffic.forward == traffic.backward == 4 * rows
-    # Besides: sizes and numbers of rows, as with unique="rank".
-    assert 0 <= traffic.ids - 8 * ids <= 8 * 2 * ranks * (3 + 2 * 2)
-    assert united > 0, "the ranks of a host have inputs in common"
 
 
 class Arrived:
@@ -378,7 +322,7 @@ def unequal_rows_on_rank(rank: int) -> bool:
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
     tables = make_tables([8, 4, 12])
     towers = [EmbeddingTower(EmbeddingBagCollection(tables=[table]), Normed(table.embedding_dim)) for table in tables]
-    sharder = TowerCollectionSharder(mesh, placement=(0, 1, 1), unique="rank", fused_params=FUSED)
+    sharder = TowerCollectionSharder(mesh, placement=(0, 1, 1), unique=True, fused_params=FUSED)
     model = sharded_by(sharder, TowerModel(towers, 24), mesh)
     values = torch.cat([torch.zeros(4), torch.zeros(4), torch.arange(4)]).long()
     ids = KeyedJaggedTensor(["f0", "f1", "f2"], values, lengths=torch.ones(12, dtype=torch.int64))
@@ -433,14 +377,14 @@ def mixed_tower_on_rank(rank: int) -> list[str]:
     """Tower 1 of 3 mixes samples; what becomes of it."""
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
     found = []
-    for unique, assume in (("rank", False), ("auto", False), ("rank", True)):
+    for assume in (False, True):
         tables = make_tables([8, 4, 12])
         modules: list[nn.Module] = [SumTowerModule(["f0"], [8], 3), Mixing(), SumTowerModule(["f2"], [12], 5)]
         towers = [
             EmbeddingTower(EmbeddingBagCollection(tables=[table]), module)
             for table, module in zip(tables, modules, strict=True)
         ]
-        sharder = TowerCollectionSharder(mesh, placement=(0, 1, 1), unique=unique, assume_per_sample=assume)  # type: ignore[arg-type]
+        sharder = TowerCollectionSharder(mesh, placement=(0, 1, 1), unique=True, assume_per_sample=assume)
         try:
             model = sharded_by(sharder, TowerModel(towers, 3 + 4 + 5), mesh)
         except InputError as error:
@@ -465,26 +409,22 @@ def sharded_by(sharder: Any, model: nn.Module, mesh: TowerMesh) -> nn.Module:
 
 
 @pytest.mark.ranks
-def test_a_tower_that_mixes_samples_is_refused_or_left_out() -> None:
-    for refused, left_out, meant in run_ranks(mixed_tower_on_rank, 2):
-        assert "unique='rank', but the tower module of tower 1 mixes the samples of a batch" in refused
-        assert left_out == str({"tower 0: f0": 1 / 16, "tower 1: f1": 1.0, "tower 1: f2": 1 / 16})
+def test_a_tower_that_mixes_samples_is_refused_or_meant() -> None:
+    for refused, meant in run_ranks(mixed_tower_on_rank, 2):
+        assert "unique=True, but the tower module of tower 1 mixes the samples of a batch" in refused
         assert meant == str({"tower 0: f0": 1 / 16, "tower 1: f1": 1 / 16, "tower 1: f2": 1 / 16})
 
 
 def test_what_cannot_be_is_refused() -> None:
     mesh: Any = type("Mesh", (), {"topology": TowerTopology(num_towers=2, ranks_per_tower=1)})()
     plan = TowerPlan.from_lists([["a"], ["b"]])
-    with pytest.raises(InputError, match=r"unique='ranks' is unknown; use one of .*Did you mean 'rank'\?"):
+    with pytest.raises(InputError, match=r"unique='ranks' must be True or False"):
         SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="ranks")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="unique='rank' needs id_route='peer'"):
-        SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="rank", id_route="global")
-    mesh.topology = TowerTopology(num_towers=2, ranks_per_tower=2, ranks_per_host=1)
-    with pytest.raises(InputError, match=r"unique='host' .* towers of 2 ranks span hosts of 1. Use unique='rank'"):
-        SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="host")
+    with pytest.raises(InputError, match="unique=True needs id_route='peer'"):
+        SPTTEmbeddingBagCollectionSharder(mesh, plan, unique=True, id_route="global")
 
 
-def changed_number_on_rank(rank: int, unique: str) -> None:
+def changed_number_on_rank(rank: int, unique: bool) -> None:
     """Ids are on their way when micro-batches begin, and when they end."""
     case = Case(towers=2, ranks=2, kind="flat", max_bag=2, sizes=(9, 7, 2, 9), unique=unique)
     model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)))
@@ -505,6 +445,6 @@ def changed_number_on_rank(rank: int, unique: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("unique", ["rank", "host"])
-def test_batches_on_their_way_outlive_another_number_of_micro_batches(unique: str) -> None:
+@pytest.mark.parametrize("unique", [False, True])
+def test_batches_on_their_way_outlive_another_number_of_micro_batches(unique: bool) -> None:
     run_ranks(changed_number_on_rank, 4, unique)

@@ -30,10 +30,8 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dmt overlapped": ("dmt-dlrm", "sptt", {"train": OVERLAPPED}),
     "dmt replicas": ("dmt-dlrm", "sptt", {"topology": COPIES}),
     "dmt mixed schemes": ("dmt-dlrm", "sptt", {"sharding": {"scheme": "auto"}}),
-    "dmt unique": ("dmt-dlrm", "sptt", {"sharding": {"unique": "rank"}}),
-    "dmt unique overlapped": ("dmt-dlrm", "sptt", {"sharding": {"unique": "rank"}, "train": OVERLAPPED}),
-    "dmt unique on hosts": ("dmt-dlrm", "sptt", {"sharding": {"unique": "host"}}),
-    "dmt unique on hosts overlapped": ("dmt-dlrm", "sptt", {"sharding": {"unique": "host"}, "train": OVERLAPPED}),
+    "dmt unique": ("dmt-dlrm", "sptt", {"sharding": {"unique": True}}),
+    "dmt unique overlapped": ("dmt-dlrm", "sptt", {"sharding": {"unique": True}, "train": OVERLAPPED}),
 }
 STEPS = 4  # the first ones make what later ones have
 
@@ -105,11 +103,8 @@ def test_a_step_waits_no_more_often_than_that_of_the_flat_model(name: str, steps
 def test_finding_distinct_inputs_reads_their_numbers(steps: list[dict[str, Any]]) -> None:
     # To find the rows, to send other numbers of them for each group of features, and to arrange those that arrive.
     assert steps[0]["dmt unique"][0] <= steps[0]["dmt"][0] + 16
-    # The ranks of a host ask each other for rows first, of as many other sizes.
-    assert steps[0]["dmt unique on hosts"][0] <= steps[0]["dmt unique"][0] + 16
     # All micro-batches at once.
-    for name in ("dmt unique", "dmt unique on hosts"):
-        assert steps[0][f"{name} overlapped"][0] <= steps[0][name][0], name
+    assert steps[0]["dmt unique overlapped"][0] <= steps[0]["dmt unique"][0]
 
 
 class OnAStream:

@@ -42,7 +42,7 @@ def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> TrainingCo
 
 
 REPLICAS = {"topology": {"num_replicas": 2, "ranks_per_tower": 1}, "replicas": {"sync_every": 2}}
-PROFILED = {"sharding": {"unique": "rank"}, "optimizer": {"sparse": "adagrad"}}
+PROFILED = {"sharding": {"unique": True}, "optimizer": {"sparse": "adagrad"}}
 
 
 def runs_on_rank(rank: int, folder: str, sections: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
@@ -208,7 +208,7 @@ def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "sections",
     # As above; `dmt check` of replicas without copies is in tests/training/check.
-    [{"sharding": {"unique": "rank"}}, pytest.param(REPLICAS, marks=pytest.mark.slow)],
+    [{"sharding": {"unique": True}}, pytest.param(REPLICAS, marks=pytest.mark.slow)],
     ids=["unique", "replicas"],
 )
 def test_dmt_check_copies_rows(
@@ -231,7 +231,6 @@ def test_dmt_check_copies_rows(
         ({"model": {"arch": "dmt-dlrm"}}, "needs a flat model, but .*: towers send their modules' outputs"),
         ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt', but this run has 'flat'"),
         ({"sharding": {"dataflow": "sptt", "id_route": "global"}}, "needs sharding.id_route='peer'"),
-        ({"sharding": {"dataflow": "sptt", "unique": "host"}}, "needs sharding.unique='rank', .* this run has 'host'"),
         ({"sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "needs sharding.table_precision='fp32'"),
         ({"hot_rows": {"extra_memory": 0.0, "profile": "x"}}, "hot_rows.profile='x' needs hot_rows.extra_memory"),
         ({"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),

@@ -92,8 +92,8 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict
     [
         ({"tables": {"t_C1": "table_wise"}}, r"sharding\.tables=.* needs the tower dataflow"),
         ({"id_route": "global"}, r"sharding\.id_route='global' needs the tower dataflow"),
-        ({"unique": "rank"}, r"sharding\.unique='rank' needs the tower dataflow"),
-        ({"unique": "rank", "id_route": "global"}, r"sharding\.unique='rank' needs sharding\.id_route='peer'"),
+        ({"unique": True}, r"sharding\.unique=True needs the tower dataflow"),
+        ({"unique": True, "id_route": "global"}, r"sharding\.unique=True needs sharding\.id_route='peer'"),
         ({"intra_tower_gb_per_s": 20.0}, r"sharding\.intra_tower_gb_per_s=20\.0 needs the tower dataflow"),
         ({"memory_gb_per_s": 20.0}, r"sharding\.memory_gb_per_s=20\.0 needs the tower dataflow"),
         ({"collective_latency_us": 0.0}, r"sharding\.collective_latency_us=0\.0 needs the tower dataflow"),
@@ -104,13 +104,6 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict
 def test_a_flat_run_refuses_what_only_towers_have(sharding: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small("dlrm", "flat", sharding={"dataflow": "auto", **sharding})
-
-
-def test_rows_of_a_host_need_towers_in_hosts() -> None:
-    united: dict[str, Any] = {"dataflow": "sptt", "unique": "host"}
-    shape = {"num_towers": 2, "ranks_per_tower": 2, "ranks_per_host": 1}
-    with pytest.raises(ValueError, match=r"unique='host' needs towers inside hosts, but .*ranks_per_host=1\. Use"):
-        small("dlrm", "sptt", sharding=united, topology=shape)
 
 
 def test_a_saved_plan_is_carried_out_as_it_is(tmp_path: Path) -> None:
@@ -234,7 +227,7 @@ SHARDINGS: list[dict[str, Any]] = [
     {"scheme": "table_wise", "id_route": "global"},
     {"scheme": "row_wise"},
     {"tables": {"t_C1": "row_wise", "t_C2": "data_parallel"}},
-    {"scheme": "table_wise", "unique": "rank"},
+    {"scheme": "table_wise", "unique": True},
     {"scheme": "data_parallel"},
 ]
 

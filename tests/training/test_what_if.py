@@ -22,7 +22,7 @@ from dmt.models.complexity import MetaTables, count_on_meta, criteo_1tb_tables
 from dmt.plan.distinct import DistinctRows
 from dmt.plan.tables import TableSpec
 from dmt.simulator.cluster import load_cluster, save_cluster
-from dmt.simulator.steps import Load, tower_step
+from dmt.simulator.steps import tower_step
 from dmt.training import bench_comms
 from dmt.training.bench_comms import Timing, measure_cluster, rate
 from dmt.training.build import build_model
@@ -83,7 +83,7 @@ def test_a_host_sends_what_is_planned() -> None:
 
 def test_rows_cross_with_the_first_micro_batch_that_has_them() -> None:
     """Ids 0 1 0 1 in one feature, 0 1 2 3 in all others."""
-    job = open_job(small("dlrm", dataflow="sptt", sharding={"unique": "rank"}, train={"micro_batches": 2}))
+    job = open_job(small("dlrm", dataflow="sptt", sharding={"unique": True}, train={"micro_batches": 2}))
     features = [name for tower in job.towers.to_lists() for name in tower]
     ids = torch.tensor([[0, 1, 0, 1]] + [[0, 1, 2, 3]] * (len(features) - 1))
     batch = KeyedJaggedTensor(features, ids.flatten(), lengths=torch.ones(ids.numel(), dtype=torch.int32))
@@ -105,7 +105,7 @@ def changed(config: Any, section: str, **values: Any) -> Any:
 
 def test_a_row_that_samples_share_is_sent_and_computed_once() -> None:
     """Half of the inputs repeat: half the rows cross, and the tower modules compute half."""
-    job = open_job(small("dmt-dlrm", sharding={"unique": "rank"}))
+    job = open_job(small("dmt-dlrm", sharding={"unique": True}))
     towers = enumerate(job.towers.to_lists())
     halves = [
         InputGroup(tower=i, features=tuple(own), distinct=DistinctRows(8.0, (8.0,) * len(own)), share=0.5)
@@ -341,11 +341,11 @@ def test_what_cannot_be_measured_is_told(
     [
         (["topology.num_towers=1"], 1, []),
         (["train.micro_batches=4", "sharding.scheme=row_wise", "train.dense_reduce=hierarchical"], 2, []),
-        (["sharding.unique=rank", "sharding.forward_precision=int8"], 2, []),
+        (["sharding.unique=true", "sharding.forward_precision=int8"], 2, []),
         (
-            ["sharding.unique=rank", "hot_rows.extra_memory=0.01", "model.arch=dlrm"],
+            ["sharding.unique=true", "hot_rows.extra_memory=0.01", "model.arch=dlrm"],
             2,
-            ["sharding.unique='rank'", "hot_rows.extra_memory=0.01"],
+            ["sharding.unique=True", "hot_rows.extra_memory=0.01"],
         ),
         (["topology.num_replicas=2", "replicas.moment_scale=2"], 4, []),
         (["hot_rows.extra_memory=0.01", "model.arch=dlrm"], 2, ["hot_rows.extra_memory=0.01"]),
@@ -552,11 +552,11 @@ def test_towers_with_unique_inputs_are_alternatives_where_the_data_repeat() -> N
     job, slow = open_job(config), replace(SMALL, step_s=0.0, told_apart_s=0.0)
     slow = replace(slow, exchange=replace(slow.exchange, uplink_bytes_per_s=1e5))
     found = alternatives(config, job.tables, job.num_dense, cluster=slow, own=job)
-    shared = [one for one in found if "sharding.unique=rank" in one.overrides]
+    shared = [one for one in found if "sharding.unique=true" in one.overrides]
     assert {one.ratio for one in shared} == {one.ratio for one in found}
     assert {o for one in shared for o in one.overrides if "micro" in o} == {"train.micro_batches=1"}
     # Two rows for each of 32 samples' features cross instead of 32, and the step is the shorter for it.
-    assert "sharding.unique=rank" in next(one for one in found if "sharding.dataflow=sptt" in one.overrides).overrides
+    assert "sharding.unique=true" in next(one for one in found if "sharding.dataflow=sptt" in one.overrides).overrides
     for one in shared[:3]:
         alone = replace(open_job(changed_config(config, one.overrides, slow)), source=job.source)
         known = predict_step(alone, slow, step_work(alone, count(alone), repeats_of(alone)))
@@ -565,18 +565,3 @@ def test_towers_with_unique_inputs_are_alternatives_where_the_data_repeat() -> N
         assert known.timeline.seconds < predict_step(alone, slow).timeline.seconds
     # Without data nobody knows what repeats.
     assert not [o for one in alternatives(config, job.tables, 3, cluster=slow) for o in one.overrides if "unique" in o]
-
-
-def test_rows_that_a_host_unites_take_the_time_of_its_links() -> None:
-    slow = replace(SMALL, step_s=0.0, told_apart_s=0.0)
-    job = open_job(small("dlrm", sharding={"dataflow": "sptt", "unique": "host"}))
-    work = step_work(job, count(job), repeats_of(job))
-    assert work.host_rows.inside > 0
-    without = replace(work, host_rows=Load(0.0, 0.0))
-    latency, rate = slow.all_to_all.latency_s, slow.all_to_all.host_bytes_per_s
-    spans = predict_step(job, slow, work).timeline.spans
-    for name in ("rows in hosts 0", "gradients in hosts 0"):
-        assert spans[name][1] - spans[name][0] >= latency + work.host_rows.inside / 2 / rate
-    assert spans["over 0"][0] >= spans["rows in hosts 0"][1]
-    assert spans["gradients 0"][0] >= spans["gradients in hosts 0"][1]
-    assert predict_step(job, slow, work).timeline.seconds > predict_step(job, slow, without).timeline.seconds

@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "topology": {"num_towers": 2, "ranks_per_tower": 1, "num_replicas": 2},
         "replicas": {"sync_every": 2},
     },
-    "products": {"arch": "dmt-dlrm-products", "model": {"p": 1}, "sharding": {"unique": "rank"}},
+    "products": {"arch": "dmt-dlrm-products", "model": {"p": 1}, "sharding": {"unique": True}},
 }
 
 
