@@ -42,6 +42,7 @@ def test_an_example_is_short_and_says_what_it_shows(path: Path) -> None:
 
 def test_every_example_is_run_here() -> None:
     assert {path.name for path in EXAMPLES} == {
+        "deepfm.py",  # by tests/training/test_factory.py
         "flat_model_over_towers.py",
         "learn_towers.py",
         "own_tower_module.py",

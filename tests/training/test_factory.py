@@ -29,16 +29,14 @@ from dmt.training.data import DataConfig, open_source
 from dmt.training.functions import load_function
 from dmt.training.loop import metric_values
 from dmt.training.serving.export import read_manifest
-from tests.training.deepfm_page import SETTINGS
 from tests.training.small import unsharded
 from tests.training.test_resume import attempt
 
 
 def deepfm(folder: Path | None = None, **sections: dict[str, Any]) -> TrainingConfig:
-    """The run of the page, small; ``sections`` change single values."""
-    assert SETTINGS is not None, "deepfm_page checks it"
-    values = tomllib.loads(SETTINGS[1])
-    values["model"]["factory"] = "tests.training.deepfm_page:deepfm"
+    """The run of examples/deepfm.toml, small; ``sections`` change single values."""
+    values = tomllib.loads((Path(__file__).parents[2] / "examples" / "deepfm.toml").read_text())
+    values["model"]["factory"] = "examples.deepfm:deepfm"
     values["data"]["synthetic"] |= {"rows_per_table": 40, "num_rows": 600, "num_eval_rows": 64, "num_groups": 2}
     values["train"] = {"batch_size": 16, "eval_batch_size": 16, "log_every": 1, "save_every": 2}
     if folder is not None:
@@ -62,7 +60,7 @@ def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_tower
     assert (result["steps"], result["compression_ratio"]) == (4, 1.0)
     assert_served_alike(flat, result, tmp_path)
     # A program takes seconds: that of the towers below has all parts of a flat one.
-    named = ("--function", "tests.training.deepfm_page:deepfm")
+    named = ("--function", "examples.deepfm:deepfm")
     dmt(
         "partition",
         "--checkpoint",
@@ -88,7 +86,7 @@ def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_tower
     config = deepfm(run, towers={"plan": str(towers)}, sharding={"plan": str(planned)})
     assert train(config, 3)["steps"] == 3
     result = train(config, 6)
-    assert (result["steps"], result["arch"]) == (6, "tests.training.deepfm_page:deepfm")
+    assert (result["steps"], result["arch"]) == (6, "examples.deepfm:deepfm")
     assert result["compression_ratio"] > 1.0
     out = tmp_path / "model.pt2"
     dmt("export", run, "-o", out, *named)
@@ -104,7 +102,7 @@ def dmt(*arguments: object) -> None:
 
 
 def assert_served_alike(model: Path, result: dict[str, Any], folder: Path) -> None:
-    dmt("score", model, "-o", folder / "predictions.parquet", "--function", "tests.training.deepfm_page:deepfm")
+    dmt("score", model, "-o", folder / "predictions.parquet", "--function", "examples.deepfm:deepfm")
     rows = pq.read_table(folder / "predictions.parquet")
     logits, labels = (torch.tensor(rows[name].to_pylist(), dtype=torch.float64) for name in ("logit", "label"))
     served = metric_values(logits, labels)

@@ -36,8 +36,8 @@ from dmt.training.exchanges import flat_exchanges, step_exchanges
 from dmt.training.job import make_job, open_job
 from dmt.training.operators import count_operators
 from dmt.training.what_if import Repeats, alternatives, changed_config, count, predict_step, repeats_of, step_work
+from examples import deepfm as deepfm_example
 from tests.ranks import run_ranks
-from tests.training import deepfm_page
 from tests.training.small import small
 from tests.training.test_factory import deepfm, unsharded
 
@@ -428,7 +428,7 @@ def test_a_model_of_ones_own_stays_what_it_is() -> None:
 def towers_only(tables: Any, num_dense: int, options: Any, towers: Any, device: Any) -> torch.nn.Module:
     """A factory that has no flat model."""
     assert len(towers.towers) > 0
-    return deepfm_page.deepfm(tables, num_dense, options, towers, device)
+    return deepfm_example.deepfm(tables, num_dense, options, towers, device)
 
 
 def test_a_model_that_is_in_towers_only_has_no_flat_rows(tmp_path: Path) -> None:
