@@ -10,7 +10,7 @@ from torch import nn
 from dmt.errors import InputError
 from dmt.files import read_json
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints import load_plain, newest
+from dmt.training.checkpoints import checkpoints, load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_override
 from dmt.training.data.config import with_files
 from dmt.training.functions import check_allowed
@@ -67,6 +67,21 @@ def trained_model(
     Returns:
         The checkpoint, the job, which has no sharding plan, and the model in evaluation mode.
     """
+    while True:
+        listed = _listed(run)
+        try:
+            return _trained_model(run, data_path, functions)
+        except (InputError, OSError):
+            # A run that is training may have replaced the checkpoint while it was read: look again.
+            if _listed(run) == listed:
+                raise
+
+
+def _listed(run: Path) -> list[Path]:
+    return [*checkpoints(run / "checkpoint"), *checkpoints(run)]
+
+
+def _trained_model(run: Path, data_path: str | None, functions: Collection[str]) -> tuple[Path, Job, nn.Module]:
     checkpoint, config = checkpoint_of(run, data_path, functions)
     data, towers = open_data(config)
     tables = tuple(data.tables)

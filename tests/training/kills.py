@@ -76,7 +76,7 @@ def places() -> dict[str, Place]:
         "record": leads(owner=RunRecord, name="scalars", at_end=True),
         "save": Place(owner=store.Checkpointer, name="save"),
         "scratch": leads(owner=store, name="make_scratch"),
-        "in a file": Place(owner=store._Stream, name="write"),
+        "in a file": Place(owner=store.RecordedFile, name="write"),
         "files": Place(owner=store, name="_write_tensors"),
         "files written": leads(owner=store.Checkpointer, name="_finish"),
         "manifest written": leads(owner=store, name="commit"),

@@ -47,7 +47,7 @@ from dmt.training.checkpoints.state import Shards, State, chunks, collect_state,
 from dmt.training.device import random_state
 from dmt.training.records import versions
 
-__all__ = ["RNG", "Checkpointer"]
+__all__ = ["RNG", "Checkpointer", "RecordedFile"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class _Files(FileSystem):
             with super().create_stream(path, mode) as plain:
                 yield plain
             return
-        with _Stream(path) as stream:
+        with RecordedFile(path) as stream:
             yield stream
         self.records[Path(path).name] = stream.record()
 
@@ -76,7 +76,7 @@ class _Files(FileSystem):
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
-class _Stream(io.RawIOBase):
+class RecordedFile(io.RawIOBase):
     """A new file that hashes what is written, and raises faults in `record`: PyTorch's zip writer would abort."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -85,6 +85,7 @@ class _Stream(io.RawIOBase):
         self._fault: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Writes all of the data, or nothing more after a fault; returns the number of bytes."""
         view = memoryview(data).cast("B")
         size = len(view)
         self._length += size
@@ -97,6 +98,7 @@ class _Stream(io.RawIOBase):
         return size
 
     def tell(self) -> int:
+        """Returns the number of bytes so far."""
         return self._length
 
     def close(self) -> None:

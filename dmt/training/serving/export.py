@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import torch
@@ -15,6 +15,7 @@ import torch
 from dmt.errors import InputError
 from dmt.files import atomic_write, from_record, parse_json
 from dmt.training import checkpoints
+from dmt.training.checkpoints.store import RecordedFile
 from dmt.training.data import DataConfig
 from dmt.training.data.encode import HASH_KEY, hash_rows
 from dmt.training.job import Job
@@ -150,9 +151,12 @@ def export_run(
             "forward must not depend on anything but its input and its weights."
         )
     try:
-        with atomic_write(out) as scratch, scratch.open("wb") as stream:
-            # By a stream: PyTorch does not like the scratch file's ending.
-            torch.export.save(program, stream, extra_files={_MANIFEST: json.dumps(_record(manifest), indent=1)})
+        with atomic_write(out) as scratch:
+            # PyTorch's zip writer aborts the process where a file raises, such as on a full disk.
+            with _ProgramFile(scratch) as file:
+                extra = {_MANIFEST: json.dumps(_record(manifest), indent=1)}
+                torch.export.save(program, cast("IO[bytes]", file), extra_files=extra)
+            file.record()
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
     return Exported(
@@ -162,6 +166,19 @@ def export_run(
         table_bytes=sum(4 * table.num_embeddings * table.embedding_dim for table in job.tables),
         difference=difference,
     )
+
+
+class _ProgramFile(RecordedFile):
+    """A file that PyTorch takes for one it can write and go back in, which it does at the very end only."""
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset
 
 
 def _record(manifest: ServedManifest) -> dict[str, Any]:
@@ -242,7 +259,7 @@ def read_manifest(path: Path) -> ServedManifest:
         with zipfile.ZipFile(path) as archive:
             found = [name for name in archive.namelist() if name.endswith(f"extra/{_MANIFEST}")]
             text = archive.read(found[0]).decode() if found else None
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:  # RuntimeError: it is encrypted
         raise InputError(f"{place}: cannot be read ({error}). {_REMEDY}") from error
     if text is None:
         raise InputError(f"{place}: has no manifest, so `dmt export` did not write it. {_REMEDY}")

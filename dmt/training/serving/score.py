@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.files import atomic_write, explain
@@ -107,7 +108,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str]) -> tup
         config = _rows_of(_data_of(model, manifest), data_path)
         check_allowed(f"The manifest of {model}", {"data.source": config.source}, functions)
         data = open_source(config)
-        return (lambda batch: program(*tensors_of(batch))), data
+        return partial(_run, model, program), data
     try:
         _, job, plain = trained_model(model, functions=functions)
     except InputError:
@@ -118,6 +119,15 @@ def _open(model: Path, data_path: str | None, functions: Collection[str]) -> tup
     splits = {} if job.towers is None else job.towers.column_splits
     data = open_source(_rows_of(explicit_data(job), data_path), column_splits=splits)
     return (lambda batch: plain(batch.dense_features, batch.sparse_features).reshape(-1)), data
+
+
+def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
+    try:
+        logits: Tensor = program(*tensors_of(batch))
+    except (RuntimeError, IndexError, AssertionError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"Exported model {model} does not fit its manifest ({reason}). Export it again.") from error
+    return logits
 
 
 def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,11 +18,12 @@ from torch import Tensor
 
 from dmt.errors import InputError
 from dmt.formatting import printable
+from dmt.training import trained
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.serving import export
 from dmt.training.serving.export import Exported, export_run, load_program, read_manifest
-from dmt.training.serving.score import tensors_of
+from dmt.training.serving.score import score, tensors_of
 from dmt.training.trained import trained_model
 from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain, small
@@ -199,3 +202,53 @@ def test_a_program_that_computes_something_else_is_not_written(
     with pytest.raises(InputError, match=r"gives other logits than the model \(by 1\.0e-03\)"):
         export_run(run, tmp_path / "model.pt2")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(InputError, match=r"model\.pt2' cannot be written: File too large"):
+            export_run(run, tmp_path / "model.pt2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_with_an_encrypted_manifest_or_too_many_rows_is_refused(
+    exported: tuple[Path, Exported], tmp_path: Path
+) -> None:
+    """A manifest that was altered: marked as encrypted, and with more rows than the tables have."""
+    encrypted, larger = tmp_path / "encrypted.pt2", tmp_path / "larger.pt2"
+    with zipfile.ZipFile(exported[0]) as old, zipfile.ZipFile(larger, "w") as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            if entry.filename.endswith("manifest.json"):
+                content = content.replace(b'"rows_per_table": 40', b'"rows_per_table": 4000')
+            new.writestr(entry, content)
+    content = bytearray(larger.read_bytes())
+    for head, flags in ((b"PK\x01\x02", 8), (b"PK\x03\x04", 6)):
+        at = content.find(head)
+        while at >= 0:
+            content[at + flags] |= 1
+            at = content.find(head, at + 4)
+    encrypted.write_bytes(content)
+    with pytest.raises(InputError, match=r"encrypted\.pt2: cannot be read .*encrypted"):
+        read_manifest(encrypted)
+    with pytest.raises(InputError, match=r"larger\.pt2 does not fit its manifest \(.*40\)"):
+        score(larger, tmp_path / "out.parquet")
+
+
+def test_a_run_whose_checkpoint_is_replaced_while_it_is_read_is_looked_at_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(run / "checkpoint", tmp_path / "run" / "checkpoint")
+    load = trained.load_plain
+
+    def too_late(model: Any, checkpoint: Path) -> None:
+        if checkpoint.name == "step-00000006":
+            checkpoint.rename(folder / "step-00000007")
+        load(model, checkpoint)
+
+    monkeypatch.setattr(trained, "load_plain", too_late)
+    assert trained_model(tmp_path / "run")[0].name == "step-00000007"
