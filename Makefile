@@ -63,7 +63,7 @@ bench: install
 	$(BIN)/python -m benchmarks.bench $(BENCH_FLAGS)
 
 # What one rank on one GPU does: environment, parity, step time and memory; in the environment that is there, since that
-# of `make install` has no CUDA build (docs/gpus.md).
+# of `make install` has no CUDA build (docs/status.md).
 gpu:
 	@test -x $(BIN)/python || { echo "There is no $(VENV): docs/install.md, By hand, makes one with the CUDA build."; exit 2; }
 	$(BIN)/python -m benchmarks.gpu $(GPU_FLAGS)

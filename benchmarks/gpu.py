@@ -4,7 +4,7 @@
 
 Three models of the same tables are compared: flat TorchRec, SPTT, and DMT-DLRM. One rank sends nothing to others, so
 step times show what the dataflows cost beside their exchanges, not what they save. ``--device cpu`` runs the same on a
-CPU, with ``--quick`` in seconds; docs/gpus.md describes the record.
+CPU, with ``--quick`` in seconds; docs/status.md describes the record.
 """
 
 from __future__ import annotations

@@ -324,21 +324,6 @@ def test_pinned_versions_are_those_of_the_doctor_and_the_locks() -> None:
             assert f"\n{package}=={version}\n" in pinned
 
 
-# What decides by the kind of a device, or is there for one.
-BY_DEVICE = re.compile(
-    r"(?<!`)torch\.cuda\.|is_cuda|\.type [!=]= \"(cpu|cuda)\"|device(_type)? [!=]= \"(cpu|cuda)\"|\"nccl\"|_ON_GPU"
-    r"|== \"cuda\"|has_gpu|def record_stream"
-)
-
-
-def test_the_page_on_gpus_names_every_file_with_a_branch_for_a_device() -> None:
-    files = [path for room in ("dmt", "models", "partitioner") for path in (ROOT / room).rglob("*.py")]
-    found = {str(path.relative_to(ROOT)) for path in files if BY_DEVICE.search(path.read_text())}
-    named = set(re.findall(r"^\| `([\w/]+\.py)`", (ROOT / "docs" / "gpus.md").read_text(), re.MULTILINE))
-    assert len(found) > 15
-    assert found == named
-
-
 def test_the_table_of_keys_is_current() -> None:
     path = ROOT / "docs" / "build_reference.py"
     spec = importlib.util.spec_from_file_location("build_reference", path)

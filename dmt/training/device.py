@@ -1,7 +1,7 @@
 """The device of a rank: CPU or GPU, obstacles to a GPU, backends of the process group, random states.
 
 On GPUs the groups have two backends: NCCL carries tensors of the GPU, gloo those of the CPU and with them all objects.
-docs/gpus.md lists every place that differs by device.
+docs/status.md says what has been run on which device.
 """
 
 from __future__ import annotations
