@@ -333,7 +333,7 @@ class TrainConfig(Section):
     log_every: int = Field(default=50, ge=1)
     """Number of steps from one record of the training loss to the next."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks: ``cuda``, a GPU each (docs/status.md), ``cpu``, or ``auto``: GPUs wherever torch sees one and
+    """Device of the ranks: ``cuda``, a GPU each (docs/status.md), ``cpu``, or ``auto``: GPUs where torch sees one and
     FBGEMM's CUDA build is installed."""
     prefetch_ids: bool = True
     """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``); false: one
