@@ -7,16 +7,24 @@ The objective is the cost of the busiest rank.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Option", "Packing", "Problem", "differencing", "greedy"]
+__all__ = ["Option", "Packed", "Packing", "Problem", "differencing", "greedy", "pack"]
 
 Vector = NDArray[np.float64]
+
+# Loads below which ranks take whole items, in loads that are possible at best: ever finer cuts.
+_TARGETS = (np.inf, 1.5, 1.1, 1.0, 0.5)
+# Smaller sets of kinds that can save less than this share are not tried.
+_KINDS_GAIN = 0.005
+# Share above the lower bound, or above an even load, at which no better packing is looked for.
+_CLOSE = 0.002
 
 
 class Option(NamedTuple):
@@ -60,10 +68,8 @@ class Problem:
     """Seconds that each kind costs every rank, once, if any item uses it."""
     used: frozenset[int] = frozenset()
     """Kinds in use already."""
-    penalized: frozenset[int] = frozenset()
-    """Kinds that items with other options take only for a gain above ``tolerance``."""
     tolerance: float = 0.0
-    """Share by which a packing without penalized kinds may cost more."""
+    """Share by which a packing that cuts fewer items may cost more."""
 
     @property
     def num_ranks(self) -> int:
@@ -80,63 +86,45 @@ class Problem:
         """The fixed costs of some kinds and of those in use already."""
         return sum(self.fixed[kind] for kind in self.used.union(kinds))
 
+    @property
+    def lower_bound(self) -> float:
+        """No packing costs less: the mean over ranks plus the smallest fixed cost."""
+        kinds = {option.kind for options in self.options for option in options}
+        return self.least_mean + min(map(self.fixed_cost, [[kind] for kind in kinds] or [[]]))
+
 
 class Packing:
-    """An option and ranks for every item, with the sums they make; items can be taken out and put back."""
+    """An option and ranks for every item, with the sums they make."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.cost = problem.cost.copy()
         self.memory = problem.memory.copy()
-        self.chosen: list[int] = [-1] * len(problem.options)
-        self.ranks: list[tuple[int, ...]] = [()] * len(problem.options)
-        self.on_rank: list[set[tuple[int, int]]] = [set() for _ in range(problem.num_ranks)]
-        """(item, part) on each rank."""
-        self.uses = [0] * len(problem.fixed)
-        """Items of each kind."""
+        self.chosen: dict[int, Option] = {}
+        """Option of each item that is placed."""
+        self.ranks: dict[int, tuple[int, ...]] = {}
+        """Rank of each part of each item that is placed."""
 
-    def put(self, item: int, option: int, ranks: Sequence[int]) -> None:
-        """Places an item that is out."""
+    def put(self, item: int, option: Option, ranks: Sequence[int]) -> None:
+        """Places an item."""
         self.chosen[item], self.ranks[item] = option, tuple(ranks)
-        self._add(item, 1.0)
-        self.uses[self.option_of(item).kind] += 1
-        for part, rank in enumerate(ranks):
-            self.on_rank[rank].add((item, part))
-
-    def take(self, item: int) -> None:
-        """Takes an item out."""
-        self._add(item, -1.0)
-        self.uses[self.option_of(item).kind] -= 1
-        for part, rank in enumerate(self.ranks[item]):
-            self.on_rank[rank].remove((item, part))
-        self.chosen[item], self.ranks[item] = -1, ()
-
-    def option_of(self, item: int) -> Option:
-        """The chosen option of an item that is placed."""
-        return self.problem.options[item][self.chosen[item]]
-
-    def _add(self, item: int, sign: float) -> None:
-        option = self.option_of(item)
-        if option.everywhere_cost:
-            self.cost += sign * option.everywhere_cost
+        self.cost += option.everywhere_cost
         if option.everywhere_memory is not None:
-            self.memory += sign * option.everywhere_memory
-        for rank, cost, memory in zip(self.ranks[item], option.part_costs, option.part_memory, strict=True):
-            self.cost[rank] += sign * cost
-            self.memory[rank] += sign * memory
+            self.memory += option.everywhere_memory
+        for rank, cost, memory in zip(ranks, option.part_costs, option.part_memory, strict=True):
+            self.cost[rank] += cost
+            self.memory[rank] += memory
 
-    def room_for(self, option: Option) -> tuple[int, ...] | None:
-        """The cheapest ranks that have room for an option's parts, largest part to cheapest; None: there is no room."""
-        memory = self.memory if option.everywhere_memory is None else self.memory + option.everywhere_memory
+    def room_for(self, option: Option, order: NDArray[np.int64]) -> tuple[int, ...] | None:
+        """The first ranks of ``order`` that have room for an option's parts, by part; None: there is no room."""
         limit = self.problem.capacity
-        if (memory > limit).any():
+        if limit < np.inf:
+            memory = self.memory if option.everywhere_memory is None else self.memory + option.everywhere_memory
+            if (memory > limit).any():
+                return None
+            order = order[memory[order] + max(option.part_memory, default=0.0) <= limit]
+        if len(order) < len(option.part_costs):
             return None
-        if not option.part_costs:
-            return ()
-        free = np.flatnonzero(memory + max(option.part_memory) <= limit)
-        if len(free) < len(option.part_costs):
-            return None
-        order = free[np.lexsort((free, self.memory[free], self.cost[free]))]
         return tuple(order[: len(option.part_costs)].tolist())
 
     @property
@@ -145,86 +133,146 @@ class Packing:
         return bool((self.memory <= self.problem.capacity).all())
 
     @property
-    def busiest(self) -> float:
-        """Cost of the busiest rank, without fixed costs."""
-        return float(self.cost.max())
-
-    @property
-    def fixed(self) -> float:
-        """Fixed cost of the kinds in use."""
-        return self.problem.fixed_cost(kind for kind, uses in enumerate(self.uses) if uses)
+    def num_cut(self) -> int:
+        """Items in more than one part."""
+        return sum(len(ranks) > 1 for ranks in self.ranks.values())
 
     @property
     def objective(self) -> float:
         """Cost of the busiest rank."""
-        return self.busiest + self.fixed
+        return float(self.cost.max()) + self.problem.fixed_cost({option.kind for option in self.chosen.values()})
 
 
-def greedy(problem: Problem, preferred: Sequence[int], *, by_memory: bool = False) -> Packing | None:
+class Packed(NamedTuple):
+    """Packing that `pack` chose."""
+
+    packing: Packing
+    method: str
+    """Name of the heuristic, for the report."""
+    cost: float
+    """Cost of the busiest rank."""
+
+
+def pack(problem: Problem) -> Packed | None:
+    """Places all items by greedy and by largest differencing, and keeps the better packing (Neo, section 4.1).
+
+    This is repeated with ever finer cuts (``target`` of `greedy`, which chooses the options for both), and without some
+    of the kinds, because each kind in use has a fixed cost. Of the packings that cost at most `Problem.tolerance` more
+    than the cheapest, the one that cuts the fewest items is kept.
+
+    Returns:
+        None if no packing within the memory limit was found.
+    """
+    found = list(_with_finer_cuts(problem))
+    most_fixed = problem.fixed_cost({option.kind for options in problem.options for option in options})
+    for kinds, fewer in _fewer_kinds(problem):
+        least = min((packed.cost for packed in found), default=0.0)
+        # No more than the fixed costs of the other kinds can be saved.
+        if most_fixed - problem.fixed_cost(kinds) >= least * _KINDS_GAIN:
+            found += _with_finer_cuts(fewer)
+    most = min((packed.cost for packed in found), default=0.0) * (1 + problem.tolerance)
+    kept = [packed for packed in found if packed.cost <= most]
+    return min(kept, key=lambda packed: (packed.packing.num_cut, packed.cost), default=None)
+
+
+def _with_finer_cuts(problem: Problem) -> Iterator[Packed]:
+    """The better of the two heuristics for each target that has a packing."""
+    mean, enough = problem.least_mean, problem.lower_bound * (1 + _CLOSE)
+    for target in _TARGETS:
+        first = greedy(problem, target * mean) or greedy(problem, target * mean, by_memory=True)
+        if first is None:
+            continue
+        better = Packed(first, "greedy", first.objective)
+        if first.cost.max() > first.cost.mean() * (1 + _CLOSE):  # else it is even
+            second = differencing(problem, [first.chosen[item] for item in range(len(problem.options))])
+            if second.feasible and second.objective < first.objective:
+                better = Packed(second, "largest differencing", second.objective)
+        yield better
+        if better.cost <= enough:
+            break
+
+
+def _fewer_kinds(problem: Problem) -> Iterator[tuple[tuple[int, ...], Problem]]:
+    """The problem with each smaller set of kinds that leaves every item an option."""
+    kinds = sorted({option.kind for options in problem.options for option in options})
+    for size in range(len(kinds) - 1, 0, -1):
+        for kept in combinations(kinds, size):
+            options = [[option for option in options if option.kind in kept] for options in problem.options]
+            if all(options):
+                yield kept, replace(problem, options=options)
+
+
+def greedy(problem: Problem, target: float, *, by_memory: bool = False) -> Packing | None:
     """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
-    An item takes its ``preferred`` option, or its cheapest one that fits; None: an item finds no room. ``by_memory``
-    places the largest memory first, for tight limits.
+    An item takes its cheapest option that leaves the ranks of its parts below ``target`` seconds; where none does, the
+    option that leaves them cheapest. ``by_memory`` places the largest memory first, for tight limits. None: an item
+    finds no room.
     """
-    packing = Packing(problem)
+    packing, num_ranks = Packing(problem), problem.num_ranks
+    cheapest_first = [sorted(options, key=lambda option: option.total(num_ranks)) for options in problem.options]
 
     def size(item: int) -> float:
-        option = problem.options[item][preferred[item]]
-        return max(option.part_memory if by_memory else option.part_costs, default=0.0)
+        options = cheapest_first[item]
+        return min(option.most_memory for option in options) if by_memory else options[0].total(num_ranks)
 
-    for item in sorted(range(len(preferred)), key=lambda item: (-size(item), item)):
-        options = problem.options[item]
-        others = sorted(range(len(options)), key=lambda o: (options[o].total(problem.num_ranks), o))
-        for option in (preferred[item], *others):
-            ranks = packing.room_for(options[option])
-            if ranks is not None:
-                packing.put(item, option, ranks)
+    for item in sorted(range(len(cheapest_first)), key=lambda item: (-size(item), item)):
+        best: tuple[float, Option, tuple[int, ...]] | None = None
+        order = np.lexsort((packing.memory, packing.cost))
+        for option in cheapest_first[item]:
+            ranks = packing.room_for(option, order)
+            if ranks is None:
+                continue
+            touched = packing.cost[list(ranks)] + option.part_costs if ranks else packing.cost
+            cost = float(touched.max()) + option.everywhere_cost
+            if best is None or cost < best[0]:
+                best = cost, option, ranks
+            if cost <= target:
                 break
-        else:
+        if best is None:
             return None
+        packing.put(item, best[1], best[2])
     return packing
 
 
-def differencing(problem: Problem, preferred: Sequence[int]) -> Packing:
+def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
     """Largest differencing (Karmarkar-Karp): joins the two most uneven partial packings until one is left.
 
     Ignores memory: see `Packing.feasible`. The load that ranks have already takes part as one partial packing.
     ``preferred`` is the option of each item.
     """
     num_ranks = problem.num_ranks
-    # A partial packing: slot costs, largest first, and (item, part) of each slot; (-1, rank) stands for the rank.
-    heap: list[tuple[float, int, Vector, list[list[tuple[int, int]]]]] = []
+    # A partial packing: costs of its slots, largest first, and their nodes in the tree of joined slots. The leaves of
+    # the tree are the ranks, then L slots of each item, of which the first ones are its parts.
+    heap: list[tuple[float, int, Vector, NDArray[np.int64]]] = []
+    every_slot = np.arange(num_ranks)
+    joined: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
 
-    def push(costs: Vector, slots: Sequence[list[tuple[int, int]]], number: int) -> None:
+    def push(costs: Vector, nodes: NDArray[np.int64], number: int) -> None:
         order = np.argsort(-costs, kind="stable")
-        heapq.heappush(heap, (float(costs.min() - costs.max()), number, costs[order], [slots[i] for i in order]))
+        heapq.heappush(heap, (float(costs.min() - costs.max()), number, costs[order], nodes[order]))
 
-    push(problem.cost - problem.cost.min(), [[(-1, rank)] for rank in range(num_ranks)], -1)
+    push(problem.cost - problem.cost.min(), every_slot, -1)
     for item, option in enumerate(preferred):
-        parts = problem.options[item][option].part_costs
-        if parts:
+        if option.part_costs:
             costs = np.zeros(num_ranks)
-            costs[: len(parts)] = parts
-            push(costs, [[(item, slot)] if slot < len(parts) else [] for slot in range(num_ranks)], item)
+            costs[: len(option.part_costs)] = option.part_costs
+            push(costs, every_slot + (item + 1) * num_ranks, item)
     number = len(preferred)
     while len(heap) > 1:
         *_, first, left = heapq.heappop(heap)
         *_, second, right = heapq.heappop(heap)
-        push(first + second[::-1], [_joined(*slots) for slots in zip(left, reversed(right), strict=True)], number)
+        nodes = every_slot + (number + 1) * num_ranks
+        joined.append((nodes, left, right[::-1]))
+        push(first + second[::-1], nodes, number)
         number += 1
-    rank_of: dict[tuple[int, int], int] = {}
-    for slot in heap[0][3]:
-        rank = next(part for item, part in slot if item < 0)
-        rank_of.update(dict.fromkeys(slot, rank))
+    slot = np.zeros((number + 1) * num_ranks, dtype=np.int64)
+    slot[heap[0][3]] = every_slot
+    for nodes, left, right in reversed(joined):
+        slot[left] = slot[right] = slot[nodes]
+    rank_of_slot = np.argsort(slot[:num_ranks])
     packing = Packing(problem)
     for item, option in enumerate(preferred):
-        parts = problem.options[item][option].part_costs
-        packing.put(item, option, [rank_of[item, part] for part in range(len(parts))])
+        first_part = (item + 1) * num_ranks
+        packing.put(item, option, rank_of_slot[slot[first_part : first_part + len(option.part_costs)]].tolist())
     return packing
-
-
-def _joined(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Extends the longer list by the shorter: joining n items one by one must not copy n lists."""
-    short, long = sorted((one, other), key=len)
-    long += short
-    return long

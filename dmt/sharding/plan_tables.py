@@ -14,8 +14,7 @@ from dmt.formatting import human_bytes
 from dmt.plan.tables import feature_names, table_specs
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, ShardLoad, StepWorkload
-from dmt.sharding.local_search import pack
-from dmt.sharding.packing import Option, Packing, Problem
+from dmt.sharding.packing import Option, Packing, Problem, pack
 from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan, imbalance_of
 from dmt.sharding.schemes import SCHEMES, Kernel, Scheme, TablePlacement, column_shards, row_shards
 from dmt.sharding.user_rules import Allowed, ShardingRules
@@ -178,7 +177,6 @@ class _TowerPlanner:
             capacity=self.model.hardware.memory_per_rank or np.inf,
             fixed=tuple(self.model.fixed_seconds(scheme) for scheme in SCHEMES),
             used=frozenset(SCHEMES.index(placement.scheme) for placement in placements.values()),
-            penalized=frozenset({SCHEMES.index("column_wise")} if self.column_gain else ()),
             tolerance=self.column_gain,
         )
         self._check_memory(free, problem, placements)
@@ -446,7 +444,7 @@ def _count(tables: int) -> str:
 
 
 def _placement(packing: Packing, item: int) -> TablePlacement:
-    scheme: Scheme = SCHEMES[packing.option_of(item).kind]
+    scheme: Scheme = SCHEMES[packing.chosen[item].kind]
     spread = scheme in ("row_wise", "data_parallel")
     return TablePlacement(
         scheme=scheme, ranks=tuple(range(packing.problem.num_ranks)) if spread else packing.ranks[item]
