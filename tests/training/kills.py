@@ -71,7 +71,7 @@ def places() -> dict[str, Place]:
         "restore": Place(owner=run, name="restore"),
         "restored": Place(owner=run, name="restore", at_end=True),
         "step": Place(owner=TrainPipelineSparseDist, name="progress"),
-        "sync": Place(owner=ReplicaSync, name="_start"),
+        "sync": Place(owner=ReplicaSync, name="_average"),
         "mean under way": Place(owner=RunningMean, name="start", at_end=True),
         "record": leads(owner=RunRecord, name="scalars", at_end=True),
         "save": Place(owner=store.Checkpointer, name="save"),

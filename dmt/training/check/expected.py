@@ -8,9 +8,8 @@ or sharded, the same things under the same names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from dmt.models.complexity import is_tower_module
 from dmt.testing.plain import PlainTraining, is_table, rate_share, table_name
 from dmt.testing.state import TableLayout
 from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params
-from dmt.training.check.rounding import as_sent
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig
 from dmt.training.data.batch import ClickBatch
@@ -115,8 +113,6 @@ class Watch:
         self.model = model
         self.seen = _NOTHING_SEEN
         """Values of the latest batch."""
-        self.send: Callable[[Tensor], Tensor] | None = None
-        """Changes the sparse part's output before it reaches the dense parts, see `as_sent`."""
         sparse = sparse_part(model)
         for module in _tower_modules(sparse):
             module.register_forward_pre_hook(lambda module, inputs: self._see_embeddings(inputs[0]))
@@ -142,13 +138,10 @@ class Watch:
 
     def _after_sparse_part(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         result = output.wait() if isinstance(output, LazyAwaitable) else output
-        send = self.send or (lambda outputs: outputs)
-        if not isinstance(result, KeyedTensor):
-            self.seen = self.seen._replace(outputs=result)
-            return send(result)
-        self.seen = self.seen._replace(outputs=result.values())
-        self._see_embeddings(result)
-        return KeyedTensor(result.keys(), result.length_per_key(), send(result.values()))
+        if isinstance(result, KeyedTensor):
+            self._see_embeddings(result)
+        self.seen = self.seen._replace(outputs=result.values() if isinstance(result, KeyedTensor) else result)
+        return result
 
 
 def sparse_part(model: nn.Module) -> Any:
@@ -175,13 +168,9 @@ class Expected:
     """The first weights, that every model starts from."""
     seen: dict[int, list[Seen]]
     """Values by batch (`SINGLE_IDS`, `UNEVEN_BAGS`) and rank; embeddings [B, N]."""
-    logit_rounding: dict[int, float]
-    """Largest change of a logit, by batch, when outputs of the sparse part are rounded as the exchange rounds them."""
     gradients: list[State]
     """By replica, for `UNEVEN_BAGS`: means over ranks of the gradients of their mean losses. The ranks are those of the
     replica for tables that it trains by itself, and all for the rest."""
-    rounding: dict[str, float]
-    """Largest change of each gradient, when gradients of the outputs are rounded too."""
     losses: list[list[float]]
     """By step and rank; one step more than is trained."""
     weights: State
@@ -209,27 +198,14 @@ def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
     start = _copy_of(tasks[0])
     for task in tasks[1:]:
         task.load_state_dict(start)
-    send = partial(as_sent, precision=run.config.sharding.precision, num_ranks=run.topology.world_size // len(tasks))
     watches = [Watch(task) for task in tasks]
-    seen, logit_rounding = {}, {}
-    for index in (SINGLE_IDS, UNEVEN_BAGS):
-        watches[0].send = send
-        rounded = _forward(run, watches[0], index)
-        watches[0].send = None
-        seen[index] = _forward(run, watches[0], index)
-        pairs = zip(rounded, seen[index], strict=True)
-        logit_rounding[index] = max(float((a.logits - b.logits).abs().max()) for a, b in pairs)
+    seen = {
+        index: [watches[0].run_and_see(batch) for batch in _batches(run, index)] for index in (SINGLE_IDS, UNEVEN_BAGS)
+    }
     training = _plain_training(run, tasks, layout)
-    gradients: list[list[State]] = []
-    for how in (send, None):
-        for watch in watches:
-            watch.send = how
-        _backward(run, watches, UNEVEN_BAGS)
-        training.average_gradients()
-        gradients.append(
-            [{name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None} for task in tasks]
-        )
-    exact = gradients[1]
+    _backward(run, watches, UNEVEN_BAGS)
+    training.average_gradients()
+    gradients = [{name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None} for task in tasks]
     losses = []
     for step in range(run.limits.steps):
         losses.append(_backward(run, watches, step))
@@ -249,12 +225,7 @@ def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
     return Expected(
         start=start,
         seen=seen,
-        logit_rounding=logit_rounding,
-        gradients=exact,
-        rounding={
-            name: max(float((a[name] - b[name]).abs().max()) for a, b in zip(*gradients, strict=True))
-            for name in exact[0]
-        },
+        gradients=gradients,
         losses=losses,
         weights=_copy_of(tasks[0]),
     )
@@ -302,10 +273,6 @@ def table_of(name: str) -> str:
 
 def _batches(run: CheckedRun, index: int) -> list[ClickBatch]:
     return [draw_batch(run, rank, index) for rank in range(run.topology.world_size)]
-
-
-def _forward(run: CheckedRun, watch: Watch, index: int) -> list[Seen]:
-    return [watch.run_and_see(batch) for batch in _batches(run, index)]
 
 
 def _backward(run: CheckedRun, watches: Sequence[Watch], index: int) -> list[float]:
