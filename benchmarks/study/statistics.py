@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import mannwhitneyu, wilcoxon
-from sklearn.metrics import adjusted_rand_score
 
 from dmt.errors import InputError
 
-__all__ = ["Comparison", "compare_arms", "holm", "mean_correlation", "mean_rand_index", "pair_effects"]
+__all__ = ["Comparison", "compare_arms", "holm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,73 +103,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty(count)
     adjusted[order] = np.maximum.accumulate(np.asarray(p_values)[order] * np.arange(count, 0, -1))
     return [float(p) for p in np.minimum(adjusted, 1.0)]
-
-
-def pair_effects(
-    plans: Sequence[Sequence[Sequence[str]]], differences: Sequence[float], *, at_least: int = 3
-) -> list[dict[str, Any]]:
-    """For each pair of features: do plans that put both into one tower train better or worse than those that do not?
-
-    A look back at what was measured, not a test planned beforehand: where it says something, repeat it on new seeds.
-
-    Args:
-        plans: for each run, its towers' features.
-        differences: for each run, its AUC less that of the baseline.
-        at_least: runs there must be of either kind, for a pair to be looked at.
-
-    Returns:
-        The pairs, smallest p first: features, number of runs with both in one tower and apart, median difference of
-        each, Mann-Whitney p, and that after Holm's correction over all these pairs.
-
-    Example:
-        >>> together, apart = [["a", "b"], ["c", "d"]], [["a", "c"], ["b", "d"]]
-        >>> found = pair_effects([together] * 3 + [apart] * 3, [0.4, 0.5, 0.6, 0.1, 0.2, 0.3])[0]
-        >>> found["features"], found["num_together"], found["median_together"], found["p"]
-        (['a', 'b'], 3, 0.5, 0.1)
-    """
-    values = np.asarray(differences)
-    found: list[dict[str, Any]] = []
-    for pair in combinations(sorted(name for tower in plans[0] for name in tower), 2):
-        same = np.array([any(set(pair) <= set(tower) for tower in plan) for plan in plans])
-        if min(same.sum(), (~same).sum()) < at_least:
-            continue
-        found.append(
-            {
-                "features": list(pair),
-                "num_together": int(same.sum()),
-                "num_apart": int((~same).sum()),
-                "median_together": float(np.median(values[same])),
-                "median_apart": float(np.median(values[~same])),
-                "p": float(mannwhitneyu(values[same], values[~same]).pvalue),
-            }
-        )
-    for row, adjusted in zip(found, holm([row["p"] for row in found]), strict=True):
-        row["p_holm"] = adjusted
-    return sorted(found, key=lambda row: row["p"])
-
-
-def mean_rand_index(plans: Sequence[Sequence[Sequence[str]]]) -> float:
-    """Similarity of partitions of the same features: mean adjusted Rand index of all pairs (1 equal, 0 as by chance).
-
-    Args:
-        plans: for each partition, its towers' features; at least two.
-
-    Example:
-        >>> mean_rand_index([[["a", "b"], ["c", "d"]], [["d", "c"], ["b", "a"]]])
-        1.0
-    """
-    features = sorted(name for tower in plans[0] for name in tower)
-    tower_of: list[dict[str, Any]] = [{name: i for i, tower in enumerate(plan) for name in tower} for plan in plans]
-    labels = [[towers[name] for name in features] for towers in tower_of]
-    return float(np.mean([adjusted_rand_score(one, other) for one, other in combinations(labels, 2)]))
-
-
-def mean_correlation(rows: Sequence[Sequence[float]]) -> float:
-    """Mean Pearson correlation of all pairs of rows: of affinities, how much of them another seed finds again.
-
-    Example:
-        >>> round(mean_correlation([[0.1, 0.2, 0.3], [0.2, 0.4, 0.6]]), 6)
-        1.0
-    """
-    matrix = np.corrcoef(np.asarray(rows))
-    return float(matrix[np.triu_indices(len(matrix), k=1)].mean())

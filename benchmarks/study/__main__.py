@@ -1,0 +1,63 @@
+"""Runs a study of quality and writes its record.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.study interactions --data DIR --set flights --set hotel
+
+DIR has ``flights.parquet``, ``hotel.parquet`` or ``census.parquet``; ``planted`` and ``madelon`` are drawn. All models
+of one seed start from the same weights where they have the same parts, and see the same rows in the same order; no arm
+has seen a test row. A rerun continues where the last one stopped. ``--quick`` is a smoke test that says nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from benchmarks.report import about
+from benchmarks.study import entities, replicas
+from benchmarks.study.report import write_study
+from benchmarks.study.runs import Trials
+from benchmarks.study.studies import STUDIES, runs_of, with_tuned_rates
+from benchmarks.study.train import SETTINGS
+
+__all__ = ["main"]
+
+_RESULTS = Path(__file__).parent.parent / "results"
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("name", type=click.Choice([*STUDIES, "entities", "replicas"]))
+@click.option(
+    "--data", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Its folder."
+)
+@click.option("--set", "names", type=click.Choice([*SETTINGS]), multiple=True, default=("flights", "hotel"))
+@click.option("--seeds", type=click.IntRange(2), default=10, help="Runs of each arm.")
+@click.option("--quick", is_flag=True, help="Two seeds, 8,192 training rows; the results go to --work.")
+@click.option("--work", type=click.Path(path_type=Path), default=Path("runs/study"), help="For the progress.")
+@click.option("--out", type=click.Path(path_type=Path), default=_RESULTS, help="For the results.")
+def main(*, name: str, data: Path, names: Sequence[str], seeds: int, quick: bool, work: Path, out: Path) -> None:
+    """Trains all arms of a study and writes its results."""
+    if quick:
+        seeds, work = 2, work / "quick"
+        out = work
+    trials = Trials(folder=data, work=work, max_rows=8192 if quick else None)
+    made = about(f"python -m benchmarks.study {' '.join(sys.argv[1:])}")
+    if name in ("entities", "replicas"):
+        module = entities if name == "entities" else replicas
+        paths = module.run(trials, names, range(seeds), out, made)
+    else:
+        study = STUDIES[name]
+        chosen = range(study.first_seed, study.first_seed + seeds)
+        studies = {}
+        for one in names:
+            studies[one] = with_tuned_rates(study, one, trials) if study.tuned else study
+            trials.train(runs_of(studies[one], one, chosen), f"{name}, {one}")
+        paths = write_study(study, trials, studies, chosen, out, {**made, "seeds": f"{chosen[0]} to {chosen[-1]}"})
+    for path in paths:
+        click.echo(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Data sets of the studies in memory: three public ones, and two drawn ones whose interactions are known.
+
+Legend: R rows, D dense columns, F features, N embedding dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt.errors import InputError
+from dmt.plan.tables import TableSpec
+from dmt.training.data.batch import ClickBatch
+from dmt.training.data.config import SyntheticConfig
+from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticClicks
+
+__all__ = ["DRAWN", "Clicks", "Part", "read_clicks", "without_test_rows", "write_drawn"]
+
+Part = tuple[Tensor, Tensor, Tensor]
+"""Dense [R, D] float32, ids [R, F] int64, labels [R] float32."""
+DRAWN = ("planted", "madelon")
+_BLOCKS, _TEST_SHARE, _FEATURES, _PIECES = 80, 0.2, 16, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clicks:
+    """A data set in memory, with tables just large enough for its values."""
+
+    tables: tuple[TableSpec, ...]
+    """One for each of the F features, ``t_<feature>``."""
+    train: Part
+    test: Part
+
+    @property
+    def features(self) -> list[str]:
+        """The F names, in the order of the columns of the ids."""
+        return [table.feature_names[0] for table in self.tables]
+
+    def batch(self, part: Part, rows: Tensor) -> ClickBatch:
+        """The given rows of `train` or `test` as a batch of the trainer."""
+        dense, ids, labels = (whole[rows] for whole in part)
+        lengths = torch.ones(ids.numel(), dtype=torch.long)
+        sparse = KeyedJaggedTensor(self.features, ids.T.reshape(-1), lengths=lengths, stride=len(rows))
+        return ClickBatch(dense, sparse, labels, torch.ones(len(rows)))
+
+
+@cache
+def read_clicks(file: Path, *, dim: int = 16, max_rows: int | None = None) -> Clicks:
+    """Reads a Parquet file with the columns ``label``, ``c_*``, ``d_*`` and ``split`` (``train`` or ``test``).
+
+    Ids number the values that training rows have; row 0 takes missing and unseen ones. Dense columns are
+    sign(x) log(1 + |x|), missing ones 0.
+
+    Args:
+        file: the data.
+        dim: N.
+        max_rows: training rows used at most, drawn at random (always the same ones).
+
+    Raises:
+        InputError: the file is absent.
+    """
+    if not file.exists():
+        raise InputError(f"{file} does not exist. --data names the folder of <data set>.parquet.")
+    table = pq.read_table(file)
+    is_test = np.asarray(table["split"].to_pylist()) == "test"
+    kept = np.flatnonzero(~is_test)
+    if max_rows is not None:
+        kept = np.random.default_rng(0).permutation(kept)[:max_rows]
+    names = [name for name in table.column_names if name.startswith("c_")]
+    ids, sizes = [], []
+    for name in names:
+        values = np.asarray(["" if value is None else value for value in table[name].to_pylist()])
+        known = np.unique(values[kept])
+        known = known[known != ""]
+        place = np.searchsorted(known, values).clip(max=len(known) - 1)
+        ids.append(np.where(known[place] == values, place + 1, 0))
+        sizes.append(len(known) + 1)
+    columns = [table[name].to_numpy().astype(np.float64) for name in table.column_names if name.startswith("d_")]
+    numbers = np.nan_to_num(np.stack(columns, axis=1))
+    dense = torch.from_numpy((np.sign(numbers) * np.log1p(np.abs(numbers))).astype(np.float32))
+    whole = (
+        dense,
+        torch.from_numpy(np.stack(ids, axis=1)),
+        torch.from_numpy(table["label"].to_numpy().astype(np.float32)),
+    )
+    train, test = (
+        tuple(column[torch.from_numpy(rows)] for column in whole) for rows in (kept, np.flatnonzero(is_test))
+    )
+    tables = tuple(
+        TableSpec(name=f"t_{name}", num_embeddings=size, embedding_dim=dim, feature_names=(name,))
+        for name, size in zip(names, sizes, strict=True)
+    )
+    return Clicks(tables=tables, train=train, test=test)  # type: ignore[arg-type]
+
+
+def without_test_rows(clicks: Clicks, *, parts: int) -> Clicks:
+    """One of ``parts`` of the training rows, always the same, to test on: for choosing rates."""
+    order = torch.randperm(len(clicks.train[2]), generator=torch.Generator().manual_seed(0))
+    held, rest = order[: len(order) // parts], order[len(order) // parts :]
+    train, test = (tuple(column[rows] for column in clicks.train) for rows in (rest, held))
+    return replace(clicks, train=train, test=test)  # type: ignore[arg-type]
+
+
+def write_drawn(name: str, path: Path) -> None:
+    """Writes one of `DRAWN` as a Parquet file of 81,920 rows, a fifth of them to test on; always the same.
+
+    ``planted``: the trainer's generator with independent features, 16 of 50 ids in four groups whose features interact
+    in pairs. ``madelon``: scikit-learn's `make_classification` (Guyon 2003), clusters on the corners of a cube, so that
+    its 5 informative columns interact, and 11 columns of noise; each column is cut into 32 equally full pieces.
+    """
+    ids, dense, labels = _planted() if name == "planted" else _madelon()
+    test = np.random.default_rng(1).random(len(labels)) < _TEST_SHARE
+    columns = {f"c_{i + 1}": [str(value) for value in column] for i, column in enumerate(ids.T)}
+    columns |= {f"d_{i + 1}": column.tolist() for i, column in enumerate(dense.T)}
+    rest = {"label": labels.astype(np.int8).tolist(), "split": np.where(test, "test", "train").tolist()}
+    pq.write_table(pa.table(columns | rest), path)
+
+
+def _planted() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    settings = {"num_features": _FEATURES, "num_groups": 4, "group_correlation": 0.0, "rows_per_table": 50}
+    clicks = SyntheticClicks(SyntheticConfig(**settings, num_dense=2, signal=1.3))
+    rows = [clicks.draw("train", block) for block in range(_BLOCKS)]
+    ids = np.concatenate([np.stack([bags.values for bags in block.bags], axis=1) for block in rows])
+    return ids, np.log1p(np.concatenate([block.dense for block in rows])), np.concatenate([b.labels for b in rows])
+
+
+def _madelon() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    from sklearn.datasets import make_classification
+
+    values, labels = make_classification(
+        n_samples=_BLOCKS * BLOCK_ROWS,
+        n_features=_FEATURES,
+        n_informative=5,
+        n_redundant=0,
+        n_clusters_per_class=16,
+        flip_y=0.1,
+        class_sep=1.0,
+        random_state=0,
+    )
+    order = values.argsort(axis=0).argsort(axis=0)
+    dense = np.random.default_rng(0).normal(size=(len(labels), 1)).astype(np.float32)
+    return order * _PIECES // len(labels), dense, labels.astype(np.float32)

@@ -1,0 +1,185 @@
+"""Runs of a study: which there are, the towers of each, and a progress file to continue from."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
+from benchmarks.study.train import Arm, bytes_across, measure_affinity, train_and_test
+from dmt.errors import InputError
+from dmt.partitioner import FeatureAffinity, FeatureInteractions, TowerPartitioner
+from dmt.plan.towers import TowerPlan
+
+__all__ = ["Progress", "Run", "Trials", "affinity_of_pairs", "random_plan"]
+
+_BATCH, _TUNING_PARTS = 8192, 10
+Record = dict[str, Any]
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Run:
+    """One model to train."""
+
+    data: str
+    seed: int
+    arm: Arm
+
+
+class Progress(Generic[Key]):
+    """What is done of a study: a file with a line of JSON for each finished run.
+
+    Args:
+        path: the file; made when absent, continued otherwise.
+        settings: what all its runs share; a file of other settings is refused.
+        key: makes the run from its part of a record.
+    """
+
+    def __init__(self, path: Path, settings: str, key: Callable[[Record], Key]) -> None:
+        self.path, self._settings = path, settings
+        self.records: dict[Key, Record] = {}
+        for line in path.read_text().splitlines() if path.exists() else []:
+            record = json.loads(line)
+            if record.pop("settings") != settings:
+                raise InputError(f"{path} holds runs of other settings. Move it away to start again.")
+            self.records[key(record.pop("run"))] = record
+
+    def train(self, runs: Iterable[Key], train_one: Callable[[Key], Record], title: str = "") -> None:
+        """Trains what is not done yet, and writes down each run at once."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        todo = [run for run in dict.fromkeys(runs) if run not in self.records]
+        with self.path.open("a") as file:
+            for run in tqdm(todo, desc=title, unit="run", mininterval=10.0):
+                self.records[run] = train_one(run)
+                line = {"run": asdict(run), "settings": self._settings} | self.records[run]  # type: ignore[call-overload]
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """Trains the runs of the studies that compare arms."""
+
+    folder: Path
+    """Folder of ``<data set>.parquet``."""
+    work: Path
+    """Folder of the progress file and of what was measured or drawn."""
+    max_rows: int | None = None
+    """Training rows used at most of each data set."""
+
+    @cached_property
+    def progress(self) -> Progress[Run]:
+        """Finished runs."""
+
+        def key(run: Record) -> Run:
+            arm = Arm(**{field.name: run["arm"][field.name] for field in fields(Arm)})
+            return Run(data=run["data"], seed=run["seed"], arm=arm)
+
+        return Progress(self.work / "runs.jsonl", f"rows: {self.max_rows}", key)
+
+    def train(self, runs: Iterable[Run], title: str = "") -> None:
+        """Trains what is not done yet of these runs; learned towers need the flat model of their seed before."""
+        torch.set_num_threads(1)
+        self.progress.train(runs, self._train_one, title)
+
+    def clicks(self, data: str, dim: int = 16) -> Clicks:
+        """The rows of a data set, kept in memory."""
+        file = self.folder / f"{data}.parquet"
+        if data in DRAWN:
+            self.work.mkdir(parents=True, exist_ok=True)
+            file = self.work / file.name
+            if not file.exists():
+                write_drawn(data, file)
+        return read_clicks(file, dim=dim, max_rows=self.max_rows)
+
+    def _train_one(self, run: Run) -> Record:
+        clicks = self.clicks(run.data, run.arm.dim)
+        if run.arm.tuning:
+            clicks = without_test_rows(clicks, parts=_TUNING_PARTS)
+        plan, measuring = self.plan_of(run, clicks)
+        requests = None
+        if run.arm.by_request:
+            from benchmarks.study.entities import request_numbers
+
+            requests = request_numbers(run.data, clicks)
+        began = time.process_time()
+        model, record = train_and_test(run.data, run.arm, clicks, run.seed, plan=plan, requests=requests)
+        cpu = {"cpu_seconds": round(time.process_time() - began, 2), "measuring_cpu_seconds": round(measuring, 2)}
+        if plan is not None:
+            across = bytes_across(run.arm, clicks, plan, run.arm.num_towers)
+            return record | cpu | {"bytes": across, "towers": plan.to_lists()}
+        return record | cpu | {"affinity": measure_affinity(model, clicks, run.seed)}
+
+    def plan_of(self, run: Run, clicks: Clicks) -> tuple[TowerPlan | None, float]:
+        """The towers of a run, and the CPU seconds of measuring them where that was done now."""
+        arm, towers = run.arm, run.arm.towers
+        if towers == "flat":
+            return None, 0.0
+        if towers == "strided":
+            return TowerPlan.strided(clicks.features, arm.num_towers), 0.0
+        if towers == "random":
+            return random_plan(clicks.features, arm.num_towers, run.seed), 0.0
+        if towers.startswith("entities"):
+            from benchmarks.study.entities import entity_plan
+
+            return entity_plan(run.data, towers, clicks, arm.num_towers), 0.0
+        if towers in ("coherent", "diverse"):
+            pairs = self.progress.records[replace(run, arm=arm.flat)]["affinity"]
+            measured, seconds = affinity_of_pairs(pairs, clicks.features), 0.0
+            sense = towers
+        else:
+            assert towers in ("interactions", "together", "apart"), f"unknown towers {towers!r}"
+            measured, seconds = self._interactions(run, clicks)
+            # By the tower module's own declaration, never by what trains better.
+            sense = ("apart" if arm.model == "dlrm" else "together") if towers == "interactions" else towers
+        partitioner = TowerPartitioner(num_towers=arm.num_towers, strategy=sense, seed=run.seed)  # type: ignore[arg-type]
+        return partitioner.fit(measured), seconds
+
+    def _interactions(self, run: Run, clicks: Clicks) -> tuple[Any, float]:
+        """Measured once for each data set and seed, on all training rows with splits of that seed."""
+        path = self.work / f"interactions_{run.data}_{run.seed}_{self.max_rows or 'all'}.npz"
+        if path.exists():
+            return FeatureInteractions.load(path), 0.0
+        began = time.process_time()
+        found = FeatureInteractions.collect(_batches(clicks), seed=run.seed)
+        found.save(path)
+        return found, time.process_time() - began
+
+
+def _batches(clicks: Clicks) -> Iterator[Any]:
+    return (clicks.batch(clicks.train, rows) for rows in torch.arange(len(clicks.train[2])).split(_BATCH))
+
+
+def affinity_of_pairs(pairs: Iterable[float], features: list[str]) -> FeatureAffinity:
+    """The affinity whose upper triangle, by rows and without the diagonal, is ``pairs``.
+
+    Example:
+        >>> affinity_of_pairs([0.5, 0.25, 0.0], ["a", "b", "c"]).matrix[0].tolist()
+        [1.0, 0.5, 0.25]
+    """
+    matrix = np.eye(len(features))
+    upper = np.triu_indices(len(features), k=1)
+    matrix[upper] = list(pairs)
+    matrix.T[upper] = matrix[upper]
+    return FeatureAffinity(matrix=matrix, features=tuple(features))
+
+
+def random_plan(features: list[str], num_towers: int, seed: int) -> TowerPlan:
+    """Balanced towers drawn at random: strided ones of a shuffled list.
+
+    Example:
+        >>> sorted(map(len, random_plan(["a", "b", "c"], 2, seed=0).to_lists()))
+        [1, 2]
+    """
+    order = np.random.default_rng([seed, num_towers]).permutation(len(features))
+    return TowerPlan.strided([features[i] for i in order], num_towers)

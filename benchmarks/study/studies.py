@@ -1,0 +1,167 @@
+"""The studies that compare arms: which arms, over which seeds, against which baselines.
+
+==============  ======================================================================================================
+study           question
+==============  ======================================================================================================
+towers          do learned towers train better than naive ones (the DMT paper's Table 6)?
+interactions    do towers from measured interactions train better than strided ones, and than coherent ones (DMT-DCN)?
+products        the same of DMT-DLRM with tower modules that keep inner products, and of the paper's modules
+quality         what does compression cost, by ratio, tower module and towers?
+sizes           the same with two and eight towers, and with N = 32
+rates           the same at learning rates tuned for each model, ratio 4
+==============  ======================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.study.runs import Run, Trials
+from benchmarks.study.train import FLAT, SETTINGS, Arm
+
+__all__ = ["STUDIES", "Study", "runs_of", "with_tuned_rates"]
+
+Pair = tuple[Arm, Arm]
+RATIOS = (2, 4, 8, 16)
+MODELS = ("dlrm", "dlrm-products", "dcn")
+# The rates of the settings, and each rate halved and doubled: for tables, for the rest.
+TUNED_AT = ((1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.5), (1.0, 2.0))
+TUNING_SEEDS = (498, 499)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Arms and what is compared, the same for all data sets but for the number of towers."""
+
+    stem: str
+    """Stem of its record."""
+    title: str
+    first_seed: int
+    """No two studies share seeds."""
+    arms: tuple[Arm, ...]
+    comparisons: tuple[Pair, ...]
+    """Arms and baselines; fixed before the runs."""
+    own_towers: bool = False
+    """True for as many towers as the settings of a data set say."""
+    tuned: bool = False
+    """True for the rates that were best for each model."""
+
+    def on(self, data: str) -> Study:
+        """The study as it is on a data set."""
+        if not self.own_towers:
+            return self
+
+        def fit(arm: Arm) -> Arm:
+            return arm if arm.towers == "flat" else replace(arm, num_towers=SETTINGS[data].num_towers)
+
+        pairs = tuple((fit(arm), fit(baseline)) for arm, baseline in self.comparisons)
+        return replace(self, arms=tuple(map(fit, self.arms)), comparisons=pairs)
+
+
+def _against(arms: Sequence[Arm], *baselines: str) -> Iterator[Pair]:
+    """Each arm with the same model in other towers, or flat."""
+    for arm in arms:
+        for towers in baselines:
+            if towers != arm.towers:
+                yield arm, arm.flat if towers == "flat" else replace(arm, towers=towers)
+
+
+def _towers() -> Study:
+    arms = [
+        Arm(model=model, towers=t) for model in ("dlrm", "dcn") for t in ("coherent", "diverse", "random", "strided")
+    ]
+    pairs = [pair for pair in _against(arms[:2] + arms[4:6], "strided", "random")]
+    title = "Do learned towers train better than naive ones?"
+    return Study(stem="towers", title=title, first_seed=0, arms=tuple(arms), comparisons=tuple(pairs), own_towers=True)
+
+
+def _interactions() -> Study:
+    arms = [Arm(model="dcn", towers=towers) for towers in ("together", "coherent", "strided")]
+    pairs = [*_against(arms[:1], "strided", "coherent", "flat"), *_against(arms[1:2], "strided")]
+    title = "Towers from interactions, DMT-DCN"
+    return Study(stem="interactions", title=title, first_seed=100, arms=tuple(arms), comparisons=tuple(pairs))
+
+
+def _products() -> Study:
+    together, strided = (Arm(model="dlrm-products", towers=towers) for towers in ("together", "strided"))
+    paper, apart = (Arm(model="dlrm", towers=towers) for towers in ("strided", "apart"))
+    pairs = ((together, paper), (together, strided), (together, together.flat), (strided, paper), (apart, paper))
+    title = "Tower modules with inner products, DMT-DLRM"
+    arms = (together, strided, paper, apart)
+    return Study(stem="products", title=title, first_seed=300, arms=arms, comparisons=pairs)
+
+
+def _grid(towers: Sequence[str], num_towers: Sequence[int], ratios: Sequence[int], dim: int) -> list[Arm]:
+    arms = [(model, t) for model in MODELS for t in towers] + [("dlrm-each", "strided")]
+    return [
+        Arm(model=model, towers=t, num_towers=number, ratio=ratio, dim=dim)
+        for number in num_towers
+        for ratio in ratios
+        for model, t in arms
+    ]
+
+
+def _quality() -> Study:
+    arms = _grid(("interactions", "strided", "coherent", "random"), (4,), RATIOS, 16)
+    interactions = [arm for arm in arms if arm.towers == "interactions"]
+    pairs = [*_against(interactions, "strided", "coherent", "random", "flat")]
+    pairs += _against([arm for arm in arms if arm.towers == "coherent"], "strided", "random")
+    title = "What compression costs"
+    return Study(stem="quality", title=title, first_seed=400, arms=tuple(arms), comparisons=tuple(pairs))
+
+
+def _sizes() -> Study:
+    arms = _grid(("interactions", "strided"), (2, 8), (4, 16), 16) + _grid(("interactions", "strided"), (4,), (2,), 32)
+    pairs = tuple(_against([arm for arm in arms if arm.towers == "interactions"], "strided", "flat"))
+    title = "What compression costs with two and eight towers, and with N = 32"
+    return Study(stem="sizes", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs)
+
+
+def _rates() -> Study:
+    arms = [Arm(model=model, towers=towers) for model in MODELS for towers in ("interactions", "strided")]
+    pairs = tuple(_against(arms[::2], "strided", "flat"))
+    title = "What compression costs at learning rates tuned for each model"
+    return Study(stem="rates", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs, tuned=True)
+
+
+STUDIES: Mapping[str, Study] = {
+    study.stem: study for study in (_towers(), _interactions(), _products(), _quality(), _sizes(), _rates())
+}
+"""By name."""
+
+
+def runs_of(study: Study, data: str, seeds: Sequence[int]) -> list[Run]:
+    """The runs of a study on a data set, seed by seed, the flat models that arms are compared with first."""
+    arms = study.on(data).arms
+    flats = [baseline for _, baseline in study.comparisons if baseline.towers == "flat"]
+    if not study.tuned:
+        flats += [arm.flat for arm in arms]
+    return [Run(data=data, seed=seed, arm=arm) for seed in seeds for arm in dict.fromkeys((*flats, *arms))]
+
+
+def with_tuned_rates(study: Study, data: str, trials: Trials) -> Study:
+    """The study at the rates with the best mean AUC on a tenth of the training rows, flat and in strided towers.
+
+    Trains what is missing for that: each model at `TUNED_AT`, with two seeds outside the study.
+    """
+    best: dict[tuple[str, bool], tuple[float, float]] = {}
+    for model in dict.fromkeys(name for arm in study.arms for name in (FLAT[arm.model], arm.model)):
+        for is_flat in (True, False):
+            auc: dict[tuple[float, float], float] = {}
+            for sparse, dense in TUNED_AT:
+                arm = Arm(model=model, towers="strided", tuning=True, sparse=sparse, dense=dense)
+                runs = [Run(data=data, seed=seed, arm=arm.flat if is_flat else arm) for seed in TUNING_SEEDS]
+                trials.train(runs, f"{data}, rates of {model}")
+                auc[sparse, dense] = float(np.mean([trials.progress.records[run]["auc"] for run in runs]))
+            # The settings' own rates stay where nothing is better.
+            best[model, is_flat] = max(auc, key=lambda rates, auc=auc: (auc[rates], rates == (1.0, 1.0)))  # type: ignore[misc]
+
+    def at_best(arm: Arm) -> Arm:
+        sparse, dense = best[arm.model, arm.towers == "flat"]
+        return replace(arm, sparse=sparse, dense=dense)
+
+    pairs = tuple((at_best(arm), at_best(baseline)) for arm, baseline in study.comparisons)
+    return replace(study, arms=tuple(map(at_best, study.arms)), comparisons=pairs)

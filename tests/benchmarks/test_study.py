@@ -1,0 +1,360 @@
+"""The studies of quality: statistics by hand, sizes and bytes, equal training, runs that go on, records."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+from benchmarks.study.__main__ import main
+from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
+from benchmarks.study.entities import request_numbers, sent_bytes
+from benchmarks.study.replicas import ReplicaRun, gaps, grid, summary_of_pairs, tuned_rate
+from benchmarks.study.report import comparisons, costs
+from benchmarks.study.runs import Progress, Run, affinity_of_pairs, random_plan
+from benchmarks.study.simulation import ReplicaTables
+from benchmarks.study.statistics import compare_arms, holm
+from benchmarks.study.studies import STUDIES, runs_of
+from benchmarks.study.train import (
+    SETTINGS,
+    Arm,
+    _OneTable,
+    build_model_of_seed,
+    bytes_across,
+    job_of,
+    row_order,
+    tower_sizes,
+)
+from dmt.errors import InputError
+from dmt.plan.tables import TableSpec
+from dmt.plan.towers import TowerPlan
+from dmt.testing.plain import PlainTraining
+from dmt.training.build import count_model
+
+# Statistics.
+
+ARM = {0: 0.7712, 1: 0.7733, 2: 0.7721, 3: 0.7705, 4: 0.7740, 5: 0.7729}
+BASELINE = {0: 0.7701, 1: 0.7719, 2: 0.7724, 3: 0.7698, 4: 0.7715, 5: 0.7711}
+
+
+def test_medians_differences_and_effect() -> None:
+    found = compare_arms(ARM, BASELINE)
+    assert found.median == pytest.approx((0.7721 + 0.7729) / 2)
+    # Seed by seed: 11, 14, -3, 7, 25, 18 (1e-4); the difference of the medians would be 12.
+    assert found.median_difference == pytest.approx(12.5e-4)
+    assert (found.num_seeds, found.num_better) == (6, 5)
+    spread = np.sqrt((np.var(list(ARM.values()), ddof=1) + np.var(list(BASELINE.values()), ddof=1)) / 2)
+    assert found.effect == pytest.approx(12.5e-4 / spread)
+    assert compare_arms(ARM, dict(sorted(BASELINE.items(), reverse=True))) == found, "seeds are paired by number"
+
+
+def test_p_values_are_shares_of_all_ways_the_data_could_have_come() -> None:
+    ours, theirs = list(ARM.values()), list(BASELINE.values())
+    values = ours + theirs
+
+    def statistic(chosen: tuple[int, ...]) -> float:
+        rest = [i for i in range(len(values)) if i not in chosen]
+        return abs(sum(values[i] > values[j] for i in chosen for j in rest) - len(chosen) * len(rest) / 2)
+
+    splits = list(combinations(range(len(values)), len(ours)))
+    expected = np.mean([statistic(split) >= statistic(tuple(range(len(ours)))) for split in splits])
+    assert compare_arms(ARM, BASELINE).mann_whitney_p == pytest.approx(expected)
+    difference = np.array([ARM[seed] - BASELINE[seed] for seed in ARM])
+    ranks = np.argsort(np.argsort(np.abs(difference))) + 1
+    middle = ranks.sum() / 2
+    signs = np.array(list(product([0, 1], repeat=len(ranks))))
+    expected = np.mean(np.abs(signs @ ranks - middle) >= abs(ranks[difference > 0].sum() - middle))
+    assert compare_arms(ARM, BASELINE).wilcoxon_p == pytest.approx(expected)
+    assert compare_arms(ARM, ARM).wilcoxon_p == 1.0
+
+
+@pytest.mark.parametrize("baseline", [{0: 0.5}, {**BASELINE, 9: 0.5}, {}])
+def test_arms_of_different_seeds_are_refused(baseline: dict[int, float]) -> None:
+    with pytest.raises(InputError, match="must be the same two or more"):
+        compare_arms(ARM, baseline)
+
+
+def test_holm_by_hand() -> None:
+    # Sorted .01 .02 .03 .9 are multiplied by 4 3 2 1, and none may fall below the one before.
+    assert holm([0.03, 0.9, 0.01, 0.02]) == pytest.approx([0.06, 0.9, 0.04, 0.06])
+    assert (holm([0.6, 0.7]), holm([])) == ([1.0, 1.0], [])
+
+
+# Data, sizes, training.
+
+
+def clicks_of(num_features: int = 16, rows: int = 2048) -> Clicks:
+    generator = torch.Generator().manual_seed(0)
+    names = [f"c_{i}" for i in range(num_features)]
+    tables = [
+        TableSpec(name=f"t_{n}", num_embeddings=9 + i, embedding_dim=16, feature_names=(n,))
+        for i, n in enumerate(names)
+    ]
+    ids = torch.stack([torch.randint(0, 9 + i, (rows,), generator=generator) for i in range(num_features)], dim=1)
+    part = (torch.randn(rows, 3, generator=generator), ids, ((ids[:, 0] + ids[:, 4]) % 2 == 0).float())
+    return Clicks(tables=tuple(tables), train=part, test=part)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_data_are_read_as_the_others(name: str, tmp_path: Path) -> None:
+    write_drawn(name, tmp_path / "drawn.parquet")
+    clicks = read_clicks(tmp_path / "drawn.parquet")
+    assert len(clicks.features) == 16
+    assert 60_000 < len(clicks.train[2]) < 70_000
+    assert 0.2 < clicks.train[2].mean() < 0.55
+    held = without_test_rows(clicks, parts=10)
+    assert len(held.test[2]) == len(clicks.train[2]) // 10
+    assert len(held.test[2]) + len(held.train[2]) == len(clicks.train[2])
+    assert len(read_clicks(tmp_path / "drawn.parquet", max_rows=100).train[2]) == 100
+    with pytest.raises(InputError, match=r"absent\.parquet does not exist"):
+        read_clicks(tmp_path / "absent.parquet")
+
+
+@pytest.mark.parametrize("model", ["dlrm", "dlrm-products", "dlrm-each", "dcn"])
+@pytest.mark.parametrize("num_towers", [2, 4, 8])
+def test_sizes_give_the_ratio_and_the_bytes_that_go_with_it(model: str, num_towers: int) -> None:
+    clicks = clicks_of()
+    plan = TowerPlan.strided(clicks.features, num_towers)
+    for ratio in (2, 16):
+        arm = Arm(model=model, towers="strided", num_towers=num_towers, ratio=ratio)
+        assert count_model(job_of("hotel", arm, clicks, plan)).compression_ratio == ratio
+        flat, found = (bytes_across(arm, clicks, towers, num_towers) for towers in (None, plan))
+        assert found["embeddings"] == pytest.approx(flat["embeddings"] / ratio)
+        # 16 features of 16 numbers and their gradients, but for the samples of the tower's own host.
+        assert flat["embeddings"] == pytest.approx(2 * 4 * 16 * 16 * (1 - 1 / num_towers))
+    assert tower_sizes(Arm(model="dlrm", towers="strided", ratio=2, dim=32), 17) == (32, 0, 2)
+
+
+@pytest.mark.parametrize("model", ["dlrm", "dcn"])
+def test_one_table_computes_what_many_do(model: str) -> None:
+    clicks = clicks_of(num_features=5)
+    plan = TowerPlan.strided(clicks.features, 2)
+    for arm, towers in ((Arm(model=model), None), (Arm(model=model, towers="strided", num_towers=2, ratio=2), plan)):
+        plain = build_model_of_seed(job_of("hotel", arm, clicks, towers), seed=3)
+        joined = build_model_of_seed(job_of("hotel", arm, clicks, towers), seed=3)
+        joined.sparse_arch = table = _OneTable(joined, clicks.features)
+        dense, ids, labels = (column[:64] for column in clicks.train)
+        batch = clicks.batch(clicks.train, torch.arange(64))
+        outputs = [plain(batch.dense_features, batch.sparse_features), joined(dense, ids)]
+        torch.testing.assert_close(outputs[1], outputs[0], atol=1e-6, rtol=1e-6)
+        for output in outputs:
+            nn.functional.binary_cross_entropy_with_logits(output.squeeze(-1), labels).backward()
+        bags = {n.rpartition(".")[2]: m for n, m in plain.named_modules() if isinstance(m, nn.EmbeddingBag)}
+        expected = torch.cat([bags[f"t_{name}"].weight.grad for name in clicks.features])
+        torch.testing.assert_close(table.embedding_bags.grad, expected, atol=1e-7, rtol=1e-5)
+        with torch.no_grad():
+            table.embedding_bags += 1
+        table.put_back(joined)
+        moved = dict(joined.named_parameters())
+        for name, weight in plain.named_parameters():
+            torch.testing.assert_close(moved[name], weight + 1.0 * ("embedding_bags" in name))
+
+
+def test_requests_stay_together_and_batches_are_the_seeds() -> None:
+    requests = torch.arange(2048) // 8 % 100
+    orders = [torch.cat([*row_order(2048, SETTINGS["hotel"], seed, requests)]) for seed in (0, 0, 1)]
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+    changes = (requests[orders[0]].diff() != 0).sum()
+    assert changes <= 4 * 100, "each of four epochs has each request in one piece"
+
+
+# Runs and records.
+
+
+def test_affinities_and_random_towers() -> None:
+    matrix = np.array([[1.0, 0.1, 0.2, 0.3], [0.1, 1.0, 0.4, 0.5], [0.2, 0.4, 1.0, 0.6], [0.3, 0.5, 0.6, 1.0]])
+    assert affinity_of_pairs(matrix[np.triu_indices(4, k=1)], list("abcd")).matrix.tolist() == matrix.tolist()
+    features = [f"f{i}" for i in range(17)]
+    plans = [random_plan(features, 4, seed).to_lists() for seed in (0, 0, 1)]
+    assert sorted(map(len, plans[0])) == [4, 4, 4, 5]
+    assert sorted(name for tower in plans[0] for name in tower) == sorted(features)
+    assert plans[0] == plans[1] != plans[2]
+
+
+def test_runs_go_on_and_other_settings_are_refused(tmp_path: Path) -> None:
+    runs = [ReplicaRun(data="hotel", seed=seed, sparse_lr=0.1) for seed in range(3)]
+    trained = []
+
+    def train_one(run: ReplicaRun) -> dict[str, float]:
+        trained.append(run.seed)
+        return {"ne": run.seed / 10}
+
+    for some in (runs[:2], runs):
+        progress = Progress(tmp_path / "runs.jsonl", "a", lambda key: ReplicaRun(**key))
+        progress.train(some, train_one)
+    assert trained == [0, 1, 2]
+    assert {run.seed: record["ne"] for run, record in progress.records.items()} == {0: 0.0, 1: 0.1, 2: 0.2}
+    with pytest.raises(InputError, match="holds runs of other settings"):
+        Progress(tmp_path / "runs.jsonl", "b", lambda key: ReplicaRun(**key))
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_arm_has_its_flat_model_before_it(name: str) -> None:
+    study = STUDIES[name]
+    runs = runs_of(study, "census", [1, 2])
+    assert len(set(runs)) == len(runs)
+    for arm, baseline in study.on("census").comparisons:
+        assert {arm, baseline} <= {run.arm for run in runs}
+    for place, run in enumerate(runs):
+        if run.arm.towers in ("coherent", "diverse"):
+            assert replace(run, arm=run.arm.flat) in runs[:place]
+
+
+def test_costs_and_comparisons_are_paired_by_seed() -> None:
+    study, seeds = STUDIES["interactions"], range(100, 107)
+    gains = {"flat": 0.03, "strided": 0.0, "coherent": -0.01, "together": 0.02}
+    size = {"ne": 0.8, "mflops_per_sample": 0.1, "compression_ratio": 4.0, "bytes": {"ids": 1.0, "embeddings": 384.0}}
+    records = {
+        run: size | {"auc": 0.7 + 0.001 * run.seed + gains[run.arm.towers]} for run in runs_of(study, "hotel", seeds)
+    }
+    rows = {(row["arm"], row["baseline"]): row for row in comparisons(study, "hotel", records, seeds)}
+    assert rows["dcn, together", "dcn, strided"]["median_difference"] == pytest.approx(0.02)
+    assert rows["dcn, together", "dcn, flat"]["num_better"] == 0
+    assert rows["dcn, coherent", "dcn, strided"]["wilcoxon_p_holm"] == pytest.approx(4 * 2 / 2**7)
+    for seed in (100, 101):
+        del records[Run(data="hotel", seed=seed, arm=Arm(model="dcn", towers="strided"))]
+    rows = {(row["arm"], row["baseline"]): row for row in comparisons(study, "hotel", records, seeds)}
+    few = rows["dcn, together", "dcn, strided"]
+    assert (few["num_seeds"], few["wilcoxon_p"], few["wilcoxon_p_holm"]) == (5, None, None)
+    assert rows["dcn, together", "dcn, flat"]["wilcoxon_p_holm"] == pytest.approx(2 * 2 / 2**7)
+    found = {row["towers"]: row for row in costs(study, "hotel", records, seeds, clicks_of())}
+    assert found["together"]["auc_less_flat"] == pytest.approx(-0.01)
+    assert (found["together"]["bytes"], found["together"]["flat_bytes"], found["strided"]["num_seeds"]) == (
+        384.0,
+        1536.0,
+        5,
+    )
+
+
+def test_a_study_from_end_to_end(tmp_path: Path) -> None:
+    arguments = [
+        "interactions",
+        "--data",
+        str(tmp_path),
+        "--set",
+        "planted",
+        "--quick",
+        "--work",
+        str(tmp_path / "work"),
+    ]
+    ran = CliRunner().invoke(main, arguments)
+    assert ran.exit_code == 0, ran.output
+    record = json.loads((tmp_path / "work" / "quick" / "interactions.json").read_text())
+    assert [run["towers"] for run in record["runs"]] == ["flat", "together", "coherent", "strided"] * 2
+    assert all(0.45 < run["auc"] < 0.9 for run in record["runs"])
+    page = (tmp_path / "work" / "quick" / "interactions.md").read_text()
+    assert page.count("| planted | 4 | 4 | 16 | dcn, together |") == 3
+
+
+def test_bytes_of_distinct_inputs_by_hand() -> None:
+    clicks = clicks_of(num_features=5, rows=8)
+    ids = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 2], [2, 1, 1, 1, 3], [2, 1, 1, 1, 4]])
+    plan = TowerPlan.from_lists([["c_0", "c_1"], ["c_2", "c_3", "c_4"]])
+    found = sent_bytes(plan, 16, clicks, [ids])
+    assert found["every"] == 4 * (2 * 2 * 8 + 2 * 16 * 4) + 4 * (2 * 3 * 8 + 2 * 16 * 4)
+    assert found["once"] == 2 * (2 * 2 * 8 + 2 * 16 * 4) + 4 * (2 * 3 * 8 + 2 * 16 * 4)
+
+
+def test_rows_of_one_request_share_its_number() -> None:
+    names = ["c_hotel", "c_arrival_date_month", "c_arrival_date_week_number", "c_arrival_date_day_of_month", "c_x"]
+    tables = tuple(TableSpec(name=f"t_{n}", num_embeddings=5, embedding_dim=16, feature_names=(n,)) for n in names)
+    ids = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 2, 0], [1, 1, 1, 1, 3]])
+    part = (torch.zeros(3, 1), ids, torch.zeros(3))
+    numbers = request_numbers("hotel", Clicks(tables=tables, train=part, test=part))
+    assert numbers[0] == numbers[2] != numbers[1]
+
+
+# Replicas.
+
+ROWS, DIM, FEATURES, BATCH, EPS = (3, 7), 4, ["a", "b"], 8, 0.01
+
+
+def ids_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.stack([torch.randint(rows, (BATCH,), generator=generator) for rows in ROWS], dim=1)
+
+
+def loss_of(embeddings: list[Tensor], step: int, part: slice = slice(None)) -> Tensor:
+    """A mean over samples whose gradient depends on the tables and on the sample."""
+    target = torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(100 + step))[part]
+    return (torch.tanh(embeddings[0]) * embeddings[1] - target).square().sum(dim=1).mean()
+
+
+def start() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {f"t_{name}": torch.randn(rows, DIM, generator=generator) for name, rows in zip(FEATURES, ROWS, strict=True)}
+
+
+def written_out(num_replicas: int, scale: float, *, steps: int, lr: float) -> tuple[Tensor, Tensor]:
+    """Algorithm 1 with M copies of every table."""
+    modules = [
+        nn.ModuleDict({"embedding_bags": nn.ModuleDict({n: nn.Embedding.from_pretrained(t, False) for n, t in tables})})
+        for tables in [[(name, table.clone()) for name, table in start().items()] for _ in range(num_replicas)]
+    ]
+    fused = {"optimizer": "exact_row_wise_adagrad", "learning_rate": lr, "eps": EPS}
+    training = PlainTraining(modules, fused_params=fused, moment_scale=scale)
+    size = BATCH // num_replicas
+    for step in range(steps):
+        for m, module in enumerate(modules):
+            module.zero_grad()
+            part = slice(m * size, (m + 1) * size)
+            tables = module["embedding_bags"].values()
+            loss_of([table(ids_of(step)[part, f]) for f, table in enumerate(tables)], step, part).backward()
+        training.step()
+    tables = training.tables[0].values()
+    return torch.cat([t.weight.detach() for t in tables]), torch.cat([t.states[0][0].squeeze(1) for t in tables])
+
+
+def simulated(num_replicas: int, scale: float, *, steps: int, lr: float) -> ReplicaTables:
+    tables = ReplicaTables(start(), FEATURES, num_replicas=num_replicas, moment_scale=scale, eps=EPS)
+    for step in range(steps):
+        embeddings = tables(ids_of(step))
+        loss_of([embeddings[name] for name in FEATURES], step).backward()
+        tables.step(lr)
+    return tables
+
+
+@pytest.mark.parametrize(("num_replicas", "scale"), [(1, 1.0), (2, 1.0), (4, 3.0), (8, 8.0), (2, 0.5)])
+def test_one_copy_is_m_copies_written_out(num_replicas: int, scale: float) -> None:
+    weight, moment = written_out(num_replicas, scale, steps=5, lr=0.1)
+    tables = simulated(num_replicas, scale, steps=5, lr=0.1)
+    torch.testing.assert_close(tables.weight, weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(tables.moment, moment, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "scale", "message"),
+    [(0, 1.0, "num_replicas=0"), (1, 0.0, r"moment_scale=0\.0"), (3, 1.0, "3 replicas do not divide a batch of 8")],
+)
+def test_wrong_sizes_of_replicas_are_refused(num_replicas: int, scale: float, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        simulated(num_replicas, scale, steps=1, lr=0.1)
+
+
+def test_gaps_are_paired_by_seed_and_rate_and_the_tuned_rate_is_the_best() -> None:
+    runs = grid("hotel", 0.1, range(3)) + grid("hotel", 0.2, range(3))
+    ne = {r: (0.8 + 0.01 * r.seed) * (1 + r.sparse_lr) * (1 + 0.001 * (r.num_replicas - r.moment_scale)) for r in runs}
+    found = {
+        (r["sparse_lr"], r["num_replicas"], r["moment_scale"]): r for r in gaps(runs, {r: {"ne": ne[r]} for r in runs})
+    }
+    assert len(found) == 2 * 12
+    assert found[0.1, 8, 1.0]["median"] == pytest.approx(0.7)
+    assert found[0.2, 8, 8.0]["median"] == pytest.approx(0.0, abs=1e-9)
+    tuning = [ReplicaRun(data="hotel", seed=s, sparse_lr=lr, tuning=True) for lr in (0.05, 0.1, 0.2) for s in (1, 2)]
+    assert tuned_rate({run: {"ne": abs(run.sparse_lr - 0.11) + 0.1 * run.seed} for run in tuning}, "hotel") == 0.1
+
+
+def test_summary_by_hand() -> None:
+    found = summary_of_pairs([1.0, 2.0, 6.0, -1.0])
+    assert (found["median"], found["mean"], found["num_above"]) == (1.5, 2.0, 3)
+    # t with 3 degrees of freedom: its 97.5 % quantile is 3.18245.
+    assert found["half_width"] == pytest.approx(3.18245 * np.sqrt(26 / 3) / 2, rel=1e-5)
+    assert summary_of_pairs([0.0, 0.0])["p"] == 1.0
