@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.training.access import load_profile
@@ -27,8 +29,9 @@ from dmt.training.data import prepare as module
 from dmt.training.data.config import DataConfig
 from dmt.training.data.hash import hash_rows
 from dmt.training.data.prepare import PrepareOptions, prepare
+from dmt.training.data.vocabulary import deal_rows
 
-from .helpers import criteo_line, numbered_lines, write
+from .helpers import REAL, criteo_line, needs_real_data, numbered_lines, write
 
 NAMES: dict[str, Any] = {"categorical": ("c", "tags"), "dense": ("d",), "multi_hot": ("tags",), "timestamps": ("t",)}
 LABELS, DENSE = [1, 0, 0, 1], [np.log1p(3.5), 0.0, -np.log1p(2.0), 0.0]
@@ -259,24 +262,63 @@ def clicks(path: Path, users: list[Any] = USERS, *, test: tuple[Any, ...] = ("a"
     return DataConfig(kind="columns", train_path=str(path), **names)
 
 
-def test_ids_follow_the_frequency_of_values_and_rare_ones_share_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("exponent", [0.6, 1.05, 1.3])
+@pytest.mark.parametrize("number", [100, 10_007, 300_000])
+def test_contiguous_shards_of_dealt_rows_are_read_alike(number: int, exponent: float) -> None:
+    counts = 1 / np.arange(1, number + 1) ** exponent
+    check_balance(counts / counts.sum())
+
+
+def check_balance(shares: NDArray[np.float64]) -> None:
+    """``shares``: the reads of each value, the most frequent first."""
+    rows = deal_rows(len(shares))
+    assert np.array_equal(np.sort(rows), np.arange(len(shares)))
+    reads = np.zeros(2 + len(shares))
+    reads[2 + rows] = shares
+    for ranks in (2, 3, 4, 8, 16, 64):
+        block = -(-len(reads) // ranks)  # TorchRec's row-wise shards
+        by_rank = [reads[start : start + block].sum() for start in range(0, len(reads), block)]
+        assert max(by_rank) <= 1.1 / ranks + shares[0], f"{ranks} ranks"
+
+
+@needs_real_data
+@pytest.mark.parametrize("column", ["C3", "C4", "C12", "C16", "C21", "C26"])
+def test_contiguous_shards_of_criteos_values_are_read_alike(column: str) -> None:
+    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
+    form = pa.csv.ParseOptions(delimiter="\t")
+    read = pa.csv.ReadOptions(column_names=names)
+    types = dict.fromkeys(names, pa.string())
+    convert = pa.csv.ConvertOptions(column_types=types, include_columns=[column])
+    values = pa.csv.read_csv(
+        REAL / "criteo_train.tsv.gz", read_options=read, parse_options=form, convert_options=convert
+    )[column]
+    counts = np.sort(values.value_counts().field("counts").to_numpy())[::-1]
+    check_balance(counts / counts.sum())
+
+
+def test_ids_are_dealt_by_frequency_and_rare_ones_share_one(tmp_path: Path) -> None:
     config = clicks(tmp_path / "clicks.parquet")
     record = prepare(config, tmp_path / "all", PrepareOptions(ids="frequency", group_rows=16))
-    order = {"b": 2, "a": 3, "c": 4, "d": 5, None: 0}
+    # By frequency; those that come once in the order of their hashes.
+    b, a, c, d, *once = (2 + deal_rows(6)).tolist()
+    order = {"b": b, "a": a, "c": c, "d": d, None: 0}
     rows = pq.read_table(tmp_path / "all" / "train")["user"].to_pylist()
-    assert [order.get(user, 9) for user in USERS] == [9 if row in (6, 7) else row for row in rows]
-    assert {rows[24], rows[25]} == {6, 7}, "those that come once, in the order of their hashes"
-    assert pq.read_table(tmp_path / "all" / "eval")["user"].to_pylist() == [3, 1, 0]
+    assert [order.get(user, 99) for user in USERS] == [99 if row in once else row for row in rows]
+    assert {rows[24], rows[25]} == set(once)
+    assert pq.read_table(tmp_path / "all" / "eval")["user"].to_pylist() == [a, 1, 0]
     assert record["tables"]["t_user"] | {"accesses": 28, "rows": 8} == record["tables"]["t_user"]
     assert record["summary"]["features"]["user"]["distinct"] == 6
 
     record = prepare(config, tmp_path / "two", PrepareOptions(ids="frequency", min_count=4))
     train = pq.read_table(tmp_path / "two" / "train")
-    assert train["user"].to_pylist() == [order.get(user, 1) if user != "d" else 1 for user in USERS]
+    b, a, c = (2 + deal_rows(3)).tolist()
+    order = {"b": b, "a": a, "c": c, None: 0}
+    assert train["user"].to_pylist() == [order.get(user, 1) for user in USERS]
     assert record["data"]["num_embeddings_per_feature"] == {"user": 5, "friend": 6}
     # "z" is in every list, so that it is the most frequent value; a missing list is an empty bag.
-    friends = {"b": 3, "a": 4, "c": 5}
-    assert train["friend"].to_pylist() == [[] if user is None else [friends.get(user, 1), 2] for user in USERS]
+    z, *others = (2 + deal_rows(4)).tolist()
+    friends = dict(zip("bac", others, strict=True))
+    assert train["friend"].to_pylist() == [[] if user is None else [friends.get(user, 1), z] for user in USERS]
     counts = load_profile(tmp_path / "two" / "access.parquet")["t_user"]
     assert dict(zip(counts.rows.tolist(), counts.counts.tolist(), strict=True)) == Counter(train["user"].to_pylist())
 
@@ -293,7 +335,7 @@ def test_ids_follow_the_frequency_of_values_and_rare_ones_share_one(tmp_path: Pa
     assert max(table["user"].to_pylist()) == 3
     later = clicks(tmp_path / "later.parquet", ["c", "new", "f", "a", None], test=("b",))
     table, record = prepared(tmp_path, later, ids="frequency", vocabulary=tmp_path / "two")
-    assert table["user"].to_pylist() == [4, 1, 1, 3, 0]
+    assert table["user"].to_pylist() == [c, 1, 1, a, 0]
     assert record["data"]["num_embeddings_per_feature"] == {"user": 5, "friend": 6}
 
 
