@@ -35,6 +35,7 @@ __all__ = [
     "in_backward_pass",
     "key_mismatch",
     "mark_updated_in_backward",
+    "norms",
     "place_globally",
     "settings_on_parameters",
 ]
@@ -45,6 +46,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.nn.modules.module": "_IncompatibleKeys",
     "torch.distributed": "_remote_device",
     "torch.ops.aten": "_assert_async",
+    "torch": "_foreach_norm",
     "torch.autograd.Variable": "_execution_engine",
     "torch._C": "_current_graph_task_id",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
@@ -262,3 +264,8 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
 def assert_in_graph(condition: Tensor, message: str) -> None:
     """Checks a boolean tensor of one number, also in a program that ``torch.export`` makes; `RuntimeError` if false."""
     torch.ops.aten._assert_async.msg(condition, message)
+
+
+def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the norm of each tensor, a scalar on its device; one kernel for all of them on a GPU."""
+    return list(torch._foreach_norm(list(tensors)))

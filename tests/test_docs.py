@@ -151,7 +151,7 @@ def test_python_blocks_run_on_ranks(page: Path, tmp_path: Path) -> None:
 def train_on_rank(rank: int, folder: str, arguments: list[str]) -> None:
     from dmt.sptt.mesh import TowerMesh
     from dmt.training.config import load_config
-    from dmt.training.job import resolve
+    from dmt.training.preflight import resolve
     from dmt.training.train import train_job
 
     os.chdir(folder)

@@ -38,7 +38,7 @@ from dmt.training.checkpoints.folder import MANIFEST_NAME, _digest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig, read_tables
 from dmt.training.data.dataset import open_source
-from dmt.training.job import resolve
+from dmt.training.preflight import resolve
 from dmt.training.records import read_result
 from tests.training.data.helpers import criteo_line
 

@@ -20,7 +20,6 @@ from dmt.formatting import printable
 from dmt.testing.ranks import end_with
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.console import quiet_libraries
-from dmt.training.stop import say_stopped
 
 EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
 # Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
@@ -60,6 +59,8 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     except KeyboardInterrupt:
         # Before the first step, or after the last one, which is saved.
         if rank == 0 and settings is not None:
+            from dmt.training.resume import say_stopped
+
             say_stopped(settings.train, "Ctrl-C")
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
@@ -67,6 +68,8 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         sys.excepthook(*sys.exc_info())  # torch's, which begins its lines with the rank
         get_error_handler().record_exception(error)
         if settings is not None and rank < 2:  # one of the two is alive, whichever died
+            from dmt.training.resume import say_stopped
+
             say_stopped(settings.train, "an error")
         sys.exit(1)
     if "stopped_at" in result:

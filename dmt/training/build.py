@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import run_on_all_or_raise
-from dmt.formatting import human_bytes
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import (
@@ -33,7 +32,7 @@ from dmt.models import (
     flat_sparse_arch,
     tower_sparse_arch,
 )
-from dmt.models.complexity import MetaTables, MetaTowers, count_on_meta, dense_weight_bytes, is_tower_module
+from dmt.models.complexity import MetaTables, MetaTowers, count_on_meta, is_tower_module
 from dmt.models.sparse import JoinedShards
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
@@ -51,9 +50,8 @@ from dmt.sptt.towers import TowerCollectionSharder
 from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.data.config import check_memory
 from dmt.training.device import DeviceType, current_device
-from dmt.training.factory import check_outputs, make_model
+from dmt.training.factory import make_model
 from dmt.training.factory import without_tables as replace_tables
 from dmt.training.flat import codecs_of_all_ranks, plan_flat, plan_notes, shard_flat, table_shardings
 from dmt.training.job import Job, check_table_optimizer
@@ -61,10 +59,9 @@ from dmt.training.job import Job, check_table_optimizer
 __all__ = [
     "DENSE_OPTIMIZERS",
     "ClickTask",
+    "ScheduledOptimizer",
     "build_model",
     "build_optimizer",
-    "check_model",
-    "check_rank_memory",
     "count_model",
     "flat_tables",
     "fused_params",
@@ -72,7 +69,10 @@ __all__ = [
     "in_micro_batches",
     "replica_sync",
     "shard_model",
+    "rate_share",
+    "settle_gradient_buckets",
     "sharding_result",
+    "table_bytes",
 ]
 
 DENSE_OPTIMIZERS = {
@@ -139,58 +139,29 @@ def count_model(job: Job) -> Complexity:
     return count_on_meta(build_model(job, device="meta", without_tables=True), job.num_dense)
 
 
-def check_model(job: Job) -> None:
-    """Raises `InputError` if the model of a job cannot be built, or its exchange has no kernels for its device.
+def table_bytes(job: Job, rank: int) -> float:
+    """Bytes of host memory that a rank's tables and their optimizer state need; 0 for tables on a GPU.
 
-    Or if the profile of its hot rows cannot be read.
+    A lower bound of a flat plan, which TorchRec's planner makes later.
     """
-    job.config.sharding.precision.check_device(torch.device(job.device_type))
-    build_model(job, device="meta")
-    if job.config.model.factory is not None:
-        check_outputs(job)
-    _access_profile(job)
-
-
-def check_rank_memory(job: Job) -> None:
-    """Raises `InputError` if a rank needs more memory than this machine has, by a lower bound.
-
-    Counted are its share of the tables, the copies of hot rows that it may have, the dense weights with their
-    gradients, and a batch with its embeddings.
-    """
-    config, topology = job.config, job.topology
-    towers, dense = dense_weight_bytes(build_model(job, device="meta", without_tables=True))
-    tables = _table_bytes(job)
-    # Of each copy the weight, its gradient and states; AdaGrad's single numbers of rows are left out.
-    states = {"adagrad": 1, "adam": 2}.get(config.optimizer.sparse, 0)
-    # On one host no row is ever chosen.
-    is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
-    share = config.hot_rows.extra_memory if is_across else 0.0
-    copies = (2 + states) * share * sum(table.num_bytes for table in job.tables)
-    hot = f"{human_bytes(copies)} for copies of hot rows (hot_rows.extra_memory), " if copies else ""
-    columns = job.num_dense + sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
-    batch = max(config.train.batch_size, config.train.eval_batch_size) * columns * 4
-    check_memory(
-        tables + copies + 2 * (dense + towers / topology.num_towers) + batch,
-        f"A rank, with {human_bytes(tables)} of tables, {hot}dense layers (model: dense_arch, over_arch, tower_dim, c, "
-        "p, cross_rank) and batches (train: batch_size, eval_batch_size),",
-    )
-
-
-def _table_bytes(job: Job) -> float:
-    """Bytes of the fullest rank's tables in host memory: on GPUs of those that are not on the device."""
+    place, topology = job.topology.coordinates(rank), job.topology
     if job.device_type == "cuda":
-        return max((rank.host_memory for rank in job.sharding.ranks), default=0) if job.sharding else 0.0
+        loads = () if job.sharding is None else job.sharding.ranks
+        return sum(load.host_memory for load in loads if (load.tower, load.local) == (place.tower, place.local))
     if job.sharding is None:
-        topology, whole = job.topology, sum(table.num_bytes for table in job.tables)
+        whole = sum(table.num_bytes for table in job.tables)
         is_copied = job.config.sharding.scheme == "data_parallel"
         return whole if is_copied else whole / (topology.world_size // topology.num_replicas)
     # On a CPU every kernel is run as fused, without a cache.
-    sharding, tables, held = job.sharding, {table.name: table for table in job.split_tables}, Counter[Any]()
+    sharding, tables = job.sharding, {table.name: table for table in job.split_tables}
     costs = CostModel(topology=sharding.topology, workload=sharding.workload, hardware=sharding.hardware)
-    for own in sharding.tables:
-        for rank, load in costs.shards(tables[own.name], replace(own.placement, kernel="fused")):
-            held[own.tower, rank] += load.memory
-    return max(held.values())
+    return sum(
+        load.memory
+        for placed in sharding.tables
+        if placed.tower == place.tower
+        for local, load in costs.shards(tables[placed.name], replace(placed.placement, kernel="fused"))
+        if local == place.local
+    )
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
@@ -209,43 +180,59 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
         if parameters[part]:
             make = partial(DENSE_OPTIMIZERS[config.dense], lr=rate)
             parts.append((part, KeyedOptimizerWrapper(parameters[part], make), rate))
-    return CombinedOptimizer([(part, _Scheduled(one, _stages(config), lr=rate)) for part, one, rate in parts])
+    return ScheduledOptimizer([(part, one) for part, one, _ in parts], [rate for *_, rate in parts], config)
 
 
-def _stages(config: OptimizerConfig) -> list[WarmupStage]:
-    """The schedule of the learning rates; a stage holds up to and with its last step, ``max_iters``."""
-    # Also without a warm-up, at the full rate: a checkpoint then has the same state with and without.
-    warmup = max(1, config.warmup_steps)
-    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=warmup, value=1 / warmup)]
-    if config.decay_start is not None and config.decay_steps is not None:
-        start, end = config.decay_start, config.decay_start + config.decay_steps
-        if start > warmup:
-            stages.append(WarmupStage(policy=WarmupPolicy.NONE, max_iters=start))
-        # TorchRec's falls from step 0 on; scaled, it is 1 where it starts.
-        fall = WarmupStage(
-            policy=WarmupPolicy.POLY,
-            max_iters=end - 1,
-            value=2.0,
-            decay_iters=end,
-            lr_scale=(end / config.decay_steps) ** 2,
-        )
-        stages += [fall, WarmupStage(policy=WarmupPolicy.CONSTANT, max_iters=2**62, value=config.decay_steps**-2.0)]
-    return stages
+def rate_share(config: OptimizerConfig, step: int) -> float:
+    """Returns the share of the learning rates in a step, counted from 0.
+
+    Example:
+        >>> [rate_share(OptimizerConfig(warmup_steps=4), step) for step in (0, 1, 4, 9)]
+        [0.25, 0.4375, 1.0, 1.0]
+        >>> falls = OptimizerConfig(warmup_steps=2, decay_start=3, decay_steps=4)
+        >>> [rate_share(falls, step) for step in (0, 3, 4, 5, 6, 7, 99)]
+        [0.5, 1.0, 0.5625, 0.25, 0.0625, 0.0625, 0.0625]
+    """
+    warmup = config.warmup_steps
+    if step < warmup:
+        return 1 / warmup + (1 - 1 / warmup) * step / warmup
+    if config.decay_start is None or config.decay_steps is None:
+        return 1.0
+    fallen = min(max(step - config.decay_start, 0), config.decay_steps - 1)
+    return (1 - fallen / config.decay_steps) ** 2
 
 
-class _Scheduled(WarmupOptimizer):
-    """A `WarmupOptimizer` that goes on from a checkpoint by its step: the saved stage may be of another schedule."""
+class ScheduledOptimizer(CombinedOptimizer):
+    """The optimizers of all parts, whose learning rates follow `rate_share` of the steps done.
 
-    def __init__(self, optimizer: KeyedOptimizer, stages: list[WarmupStage], *, lr: float) -> None:
-        self._ends = [stage.max_iters for stage in stages]
-        super().__init__(optimizer, stages, lr=lr)
+    Args:
+        parts: each with its name.
+        rates: the full learning rate of each.
+        config: its warm-up and decay.
+    """
 
-    def post_load_state_dict(self) -> None:
-        """Takes the learning rates of the step that was loaded."""
-        saved = self.state.get(self.params["__warmup"], {}).get("warmup")
-        if saved is not None:
-            saved[1] = bisect_left(self._ends, int(saved[0]))
-        super().post_load_state_dict()
+    def __init__(
+        self, parts: Sequence[tuple[str, KeyedOptimizer]], rates: Sequence[float], config: OptimizerConfig
+    ) -> None:
+        super().__init__(list(parts))
+        self._rates, self._config = rates, config
+        self.set_step(0)
+
+    def set_step(self, step: int) -> None:
+        """Sets the rates for the step after ``step`` steps, such as those of a checkpoint.
+
+        Fused optimizers take theirs over at the next `zero_grad`.
+        """
+        self.steps = step
+        share = rate_share(self._config, step)
+        for (_, part), rate in zip(self.optimizers, self._rates, strict=True):
+            for group in part.param_groups:
+                group["lr"] = rate * share
+
+    def step(self, closure: Any = None) -> None:
+        """Updates dense parts; tables have been updated in the backward pass."""
+        super().step(closure)
+        self.set_step(self.steps + 1)
 
 
 def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[str, Any]:
@@ -261,21 +248,22 @@ def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[st
     return {"optimizer": optimizer, "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
 
 
-def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
-    """Builds the model of a job and distributes it over the mesh, ready to train.
+def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> DistributedModelParallel:
+    """Distributes the model of a job over the mesh, ready to train.
 
-    Everything is built on the meta device, so a rank never holds tables that are not its own. Dense parts start equal
-    on all ranks (data parallel broadcasts them). Tables are drawn by the rank that holds them, each rank from a seed of
-    its own: with a shared one, tables of equal size would start equal, and features look alike that are not.
+    ``model`` is the plain one on the meta device, which is used up; None: it is built. So a rank never holds tables
+    that are not its own. Dense parts start equal on all ranks (data parallel broadcasts them). Tables are drawn by the
+    rank that holds them, each rank from a seed of its own: with a shared one, tables of equal size would start equal,
+    and features look alike that are not.
     A job for GPUs is built on the rank's current one (`dmt.training.device.take_device`).
     """
     config = job.config
-    model = ClickTask(build_model(job, device="meta"))
+    task = ClickTask(build_model(job, device="meta") if model is None else model)
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
     if config.dataflow == "flat":
         fused = fused_params(config.optimizer, job.device_type)
         is_single = config.topology.num_replicas == 1
-        sharders, plan = shard_flat(job, model, mesh, fused) if is_single else _flat_replicas(job, model, mesh, fused)
+        sharders, plan = shard_flat(job, task, mesh, fused) if is_single else _flat_replicas(job, task, mesh, fused)
     else:
         assert job.towers is not None, "resolved by make_job"
         assert job.sharding is not None, "resolved by make_job"
@@ -299,18 +287,39 @@ def shard_model(job: Job, mesh: TowerMesh) -> DistributedModelParallel:
             device_type=job.device_type,
             tiers=Tiers(cache_policy=config.sharding.cache_policy),
         )
-        plan = planner.plan(model, sharders)
+        plan = planner.plan(task, sharders)
     # None: TorchRec's own, DDP's ring.
     reduce = None
     if config.train.dense_reduce == "hierarchical":
         reduce = HierarchicalDataParallel(mesh, precision=config.train.dense_reduce_precision)
     return DistributedModelParallel(
-        model,
+        task,
         device=current_device(job.device_type),
         plan=plan,
         sharders=sharders,
         data_parallel_wrapper=reduce,
     )
+
+
+def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
+    """Runs three passes over rows of zeros on a model that is about to be restored; reads no data.
+
+    After its second backward pass, DDP has laid out the gradients it reduces in the order in which they come, and with
+    three ranks or more another layout adds numbers in another order. A run that goes on must add as the one before it.
+    In the third forward pass it sends the layout to the other ranks, which `dmt.training.metrics.measure_traffic` would
+    count where nothing is left to train.
+    """
+    # Of which every micro-batch needs one.
+    rows, names = job.config.train.micro_batches, list(job.data.feature_names)
+    zeros = torch.zeros(rows * len(names), dtype=torch.int64)
+    ids = KeyedJaggedTensor(names, zeros, lengths=torch.ones_like(zeros))
+    batch = ClickBatch(torch.zeros(rows, job.num_dense), ids, torch.zeros(rows), torch.ones(rows))
+    if job.towers is not None:
+        batch = batch.split_columns(job.towers.column_splits)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch.to(current_device(job.device_type)))[0].backward()
+    optimizer.zero_grad()
 
 
 def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:

@@ -357,8 +357,7 @@ class TrainConfig(Section):
     """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging); by default
     ``save_minutes`` decides. The last one is at the end."""
     save_minutes: float = Field(default=15.0, gt=0)
-    """Minutes on rank 0 from one checkpoint to the next, looked at every ``log_every`` steps; unused with
-    ``save_every``."""
+    """Minutes on rank 0 from one checkpoint to the next; unused with ``save_every``."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Number of the latest checkpoints that are kept."""
     async_save: bool = False

@@ -1,4 +1,4 @@
-"""The device of a rank: CPU or GPU, obstacles to a GPU, backends of the process group, random states.
+"""The device of a rank: CPU or GPU, obstacles to a GPU, the process group and its backends, random states.
 
 On GPUs the groups have two backends: NCCL carries tensors of the GPU, gloo those of the CPU and with them all objects.
 docs/status.md says what has been run on which device.
@@ -7,12 +7,23 @@ docs/status.md says what has been run on which device.
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Literal
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
+from dmt.sptt.mesh import TowerMesh
+from dmt.training.config import TrainingConfig
 
 __all__ = [
     "DeviceType",
@@ -20,12 +31,19 @@ __all__ = [
     "cuda_obstacle",
     "current_device",
     "device_type",
+    "on_all_ranks",
+    "process_group",
     "random_state",
     "set_random_state",
     "take_device",
 ]
 
 DeviceType = Literal["cpu", "cuda"]
+Value = TypeVar("Value")
+# Time that a rank waits for the others: one of them may prepare data.
+_TIMEOUT = timedelta(minutes=30)
+# A rank says what it waits for: a wrong address looks like a long start.
+_SAY_WAITING_S = 30.0
 
 
 def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
@@ -92,3 +110,72 @@ def set_random_state(state: Tensor) -> None:
     torch.set_rng_state(of_cpu)
     if len(of_gpu) and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(of_gpu)
+
+
+@contextmanager
+def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
+    """Joins the ranks that torchrun started, yields the mesh of a run, and leaves when all are done.
+
+    A restart by torchrun has a store of its own, named after its restart count.
+
+    Raises:
+        InputError: torchrun did not start this, there are other ranks than the topology has, or no device for each.
+    """
+    _check_launched("RANK", "WORLD_SIZE")
+    topology, kind = config.topology.build(), device_type(config.train.device)
+    topology.check_world_size(_number("WORLD_SIZE"))
+    _number("RANK")
+    take_device(kind, _number("LOCAL_RANK", "0"))
+    _check_launched("MASTER_ADDR", "MASTER_PORT")
+    torch.set_num_threads(min(max(1, _number("OMP_NUM_THREADS", "1")), os.cpu_count() or 1))
+    waiting = threading.Timer(_SAY_WAITING_S, _say_waiting)
+    waiting.daemon = True
+    waiting.start()
+    try:
+        dist.init_process_group(backend(kind), timeout=_TIMEOUT)
+    finally:
+        waiting.cancel()
+    try:
+        yield TowerMesh(topology)
+        # A rank that leaves while a peer still sends can abort it.
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:
+    """Returns what ``work`` returns on this rank, or raises on every rank where one fails; collective.
+
+    Raises:
+        InputError: the first rank that failed raised one; the same everywhere.
+        RankError: it raised something else.
+    """
+    values: list[Value] = []
+    run_on_all_or_raise(lambda: values.append(work()), mesh.global_group)
+    return values[0]
+
+
+def _check_launched(*names: str) -> None:
+    if absent := [name for name in names if name not in os.environ]:
+        raise InputError(
+            f"{absent[0]} is not set: start training with torchrun, e.g. "
+            "`torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml`."
+        )
+
+
+def _number(name: str, default: str | None = None) -> int:
+    text = os.environ[name] if default is None else os.environ.get(name, default)
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise InputError(f"The environment has {name}={text!r}, which must be a whole number. Set it, or leave it out.")
+    return int(text)
+
+
+def _say_waiting() -> None:
+    rank, size, address, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    what = "the other ranks" if rank == "0" else "rank 0"
+    print(
+        f"rank {rank} of {size} waits for {what} at {address}:{port} (MASTER_ADDR and MASTER_PORT), "
+        f"until {_TIMEOUT.seconds // 60} minutes have passed",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -14,6 +14,7 @@ The model is built many times, in every process: the function must make the same
 
 from __future__ import annotations
 
+import copy
 import re
 import traceback
 from collections.abc import Iterator, Sequence
@@ -68,15 +69,17 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     return model
 
 
-def check_outputs(job: Job) -> None:
+def check_outputs(job: Job, model: nn.Module) -> None:
     """Runs the model of a job's factory once without numbers, and checks what it and its tower modules return.
 
+    ``model`` is on the meta device, and stays as it is.
+
     Raises:
-        InputError: it cannot be built or run, it does not return a tensor of logits [B, 1] or [B], or a tower module
+        InputError: it cannot be run, it does not return a tensor of logits [B, 1] or [B], or a tower module
             returns something else than [B, ``out_features``].
     """
     place = f"model.factory={job.config.model.factory!r}"
-    model = without_tables(make_model(job, "meta"))
+    model = without_tables(copy.deepcopy(model))
     for number, module in enumerate(tower_modules(model)):
         module.register_forward_hook(partial(_check_tower, place, number))
     dense_features, ids = meta_batch(job.num_dense)

@@ -1,10 +1,10 @@
-"""Checks that a run is sound: the same input on all ranks, finite numbers, equal copies of what several ranks hold."""
+"""`SoundnessCheck`: finite numbers in training, and equal copies of what several ranks hold."""
 
 from __future__ import annotations
 
-import socket
+import zlib
+from collections.abc import Sequence
 from itertools import cycle, islice
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,67 +12,29 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
+from dmt._torchrec import norms
+from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.state import checksum
-from dmt.training.build import build_model
 from dmt.training.checkpoints.state import chunks, collect_state, is_finite
-from dmt.training.data.dataset import file_text
-from dmt.training.job import Job
 
-__all__ = ["SoundnessCheck", "check_same_input"]
+__all__ = ["SoundnessCheck"]
 
-# Paths may differ between hosts; the files behind them may not.
-_PATHS = (("data", "train_path"), ("data", "eval_path"), ("towers", "plan"), ("sharding", "plan"))
-_NEVER = 2**62
+_NEVER = 2**52  # a step, in float64
 _LOSS = "the loss"
 _READ_AT_A_CHECK = 2**24  # numbers of the weights, in some 10 ms
-
-
-def check_same_input(job: Job, group: dist.ProcessGroup) -> None:
-    """Compares settings, tables, plans and files of data over the ranks; collective, before they depend on each other.
-
-    Files are compared by name, bytes and CRC-32 of ends and samples, see `dmt.training.data.dataset.fingerprint`.
-
-    Raises:
-        InputError: a rank differs from the first; names setting or file, ranks and hosts; the same on every rank.
-    """
-    told: dict[str, Any] = job.config.model_dump(mode="json")
-    for section, key in _PATHS:
-        del told[section][key]
-    told["device"] = job.device_type
-    told["rows and columns"] = {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables}
-    # Of a source, they follow from the first batch that this rank was given.
-    data = job.data
-    told["dense columns"], told["features"] = tuple(data.dense_names), tuple(data.feature_names)
-    told["features of bags"] = tuple(sorted(data.multi_hot))
-    if job.config.model.factory is not None:
-        own = build_model(job, device="meta").named_parameters()
-        told["parameters of the model"] = {name: tuple(parameter.shape) for name, parameter in own}
-    told["tower"] = dict(enumerate(job.towers.to_lists())) if job.towers is not None else None
-    told["placement"] = job.sharding.placements if job.sharding is not None else None
-    for split in ("train", "eval"):
-        for number, file in enumerate(job.data.files(split)):
-            told[f"file {number} of data.{split}_path"] = file_text(*file)
-    try:
-        check_agreement("Training", told, group)
-    except InputError as error:
-        hosts = gather_objects(socket.gethostname(), group)
-        places = [f"{host} (rank {hosts.index(host)} on)" for host in dict.fromkeys(hosts)]
-        raise InputError(f"{error} The ranks are on host {shorten(places, ', ', most=8)}.") from error
 
 
 class SoundnessCheck:
     """Notices in training that numbers are no longer finite, or that copies of one parameter differ between ranks.
 
-    `note` looks at the loss and at the gradients of what is trained by PyTorch's optimizers, in every step, on the
-    device and without a wait. `check` brings the notes of all ranks together. It also compares fingerprints of what
-    several ranks hold a copy of: dense layers, tower modules, data-parallel tables, hot rows. A number of a table that
-    only one rank holds and that stays finite cannot be checked by anyone. One that is not finite is noticed when a
-    sample reads it, when `check` reads it (16 Mi numbers of each rank at a time, in turns), and at the latest when it
-    is to be saved (`dmt.training.checkpoints.Checkpointer`).
+    `note` looks at the loss and at the gradients of what PyTorch's optimizers train, in every step, on the device and
+    without a wait. `report` returns four numbers, which ranks exchange with what they exchange anyway; `judge` reads
+    those of all ranks. Copies are dense layers, tower modules, data-parallel tables and hot rows. A number of a table
+    that only one rank holds is checked for being finite: when a sample reads it, when `report` reads it (16 Mi numbers
+    of each rank at a time, in turns), and at the latest when it is saved (`dmt.training.checkpoints.Checkpointer`).
 
     Args:
         model: the sharded model.
@@ -87,6 +49,11 @@ class SoundnessCheck:
         self._copies = {
             name: value.detach() for name, value in model.state_dict().items() if not isinstance(value, ShardedTensor)
         }
+        everyone = gather_objects(sorted(self._copies), group)
+        self._on_all = set.intersection(*map(set, everyone))
+        # Ranks with the same further copies: those of a tower, in all replicas.
+        kinds = [tuple(name for name in names if name not in self._on_all) for names in everyone]
+        self._peers = [kinds.index(kind) for kind in kinds]
         self._towers = [part for part in model.modules() if isinstance(part, SPTTModule)]
         state = collect_state(model.state_dict(), None)
         # A buffer may hold infinity: a mask, a running minimum.
@@ -99,44 +66,47 @@ class SoundnessCheck:
     @torch.no_grad()
     def note(self, step: int, logits: Tensor) -> None:
         """Notes whether the logits [B] of a step and its gradients are finite; not collective."""
-        zero = logits.new_zeros(())
-        gradients = [zero if p.grad is None else p.grad.norm() for p in self._trained.values()]
+        zero = logits.new_zeros(1)
+        gradients = norms([zero if p.grad is None else p.grad for p in self._trained.values()])
         finite = torch.stack([logits.sum(), *gradients]).isfinite()
         self._since = self._since.to(finite.device).where(finite, self._since.clamp(max=step))
 
-    def check(self, step: int) -> None:
-        """Raises the same error on every rank if something was noted or copies differ; collective over the group.
+    def report(self) -> list[float]:
+        """Returns the first bad step, whether weights are finite, and hashes of the copies on all and on some ranks."""
+        for module in self._towers:
+            module.write_back()
+        sums = self._sums()
+        # Hot rows, which come and go, have copies on all ranks.
+        of_some = {name: value for name, value in sums.items() if name in self._copies and name not in self._on_all}
+        of_all = {name: value for name, value in sums.items() if name not in of_some}
+        hashes = [zlib.crc32(repr(sorted(part.items())).encode()) for part in (of_all, of_some)]
+        return [float(self._since.min()), float(self._reads_finite()), *map(float, hashes)]
+
+    def judge(self, step: int, reports: Sequence[Sequence[float]]) -> None:
+        """Raises the same error on every rank if a report of some rank, in rank order, is not sound.
 
         Raises:
             InputError: training has diverged, or tables were changed in place.
             ReplicaMismatchError: copies of a parameter differ.
         """
-        run_on_all_or_raise(self._write_back, self._group)
+        since = int(min(report[0] for report in reports))
+        if since != _NEVER or not all(report[1] for report in reports):
+            raise self._diverged(step, since)
+        if any(
+            report[2] != reports[0][2] or report[3] != reports[peer][3]
+            for report, peer in zip(reports, self._peers, strict=True)
+        ):
+            raise self._apart(step)
+
+    def check(self, step: int) -> None:
+        """Exchanges reports by themselves and judges them; collective over the group, errors as of `judge`."""
+        self.judge(step, run_on_all_or_raise(self.report, self._group))
+
+    def _sums(self) -> dict[str, int]:
         copies = dict(self._copies)
         for module in self._towers:
             copies |= {} if module.hot is None else module.hot.tensors
-        sums = {name: checksum(copy) for name, copy in copies.items()}
-        ranks = gather_objects((int(self._since.min()), self._reads_finite(), sums), self._group)
-        since = min(first for first, _, _ in ranks)
-        if since != _NEVER or not all(finite for _, finite, _ in ranks):
-            raise self._diverged(step, since)
-        holders: dict[str, tuple[int, int]] = {}
-        apart = []
-        for rank, (_, _, theirs) in enumerate(ranks):
-            for name, value in theirs.items():
-                first, expected = holders.setdefault(name, (rank, value))
-                if value != expected:
-                    apart.append(f"{name} of rank {rank} differs from that of rank {first}")
-        if apart:
-            raise ReplicaMismatchError(
-                f"Copies that must be equal are not, seen at step {step}: {shorten(apart)}. Nothing of this state is "
-                "saved. Look for a fault of the memory or the network of these ranks; run again, and training goes on "
-                "from the last checkpoint."
-            )
-
-    def _write_back(self) -> None:
-        for module in self._towers:
-            module.write_back()
+        return {name: checksum(copy) for name, copy in copies.items()}
 
     def _reads_finite(self) -> bool:
         numbers = 0
@@ -145,6 +115,20 @@ class SoundnessCheck:
             if not is_finite(part) or numbers >= _READ_AT_A_CHECK:
                 return is_finite(part)
         return True
+
+    def _apart(self, step: int) -> ReplicaMismatchError:
+        holders: dict[str, tuple[int, int]] = {}
+        apart = []
+        for rank, sums in enumerate(gather_objects(self._sums(), self._group)):
+            for name, value in sums.items():
+                first, expected = holders.setdefault(name, (rank, value))
+                if value != expected:
+                    apart.append(f"{name} of rank {rank} differs from that of rank {first}")
+        return ReplicaMismatchError(
+            f"Copies that must be equal are not, seen at step {step}: {shorten(apart)}. Nothing of this state is "
+            "saved. Look for a fault of the memory or the network of these ranks; run again, and training goes on "
+            "from the last checkpoint."
+        )
 
     def _diverged(self, step: int, since: int) -> InputError:
         names = [_LOSS, *(f"the gradient of {name}" for name in self._trained)]

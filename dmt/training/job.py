@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
+from dmt.collectives import wait_for_all
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
 from dmt.plan.split_across_towers import shard_names, split_tables
@@ -21,26 +23,27 @@ from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
 from dmt.sharding.user_rules import Rule, ShardingRules, Tiers
 from dmt.training.config import OptimizerConfig, TrainingConfig
-from dmt.training.data import ClickData, ValidationReport, open_source
+from dmt.training.data import ClickData, open_source
 from dmt.training.data.config import read_tables
 from dmt.training.device import DeviceType, device_type
 
+if TYPE_CHECKING:
+    from dmt.sptt.mesh import TowerMesh
+    from dmt.training.data.batch import ClickBatch
+    from dmt.training.data.dataset import Split
+
 __all__ = [
     "Job",
-    "check_rows",
+    "check_kernels",
     "check_table_optimizer",
-    "compare_hosts",
     "make_job",
     "open_data",
     "open_job",
-    "resolve",
-    "rows_at_most",
     "tower_plan",
-    "validate_rows",
 ]
 
-logger = logging.getLogger(__name__)
-
+# Ranks end an epoch within seconds of each other, or never.
+_END_OF_EPOCH = timedelta(minutes=5)
 Splits = Mapping[str, tuple[int, ...]]
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
 
@@ -72,6 +75,67 @@ class Job:
         """The opened data of a job that has some."""
         assert self.source is not None, "made by open_job from a config with data"
         return self.source
+
+    def training_batches(
+        self, mesh: TowerMesh, *, epoch: int = 0, rows: int = 0, bookmark: Any = None
+    ) -> Iterator[ClickBatch]:
+        """Yields this rank's batches of the rest of an epoch, of which all ranks have used ``rows``; collective.
+
+        Pipelines ask ahead for batches, at the same points on all ranks.
+
+        Raises:
+            InputError: at the end, other ranks have rows left.
+        """
+        number = 0
+        size = self.config.train.batch_size
+        for batch in self._batches("train", mesh, size, epoch=epoch, rows=rows, bookmark=bookmark):
+            yield batch
+            number += 1
+        try:
+            wait_for_all(mesh.global_group, _END_OF_EPOCH)
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():  # another rank has died
+                raise
+            files = [name for name, *_ in self.data.files("train")]
+            raise InputError(
+                f"Rank {mesh.rank} on host {socket.gethostname()} has come to the end of epoch {epoch}, {number} "
+                f"batches after row {rows}, but other ranks have rows left. Give every host the same files, which must "
+                f"not change in training: {shorten(files, ', ')}."
+            ) from error
+
+    def evaluation_batches(self, mesh: TowerMesh) -> Iterator[ClickBatch]:
+        """Yields this rank's batches of the rows for evaluation; collective."""
+        return self._batches("eval", mesh, self.config.train.eval_batch_size)
+
+    def first_batch(self, mesh: TowerMesh) -> ClickBatch:
+        """Returns this rank's first training batch."""
+        # Of one batch, every rank reads what it needs by itself; but not all shards of a source are its own.
+        is_shared = self.data.config.kind == "source"
+        return next(self._batches("train", mesh, self.config.train.batch_size, is_shared=is_shared))
+
+    def _batches(
+        self,
+        split: Split,
+        mesh: TowerMesh,
+        batch_size: int,
+        *,
+        epoch: int = 0,
+        rows: int = 0,
+        bookmark: Any = None,
+        is_shared: bool = True,
+    ) -> Iterator[ClickBatch]:
+        batches = self.data.batches(
+            split,
+            rank=mesh.rank,
+            world_size=mesh.topology.world_size,
+            batch_size=batch_size,
+            epoch=epoch,
+            start_row=rows,
+            bookmark=bookmark,
+            group=mesh.global_group if is_shared else None,
+        )
+        # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
+        return (batch.pin_memory() for batch in batches) if self.device_type == "cuda" else batches
 
     @property
     def device_type(self) -> DeviceType:
@@ -108,81 +172,6 @@ def open_job(config: TrainingConfig) -> Job:
         return make_job(config, read_tables(Path(config.data.tables)), 0)
     data, towers = open_data(config)
     return make_job(config, data.tables, len(data.dense_names), towers=towers, source=data)
-
-
-def resolve(config: TrainingConfig, world_size: int) -> Job:
-    """Opens the data, resolves the plans, and finds what is wrong with a run of ``world_size`` ranks before it trains.
-
-    Raises:
-        InputError: anything the user can fix: sizes, plans, data columns, layer sizes, optimizer.
-    """
-    config.topology.build().check_world_size(world_size)
-    if config.train.affinity_rows and config.model.has_towers:
-        raise InputError(
-            f"train.affinity_rows={config.train.affinity_rows} needs a flat model, but the run has "
-            f"{config.model.chosen}: the embeddings of a tower's features stay on its ranks, so no rank ever sees "
-            "those of all features of a sample. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run "
-            "dmt partition --checkpoint."
-        )
-    if config.data.tables is not None:
-        raise InputError(
-            f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."
-        )
-    check_table_optimizer(config.optimizer, device_type(config.train.device))
-    job = open_job(config)
-    check_kernels(job)
-    if config.train.affinity_rows and job.towers is not None and job.towers.column_splits:
-        raise InputError(
-            f"train.affinity_rows={config.train.affinity_rows} needs whole tables, but the tower plan "
-            f"{config.towers.plan} cuts that of feature {next(iter(job.towers.column_splits))!r} into column shards. "
-            "Leave it 0 and run dmt partition --checkpoint, which joins them."
-        )
-    if not job.num_dense and config.model.factory is None:
-        raise InputError(
-            "The data has no dense column, but the models need at least one. Name some in data.dense, or give a "
-            "model of your own (model.factory)."
-        )
-    check_rows(config, world_size, job.data.num_rows("train"))
-    # Imported here: planning works without TorchRec.
-    from dmt.training.build import check_model
-
-    check_model(job)
-    return job
-
-
-def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
-    """Warns of hosts that are not the machines of a job on several; one machine may play several hosts."""
-    if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
-        logger.warning(
-            f"The job runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "
-            f"so bytes are counted for other links. Set topology.ranks_per_host={ranks_per_machine}."
-        )
-
-
-def validate_rows(job: Job) -> None:
-    """Checks the rows that ``data.validate_rows`` says; raises `InputError` also if they are too few for a step."""
-    check_rows(job.config, job.topology.world_size, rows_at_most(job.data, job.data.validate()))
-
-
-def rows_at_most(data: ClickData, report: ValidationReport) -> int | None:
-    """Returns the number of training rows, after a check that saw them all; None after one that did not.
-
-    A source whose rows are split afterwards has that many at most.
-    """
-    if (known := data.num_rows("train")) is not None:
-        return known
-    complete = report.train_rows and (data.config.validate_rows < 0 or report.train_rows < data.config.validate_rows)
-    return report.train_rows if complete else None
-
-
-def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> None:
-    """Raises `InputError` when there are fewer rows than one training step takes; None is an unknown number."""
-    needed = world_size * config.train.batch_size
-    if rows is not None and rows < needed:
-        raise InputError(
-            f"There are {rows} training rows, fewer than one step takes: {world_size} ranks x train.batch_size="
-            f"{config.train.batch_size} = {needed}. Lower train.batch_size or give more data."
-        )
 
 
 def make_job(

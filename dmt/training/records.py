@@ -27,10 +27,10 @@ __all__ = [
     "ne_warning",
     "check_records",
     "compression_warning",
-    "print_settings",
     "read_curves",
     "read_result",
     "result_warnings",
+    "settings_lines",
     "to_json",
     "unwritable",
     "versions",
@@ -59,12 +59,14 @@ def _version(name: str) -> str:
         return "absent"
 
 
-def print_settings(config: TrainingConfig) -> None:
-    """Prints, as TOML, the settings that are not at their defaults, and the versions."""
-    print(to_toml(config, only_changed=True), flush=True)
-    print(
-        f"# all else by default, in full in {config.train.output_dir}/config.toml\n# versions: {versions()}", flush=True
-    )
+def settings_lines(config: TrainingConfig) -> list[str]:
+    """Returns a line for each section with settings that are not at their defaults, and one with the versions."""
+    sections = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    lines = [
+        f"{name}: {', '.join(f'{key} = {json.dumps(value)}' for key, value in values.items())}"
+        for name, values in sections.items()
+    ]
+    return [*lines, f"all else by default, in full in {config.train.output_dir}/config.toml", f"versions: {versions()}"]
 
 
 # A run writes all of them, and somebody who writes a config those that matter.
@@ -159,7 +161,7 @@ class RunRecord:
         self._board: SummaryWriter | None = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
 
     def say(self, lines: Iterable[str]) -> None:
-        """Prints lines as comments, below the config that `print_settings` has printed."""
+        """Prints lines, marked as comments."""
         if self.enabled:
             print("".join(f"# {printable(line)}\n" for line in lines), end="", flush=True)
 

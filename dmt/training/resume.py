@@ -1,45 +1,52 @@
-"""The start of a run: a checkpoint of its own or of another run, and what keeps attempts at one run apart."""
+"""The start of a run, from nothing or a checkpoint, the lock on its folder, and the last line of one that stopped."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
-import time
-import uuid
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch.distributed as dist
 from pydantic import Field, ValidationError
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import atomic_write, check_writable, from_record, fsync_path, read_toml
-from dmt.formatting import shorten
+from dmt.formatting import printable, shorten
+from dmt.hot_rows.runtime import HotRows
 from dmt.plan.towers import TowerPlan
+from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints import checkpoints, discard_checkpoints, newest, read_manifest
-from dmt.training.config import TrainingConfig
+from dmt.training.access import load_hot_rows
+from dmt.training.build import ScheduledOptimizer, settle_gradient_buckets
+from dmt.training.checkpoints import checkpoints, discard_checkpoints, newest, read_manifest, restore
+from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.data.dataset import file_text
+from dmt.training.device import on_all_ranks
 from dmt.training.job import Job
-from dmt.training.loop import Position
 from dmt.training.records import check_records, unwritable
 
 __all__ = [
+    "Position",
     "Start",
     "TrainingFiles",
-    "attempt_names",
     "begin_anew",
     "check_output_dir",
     "checkpoint_folder",
     "find_start",
     "folder_lock",
-    "restart_safe_store",
+    "hold_folder",
+    "job_attempt",
+    "restore_hot_rows",
+    "restore_run",
+    "say_stopped",
     "start_with",
     "starting_point",
 ]
@@ -60,6 +67,20 @@ _TRAINING = (
 )
 
 TrainingFiles = Sequence[tuple[str, int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Position in training: enough to resume at the right sample, with any number of ranks."""
+
+    step: int = 0
+    """Training steps done."""
+    epoch: int = 0
+    """Completed passes over the training rows."""
+    rows: int = 0
+    """Rows of the current pass that all ranks together have trained on."""
+    bookmark: Mapping[str, Any] | None = None
+    """`ClickData.bookmark` of that row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +106,7 @@ class Start:
         at = self.position
         if at == Position():
             return [f"begins with the weights of {self.folder}", *self.notes]
-        return [f"goes on from {self.folder}: step {at.step}, epoch {at.epoch}, row {at.row}", *self.notes]
+        return [f"goes on from {self.folder}: step {at.step}, epoch {at.epoch}, row {at.rows}", *self.notes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +114,7 @@ class _Saved:
     """What a checkpoint keeps of a run's position, beside the step."""
 
     epoch: Annotated[int, Field(ge=0)]
-    row: Annotated[int, Field(ge=0)]
+    rows: Annotated[int, Field(ge=0)]
     files: list[list[Any]]
     bookmark: Any = None
 
@@ -110,11 +131,12 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
         InputError: see `begin_anew`, `starting_point` and `start_with`; or no checkpoint there is whole.
     """
     files = job.data.files("train")
-    ranks = gather_objects(attempt_names(), mesh.global_group)
-    names, earlier = (set[str]().union(*of_ranks) for of_ranks in zip(*ranks, strict=True))
+    attempts = gather_objects(job_attempt(), mesh.global_group)
+    # A restart is counted by the torchrun of the host where a rank failed, and by no other.
+    is_restart = any(restarted for _, restarted in attempts)
 
     def look() -> Path | None:
-        begin_anew(job.config, names, earlier)
+        begin_anew(job.config, attempts[0][0], is_restart=is_restart)
         return starting_point(job.config)
 
     # Rank 0 looks, or a checkpoint that another rank does not see yet would part them.
@@ -131,36 +153,23 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
     return start_with(folder, job.config, files, job.towers)
 
 
-def attempt_names() -> tuple[set[str], set[str]]:
-    """Returns names for this attempt at a job, and names that earlier attempts at it have; join those of all ranks.
-
-    An attempt restarted by torchrun (``--max-restarts``) has the name of the torchrun of its host, which not every
-    host need have in common. Slurm counts how often a job was requeued: within one count, another command is another
-    job.
-    """
-    own = set()
-    parents = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
-    if len(parents) > 2:
-        # <folder of this torchrun>/attempt_<n>/<rank>/error.json. Its run id is "none" in most jobs.
-        own.add(f"torchrun {parents[2]}")
-    earlier = set(own)
-    if job := os.environ.get("SLURM_JOB_ID"):
-        count = os.environ.get("SLURM_RESTART_COUNT", "0")
-        requeued = int(count) if count.isdecimal() else 0
-        own.add(f"slurm {job}.{requeued}")
-        earlier |= {f"slurm {job}.{count}" for count in range(requeued)}
-    return own, earlier
+def job_attempt() -> tuple[str, bool]:
+    """Returns a name of this job, and whether torchrun (``--max-restarts``) or Slurm has started it again."""
+    environ = os.environ
+    counts = [environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    name = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID", "")
+    return name, any(count.isdecimal() and int(count) > 0 for count in counts)
 
 
-def begin_anew(config: TrainingConfig, names: Iterable[str], earlier: Container[str]) -> None:
+def begin_anew(config: TrainingConfig, name: str, *, is_restart: bool) -> None:
     """Removes the run's checkpoints if ``train.resume`` is ``"never"`` and no earlier attempt at this job has done so.
 
     Files that `RunRecord` will delete or replace are checked before, whatever ``train.resume`` says.
 
     Args:
         config: the run.
-        names: of this attempt, see `attempt_names`; left in ``output_dir/.begun`` for later attempts.
-        earlier: names of earlier attempts at the same job.
+        name: of the job, see `job_attempt`; left in ``output_dir/.begun`` for later attempts at it.
+        is_restart: whether this is not the job's first attempt, on any host.
 
     Raises:
         InputError: something there is not ours to delete.
@@ -169,7 +178,7 @@ def begin_anew(config: TrainingConfig, names: Iterable[str], earlier: Container[
     if config.train.resume != "never":
         return
     mark, folder = Path(config.train.output_dir, ".begun"), checkpoint_folder(config)
-    if mark.is_file() and any(name in earlier for name in mark.read_text(errors="replace").splitlines()):
+    if is_restart and mark.is_file() and mark.read_text(errors="replace") == name:
         return
     remedy = "Remove what is there yourself, or give another train.output_dir."
     if folder.is_symlink() and checkpoints(folder):
@@ -182,7 +191,7 @@ def begin_anew(config: TrainingConfig, names: Iterable[str], earlier: Container[
         )
     # After the deletion, and on the disk before the first checkpoint that a later attempt might delete for want of it.
     with atomic_write(mark) as scratch:
-        scratch.write_text("".join(f"{name}\n" for name in sorted(names)))
+        scratch.write_text(name)
         fsync_path(scratch)
     fsync_path(mark.parent)
 
@@ -234,11 +243,12 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
     own_files = [list(file) for file in files]
     if saved_files != own_files:
         of_rows["the training files"] = _first_difference(saved_files, own_files)
+    # Also learning rates: those of the config are used, not the saved ones.
     notes = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items() if _is_under(key, _TRAINING)]
     if of_rows and not is_own:
         return Start(folder=folder, files=files, notes=("other data: from the first row on", *notes))
     _refuse(folder, of_rows, is_own=is_own)
-    position = Position(step=manifest.step, epoch=at.epoch, row=at.row, bookmark=at.bookmark)
+    position = Position(step=manifest.step, epoch=at.epoch, rows=at.rows, bookmark=at.bookmark)
     most = config.train.max_steps
     if position.epoch >= config.train.epochs or (most is not None and position.step >= most):
         if notes or not is_own:
@@ -252,6 +262,40 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
     if is_own and config.train.resume not in ("auto", "never"):
         notes.append(f"train.resume={config.train.resume!r} is not read: the run has checkpoints of its own")
     return Start(folder=folder, position=position, files=files, notes=tuple(notes), is_own=is_own)
+
+
+def restore_run(
+    start: Start,
+    job: Job,
+    mesh: TowerMesh,
+    *,
+    model: DistributedModelParallel,
+    optimizer: ScheduledOptimizer,
+    replicas: ReplicaSync | None,
+) -> None:
+    """Loads the checkpoint that a run starts from, if there is one, into what was just made; collective.
+
+    Learning rates are those of the config at that step, also where the checkpoint's run had others.
+
+    Raises:
+        InputError: it does not fit the model, or is damaged; the same on every rank.
+    """
+    if start.folder is None:
+        return
+    settle_gradient_buckets(job, model, optimizer)
+    restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
+    optimizer.set_step(start.position.step)
+    if replicas is not None:
+        replicas.restart(steps=start.position.step)
+
+
+def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None:
+    """Gives hot rows the copies and counts of the checkpoint that a run goes on from, if it has some; collective."""
+    if hot is None or start.folder is None or start.position == Position():
+        return
+    folder = start.folder
+    if (state := on_all_ranks(lambda: load_hot_rows(folder), mesh)) is not None:
+        hot.load_state(state)
 
 
 def _refuse(folder: Path, changed: Mapping[str, tuple[Any, Any]], *, is_own: bool) -> None:
@@ -283,7 +327,6 @@ def _check_towers(folder: Path, plan: TowerPlan) -> None:
 def _saved_config(folder: Path) -> dict[str, Any]:
     saved = read_toml(folder / "config.toml", place=str(folder / "config.toml"), remedy="Use another checkpoint.")
     try:
-        # Keys that are newer than the checkpoint have their defaults.
         return TrainingConfig.model_validate(saved).model_dump(mode="json")
     except ValidationError:
         return saved
@@ -324,41 +367,6 @@ def _is_under(key: str, sections: tuple[str, ...]) -> bool:
     return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
-def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
-    """Returns a part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
-
-    Rank 0 names the part. It answers each greeting that it finds, also one that an earlier attempt has left, until
-    all ranks have thanked it for the name.
-
-    Args:
-        store: shared with earlier attempts.
-        rank: of this process.
-        world_size: ranks of the attempt.
-        timeout: how long rank 0 waits for the others; they wait as long as the store does.
-
-    Raises:
-        TimeoutError: on rank 0, some rank has not come.
-    """
-    own = uuid.uuid4().hex
-    if rank != 0:
-        store.set(f"dmt/greeting/{rank}", own)
-        name = store.get(f"dmt/answer/{own}").decode()
-        store.set(f"dmt/thanks/{name}/{rank}", "")
-        return dist.PrefixStore(name, store)
-    waiting = set(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while waiting:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {timeout}.")
-        for other in sorted(waiting):
-            if store.check([f"dmt/thanks/{own}/{other}"]):
-                waiting.remove(other)
-            elif store.check([f"dmt/greeting/{other}"]):
-                store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", own)
-        time.sleep(0.05 if waiting else 0)
-    return dist.PrefixStore(own, store)
-
-
 def check_output_dir(folder: Path) -> None:
     """Creates the folder if it is absent; raises `InputError` if nothing can be written there."""
     try:
@@ -368,7 +376,17 @@ def check_output_dir(folder: Path) -> None:
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(config: TrainingConfig, mesh: TowerMesh) -> Iterator[None]:
+    """Holds the output folder of a run on rank 0; collective, and raises on every rank. See `hold_folder`."""
+    # A second job in the folder would delete what this one is writing.
+    with ExitStack() as stack:
+        hold = hold_folder(Path(config.train.output_dir)) if mesh.rank == 0 else nullcontext()
+        on_all_ranks(lambda: stack.enter_context(hold), mesh)
+        yield
+
+
+@contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
     """Holds a folder for this process, and makes it if need be; the end of the process frees it, also a kill.
 
     A file system without locks cannot be held; then nothing is checked.
@@ -394,3 +412,24 @@ def folder_lock(folder: Path) -> Iterator[None]:
                     f"Another job is running in {folder}. Wait for its end, or give another train.output_dir."
                 ) from error
         yield
+
+
+def say_stopped(config: TrainConfig, by: str) -> None:
+    """Prints the last line of a run that was ended by a signal or an error: its newest checkpoint, how to go on.
+
+    It is printed on stderr, since a demo keeps what its runs print on stdout in a file.
+    """
+    saved = checkpoints(Path(config.output_dir) / "checkpoint")
+    what = f"the newest checkpoint is {saved[0]}. To go on" if saved else "nothing was saved yet. To start again"
+    line = f"stopped by {by}: {what}: {_command(config.resume)}"
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def _command(resume: str) -> str:
+    """The command of this run, as far as a rank knows it, with what makes it go on instead of starting over."""
+    arguments = [*sys.argv[1:], *(["train.resume=auto"] if resume == "never" else [])]
+    environ = os.environ
+    if "TORCHELASTIC_RUN_ID" not in environ or environ.get("GROUP_WORLD_SIZE") != "1":
+        return "the same command again" + (", with train.resume=auto" if resume == "never" else "")
+    ranks = environ.get("LOCAL_WORLD_SIZE", "1")
+    return shlex.join(["torchrun", "--nproc-per-node", ranks, "-m", "dmt.training", *arguments])

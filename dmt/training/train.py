@@ -2,62 +2,82 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
-import os
-import re
-import sys
-import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, replace
-from datetime import timedelta
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import chain, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
-from dmt.collectives import gather_objects, run_on_all_or_raise
+from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.hot_rows.runtime import HotRows, HotRowsState
+from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
-from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
-from dmt.traffic import Traffic
-from dmt.training.access import load_hot_rows, save_hot_rows
+from dmt.training.agreement import Agreement, Signals
 from dmt.training.build import (
+    ScheduledOptimizer,
     build_optimizer,
-    check_rank_memory,
-    count_model,
     hot_rows,
     in_micro_batches,
     replica_sync,
     shard_model,
     sharding_result,
 )
-from dmt.training.checkpoints import Checkpointer, restore
-from dmt.training.config import TrainConfig, TrainingConfig, to_toml
-from dmt.training.device import backend, current_device, device_type, take_device
-from dmt.training.health import check_same_input
-from dmt.training.job import Job, compare_hosts, resolve, validate_rows
-from dmt.training.loop import MetricValues, Position, Trainer, TrainingTime
+from dmt.training.checkpoints import Checkpointer
+from dmt.training.config import TrainingConfig
+from dmt.training.console import progress_bar
+from dmt.training.data.batch import ClickBatch
+from dmt.training.device import current_device, on_all_ranks, process_group
+from dmt.training.health import SoundnessCheck
+from dmt.training.job import Job, open_job
+from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_traffic
 from dmt.training.partition import write_affinity
-from dmt.training.records import RunRecord, print_settings, result_warnings
-from dmt.training.resume import checkpoint_folder, find_start, folder_lock, restart_safe_store
-from dmt.training.stop import SIGNALS, say_stopped
-from dmt.training.trained import BAGS
+from dmt.training.preflight import checked_model, preflight
+from dmt.training.records import RunRecord, result_warnings, settings_lines
+from dmt.training.results import option_results, result_of
+from dmt.training.resume import (
+    Position,
+    Start,
+    checkpoint_folder,
+    find_start,
+    folder_lock,
+    restore_hot_rows,
+    restore_run,
+    say_stopped,
+)
+from dmt.training.trained import describe_run
 
-__all__ = ["train", "train_job"]
+__all__ = ["Run", "evaluate", "make_pipeline", "save", "train", "train_job", "train_steps"]
 
 logger = logging.getLogger(__name__)
-# Time that a rank waits for the others: rank 0 reads the data ahead.
-_TIMEOUT = timedelta(minutes=30)
-# A rank says what it waits for: a wrong address looks like a long start.
-_SAY_WAITING_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one rank holds of a run."""
+
+    job: Job
+    mesh: TowerMesh
+    model: DistributedModelParallel
+    """The sharded `ClickTask`."""
+    optimizer: ScheduledOptimizer
+    """Of everything."""
+    replicas: ReplicaSync | None
+    hot_rows: HotRows | None
+    record: RunRecord
+    saver: Checkpointer
+    start: Start
+    pipeline: Any
+    """TorchRec's pipeline of the model and the optimizer."""
 
 
 def train(config: TrainingConfig) -> dict[str, Any]:
@@ -70,98 +90,70 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
-    # Resolve. Rank 0 alone reads ahead; the others wait at the rendezvous, and torchrun stops them if it fails.
-    rank, world_size = _place()
-    kind = device_type(config.train.device)
-    take_device(kind, _number("LOCAL_RANK", "0"))
-    job = None
-    if rank == 0:
-        job = resolve(config, world_size)
-        check_rank_memory(job)
-        validate_rows(job)
-        print_settings(config)
-        compare_hosts(job.topology, _number("LOCAL_WORLD_SIZE", "0"))
-
-    # Process group. A second job in the folder would delete what this one is writing.
-    held = folder_lock(Path(config.train.output_dir)) if rank == 0 else nullcontext()
-    with held, _process_group(backend(kind)) as group:
-        job = job or resolve(config, world_size)
-        check_same_input(job, group)
-        mesh = TowerMesh(job.topology)
-        return train_job(job, mesh)
+    with process_group(config) as mesh, folder_lock(config, mesh):
+        return train_job(on_all_ranks(lambda: open_job(config), mesh), mesh)
 
 
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
-    """Trains a resolved job on a mesh of its topology; collective. See `train`."""
+    """Trains a job on a mesh of its topology; collective. See `train`."""
+    # Every check, and the start.
     config = job.config
-
-    # The start, and the records.
+    plain = on_all_ranks(lambda: checked_model(job, mesh.topology.world_size), mesh)
+    counts = preflight(job, plain, mesh)
     start = find_start(job, mesh)
     record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step if start.is_own else None)
-    record.say(start.lines)
+    record.say([*settings_lines(config), *start.lines])
 
-    # Model, optimizer, replicas.
-    model = shard_model(job, mesh)
-    planned = asdict(count_model(job)) | {"sharding": sharding_result(job, model.plan)}
-    record.sharding(job.sharding, planned["sharding"].get("notes", ()))
+    # Model, optimizer, replicas, hot rows; then what the checkpoint has of them.
+    model = shard_model(job, mesh, plain)
+    placed = sharding_result(job, model.plan)
+    record.sharding(job.sharding, placed.get("notes", ()))
     micro_batches = in_micro_batches(config.train, model)
     optimizer = build_optimizer(config.optimizer, model)
     replicas = replica_sync(config.replicas, model, mesh)
-
-    # Restore.
-    if start.folder is not None:
-        _settle_gradient_buckets(job, mesh, model, optimizer)
-        restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
-        if replicas is not None:
-            replicas.restart(steps=start.position.step)
-
-    # The loop, which saves on the way and at its end.
-    trainer = Trainer(
-        config=config.train,
-        data=job.data,
+    restore_run(start, job, mesh, model=model, optimizer=optimizer, replicas=replicas)
+    hot = hot_rows(job, model, mesh)
+    restore_hot_rows(start, hot, mesh)
+    run = Run(
+        job=job,
         mesh=mesh,
         model=model,
         optimizer=optimizer,
-        record=record,
-        position=start.position,
         replicas=replicas,
+        hot_rows=hot,
+        record=record,
+        saver=_saver(job, mesh),
+        start=start,
+        pipeline=make_pipeline(job, model, optimizer),
     )
-    trainer.hot_rows = hot = hot_rows(job, model, mesh)
-    if hot is not None and start.folder is not None and start.position != Position():
-        _resume_hot_rows(hot, start.folder, mesh)
-    saver = _make_saver(job, mesh)
 
-    def save() -> bool:
-        if replicas is not None:
-            trainer.sync_replicas()
-            replicas.check()
-        at = trainer.position
-        progress = {"epoch": at.epoch, "row": at.row, "files": start.files, "bookmark": at.bookmark}
-        describe = partial(_describe, job, None if hot is None else hot.state())
-        return saver.save(model, optimizer, step=at.step, progress=progress, describe=describe)
+    # Train, and save the end.
+    began = time.perf_counter()
+    with closing(run.saver), Signals() as signals:
+        at, timer = train_steps(run, start.position, signals)
+        seconds = time.perf_counter() - began
+        is_saved = save(run, at) and run.saver.wait()
+    if signals.stops:
+        record.end()
+        if mesh.rank == 0:
+            say_stopped(config.train, signals.name)
+        return {"stopped_at": at.step, "signal": signals.signal}
 
-    with closing(saver), trainer:
-        time = trainer.train(save)
-        is_saved = save() and saver.wait()
-    if trainer.stopped_by is not None:
-        return _stopped(record, config.train, trainer.position.step, trainer.stopped_by)
+    options = option_results(job, mesh, model, replicas=replicas, hot_rows=hot)
 
-    planned |= _unique_result(config, model, mesh)
-
-    # Evaluate and measure. Tables change in the measured pass: it comes last.
-    metrics = trainer.evaluate()
+    # Evaluate and measure. The measured pass updates the tables: it comes last.
+    metrics = evaluate(run)
     if config.train.affinity_rows:
-        trainer.detach()
+        _detach(run)
         if micro_batches is not None:
             micro_batches.detach()  # collecting needs all embeddings of a batch at once
         path = record.folder / "affinity.npz"
-        write_affinity(model, job.data, mesh, config=config.train, steps=time.steps, path=path)
-    traffic = trainer.measure_traffic()
-
-    # Report.
-    result = _result(job, metrics=metrics, time=time, traffic=traffic) | planned
-    result |= _replica_result(config, replicas, mesh) | _hot_result(trainer.hot_rows)
-    record.scalars(time.steps, {f"eval/{name}": float(value) for name, value in asdict(metrics).items()})
+        write_affinity(model, job.data, mesh, config=config.train, steps=at.step, path=path)
+    _detach(run)
+    traffic = measure_traffic(model, optimizer, job.first_batch(mesh).to(current_device(job.device_type)), mesh)
+    result = asdict(counts) | {"sharding": placed} | options
+    result |= result_of(job, steps=at.step, seconds=seconds, timer=timer, metrics=metrics, traffic=traffic)
+    record.scalars(at.step, _named(metrics))
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
     for text in result_warnings(result) if mesh.rank == 0 else ():
         logger.warning(text)
@@ -173,157 +165,185 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     return result
 
 
-def _resume_hot_rows(hot: HotRows, folder: Path, mesh: TowerMesh) -> None:
-    read: list[HotRowsState | None] = []
-    run_on_all_or_raise(lambda: read.append(load_hot_rows(folder)), mesh.global_group)
-    if (state := read[0]) is not None:
-        hot.load_state(state)
+def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, StepTimer]:
+    """Trains from a position to the end of training, or to the step that the ranks agree on when a signal has come.
 
+    Evaluates and saves on the way; the end is left to the caller.
 
-def _stopped(record: RunRecord, config: TrainConfig, step: int, signal: int) -> dict[str, Any]:
-    record.end()
-    if record.enabled:
-        say_stopped(config, SIGNALS[signal])
-    return {"stopped_at": step, "signal": signal}
+    Returns:
+        The position reached, with the replicas averaged, and the time of the steps.
 
-
-def _settle_gradient_buckets(job: Job, mesh: TowerMesh, model: DistributedModelParallel, optimizer: Any) -> None:
-    """Runs three passes on a model that is about to be restored.
-
-    After its second backward pass, DDP has laid out the gradients it reduces in the order in which they come, and with
-    three ranks or more another layout adds numbers in another order. A run that goes on must add as the one before it.
-    In the third forward pass it tells the layout to the other ranks, which `Trainer.measure_traffic` would count where
-    nothing is left to train.
+    Raises:
+        InputError: there are fewer rows than one step needs, training has diverged, or ranks read other rows.
+        ReplicaMismatchError: copies of a parameter differ between ranks.
     """
-    size = job.config.train.batch_size
-    batches = job.data.batches("train", rank=mesh.rank, world_size=mesh.topology.world_size, batch_size=size)
-    for batch in itertools.islice(batches, 1):
-        for _ in range(3):
-            model(batch.to(current_device(job.device_type)))[0].backward()
-            optimizer.zero_grad()
+    config, mesh = run.job.config.train, run.mesh
+    rows, first = config.batch_size * mesh.topology.world_size, at.step
+    health, timer = SoundnessCheck(run.model, mesh.global_group), StepTimer()
+    agreement = Agreement(config, mesh, health=health, timer=timer, replicas=run.replicas, signals=signals)
+    followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
+    is_save_due = False
+    with progress_bar(initial=first, total=_total_steps(run.job), enabled=mesh.rank == 0) as bar:
+        for epoch, batches in stretches(run, at):
+            if epoch != at.epoch:
+                at = replace(at, epoch=epoch, rows=0)
+            if at.step > first and batches and _is_due(at.step, config.eval_every):
+                _evaluate_between(run, at, bar)
+            if is_save_due:
+                save(run, at)
+                agreement.saved()
+            is_save_due = False
+            timer.restart()
+            for logits, labels, _ in run_pipeline(run.pipeline, batches or iter(())):
+                for part in followers:
+                    part.step()
+                at = replace(at, step=at.step + 1, rows=at.rows + rows)
+                bar.update(1)
+                timer.step()
+                health.note(at.step, logits)
+                if not agreement.is_due(at.step):
+                    continue
+                agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
+                if _is_due(at.step, config.log_every):
+                    bar.set_postfix(loss=f"{agreed.loss:.4f}", refresh=False)
+                    run.record.scalars(at.step, {"train/loss": agreed.loss})
+                    run.record.draw(at.step, agreement.speed(rows))
+                if agreed.stops:
+                    break
+                # Where an evaluation follows, after it: whoever goes on from here has its numbers.
+                is_save_due = agreed.saves and _is_due(at.step, config.eval_every)
+                if agreed.saves and not is_save_due:
+                    save(run, at)
+                    agreement.saved()
+                timer.restart()
+            if signals.stops:
+                break
+    _check_trained(run, at)
+    agreement.check(at.step)
+    _settle_replicas(run, at.step)
+    return at, timer
 
 
-def _result(job: Job, *, metrics: MetricValues, time: TrainingTime, traffic: Traffic) -> dict[str, Any]:
-    rows = job.config.train.batch_size * job.topology.world_size
-    return {
-        "arch": job.config.model.name,
-        "dataflow": job.config.dataflow,
-        "world_size": job.topology.world_size,
-        "device": job.device_type,
-        **{f"eval_{name}": value for name, value in asdict(metrics).items()},
-        **asdict(time),
-        "bytes_per_sample": traffic.per_sample(rows),
-        "bad_lines": job.data.bad_lines,
-    }
-
-
-def _replica_result(config: TrainingConfig, replicas: ReplicaSync | None, mesh: TowerMesh) -> dict[str, Any]:
-    """The result's section on replicas; collective."""
-    if replicas is None:
-        return {}
-    sizes = gather_objects(replicas.bytes_per_sync, mesh.global_group)
-    rows = config.replicas.sync_every * config.train.batch_size * mesh.topology.world_size
-    return {
-        "replicas": {
-            "num_replicas": mesh.topology.num_replicas,
-            "bytes_per_sync": round(max(sizes)),  # of the largest rank; the others wait for it
-            "bytes_per_sample": sum(sizes) / rows,
-        }
-    }
-
-
-def _hot_result(hot: HotRows | None) -> dict[str, Any]:
-    """The result's section on hot rows, as they were at the end."""
-    if hot is None:
-        return {}
-    by_table = {name: len(rows) for name, rows in hot.rows.items()}
-    of_all = {"rows": sum(by_table.values()), "bytes_per_rank": hot.num_bytes}
-    left_out = {**hot.left_out, **hot.not_chosen}
-    return {"hot_rows": {**of_all, "rows_by_table": by_table, "left_out": left_out}}
-
-
-def _unique_result(config: TrainingConfig, model: DistributedModelParallel, mesh: TowerMesh) -> dict[str, Any]:
-    """The result's section on rows that samples share, means over ranks; collective."""
-    if not config.sharding.unique:
-        return {}
-    modules = [part for part in model.modules() if isinstance(part, SPTTModule)]
-    own = {name: rows for part in modules for name, rows in part.rows_sent.items()}
-    everyone = gather_objects(own, mesh.global_group)
-    rows = {name: sum(of_rank[name] for of_rank in everyone) / len(everyone) for name in own}
-    return {"unique": {"rows_per_sample": rows, "mean": sum(rows.values()) / len(rows)}}
-
-
-def _make_saver(job: Job, mesh: TowerMesh) -> Checkpointer:
-    return Checkpointer(
-        checkpoint_folder(job.config),
-        mesh,
-        keep=job.config.train.keep_checkpoints,
-        asynchronous=job.config.train.async_save,
-    )
-
-
-def _describe(job: Job, hot: HotRowsState | None, folder: Path) -> None:
-    """Writes the run's own config and plans into a checkpoint: its files elsewhere may change or move."""
-    if hot is not None:
-        save_hot_rows(hot, folder)
-    if job.towers is not None:
-        replace(job.towers, tables=job.split_tables).save(folder / "towers.json")
-    if job.sharding is not None:
-        job.sharding.save(folder / "sharding.json")
-    if job.config.data.kind in ("columns", "source"):
-        (folder / BAGS).write_text(json.dumps(sorted(job.data.multi_hot)), encoding="utf-8")
-    (folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")
-
-
-def _place() -> tuple[int, int]:
-    _check_launched("RANK", "WORLD_SIZE")
-    return _number("RANK"), _number("WORLD_SIZE")
-
-
-def _check_launched(*names: str) -> None:
-    absent = [name for name in names if name not in os.environ]
-    if absent:
+def _check_trained(run: Run, at: Position) -> None:
+    """Raises `InputError` if no step was done."""
+    needed = run.mesh.topology.world_size, run.job.config.train.batch_size
+    if at.step == 0:
         raise InputError(
-            f"{absent[0]} is not set: start training with torchrun, e.g. "
-            "`torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml`."
+            f"No training step was possible: the data has fewer rows than one step of {needed[0]} ranks x "
+            f"train.batch_size={needed[1]}. Lower batch_size."
         )
 
 
-def _number(name: str, default: str | None = None) -> int:
-    text = os.environ[name] if default is None else os.environ.get(name, default)
-    if not re.fullmatch("[0-9]{1,6}", text):
-        raise InputError(f"The environment has {name}={text!r}, which must be a whole number. Set it, or leave it out.")
-    return int(text)
+def _evaluate_between(run: Run, at: Position, bar: Any) -> None:
+    """Evaluates between steps, records it and prints it."""
+    values = evaluate(run)
+    run.record.scalars(at.step, _named(values))
+    bar.clear()
+    run.record.say([f"step {at.step:,}: AUC {values.auc:.4f}, NE {values.ne:.4f}, loss {values.loss:.4f}"])
 
 
-def _say_waiting() -> None:
-    rank, size, address, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    what = "the other ranks" if rank == "0" else "rank 0, which reads the data ahead,"
-    print(
-        f"rank {rank} of {size} waits for {what} at {address}:{port} (MASTER_ADDR and MASTER_PORT), "
-        f"until {_TIMEOUT.seconds // 60} minutes have passed",
-        file=sys.stderr,
-        flush=True,
-    )
+def stretches(run: Run, at: Position) -> Iterator[tuple[int, Iterator[ClickBatch] | None]]:
+    """Yields the training batches up to the next evaluation or the end of an epoch, each time with the epoch's number.
+
+    The pipeline runs batches ahead, and is empty at the end of a stretch. The last one, None, ends training.
+    """
+    config, step = run.job.config.train, at.step
+
+    def counted(batches: Iterator[ClickBatch]) -> Iterator[ClickBatch]:
+        nonlocal step
+        for batch in batches:
+            step += 1
+            yield batch
+
+    for epoch in range(at.epoch, config.epochs):
+        place = at if epoch == at.epoch else Position(epoch=epoch)
+        batches = run.job.training_batches(run.mesh, epoch=epoch, rows=place.rows, bookmark=place.bookmark)
+        while True:
+            limits = [] if config.max_steps is None else [config.max_steps - step]
+            limits += [] if config.eval_every is None else [config.eval_every - step % config.eval_every]
+            if (number := min(limits, default=2**62)) <= 0:
+                return
+            # Only where there is another batch: at the end of training, the caller evaluates.
+            if (first := next(batches, None)) is None:
+                break
+            yield epoch, counted(chain([first], islice(batches, number - 1)))
+    yield max(config.epochs, at.epoch), None
 
 
-@contextmanager
-def _process_group(backends: str) -> Iterator[dist.ProcessGroup]:
-    torch.set_num_threads(min(max(1, _number("OMP_NUM_THREADS", "1")), os.cpu_count() or 1))
-    _check_launched("MASTER_ADDR", "MASTER_PORT")
-    waiting = threading.Timer(_SAY_WAITING_S, _say_waiting)
-    waiting.daemon = True
-    waiting.start()
-    try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
-        store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
-    finally:
-        waiting.cancel()
-    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
-    assert dist.group.WORLD is not None, "it was just made"
-    try:
-        yield dist.group.WORLD
-        # A rank that leaves while a peer still sends can abort it.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields (logits, labels, weights), [B] each, of every batch, after its step."""
+    if not isinstance(pipeline, TrainPipelineSparseDist):
+        # This pipeline stays at the end of the batches that it was given before.
+        pipeline.reset()
+    while True:
+        try:
+            yield pipeline.progress(batches)
+        except StopIteration:
+            return
+
+
+def evaluate(run: Run) -> MetricValues:
+    """Evaluates on the evaluation rows of all ranks; collective."""
+    metrics = ClickMetrics(run.mesh.global_group)
+    run.model.eval()
+    with torch.no_grad():
+        for output in run_pipeline(run.pipeline, run.job.evaluation_batches(run.mesh)):
+            metrics.update(*output)
+    run.model.train()
+    return metrics.compute()
+
+
+def save(run: Run, at: Position) -> bool:
+    """Saves the state at a position, and returns whether that worked; collective."""
+    _settle_replicas(run, at.step)
+    if run.replicas is not None:
+        run.replicas.check()
+    bookmark = run.job.data.bookmark("train", epoch=at.epoch, row=at.rows)
+    progress = {"epoch": at.epoch, "rows": at.rows, "files": run.start.files, "bookmark": bookmark}
+    describe = partial(describe_run, run.job, None if run.hot_rows is None else run.hot_rows.state())
+    return run.saver.save(run.model, run.optimizer, step=at.step, progress=progress, describe=describe)
+
+
+def _settle_replicas(run: Run, step: int) -> None:
+    """Averages the replicas, if there are any that this step has not made equal; collective.
+
+    The mean of equal values is not always exact: another one would let a save change what comes after it.
+    """
+    if run.replicas is not None and (run.replicas.delays_states or step % run.replicas.interval):
+        run.replicas.sync()
+
+
+def _saver(job: Job, mesh: TowerMesh) -> Checkpointer:
+    config, folder = job.config.train, checkpoint_folder(job.config)
+    return Checkpointer(folder, mesh, keep=config.keep_checkpoints, asynchronous=config.async_save)
+
+
+def make_pipeline(job: Job, model: DistributedModelParallel, optimizer: Any) -> Any:
+    """Returns TorchRec's pipeline of a model, which sends the next batch's ids early as ``train.prefetch_ids`` says."""
+    device = current_device(job.device_type)
+    if job.config.train.prefetch_ids:
+        return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
+    return TrainPipelineBase(model, optimizer, device)
+
+
+def _detach(run: Run) -> None:
+    """Detaches the pipeline from the model, which then runs on its own."""
+    if isinstance(run.pipeline, TrainPipelineSparseDist):
+        run.pipeline.detach()
+
+
+def _total_steps(job: Job) -> int | None:
+    """Steps of the whole training, as far as the number of rows is known."""
+    config, rows = job.config.train, job.data.num_rows("train")
+    limits = [] if config.max_steps is None else [config.max_steps]
+    if rows is not None:
+        limits.append(config.epochs * (rows // (config.batch_size * job.topology.world_size)))
+    return min(limits, default=None)
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _named(values: MetricValues) -> dict[str, float]:
+    return {f"eval/{name}": float(value) for name, value in asdict(values).items()}

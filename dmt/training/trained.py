@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from dmt.errors import InputError
 from dmt.files import read_json
+from dmt.hot_rows.runtime import HotRowsState
+from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import checkpoints, load_plain, newest
-from dmt.training.config import TrainingConfig, load_config, to_override
+from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import with_files
 from dmt.training.functions import check_allowed
 from dmt.training.job import Job, open_data
 
-__all__ = ["BAGS", "checkpoint_of", "trained_model"]
+__all__ = ["BAGS", "checkpoint_of", "describe_run", "trained_model"]
 
 BAGS = "bags.json"
 """File of a checkpoint with the names of the features that have bags, which text files to read later do not tell."""
@@ -89,3 +93,16 @@ def _trained_model(run: Path, data_path: str | None, functions: Collection[str])
     task = ClickTask(build_model(job))
     load_plain(task, checkpoint)
     return checkpoint, job, task.model.eval()
+
+
+def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:
+    """Writes a run's own config, plans and hot rows into a checkpoint: its files elsewhere may change or move."""
+    if hot_rows is not None:
+        save_hot_rows(hot_rows, folder)
+    if job.towers is not None:
+        replace(job.towers, tables=job.split_tables).save(folder / "towers.json")
+    if job.sharding is not None:
+        job.sharding.save(folder / "sharding.json")
+    if job.config.data.kind in ("columns", "source"):
+        (folder / BAGS).write_text(json.dumps(sorted(job.data.multi_hot)), encoding="utf-8")
+    (folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")

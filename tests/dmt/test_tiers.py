@@ -16,7 +16,7 @@ from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
 from dmt.sharding.user_rules import ShardingRules, Tiers
-from dmt.training.job import resolve
+from dmt.training.preflight import resolve
 from tests.ranks import run_ranks
 from tests.sptt_case import Case, check_worst, parity_on_rank
 from tests.training.small import small

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from dmt.training.agreement import EXIT_CODE
 from dmt.training.config import load_config, to_toml
-from dmt.training.stop import EXIT_CODE
 from tests.training.small import small
 from tests.waiting import wait_until
 

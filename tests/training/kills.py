@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dmt.training.stop import StopRequest
+from dmt.training.agreement import Signals
 
 _STOPPED_S = 0.3
 
@@ -60,16 +60,16 @@ def places() -> dict[str, Place]:
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
     from dmt.replicas.sync import ReplicaSync, RunningMean
+    from dmt.training import resume
     from dmt.training import train as run
     from dmt.training.checkpoints import store
-    from dmt.training.loop import Trainer
     from dmt.training.records import RunRecord
 
     leads = partial(Place, on_rank_0=True)
     return {
         "prepare": leads(owner=store, name="prepare"),
-        "restore": Place(owner=run, name="restore"),
-        "restored": Place(owner=run, name="restore", at_end=True),
+        "restore": Place(owner=resume, name="restore"),
+        "restored": Place(owner=resume, name="restore", at_end=True),
         "step": Place(owner=TrainPipelineSparseDist, name="progress"),
         "sync": Place(owner=ReplicaSync, name="_average"),
         "mean under way": Place(owner=RunningMean, name="start", at_end=True),
@@ -86,7 +86,7 @@ def places() -> dict[str, Place]:
         # Only shutil.rmtree deletes in open folders.
         "deleting": leads(owner=os, name="unlink", at_end=True, counts=lambda *args, **kwargs: "dir_fd" in kwargs),
         "saved": Place(owner=store.Checkpointer, name="save", at_end=True),
-        "evaluation": Place(owner=Trainer, name="evaluate"),
+        "evaluation": Place(owner=run, name="evaluate"),
         "result": leads(owner=RunRecord, name="close", at_end=True),
     }
 
@@ -95,8 +95,8 @@ def arm(kill: Kill, log: Path, *, rank: int, pids: Mapping[int, int]) -> None:
     """Prepares for the kill in the process of a rank; that it came is a line in the log."""
     assert shutil.rmtree.avoids_symlink_attacks, "it deletes by other calls than 'deleting' waits for"
     if kill.signal == "TERM":
-        # A rank that is told alone goes on for some steps, in case the others are told too: here it ends at once.
-        StopRequest.__enter__ = lambda self: self  # type: ignore[method-assign]
+        # All ranks would save and stop: here the one ends at once.
+        Signals.__enter__ = lambda self: self  # type: ignore[method-assign]
     place = places().get(kill.place)
     assert place is not None or kill.place == "start", f"no such place: {kill.place}"
     if rank != (0 if place is not None and place.on_rank_0 else kill.rank):

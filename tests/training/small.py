@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmt.training.build import ClickTask, build_model
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from dmt.sptt.mesh import TowerMesh
+from dmt.training.agreement import Signals
+from dmt.training.build import ClickTask, build_model, build_optimizer, replica_sync, shard_model
 from dmt.training.config import TrainingConfig
 from dmt.training.data import ClickData
-from dmt.training.job import Job, open_data
+from dmt.training.job import Job, open_data, open_job
+from dmt.training.records import RunRecord
+from dmt.training.resume import Position, Start
+from dmt.training.train import Run, make_pipeline, train_steps
 
 NUM_DENSE = 3
 # Every model with every dataflow it can take.
@@ -54,3 +61,35 @@ def unsharded(config: TrainingConfig) -> Job:
     """The job of a run that is not sharded."""
     data, towers = open_data(config)
     return Job(config=config, tables=data.tables, num_dense=len(data.dense_names), towers=towers)
+
+
+def new_run(
+    config: TrainingConfig,
+    mesh: TowerMesh,
+    *,
+    model: DistributedModelParallel | None = None,
+    optimizer: Any = None,
+    record: Any = None,
+) -> Run:
+    """A run that `train_steps` can train, which saves nothing; ``record`` takes its numbers."""
+    job = open_job(config)
+    model = model or shard_model(job, mesh)
+    optimizer = optimizer or build_optimizer(config.optimizer, model)
+    saver: Any = None
+    return Run(
+        job=job,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        replicas=replica_sync(config.replicas, model, mesh),
+        hot_rows=None,
+        record=record or RunRecord(config, enabled=False),
+        saver=saver,
+        start=Start(files=()),
+        pipeline=make_pipeline(job, model, optimizer),
+    )
+
+
+def train_loop(run: Run) -> Position:
+    """Trains a run from its first step to its end, without evaluating or saving that."""
+    return train_steps(run, Position(), Signals())[0]

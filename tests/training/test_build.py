@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,22 +16,23 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
+from dmt.testing.plain import rate_share as plain_share
+from dmt.training import preflight
 from dmt.training.build import (
     build_model,
     build_optimizer,
-    check_rank_memory,
     count_model,
     fused_params,
+    rate_share,
     shard_model,
+    table_bytes,
 )
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickBatch
-from dmt.training.job import Job, open_job, resolve
-from dmt.training.loop import Trainer
-from dmt.training.records import RunRecord
+from dmt.training.job import Job, open_job
 from tests.ranks import run_ranks
-from tests.training.small import ARCHS, plain, small, source, unsharded
+from tests.training.small import ARCHS, new_run, plain, small, source, train_loop, unsharded
 
 CPU = torch.device("cpu")
 SPARSE = ["rowwise_adagrad", "adagrad", "sgd"]
@@ -46,21 +48,48 @@ def batches(config: TrainingConfig, rank: int, world_size: int) -> Iterator[Clic
 # Pure arithmetic first.
 
 
+def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
+    """Checks the memory of a job whose ranks are on one host, all with the need of rank 0."""
+    ranks = job.topology.world_size
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": pages, "SC_PAGE_SIZE": 4096}[name])
+    monkeypatch.setattr(preflight, "gather_objects", lambda value, group: [value] * ranks)
+    mesh: Any = SimpleNamespace(rank=0, global_group=None)
+    preflight.check_memory(job, build_model(job, device="meta"), mesh)
+
+
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        ("model", {"c": 65_536, "tower_dim": 65_536}, "A rank, with .* of tables, dense layers .*needs at least .* PB"),
-        ("model", {"dense_arch": [2**20, 2**20]}, "dense layers .* needs at least 8.80 TB of memory, but this machine"),
-        ("train", {"batch_size": 2**24}, r"batches \(train: batch_size, eval_batch_size\), needs at least"),
+        (
+            "model",
+            {"c": 65_536, "tower_dim": 65_536},
+            "The 2 ranks on host .* need at least .* PB of memory",
+        ),
+        ("model", {"dense_arch": [2**20, 2**20]}, "need at least 17.6 TB of memory.* dense layers"),
+        ("train", {"batch_size": 2**24}, r"batches \(train: batch_size, eval_batch_size\)\. Lower"),
         ("data", {"synthetic": {"rows_per_table": 2**32}}, r"Synthetic data .*rows_per_table.* needs at least"),
     ],
     ids=["towers", "layers", "batch", "synthetic"],
 )
-def test_a_run_that_no_rank_has_memory_for(section: str, values: Any, message: str, monkeypatch: Any) -> None:
+def test_a_run_that_no_host_has_memory_for(section: str, values: Any, message: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}[name])
     numbers = {"data": {"synthetic": {"num_rows": 2**40}}, "topology": {"num_towers": 2}}
     with pytest.raises(InputError, match=message):
-        check_rank_memory(resolve(TrainingConfig.model_validate({**numbers, section: values}), 2))
+        on_one_host(open_job(TrainingConfig.model_validate({**numbers, section: values})), monkeypatch, 2**20)
+
+
+def test_the_ranks_of_a_host_share_its_memory_and_the_limit_of_their_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = open_job(small(train={"batch_size": 8192}))
+    with pytest.raises(InputError, match=r"The 4 ranks on .* need at least 6\.70 MB of memory, but it has 4\.10 MB"):
+        on_one_host(job, monkeypatch, 1000)  # enough for any of them
+    on_one_host(job, monkeypatch, 4000)
+    assert preflight.memory_limit(tmp_path) == 4000 * 4096
+    (tmp_path / "memory.max").write_text("max\n")
+    assert preflight.memory_limit(tmp_path) == 4000 * 4096
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert preflight.memory_limit(tmp_path) == 5000
 
 
 @pytest.mark.parametrize(
@@ -76,11 +105,9 @@ def test_a_run_that_no_rank_has_memory_for(section: str, values: Any, message: s
 def test_tables_count_where_the_kernels_of_the_device_have_them(
     kernel: str, device: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = resolve(small(sharding={"scheme": "table_wise", "kernels": {"*": kernel}}), 4)
+    job = open_job(small(sharding={"scheme": "table_wise", "kernels": {"*": kernel}}))
     monkeypatch.setattr(Job, "device_type", device)
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 4096}[name])
-    with pytest.raises(InputError, match=f"A rank, with {size} bytes of tables, dense layers"):
-        check_rank_memory(job)
+    assert max(table_bytes(job, rank) for rank in range(4)) == size
 
 
 @pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"])
@@ -151,14 +178,7 @@ def parity_on_rank(rank: int, steps: int) -> dict[str, tuple[State, State]]:
         torch.manual_seed(5)
         oracle = plain(config)
         load_plain_state(model, oracle.state_dict())
-        Trainer(
-            config=config.train,
-            data=source(config),
-            mesh=mesh,
-            model=model,
-            optimizer=build_optimizer(config.optimizer, model),
-            record=RunRecord(config, enabled=False),
-        ).train()
+        train_loop(new_run(config, mesh, model=model))
         ours = gather_plain_state(model)
         if rank:
             continue
@@ -312,18 +332,10 @@ def few_tables(rank: int, folder: str, arch: str, dataflow: str) -> tuple[int, S
         train={"max_steps": 3},
     )
     mesh = TowerMesh(config.topology.build())
-    data = source(config)
     model = shard_model(open_job(config), mesh)
     optimizer = build_optimizer(config.optimizer, model)
     before = gather_plain_state(model)
-    Trainer(
-        config=config.train,
-        data=data,
-        mesh=mesh,
-        model=model,
-        optimizer=optimizer,
-        record=RunRecord(config, enabled=False),
-    ).train()
+    train_loop(new_run(config, mesh, model=model, optimizer=optimizer))
     after = gather_plain_state(model)
     assert Checkpointer(Path(folder) / arch, mesh).save(model, optimizer, step=3, progress={})
     held = sum(len(v.local_shards()) for v in model.state_dict().values() if isinstance(v, ShardedTensor))
@@ -347,3 +359,10 @@ def test_ranks_without_tables_train_and_save(tmp_path: Path) -> None:
         load_plain(model, tmp_path / arch)
         for name, value in model.state_dict().items():
             assert torch.equal(value, results[0][1][name]), name
+
+
+def test_learning_rates_follow_the_formula_of_the_plain_training() -> None:
+    for config in (OptimizerConfig(warmup_steps=0), OptimizerConfig(warmup_steps=3, decay_start=5, decay_steps=4)):
+        decay = {"decay_start": config.decay_start, "decay_steps": config.decay_steps}
+        for step in range(12):
+            assert rate_share(config, step) == plain_share(step, config.warmup_steps, **decay)

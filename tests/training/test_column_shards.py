@@ -13,7 +13,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from dmt.errors import InputError
 from dmt.models.sparse import whole_tables
@@ -22,16 +21,15 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import train as run
-from dmt.training.build import build_optimizer, shard_model
+from dmt.training.build import shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig
 from dmt.training.data import open_source
-from dmt.training.job import open_data, open_job, resolve, tower_plan
-from dmt.training.loop import Trainer
+from dmt.training.job import open_data, open_job, tower_plan
 from dmt.training.partition import affinity_of_run
-from dmt.training.records import RunRecord
+from dmt.training.preflight import resolve
 from tests.ranks import run_ranks
-from tests.training.small import plain, small
+from tests.training.small import new_run, plain, small, train_loop
 
 FEATURES = [f"C{i}" for i in range(1, 7)]
 # Every table in both towers, and the towers of different dimensions.
@@ -120,13 +118,9 @@ def test_batches_name_the_shards_and_tables_stay_whole(tmp_path: Path) -> None:
 def trained(rank: int, config: TrainingConfig, start: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], bool]:
     """The weights after training, and whether the pipeline runs the id exchange ahead."""
     mesh = TowerMesh(config.topology.build())
-    job = open_job(config)
-    data = job.data
-    model = shard_model(job, mesh)
+    model = shard_model(open_job(config), mesh)
     load_plain_state(model, start)
-    optimizer = build_optimizer(config.optimizer, model)
-    record = RunRecord(config, enabled=False)
-    Trainer(config=config.train, data=data, mesh=mesh, model=model, optimizer=optimizer, record=record).train()
+    train_loop(new_run(config, mesh, model=model))
     sparse_arch: Any = model.module.model.sparse_arch
     # A train pipeline puts an object of its own in the place of the method, where it can.
     return gather_plain_state(model), not inspect.ismethod(getattr(sparse_arch, "shards", sparse_arch).forward)
@@ -261,10 +255,10 @@ def run_on_rank(rank: int, folder: str, archs: list[str]) -> list[dict[str, Any]
             optimizer={"sparse_lr": 0.02},
             train={"eval_every": 7, "output_dir": f"{folder}/{arch}"},
         )
-        made = contextlib.nullcontext(dist.group.WORLD)  # by the test
+        made = contextlib.nullcontext(TowerMesh(config.topology.build()))
         with (
             patch.object(TowerPlan, "load", count),
-            patch.object(run, "_process_group", lambda backends, group=made: group),
+            patch.object(run, "process_group", lambda config, made=made: made),
         ):
             results.append(run.train(config))
         # Once in a run, on every rank: the file may change while the run trains with what it held.

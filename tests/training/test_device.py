@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 from dmt import InputError, TowerMesh
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise, wait_for_all
 from dmt.sptt.sharder import model_parallel_tables
-from dmt.training import build, device, loop
+from dmt.training import build, device
 from dmt.training import train as run
 from dmt.training.build import build_optimizer, shard_model
 from dmt.training.check.shrink import CheckLimits, shrink
@@ -23,7 +25,7 @@ from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.config import OptimizerConfig
 from dmt.training.data import ClickBatch
 from dmt.training.device import backend, device_type, random_state, set_random_state, take_device
-from dmt.training.job import check_table_optimizer, open_job
+from dmt.training.job import Job, check_table_optimizer, open_job
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -158,14 +160,14 @@ class Pinned:
 
 
 @pytest.mark.parametrize(("kind", "done"), [("cpu", []), ("cuda", ["pinned"])])
-def test_batches_for_a_gpu_are_in_page_locked_memory(kind: str, done: list[str]) -> None:
-    trainer: Any = object.__new__(loop.Trainer)
-    trainer._device = torch.device(kind)
-    trainer._mesh = trainer._data = type("Stub", (), {})()
-    trainer._mesh.rank, trainer._mesh.topology = 0, type("Stub", (), {"world_size": 1})
-    trainer._reading_group = trainer._thread = None
-    trainer._data.batches = lambda *args, **kwargs: iter([Pinned()])
-    (batch,) = trainer._batches("train", 1)
+def test_batches_for_a_gpu_are_in_page_locked_memory(
+    kind: str, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(topology={"num_towers": 1, "ranks_per_tower": 1})
+    data: Any = SimpleNamespace(batches=lambda *args, **kwargs: iter([Pinned()]))
+    mesh: Any = SimpleNamespace(rank=0, topology=config.topology.build(), global_group=None)
+    monkeypatch.setattr(Job, "device_type", kind)
+    (batch,) = Job(config=config, tables=(), num_dense=0, source=data).evaluation_batches(mesh)
     assert batch.done == done
 
 
@@ -185,7 +187,7 @@ def on_two_backends(rank: int, folder: str) -> list[float]:
         assert gather_objects(rank, group) == dist.get_process_group_ranks(group)
     check_agreement("A test", {"value": 1}, mesh.global_group)
     assert run_on_all_or_raise(lambda: rank, mesh.global_group) == [0, 1]
-    wait_for_all(mesh.global_group, loop._END_OF_EPOCH)
+    wait_for_all(mesh.global_group, timedelta(minutes=1))
     job = open_job(config)
     model = shard_model(job, mesh)
     optimizer = build_optimizer(config.optimizer, model)

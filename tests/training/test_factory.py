@@ -19,15 +19,17 @@ from dmt.models import flat_sparse_arch
 from dmt.models.complexity import compression_ratio
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.towers import TowerPlan
-from dmt.training.build import build_model, check_model, count_model
+from dmt.training.build import build_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
 from dmt.training.commands.plan import run_plan
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.data import DataConfig, open_source
+from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
-from dmt.training.loop import metric_values
+from dmt.training.job import Job
+from dmt.training.metrics import metric_values
 from dmt.training.serving.export import read_manifest
 from tests.training.small import unsharded
 from tests.training.test_resume import attempt
@@ -313,6 +315,10 @@ def test_a_factory_that_does_not_fit_is_refused(factory: str, message: str) -> N
     job = unsharded(deepfm(model={"factory": name, "in_towers": False}))
     with pytest.raises(InputError, match=rf"(?is)model.factory='{name}'.*{message}"):
         build_model(job)
+
+
+def check_model(job: Job) -> None:
+    check_outputs(job, build_model(job, device="meta"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from dmt.collectives import gather_objects
 from dmt.testing.ranks import RanksFailedError
+from dmt.training import train as training
 from dmt.training.checkpoints import checkpoints, newest, verify
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.loop import Trainer
-from dmt.training.resume import checkpoint_folder
+from dmt.training.resume import Position, checkpoint_folder
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint
 from tests.training.data.test_sharing import parquet
@@ -61,18 +61,18 @@ def killed_run(folder: Path, max_steps: int, **sections: Any) -> TrainingConfig:
 
 def attempt_on_rank(rank: int, values: dict[str, Any], number: int, kill: Kill | None, log: Path) -> None:
     """What torchrun starts: the first attempt at a run, or the one after so many restarts."""
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(log.parent / f"attempt_{number}" / str(rank) / "error.json")
+    os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"] = str(log.parent), str(number)
     pids = dict(enumerate(gather_objects(os.getpid(), dist.group.WORLD)))
     if rank == 0:
         log.with_suffix(".pids").write_text(json.dumps(list(pids.values())))
-    train = Trainer.train
+    train_steps = training.train_steps
 
-    def noted(self: Trainer, save: Callable[[], None] | None = None) -> Any:
+    def noted(run: training.Run, at: Position, signals: Any) -> Any:
         if rank == 0:
-            log.with_suffix(".start").write_text(str(self.position.step))
-        return train(self, save)
+            log.with_suffix(".start").write_text(str(at.step))
+        return train_steps(run, at, signals)
 
-    Trainer.train = noted  # type: ignore[method-assign]
+    training.train_steps = noted
     if kill is not None:
         arm(kill, log, rank=rank, pids=pids)
     run_on_rank(rank, values, None)

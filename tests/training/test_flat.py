@@ -27,7 +27,8 @@ from dmt.training.checkpoints import Checkpointer, restore
 from dmt.training.commands.plan import PlannedFlat, print_sharding, run_plan
 from dmt.training.config import TrainingConfig
 from dmt.training.flat import FlatSharder, table_shardings
-from dmt.training.job import Job, open_job, resolve
+from dmt.training.job import Job, open_job
+from dmt.training.preflight import resolve
 from dmt.training.train import train_job
 from tests.parity import FUSED, Batches, FlatModel, make_tables
 from tests.ranks import run_ranks

@@ -20,17 +20,17 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.sptt.mesh import TowerMesh
-from dmt.training import health, loop
+from dmt.training import health, job
 from dmt.training import train as training
-from dmt.training.build import build_optimizer, shard_model
 from dmt.training.checkpoints import checkpoints
 from dmt.training.config import TrainingConfig
-from dmt.training.health import SoundnessCheck, check_same_input
+from dmt.training.health import SoundnessCheck
 from dmt.training.job import open_job
-from dmt.training.loop import Trainer
+from dmt.training.preflight import check_same_input
 from dmt.training.resume import checkpoint_folder
+from dmt.training.train import Run
 from tests.ranks import run_ranks
-from tests.training.small import small
+from tests.training.small import new_run, small, train_loop
 from tests.training.test_resume import attempt, config, run_on_rank
 
 LOG_EVERY = 3
@@ -74,16 +74,15 @@ def gradient(model: nn.Module, name: str) -> Tensor:
     return found
 
 
-def put_in(trainer: Trainer, place: str, kind: str, step: int) -> None:
+def put_in(run: Run, place: str, kind: str, step: int) -> None:
     """Spoils a number of this rank before a step; of a gradient, when it has been averaged."""
-    model, optimizer, pipeline = trainer._model, trainer._optimizer, trainer._pipeline
-    owner, name = (optimizer, "step") if place == "gradient" else (pipeline, "progress")
+    owner, name = (run.optimizer, "step") if place == "gradient" else (run.pipeline, "progress")
     original, done = getattr(owner, name), list[int]()
 
     def spoiled(*args: Any) -> Any:
-        if trainer.position.step + 1 == step and not done:
+        if run.optimizer.steps + 1 == step and run.model.training and not done:
             done.append(step)
-            for tensor in [gradient(model, DENSE)] if place == "gradient" else held(model, place):
+            for tensor in [gradient(run.model, DENSE)] if place == "gradient" else held(run.model, place):
                 spoil(tensor, kind)
         return original(*args)
 
@@ -97,23 +96,19 @@ def stops_on_rank(rank: int) -> list[tuple[str, int, str]]:
         "sharding": {"scheme": "table_wise", "tables": {"t_C1": "data_parallel"}},
         "train": {"log_every": LOG_EVERY, "max_steps": 20, "epochs": 9},
     }
-    run = small(**values)
-    job = open_job(run)
-    mesh = TowerMesh(run.topology.build())
+    config = small(**values)
+    mesh = TowerMesh(config.topology.build())
     found = []
     for place, kind, step in FAULTS:
-        model = shard_model(job, mesh)
-        optimizer = build_optimizer(run.optimizer, model)
-        record: Any = type("Record", (), {"scalars": lambda *_: None})()
-        trainer = Trainer(config=run.train, data=job.data, mesh=mesh, model=model, optimizer=optimizer, record=record)
+        run = new_run(config, mesh)
         if rank == 1 or place == TABLE:
-            put_in(trainer, place, kind, step)
+            put_in(run, place, kind, step)
         try:
-            trainer.train()
+            train_loop(run)
         except (InputError, ReplicaMismatchError) as error:
-            found.append((type(error).__name__, trainer.position.step, str(error)))
+            found.append((type(error).__name__, run.optimizer.steps, str(error)))
         else:
-            found.append(("nothing", trainer.position.step, ""))
+            found.append(("nothing", run.optimizer.steps, ""))
     return found
 
 
@@ -142,14 +137,14 @@ def test_a_fault_in_numbers_stops_the_run_at_the_next_look_and_is_located() -> N
 
 
 def diverges_on_rank(rank: int, values: dict[str, Any], step: int) -> None:
-    train = Trainer.train
+    train_steps = training.train_steps
 
-    def spoiled(self: Trainer, save: Any = None) -> Any:
+    def spoiled(run: Run, *args: Any) -> Any:
         if rank == 1:
-            put_in(self, DENSE, "nan", step)
-        return train(self, save)
+            put_in(run, DENSE, "nan", step)
+        return train_steps(run, *args)
 
-    Trainer.train = spoiled  # type: ignore[method-assign]
+    training.train_steps = spoiled
     run_on_rank(rank, values, None)
 
 
@@ -198,24 +193,21 @@ def test_a_number_that_no_sample_reads_is_noticed_in_turn() -> None:
 
 def counted_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     steps: list[int] = []
-    check = SoundnessCheck.check
+    judge = SoundnessCheck.judge
 
-    def counted(self: SoundnessCheck, step: int) -> None:
+    def counted(self: SoundnessCheck, step: int, reports: Any) -> None:
         steps.append(step)
-        check(self, step)
+        judge(self, step, reports)
 
-    with patch.object(SoundnessCheck, "check", counted):
+    with patch.object(SoundnessCheck, "judge", counted):
         run_on_rank(rank, values, None)
     return steps
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("eval_every", "steps"), [(None, [2, 4, 6, 8, 10]), (4, [2, 4, 4, 6, 8, 8, 10])])
-def test_a_state_is_checked_once_unless_an_evaluation_lies_between(
-    eval_every: int | None, steps: list[int], tmp_path: Path
-) -> None:
-    train = {"log_every": 2, "eval_every": eval_every}
-    run = config(tmp_path, topology=PAIR, train=train)
+def test_a_state_is_checked_once_where_it_is_recorded_or_saved(tmp_path: Path) -> None:
+    run = config(tmp_path, topology=PAIR, train={"log_every": 3, "eval_every": 5})
+    steps = [3, 4, 6, 8, 9, 10]  # saved every 4 steps, and after the last
     assert run_ranks(counted_on_rank, 2, run.model_dump(mode="json")) == [steps] * 2
 
 
@@ -234,9 +226,8 @@ def on_files(path: Path, **sections: dict[str, Any]) -> TrainingConfig:
 
 
 def compare_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
-    job = open_job(TrainingConfig.model_validate(configs[rank]))
-    assert dist.group.WORLD is not None
-    check_same_input(job, dist.group.WORLD)
+    opened = open_job(TrainingConfig.model_validate(configs[rank]))
+    check_same_input(opened, nn.Linear(1, 1), TowerMesh(opened.topology))
 
 
 @pytest.mark.ranks
@@ -271,7 +262,7 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
 
 
 def trains_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
-    training._process_group = lambda backends: nullcontext(dist.group.WORLD)
+    training.process_group = lambda config: nullcontext(TowerMesh(config.topology.build()))
     training.train(TrainingConfig.model_validate(configs[rank]))
 
 
@@ -286,13 +277,9 @@ def test_training_compares_the_files_before_it_begins(tmp_path: Path) -> None:
 
 
 def ends_early_on_rank(rank: int, files: list[str], reading: str) -> None:
-    loop._END_OF_EPOCH = timedelta(seconds=2)
+    job._END_OF_EPOCH = timedelta(seconds=2)
     run = on_files(Path(files[rank]), train={"batch_size": 4}, data={"reading": reading})
-    job, mesh = open_job(run), TowerMesh(run.topology.build())
-    model = shard_model(job, mesh)
-    record: Any = type("Record", (), {"scalars": lambda *_: None})()
-    optimizer = build_optimizer(run.optimizer, model)
-    Trainer(config=run.train, data=job.data, mesh=mesh, model=model, optimizer=optimizer, record=record).train()
+    train_loop(new_run(run, TowerMesh(run.topology.build())))
 
 
 @pytest.mark.ranks

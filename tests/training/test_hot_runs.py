@@ -25,11 +25,13 @@ from dmt.training.checkpoints import load_plain
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.health import SoundnessCheck
-from dmt.training.job import open_data, resolve
+from dmt.training.job import open_data, open_job
+from dmt.training.preflight import resolve
 from dmt.training.resume import checkpoint_folder
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.training.small import plain, small
+from tests.training.test_build import on_one_host
 
 
 def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> TrainingConfig:
@@ -115,13 +117,12 @@ def test_a_run_with_the_default_intervals_passes_its_first_choice_of_rows(tmp_pa
 def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, "large", hot_rows={"extra_memory": 0.25}, optimizer={"sparse": "adagrad"})
     # On one host no row is ever chosen.
-    job, on_one_host = (resolve(one, 4) for one in (config, with_values(config, "topology", ranks_per_host=4)))
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2, "SC_PAGE_SIZE": 4096}[name])
+    job, other = (open_job(one) for one in (config, with_values(config, "topology", ranks_per_host=4)))
     # Weights, gradients and states of a quarter of 6 tables with 400 rows of 32 bytes.
-    with pytest.raises(InputError, match=r"of tables, 57.6 kB for copies of hot rows \(hot_rows.extra_memory\), dense"):
-        build.check_rank_memory(job)
-    with pytest.raises(InputError, match="of tables, dense layers"):
-        build.check_rank_memory(on_one_host)
+    with pytest.raises(InputError, match=r"each for tables, 57.6 kB each for copies of hot rows .*, and dense"):
+        on_one_host(job, monkeypatch, 2)
+    with pytest.raises(InputError, match="each for tables, and dense layers"):
+        on_one_host(other, monkeypatch, 2)
 
 
 def test_a_damaged_file_of_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:

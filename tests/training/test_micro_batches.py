@@ -15,7 +15,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.config import TrainingConfig, load_config
-from dmt.training.job import resolve
+from dmt.training.preflight import resolve
 from dmt.training.records import RunRecord
 from dmt.training.train import train_job
 from tests.ranks import run_ranks

@@ -23,8 +23,9 @@ from dmt.training.build import shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainConfig, load_config, to_toml
 from dmt.training.data import DataConfig, open_source
-from dmt.training.job import open_job, resolve
+from dmt.training.job import open_job
 from dmt.training.partition import affinity_of_run, spread_batches, trained_rows, write_affinity
+from dmt.training.preflight import resolve
 from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import save_alone

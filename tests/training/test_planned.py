@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from dmt.plan.towers import TowerPlan
-from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.build import build_model, build_optimizer, shard_model
+from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
 from dmt.training.exchanges import step_exchanges
 from dmt.training.job import open_job
-from dmt.training.loop import Trainer
+from dmt.training.metrics import measure_traffic
 from tests.ranks import run_ranks
 from tests.seeds import collected
-from tests.training.small import small, source
+from tests.training.small import new_run, small, train_loop
 
 # C1 whole, C6 in both towers.
 CUT = TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]"]], column_splits={"C6": (4, 4)})
@@ -111,35 +110,16 @@ def config_of(name: str, folder: str) -> TrainingConfig:
     return small(arch, synthetic=synthetic, train=train, **sections)
 
 
-class Silent:
-    """Stands in for `RunRecord`."""
-
-    def draw(self, step: int, values: dict[str, float]) -> None: ...
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Nothing is kept."""
-
-
 def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[str, int]]:
     """The bytes of one step of every case, on all ranks."""
     found = {}
     for name in names:
         config = config_of(name, folder)
         mesh = TowerMesh(config.topology.build())
-        data = source(config)
-        model = shard_model(open_job(config), mesh)
-        silent: Any = Silent()
-        trainer = Trainer(
-            config=config.train,
-            data=data,
-            mesh=mesh,
-            model=model,
-            optimizer=build_optimizer(config.optimizer, model),
-            record=silent,
-            replicas=ReplicaSync(model, mesh) if mesh.topology.num_replicas > 1 else None,
-        )
-        trainer.train()
-        found[name] = asdict(trainer.measure_traffic())
+        run = new_run(config, mesh)
+        train_loop(run)
+        run.pipeline.detach()
+        found[name] = asdict(measure_traffic(run.model, run.optimizer, run.job.first_batch(mesh), mesh))
     return found
 
 

@@ -135,7 +135,7 @@ def test_what_no_run_has_left_is_refused_before_anything_is_deleted(tmp_path: Pa
     if name == "config.toml":
         why = "is no config that a run has left there, and a new run would replace it"
     with pytest.raises(InputError, match=rf"{name.split('/')[0]} {why}"):
-        begin_anew(config, [], [])
+        begin_anew(config, "", is_restart=False)
     assert {path for path in tmp_path.rglob("*")} == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import shutil
@@ -12,16 +13,25 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
+from dmt.training import train as training
 from dmt.training.checkpoints import checkpoints, read_manifest
 from dmt.training.checkpoints.folder import write_manifest
 from dmt.training.config import TrainingConfig
-from dmt.training.job import resolve, tower_plan
-from dmt.training.loop import Position, Trainer
+from dmt.training.job import open_job, tower_plan
 from dmt.training.records import RunRecord
-from dmt.training.resume import Start, attempt_names, begin_anew, checkpoint_folder, start_with, starting_point
+from dmt.training.resume import (
+    Position,
+    Start,
+    begin_anew,
+    checkpoint_folder,
+    job_attempt,
+    start_with,
+    starting_point,
+)
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint
@@ -37,7 +47,7 @@ class Interrupted(Exception):
 def run_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> dict[str, Any] | None:
     """One attempt at a run, which may be interrupted at a step; None if it was."""
     config = TrainingConfig.model_validate(values)
-    job = resolve(config, config.topology.build().world_size)
+    job = open_job(config)
     log = RunRecord.scalars
 
     def interrupt(self: RunRecord, step: int, numbers: dict[str, float]) -> None:
@@ -110,17 +120,17 @@ def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(name: str, tmp_
 def rows_seen_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> list[list[float]]:
     """The dense rows that this rank trains on, step by step, in one attempt."""
     seen: list[list[float]] = []
-    progress = Trainer._progress
+    run_pipeline = training.run_pipeline
 
-    def spied(self: Trainer, batches: Any) -> Any:
+    def spied(pipeline: Any, batches: Any) -> Any:
         def spy() -> Any:
             for batch in batches:
                 seen.append(batch.dense_features[:, 0].tolist())
                 yield batch
 
-        return progress(self, spy() if self._model.training else batches)
+        return run_pipeline(pipeline, spy() if torch.is_grad_enabled() else batches)
 
-    with patch.object(Trainer, "_progress", spied):
+    with patch.object(training, "run_pipeline", spied):
         run_on_rank(rank, values, stop_at)
     return seen
 
@@ -182,25 +192,25 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished.train.output_dir, copy)
     anew = changed(finished, train={"output_dir": str(copy), "resume": "never"})
-    begin_anew(changed(finished, train={"output_dir": str(copy)}), ["job 1"], [])
+    begin_anew(changed(finished, train={"output_dir": str(copy)}), "job 1", is_restart=False)
     assert starting_point(anew) == copy / "checkpoint", "nobody asked for a new start"
-    begin_anew(anew, ["job 1"], ["job 1"])
+    begin_anew(anew, "job 1", is_restart=True)
     assert starting_point(anew) is None
     assert list((copy / "checkpoint").iterdir()) == []
 
 
 JOBS = {
-    "torchrun": [{"TORCHELASTIC_ERROR_FILE": f"/tmp/a/none_1/attempt_{n}/0/error.json"} for n in range(3)],
+    "torchrun": [{"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": str(n)} for n in range(3)],
     "Slurm": [{"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(n)} for n in range(3)],
     "torchrun under Slurm": [
-        {"TORCHELASTIC_ERROR_FILE": f"/tmp/a/none_{life}/attempt_{n}/0/error.json", "SLURM_JOB_ID": "7"}
+        {"TORCHELASTIC_RUN_ID": f"{life}", "TORCHELASTIC_RESTART_COUNT": str(n), "SLURM_JOB_ID": "7"}
         | ({"SLURM_RESTART_COUNT": str(life)} if life else {})
         for life, n in ((0, 0), (0, 1), (1, 0), (1, 1))
     ],
 }
 OTHER_JOBS = [
     {},
-    {"TORCHELASTIC_ERROR_FILE": "/tmp/a/none_9/attempt_0/0/error.json", "SLURM_JOB_ID": "7"},
+    {"TORCHELASTIC_RUN_ID": "b", "TORCHELASTIC_RESTART_COUNT": "0", "SLURM_JOB_ID": "7"},
     {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"},
 ]
 
@@ -216,11 +226,12 @@ def test_a_run_begins_anew_once_in_a_job(
 
     def is_kept(environment: dict[str, str], step: int) -> bool:
         """Whether an attempt keeps what is there; leaves a checkpoint."""
-        for name in ("TORCHELASTIC_ERROR_FILE", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        for name in {name for names in (*itertools.chain(*JOBS.values()), *OTHER_JOBS) for name in names}:
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        begin_anew(run, *attempt_names())
+        name, is_restart = job_attempt()
+        begin_anew(run, name, is_restart=is_restart)
         kept = bool(checkpoints(folder))
         make_checkpoint(folder, step, {})
         return kept
@@ -241,19 +252,19 @@ def test_only_checkpoints_of_ours_are_deleted_and_no_link_is_followed(tmp_path: 
     (folder / "notes").mkdir()
     (folder / "notes" / "a.txt").write_text("mine")
     (folder / "step-00000003").symlink_to(elsewhere / "step-00000003")
-    begin_anew(run, [], [])
+    begin_anew(run, "", is_restart=False)
     assert sorted(path.name for path in folder.iterdir()) == ["notes", "step-00000003"]
     assert starting_point(run) is None
     foreign = folder / "step-00000005"
     foreign.mkdir()
     (foreign / "weights.bin").write_text("of another program")
     with pytest.raises(InputError, match=r"step-00000005 has no checkpoint\.json: train\.resume=never deletes only"):
-        begin_anew(run, [], [])
+        begin_anew(run, "", is_restart=False)
     linked = config(tmp_path / "linked", train={"resume": "never"})
     Path(linked.train.output_dir).mkdir()
     checkpoint_folder(linked).symlink_to(elsewhere)
     with pytest.raises(InputError, match=r"checkpoint is a link to .*elsewhere: .* Remove what is there yourself, or"):
-        begin_anew(linked, [], [])
+        begin_anew(linked, "", is_restart=False)
     assert checkpoints(elsewhere) == [elsewhere / "step-00000003"]
     assert (foreign / "weights.bin").exists()
     assert (folder / "notes" / "a.txt").read_text() == "mine"
@@ -288,7 +299,7 @@ def test_a_checkpoint_of_another_run_is_refused(finished: TrainingConfig, sectio
 def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig, tmp_path: Path) -> None:
     longer = changed(finished, train={"epochs": 2, "log_every": 7}, optimizer={"sparse_lr": 0.5})
     found = start(longer)
-    assert found.position == Position(step=7, epoch=1, row=0)
+    assert found.position == Position(step=7, epoch=1, rows=0)
     assert found.notes == ("optimizer.sparse_lr: 0.05 -> 0.5",)
     other_ranks = changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})
     assert start(other_ranks).notes == ("nothing is left to train: it is evaluated again",)
@@ -348,7 +359,7 @@ def test_files_that_are_others_are_seen(tmp_path: Path) -> None:
     run = config(tmp_path / "run", arch="dlrm", dataflow="sptt", train=train, **sections)
     assert attempt(run) is not None
     longer = changed(run, train={"epochs": 2})
-    assert start(longer).position == Position(step=4, epoch=1, row=0)
+    assert start(longer).position == Position(step=4, epoch=1, rows=0)
     with pytest.raises(InputError, match=r"data\.eval_path = None, not '.*day_1\.csv'"):
         start(changed(longer, data={"eval_path": str(tmp_path / "day_1.csv"), "split_column": None}))
     write_day(tmp_path, 2, 320)
@@ -386,20 +397,20 @@ def test_the_warm_up_may_be_taken_out_and_averagings_stay_where_they_were(tmp_pa
 def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     """Steps at which replicas were evaluated; at each of them they are equal."""
     steps = []
-    evaluate = Trainer.evaluate
+    evaluate = training.evaluate
 
-    def checked(self: Trainer) -> Any:
-        assert self._replicas is not None
-        self._replicas.check()
-        steps.append(self.position.step)
-        return evaluate(self)
+    def checked(run: training.Run) -> Any:
+        assert run.replicas is not None
+        run.replicas.check()
+        steps.append(run.optimizer.steps)
+        return evaluate(run)
 
-    with patch.object(Trainer, "evaluate", checked):
+    with patch.object(training, "evaluate", checked):
         run_on_rank(rank, values, None)
     return steps
 
 
-@pytest.mark.parametrize("wrong", [{"epoch": None}, {"epoch": "x"}, {"row": -1}, {"files": 3}])
+@pytest.mark.parametrize("wrong", [{"epoch": None}, {"epoch": "x"}, {"rows": -1}, {"files": 3}])
 def test_a_forged_position_is_refused(wrong: dict[str, Any], finished: TrainingConfig, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoints(checkpoint_folder(finished))[0], tmp_path / "step-00000008")
     manifest = read_manifest(folder)

@@ -16,7 +16,8 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training.build import shard_model
 from dmt.training.config import TrainingConfig, load_config
-from dmt.training.job import open_job, resolve
+from dmt.training.job import open_job
+from dmt.training.preflight import resolve
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 

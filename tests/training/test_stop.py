@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
+import torch
 from click.testing import CliRunner
+from torch import Tensor
 
-from dmt.training import stop
+from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as run
 from dmt.training.__main__ import main
+from dmt.training.agreement import SIGNALS, Agreement, Signals
 from dmt.training.checkpoints import Checkpointer, newest, read_manifest
 from dmt.training.config import TrainingConfig
-from dmt.training.loop import Trainer
+from dmt.training.health import SoundnessCheck
+from dmt.training.metrics import StepTimer
 from dmt.training.records import read_curves
-from dmt.training.stop import SIGNALS, StopRequest, say_stopped
+from dmt.training.resume import say_stopped
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -37,42 +45,52 @@ def config(folder: Path, **settings: Any) -> dict[str, Any]:
     return small("dmt-dlrm", synthetic=few, train=train, **settings).model_dump(mode="json")
 
 
-def trains_on_rank(rank: int, values: dict[str, Any], told_after: list[int] | None) -> dict[str, Any]:
-    """Trains; each rank is sent SIGTERM after a step of its own."""
-    end_step, made = Trainer._end_step, nullcontext(dist.group.WORLD)
+def trains_on_rank(rank: int, values: dict[str, Any], signals: dict[int, tuple[int, int]] | None) -> dict[str, Any]:
+    """Trains; ranks are sent signals after steps: ``signals`` has (step, signal) by rank."""
+    note, step_of, number = SoundnessCheck.note, *(signals or {}).get(rank, (0, 0))
 
-    def told(self: Trainer, *args: Any) -> None:
-        if told_after is not None and self.position.step + 1 == told_after[rank]:
-            os.kill(os.getpid(), (signal.SIGTERM, signal.SIGINT)[rank])
-        end_step(self, *args)
+    def signalled(self: SoundnessCheck, step: int, logits: Tensor) -> None:
+        if step == step_of:
+            os.kill(os.getpid(), number)
+        note(self, step, logits)
 
-    with patch.object(run, "_process_group", lambda backends: made), patch.object(Trainer, "_end_step", told):
+    with patch.object(run, "process_group", on_mesh), patch.object(SoundnessCheck, "note", signalled):
         return run.train(TrainingConfig.model_validate(values))
+
+
+def on_mesh(config: TrainingConfig) -> nullcontext[TowerMesh]:
+    return nullcontext(TowerMesh(config.topology.build()))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("settings", "told_after", "stops_after"),
+    ("settings", "signals", "stops_after"),
     [
-        ({"topology": {"num_towers": 2, "ranks_per_tower": 1}}, [2, 3], {7, 8}),
-        # A checkpoint of replicas is saved where they are averaged anyway.
+        # Both ranks at unlike steps, or one alone.
+        (
+            {"topology": {"num_towers": 2, "ranks_per_tower": 1}},
+            {0: (3, signal.SIGTERM), 1: (2, signal.SIGINT)},
+            {2, 3},
+        ),
+        ({"topology": {"num_towers": 2, "ranks_per_tower": 1}}, {1: (5, signal.SIGTERM)}, {5}),
+        # Replicas are saved where they are averaged anyway.
         pytest.param(
             {
                 "topology": {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2},
                 "replicas": {"sync_every": 4},
             },
-            [1, 2],
+            {0: (5, signal.SIGTERM)},
             {8},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["towers", "replicas"],
+    ids=["towers", "one rank", "replicas"],
 )
 def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
-    settings: dict[str, Any], told_after: list[int], stops_after: set[int], tmp_path: Path
+    settings: dict[str, Any], signals: dict[int, tuple[int, int]], stops_after: set[int], tmp_path: Path
 ) -> None:
     values = config(tmp_path / "stopped", **settings)
-    (stopped,) = {result["stopped_at"] for result in run_ranks(trains_on_rank, 2, values, told_after, fresh=True)}
+    (stopped,) = {result["stopped_at"] for result in run_ranks(trains_on_rank, 2, values, signals, fresh=True)}
     assert stopped in stops_after
     saved = newest(tmp_path / "stopped" / "checkpoint")
     assert saved is not None
@@ -87,38 +105,58 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
     assert result["eval_loss"] == whole["eval_loss"]
 
 
-def told_too_late(saved: list[bool]) -> None:
-    with StopRequest(dist.group.WORLD):
+def signalled_too_late(saved: list[bool]) -> None:
+    with Signals():
         os.kill(os.getpid(), signal.SIGINT)
         saved.append(True)
 
 
-def told_alone_on_rank(rank: int) -> list[Any]:
-    stop._PATIENCE_S = 0.05
-    answers: list[Any] = []
+def test_a_signal_that_is_too_late_for_a_step_is_not_lost() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
-    with StopRequest(dist.group.WORLD) as request:
-        assert {signal.getsignal(number) for number in SIGNALS} == {request._note}
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-    # Too late for a step: what is saved is not ended, and then the signal is not lost.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     saved: list[bool] = []
     with pytest.raises(KeyboardInterrupt):
-        told_too_late(saved)
+        signalled_too_late(saved)
     assert saved
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    with StopRequest(dist.group.WORLD) as request:
-        answers.append(request.is_due(1))
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-            for step in range(2, 9):
-                try:
-                    answers.append(request.is_due(step))
-                except SystemExit as error:
-                    answers.append(error.code)
-                    break
-                time.sleep(0.1)
-    return answers
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize(("pause", "stops", "ends"), [(0.0, False, False), (9.0, False, True), (9.0, True, False)])
+def test_a_second_signal_ends_the_process_unless_it_saves(
+    pause: float, stops: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedulers send one signal twice at once: to torchrun, which hands it on, and to the ranks."""
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    signals = Signals()
+    with contextlib.suppress(KeyboardInterrupt), signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        signals._came -= pause
+        if stops:
+            signals.stop(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    assert codes == ([128 + signal.SIGINT] if ends else [])
+
+
+@pytest.mark.ranks
+def test_a_stop_that_waits_for_an_averaging_says_so() -> None:
+    said, *_ = run_ranks(says_on_rank, 1, fresh=True)
+    assert re.search(r"SIGTERM: training stops after step 8, .*, in 3 steps\. A second signal ends it at once", said)
+
+
+def says_on_rank(rank: int) -> str:
+    config = small("dlrm", topology={"num_towers": 1, "ranks_per_tower": 1})
+    mesh, signals, stream = TowerMesh(config.topology.build()), Signals(), io.StringIO()
+    health: Any = SimpleNamespace(report=lambda: [], judge=lambda *_: None, check=lambda *_: None)
+    replicas: Any = SimpleNamespace(interval=4, delays_states=False)
+    signals.signal = signal.SIGTERM
+    agreement = Agreement(config.train, mesh, health=health, timer=StepTimer(), replicas=replicas, signals=signals)
+    logging.getLogger("dmt.training.agreement").addHandler(logging.StreamHandler(stream))
+    assert not agreement.meet(5, torch.zeros(())).stops
+    assert agreement.is_due(8)
+    assert agreement.meet(8, torch.zeros(())).stops
+    return stream.getvalue()
 
 
 def told_in_the_last_save_on_rank(rank: int, values: dict[str, Any]) -> bool:
@@ -128,7 +166,7 @@ def told_in_the_last_save_on_rank(rank: int, values: dict[str, Any]) -> bool:
         os.kill(os.getpid(), signal.SIGINT)
         return save(self, *args, **settings)
 
-    run._process_group = lambda backends: nullcontext(dist.group.WORLD)
+    run.process_group = on_mesh
     signal.signal(signal.SIGINT, signal.default_int_handler)
     Checkpointer.save = told  # type: ignore[method-assign]
     try:
@@ -145,11 +183,6 @@ def test_a_signal_in_the_last_save_does_not_lose_it(tmp_path: Path) -> None:
     saved = newest(tmp_path / "checkpoint")
     assert saved is not None
     assert not (tmp_path / "result.json").exists()
-
-
-@pytest.mark.ranks
-def test_a_rank_that_is_told_alone_ends_as_before() -> None:
-    assert run_ranks(told_alone_on_rank, 2, fresh=True) == [[False], [*[False] * 4, 128 + signal.SIGINT]]
 
 
 def test_the_last_line_names_the_checkpoint_and_the_command(
@@ -219,21 +252,3 @@ def read_steps(folder: Path) -> list[int]:
     if not (folder / "metrics.jsonl").exists():
         return []
     return [step for step, _ in read_curves(folder).get("train/loss", [])]
-
-
-def told_during_a_long_step_on_rank(rank: int) -> int:
-    stop._PATIENCE_S = 0.0  # whatever a step takes, it is longer
-    with StopRequest(dist.group.WORLD) as request:
-        os.kill(os.getpid(), signal.SIGTERM)
-        for step in range(1, 20):
-            time.sleep(0.02 * rank)
-            dist.barrier()  # as gradients are reduced: no rank is more than a step ahead
-            if request.is_due(step):
-                return step
-    return 0
-
-
-@pytest.mark.ranks
-def test_a_step_longer_than_the_patience_is_waited_for() -> None:
-    (stopped,) = set(run_ranks(told_during_a_long_step_on_rank, 3, fresh=True))
-    assert 0 < stopped < 19

@@ -20,7 +20,7 @@ from dmt.training.check.on_rank import Finding, RankReport, check_on_rank, table
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
 from dmt.training.config import TrainingConfig
 from dmt.training.console import quiet_libraries
-from dmt.training.job import resolve
+from dmt.training.preflight import resolve
 
 __all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "check_run", "compare_ranks", "make_rows"]
 

@@ -20,8 +20,8 @@ from dmt.training.data.schema import csv_header, expand_path, is_parquet, parque
 from dmt.training.data.storage import file_exists
 from dmt.training.data.textfile import text_blocks
 from dmt.training.functions import is_function_name
-from dmt.training.job import check_rows, resolve, rows_at_most
 from dmt.training.partition import affinity_of_run, interactions_of
+from dmt.training.preflight import check_rows, resolve, rows_at_most
 from dmt.training.records import result_warnings
 from dmt.training.report import plot_curves, write_report
 from dmt.training.resume import check_output_dir

@@ -93,9 +93,11 @@ def run_plan(
     }
     job = open_job(run)
     if run.model.factory is not None:
-        from dmt.training.factory import check_outputs  # the plans of other models need no TorchRec
+        # The plans of other models need no TorchRec.
+        from dmt.training.build import build_model
+        from dmt.training.factory import check_outputs
 
-        check_outputs(job)
+        check_outputs(job, build_model(job, device="meta"))
     if run.dataflow == "flat":
         options = [name for name, value in given.items() if value not in (None, False)]
         return _plan_flat(config, job, options)

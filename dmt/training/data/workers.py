@@ -173,7 +173,7 @@ def _start_server() -> None:
     """Starts this process's fork server, deaf to SIGTERM as all that it starts.
 
     Schedulers and torchrun send SIGTERM to all processes of a rank, which then trains a few steps more and needs its
-    workers for that (`dmt.training.stop`). A signal that is blocked here is blocked there, and not lost here.
+    workers for that (`dmt.training.agreement`). A signal that is blocked here is blocked there, and not lost here.
     """
     mp.set_forkserver_preload(_PRELOAD)
     resource_tracker.ensure_running()  # which would unblock the signal

@@ -19,7 +19,7 @@ from dmt.training.data import ClickBatch, ClickData, DataConfig, open_source
 from dmt.training.data.config import with_files
 from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
 from dmt.training.functions import check_allowed
-from dmt.training.loop import MetricValues, metric_values
+from dmt.training.metrics import MetricValues, metric_values
 from dmt.training.serving.export import ServedManifest, explicit_data, load_program, read_manifest
 from dmt.training.trained import trained_model
 

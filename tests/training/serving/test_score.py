@@ -18,8 +18,7 @@ from dmt.training.data import ClickBatch, open_source
 from dmt.training.job import open_job
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import score
-from dmt.training.train import _describe
-from dmt.training.trained import BAGS, checkpoint_of
+from dmt.training.trained import BAGS, checkpoint_of, describe_run
 from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain
 
@@ -70,7 +69,7 @@ def test_a_checkpoint_tells_columns_of_bags_where_the_data_are_lost(run: Path, t
     checkpoint = newest(tmp_path / "run" / "checkpoint")
     assert checkpoint is not None
     (tmp_path / "described").mkdir()
-    _describe(open_job(load_config(checkpoint / "config.toml")), None, tmp_path / "described")
+    describe_run(open_job(load_config(checkpoint / "config.toml")), None, tmp_path / "described")
     shutil.copy(tmp_path / "described" / BAGS, checkpoint)
     score(run, tmp_path / "wanted.parquet", data_path=str(run / "clicks.parquet"))
     lost = shutil.move(run / "clicks.parquet", tmp_path / "rows.parquet")

@@ -1,0 +1,201 @@
+"""`Agreement`: the one exchange of the ranks in training, every few steps; `Signals`: SIGTERM and Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dmt.collectives import run_on_all_or_raise
+from dmt.replicas.sync import ReplicaSync
+from dmt.sptt.mesh import TowerMesh
+from dmt.training.config import TrainConfig
+from dmt.training.health import SoundnessCheck
+from dmt.training.metrics import StepTimer
+
+__all__ = ["EXIT_CODE", "SIGNALS", "Agreed", "Agreement", "Signals"]
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""Exit code of a rank that has saved and stopped, that of a program ended by SIGTERM: schedulers start it again."""
+SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+"""The signals that end a run, and what a reader calls them."""
+
+# A signal is known to all ranks after this long, or after a step: torchrun kills ranks 30 s after it sends one.
+_MEET_EVERY_S = 2.0
+# Schedulers send one signal to torchrun and to its ranks, which then get it twice at once.
+_SECOND_SIGNAL_S = 2.0
+# Where a checkpoint changes what comes after it, a clock would make every run another one.
+_STEPS_OF_DELAYED_STATES = 10_000
+
+
+class Signals:
+    """Takes SIGTERM and Ctrl-C while it is entered; a second one, two seconds later or more, ends the process at once.
+
+    From `stop` on, signals are ignored: what is being saved shall be whole. A signal that comes too late for a step has
+    its usual effect as soon as this is left.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        """The number of the signal for which training stops; 0 until one has come to any rank."""
+        self.stops = False
+        """Whether training has stopped."""
+        self._came = 0.0
+        self._before: dict[int, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """What a reader calls the signal."""
+        return SIGNALS[self.signal]
+
+    def stop(self, number: int) -> None:
+        """Notes that all ranks stop here because of a signal."""
+        self.signal, self.stops = number, True
+
+    def __enter__(self) -> Signals:
+        # Python lets no other thread set handlers.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.stops:
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self.signal and error[0] is None:
+            signal.raise_signal(self.signal)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.signal and not self.stops and time.monotonic() - self._came > _SECOND_SIGNAL_S:
+            os._exit(128 + number)
+        if not self.signal:
+            self.signal, self._came = number, time.monotonic()
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The outcome of a meeting, the same on all ranks."""
+
+    loss: float
+    """Mean over the ranks."""
+    saves: bool
+    """Whether to save now."""
+    stops: bool
+    """Whether to stop now; the state is then sound."""
+
+
+class Agreement:
+    """Says after which steps the ranks meet, and what they agree on: to save, to stop, and that the state is sound.
+
+    They meet every ``log_every`` steps, where a save is due, and about every two seconds. Clocks differ: rank 0's
+    decides about ``save_minutes`` and about the next meeting. With replicas, saves and stops are at the steps after
+    which replicas are averaged anyway: they then change no weight.
+
+    Args:
+        config: of the loop.
+        mesh: the groups.
+        health: looked at where the loss is recorded and before each save.
+        timer: of the steps.
+        replicas: None for a single one.
+        signals: those of this rank.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: TowerMesh,
+        *,
+        health: SoundnessCheck,
+        timer: StepTimer,
+        replicas: ReplicaSync | None,
+        signals: Signals,
+    ) -> None:
+        self._config, self._mesh, self._health, self._timer, self._signals = config, mesh, health, timer, signals
+        self._interval = 1 if replicas is None else replicas.interval
+        is_by_steps = replicas is not None and replicas.delays_states
+        every = config.save_every or (_STEPS_OF_DELAYED_STATES if is_by_steps else None)
+        self._save_every = None if every is None else self._rounded(every)
+        self._next, self._save_at, self._stop_at, self._checked = 1, -1, -1, -1
+        self._saved_at = time.monotonic()
+        self._logged = 0, 0.0  # timed steps and seconds at the last record
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the ranks meet after a step."""
+        return step in (self._save_at, self._stop_at) or step >= self._next or self._is_logged_or_saved(step)
+
+    def meet(self, step: int, loss: Tensor) -> Agreed:
+        """Exchanges what this rank knows after a step, and returns what all agree on; collective.
+
+        Raises:
+            InputError: training has diverged, or tables were changed in place; the same on every rank.
+            ReplicaMismatchError: copies of a parameter differ between ranks.
+        """
+        checks = self._is_logged_or_saved(step) or step in (self._save_at, self._stop_at)
+        everyone = run_on_all_or_raise(lambda: self._words(loss, checks=checks), self._mesh.global_group)
+        _, _, is_time, steps_to_next, _ = everyone[0]
+        self._next = step + steps_to_next
+        number = next((number for _, number, *_ in everyone if number), 0)
+        if number and self._stop_at < 0:
+            self._signals.signal, self._stop_at = number, self._rounded(step)
+            if self._stop_at > step and self._mesh.rank == 0:
+                logger.warning(
+                    "%s: training stops after step %d, where replicas are averaged (replicas.sync_every), in %d steps. "
+                    "A second signal ends it at once; the last checkpoint stays.",
+                    self._signals.name,
+                    self._stop_at,
+                    self._stop_at - step,
+                )
+        if is_time and self._save_at < step:
+            self._save_at = self._rounded(step)
+        saves, stops = step == self._save_at or self._is_saved(step), step == self._stop_at
+        if checks:
+            self._health.judge(step, [report for *_, report in everyone])
+            self._checked = step
+        elif saves or stops:
+            self.check(step)
+        if stops:
+            self._signals.stop(self._signals.signal)
+        return Agreed(sum(loss for loss, *_ in everyone) / len(everyone), saves and not stops, stops)
+
+    def check(self, step: int) -> None:
+        """Checks that the state after a step is sound, unless that is known; collective, errors as of `meet`."""
+        if self._checked != step:
+            self._health.check(step)
+            self._checked = step
+
+    def saved(self) -> None:
+        """Begins the time to the next save; to be called after one, which may have taken long."""
+        self._saved_at = time.monotonic()
+
+    def speed(self, rows: int) -> dict[str, float]:
+        """Returns the samples per second since the last call, at ``rows`` a step, by name; empty without steps."""
+        steps, seconds = self._timer.steps - self._logged[0], self._timer.seconds - self._logged[1]
+        self._logged = self._timer.steps, self._timer.seconds
+        return {"train/samples_per_second": rows * steps / seconds} if steps else {}
+
+    def _words(self, loss: Tensor, *, checks: bool) -> tuple[float, int, bool, int, list[float]]:
+        """The loss, this rank's signal, whether it is time to save, the steps to the next meeting, and `report`."""
+        timer, clock = self._timer, time.monotonic() - self._saved_at
+        is_time = self._save_every is None and clock >= 60.0 * self._config.save_minutes
+        steps = int(_MEET_EVERY_S * timer.steps / timer.seconds) if timer.steps else 1
+        report = self._health.report() if checks else []
+        return float(loss), self._signals.signal, is_time, max(1, steps), report
+
+    def _is_saved(self, step: int) -> bool:
+        return self._save_every is not None and step % self._save_every == 0
+
+    def _is_logged_or_saved(self, step: int) -> bool:
+        return step % self._config.log_every == 0 or self._is_saved(step)
+
+    def _rounded(self, step: int) -> int:
+        return -(-step // self._interval) * self._interval

@@ -1,0 +1,250 @@
+"""Every check of a run before its work starts: of the config with its data and model, of memory, of equal input."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
+from dmt.errors import InputError
+from dmt.formatting import human_bytes, shorten
+from dmt.models.complexity import Complexity, count_on_meta, dense_weight_bytes
+from dmt.plan.topology import TowerTopology
+from dmt.sptt.mesh import TowerMesh
+from dmt.training.access import load_profile
+from dmt.training.build import build_model, table_bytes
+from dmt.training.config import TrainingConfig
+from dmt.training.data import ClickData, ValidationReport
+from dmt.training.data.dataset import file_text
+from dmt.training.factory import check_outputs, without_tables
+from dmt.training.job import Job, check_kernels, check_table_optimizer, open_job
+
+__all__ = [
+    "check_job",
+    "check_memory",
+    "check_rows",
+    "check_same_input",
+    "checked_model",
+    "count_checked",
+    "compare_hosts",
+    "memory_limit",
+    "preflight",
+    "resolve",
+    "rows_at_most",
+]
+
+logger = logging.getLogger(__name__)
+
+# Paths may differ between hosts; the files behind them may not.
+_PATHS = (("data", "train_path"), ("data", "eval_path"), ("towers", "plan"), ("sharding", "plan"))
+
+
+def resolve(config: TrainingConfig, world_size: int) -> Job:
+    """Opens a run and checks, in one process, what can be checked before ``world_size`` ranks train it."""
+    job = open_job(config)
+    count_checked(job, checked_model(job, world_size))
+    return job
+
+
+def checked_model(job: Job, world_size: int) -> nn.Module:
+    """Makes the checks of `check_job`, and builds the plain model of a run on the meta device."""
+    check_job(job, world_size)
+    return build_model(job, device="meta")
+
+
+def count_checked(job: Job, model: nn.Module) -> Complexity:
+    """Checks what the model of a factory returns, and counts the model, which is on the meta device and stays as it is.
+
+    Raises:
+        InputError: it returns something else than logits.
+    """
+    if job.config.model.factory is not None:
+        check_outputs(job, model)
+    return count_on_meta(without_tables(copy.deepcopy(model)), job.num_dense)
+
+
+def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
+    """Makes the checks of a run that is about to start on a mesh, and counts its model; collective.
+
+    Args:
+        job: the run.
+        model: `checked_model`, on the meta device; it stays as it is.
+        mesh: the groups.
+
+    Raises:
+        InputError: anything the user can fix; the same on every rank.
+    """
+    counts: list[Complexity] = []
+
+    def check() -> None:
+        counts.append(count_checked(job, model))
+        if mesh.rank == 0:
+            check_rows(job.config, mesh.topology.world_size, rows_at_most(job.data, job.data.validate()))
+
+    run_on_all_or_raise(check, mesh.global_group)
+    check_same_input(job, model, mesh)
+    check_memory(job, model, mesh)
+    if mesh.rank == 0:
+        compare_hosts(job.topology, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+        if counts[0].compression_ratio < 1:
+            logger.warning(
+                "The towers send %.2f times the numbers of their embeddings (compression ratio %.2f). Lower "
+                "model.tower_dim (or c, p), or leave it out: half of embedding_dim, a ratio of 2.",
+                1 / counts[0].compression_ratio,
+                counts[0].compression_ratio,
+            )
+    return counts[0]
+
+
+def check_job(job: Job, world_size: int) -> None:
+    """Raises `InputError` where settings, data, optimizer and devices do not fit each other, or ``world_size``."""
+    config = job.config
+    config.topology.build().check_world_size(world_size)
+    check_table_optimizer(config.optimizer, job.device_type)
+    check_kernels(job)
+    config.sharding.precision.check_device(torch.device(job.device_type))
+    cut = None if job.towers is None else next(iter(job.towers.column_splits), None)
+    rows = f"train.affinity_rows={config.train.affinity_rows}"
+    refusals = (
+        (
+            config.train.affinity_rows and config.model.has_towers,
+            f"{rows} needs a flat model, but the run has {config.model.chosen}: the embeddings of a tower's features "
+            "stay on its ranks. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run dmt partition "
+            "--checkpoint.",
+        ),
+        (
+            config.train.affinity_rows and cut is not None,
+            f"{rows} needs whole tables, but the tower plan {config.towers.plan} cuts that of feature {cut!r} into "
+            "column shards. Leave it 0 and run dmt partition --checkpoint, which joins them.",
+        ),
+        (
+            job.source is None,
+            f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train.",
+        ),
+        (
+            not job.num_dense and config.model.factory is None,
+            "The data has no dense column, but the models need at least one. Name some in data.dense, or give a "
+            "model of your own (model.factory).",
+        ),
+    )
+    for is_wrong, message in refusals:
+        if is_wrong:
+            raise InputError(message)
+    check_rows(config, world_size, job.data.num_rows("train"))
+    if config.hot_rows.profile is not None:
+        load_profile(Path(config.hot_rows.profile))
+
+
+def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> None:
+    """Raises `InputError` when there are fewer rows than one training step takes; None is an unknown number."""
+    needed = world_size * config.train.batch_size
+    if rows is not None and rows < needed:
+        raise InputError(
+            f"There are {rows} training rows, fewer than one step takes: {world_size} ranks x train.batch_size="
+            f"{config.train.batch_size} = {needed}. Lower train.batch_size or give more data."
+        )
+
+
+def rows_at_most(data: ClickData, report: ValidationReport) -> int | None:
+    """Returns the number of training rows, after a check that saw them all; None after one that did not.
+
+    A source whose rows are split afterwards has that many at most.
+    """
+    if (known := data.num_rows("train")) is not None:
+        return known
+    complete = report.train_rows and (data.config.validate_rows < 0 or report.train_rows < data.config.validate_rows)
+    return report.train_rows if complete else None
+
+
+def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
+    """Compares settings, tables, plans and files of data over the ranks; collective, before they depend on each other.
+
+    Files are compared by name, bytes and CRC-32 of ends and samples, see `dmt.training.data.dataset.fingerprint`.
+
+    Raises:
+        InputError: a rank differs from the first; names setting or file, ranks and hosts; the same on every rank.
+    """
+    given: dict[str, Any] = job.config.model_dump(mode="json")
+    for section, key in _PATHS:
+        del given[section][key]
+    given["device"] = job.device_type
+    given["rows and columns"] = {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables}
+    # Of a source, they follow from the first batch that this rank was given.
+    data = job.data
+    given["dense columns"], given["features"] = tuple(data.dense_names), tuple(data.feature_names)
+    given["features of bags"] = tuple(sorted(data.multi_hot))
+    given["parameters of the model"] = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    given["tower"] = dict(enumerate(job.towers.to_lists())) if job.towers is not None else None
+    given["placement"] = job.sharding.placements if job.sharding is not None else None
+    for split in ("train", "eval"):
+        for number, file in enumerate(data.files(split)):
+            given[f"file {number} of data.{split}_path"] = file_text(*file)
+    try:
+        check_agreement("Training", given, mesh.global_group)
+    except InputError as error:
+        hosts = gather_objects(socket.gethostname(), mesh.global_group)
+        places = [f"{host} (rank {hosts.index(host)} on)" for host in dict.fromkeys(hosts)]
+        raise InputError(f"{error} The ranks are on host {shorten(places, ', ', most=8)}.") from error
+
+
+def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
+    """Checks by a lower bound that each machine has the memory that its ranks need together; collective.
+
+    Counted are a rank's tables, the copies of hot rows that it may have, the dense weights with their gradients, and a
+    batch with its embeddings.
+
+    Raises:
+        InputError: a machine, or the container that this is, has less; the same on every rank.
+    """
+    config, topology = job.config, job.topology
+    towers, dense = dense_weight_bytes(without_tables(copy.deepcopy(model)))
+    tables = table_bytes(job, mesh.rank)
+    # Of each copy the weight, its gradient and states; AdaGrad's single numbers of rows are left out.
+    states = {"adagrad": 1, "adam": 2}.get(config.optimizer.sparse, 0)
+    # On one host no row is ever chosen.
+    is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
+    share = config.hot_rows.extra_memory if is_across else 0.0
+    copies = (2 + states) * share * sum(table.num_bytes for table in job.tables)
+    columns = job.num_dense + sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
+    batch = max(config.train.batch_size, config.train.eval_batch_size) * columns * 4
+    needed = tables + copies + 2 * (dense + towers / topology.num_towers) + batch
+    everyone = gather_objects((socket.gethostname(), needed, memory_limit()), mesh.global_group)
+    for host in dict.fromkeys(name for name, _, _ in everyone):
+        ranks = [(size, limit) for name, size, limit in everyone if name == host]
+        whole, limit = sum(size for size, _ in ranks), min(limit for _, limit in ranks)
+        if whole > limit:
+            hot = f"{human_bytes(copies)} each for copies of hot rows (hot_rows.extra_memory), " if copies else ""
+            raise InputError(
+                f"The {len(ranks)} ranks on host {host} need at least {human_bytes(whole)} of memory, but it has "
+                f"{human_bytes(limit)}: {human_bytes(tables)} each for tables, {hot}and dense layers (model: "
+                "dense_arch, over_arch, tower_dim, c, p, cross_rank) and batches (train: batch_size, eval_batch_size). "
+                "Lower the settings, or use more hosts."
+            )
+
+
+def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the bytes of memory that this machine has, or fewer that its container may use (cgroup, v2 or v1)."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (root / name).read_text().strip()
+        except OSError:
+            continue
+        limits += [int(text)] if text.isdecimal() else []  # "max": no limit
+    return min(limits)
+
+
+def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
+    """Warns of hosts that are not the machines of a job on several; one machine may play several hosts."""
+    if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
+        logger.warning(
+            f"The job runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "
+            f"so bytes are counted for other links. Set topology.ranks_per_host={ranks_per_machine}."
+        )
