@@ -21,15 +21,14 @@ from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.report import commit, processor
 from benchmarks.steps.build import own_topology, own_towers
 from benchmarks.steps.contenders import CONTENDERS, Contender
-from benchmarks.steps.inputs import access_profile, benchmark_tables, random_batch
+from benchmarks.steps.inputs import benchmark_tables, random_batch
 from benchmarks.steps.setting import Ids, Setting
-from dmt.hot_rows.costs import choose_rows, hot_load
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
+from dmt.simulator.work import Inputs
+from dmt.training.commands.what_if import inputs_of, predict_step
 from dmt.training.config import TrainingConfig
-from dmt.training.distinct import distinct_inputs_of
 from dmt.training.job import Job, make_job
-from dmt.training.what_if import Repeats, count, predict_step, step_work
 
 __all__ = ["job_of", "main"]
 
@@ -43,7 +42,8 @@ _FLAT = {"table_wise": "table_wise", "column_wise": "column_wise"}
 def job_of(contender: Contender, setting: Setting) -> Job | None:
     """The contender as a run of the trainer; None where the simulator has no such step."""
     is_flat = contender.family == "flat"
-    if contender.family == "etc" or (is_flat and (contender.scheme not in _FLAT or contender.data_parallel_rows != 0)):
+    has_other_plan = is_flat and (contender.scheme not in _FLAT or contender.data_parallel_rows != 0)
+    if contender.family == "etc" or contender.hot_rows or has_other_plan:
         return None
     values: dict[str, Any] = {
         "model": {"arch": "dlrm", "embedding_dim": 128},
@@ -75,19 +75,12 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     return make_job(config, tables, CRITEO_DENSE_FEATURES, towers=own_towers(contender, setting))
 
 
-def repeats_of(job: Job, contender: Contender, setting: Setting) -> Repeats | None:
-    """Counts what repeats in the ids of the benchmark's batches; None where the contender makes no use of it."""
-    if not contender.unique and not contender.hot_rows:
-        return None
-    size, ranks = setting.batch_size, range(setting.world_size)
-    batches = [random_batch(setting, size, 0, rank).sparse_features for rank in ranks]
-    if not contender.hot_rows:
-        return Repeats(distinct=distinct_inputs_of(job, batches=batches))
-    profile, topology = access_profile(setting), job.topology
-    distinct, whole = contender.unique, sum(4.0 * table.num_embeddings * table.embedding_dim for table in job.tables)
-    rows = choose_rows(profile, job.tables, topology, batch_size=size, distinct=distinct, max_bytes=whole)
-    hot = hot_load(profile, job.tables, topology, rows=rows, batch_size=size)
-    return Repeats(distinct=distinct_inputs_of(job, rows, batches), hot=hot)
+def distinct_of(job: Job, contender: Contender, setting: Setting) -> list[Inputs]:
+    """Counts what repeats in the ids of the benchmark's batches; nothing where the contender makes no use of it."""
+    if not contender.unique:
+        return []
+    ranks = range(setting.world_size)
+    return inputs_of(job, [random_batch(setting, setting.batch_size, 0, rank).sparse_features for rank in ranks])
 
 
 class Row(NamedTuple):
@@ -118,9 +111,8 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
                 continue
             steps.setdefault(key, []).extend(step["seconds"] for step in entry["steps"])
             # Records without the name of a distribution are older than unique inputs.
-            repeats = repeats_of(job, contender, setting) if skew else None
-            work = step_work(job, count(job), repeats)
-            found[key] = predict_step(job, clusters[cluster_name(setting)], work).timeline.seconds
+            inputs = distinct_of(job, contender, setting) if skew else []
+            found[key] = predict_step(job, clusters[cluster_name(setting)], inputs=inputs).timeline.seconds
     return [Row(*key, statistics.median(steps[key]), predicted) for key, predicted in found.items()]
 
 

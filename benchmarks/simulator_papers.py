@@ -20,9 +20,9 @@ import click
 from benchmarks.report import commit
 from dmt.models.complexity import CRITEO_DENSE_FEATURES, criteo_1tb_tables
 from dmt.simulator.cluster import load_cluster
+from dmt.training.commands.what_if import Prediction, predict_step
 from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, make_job
-from dmt.training.what_if import Prediction, predict_step
 
 __all__ = ["main"]
 

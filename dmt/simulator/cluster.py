@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import tomli_w
 
@@ -94,6 +94,18 @@ class Cluster:
         """The rates of a kind of collective."""
         found: CollectiveRates = getattr(self, kind)
         return found
+
+    def with_uplink(self, gbit_per_s: float) -> Cluster:
+        """Returns the cluster with another rate at which a host sends to others, 10^9 bits per second.
+
+        Raises:
+            InputError: it is not a positive number.
+        """
+        rate = gbit_per_s * 1e9 / 8
+        rates: dict[str, Any] = {
+            kind: replace(self.rates(kind), uplink_bytes_per_s=rate) for kind in get_args(CollectiveKind)
+        }
+        return replace(self, **rates)
 
     def share_of_uplink(self, ranks: int) -> float:
         """The share of the uplink's rate that a collective over this number of ranks reaches; 1 where none is given."""

@@ -29,9 +29,9 @@ from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, s
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates
+from dmt.simulator.work import operators_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.unique import distinct_inputs
-from dmt.training.operators import operators_of
 
 __all__ = ["MEGABYTES", "Timing", "measure_cluster", "rate"]
 

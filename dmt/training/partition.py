@@ -22,7 +22,6 @@ from dmt.training.checkpoints import load_plain
 from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.data import ClickBatch, ClickData, open_source
 from dmt.training.device import current_device, device_type
-from dmt.training.distinct import first_ids
 from dmt.training.job import Job, tower_plan
 from dmt.training.records import read_result
 from dmt.training.trained import checkpoint_of
@@ -104,8 +103,8 @@ def entities_of_run(
     data = open_source(config.data)
     ranks = min(config.topology.build().world_size, _MEASURED_BATCHES)
     hashes = [
-        {name: bag_hashes(own.lengths(), own.values()) for name, own in ids.to_dict().items()}
-        for ids in first_ids(data, world_size=ranks, batch_size=config.train.batch_size)
+        {name: bag_hashes(own.lengths(), own.values()) for name, own in batch.sparse_features.to_dict().items()}
+        for batch in islice(data.batches("train", rank=0, world_size=1, batch_size=config.train.batch_size), ranks)
     ]
     found = find_entities(hashes, num_towers=num_towers)
     if not found:

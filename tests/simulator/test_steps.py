@@ -8,8 +8,7 @@ import pytest
 
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveRates
-from dmt.simulator.steps import Load, Operator, PartWork, StepWork, flat_step, tower_step
-from dmt.simulator.timeline import simulate
+from dmt.simulator.steps import Load, Operator, PartWork, StepWork, simulate, step_operations
 
 
 def part(flops: float) -> PartWork:
@@ -53,7 +52,7 @@ WORK = StepWork(
 
 
 def test_a_step_without_options_is_a_sum_but_for_the_bottom_mlp() -> None:
-    found = simulate(tower_step(WORK, CLUSTER, TOPOLOGY))
+    found = simulate(step_operations(WORK, CLUSTER, TOPOLOGY))
     # Ids .5 and .5, lookup 1, inside 1, towers 2, the outputs 4 with the bottom MLP (1) in them, over 4 and 8, the
     # gradients 8 with 2 in them, towers 4, inside 1, update 2.
     assert found.seconds == pytest.approx(0.5 + 0.5 + 1 + 1 + 2 + 4 + 4 + 8 + 8 + 4 + 1 + 2)
@@ -63,31 +62,37 @@ def test_a_step_without_options_is_a_sum_but_for_the_bottom_mlp() -> None:
 
 
 def test_prefetched_ids_travel_during_the_step() -> None:
-    plain, ahead = (simulate(tower_step(WORK, CLUSTER, TOPOLOGY, prefetch=p)).seconds for p in (False, True))
+    plain, ahead = (simulate(step_operations(WORK, CLUSTER, TOPOLOGY, prefetch=p)).seconds for p in (False, True))
     assert plain - ahead == pytest.approx(1.0)
 
 
 def test_micro_batches_hide_what_the_dense_part_takes() -> None:
-    seconds = [simulate(tower_step(WORK, CLUSTER, TOPOLOGY, micro_batches=k)).seconds for k in (1, 2, 4, 16)]
+    seconds = [simulate(step_operations(WORK, CLUSTER, TOPOLOGY, micro_batches=k)).seconds for k in (1, 2, 4, 16)]
     assert seconds == sorted(seconds, reverse=True)
     # Never below the cores' work, nor below the way of ids, embeddings, outputs and gradients.
     assert seconds[-1] >= 1 + 2 + 1 + 4 + 8 + 2 + 4 + 2
     slow = replace(CLUSTER, exchange=replace(RATES, latency_s=1.0))
-    assert simulate(tower_step(WORK, slow, TOPOLOGY, micro_batches=16)).seconds > seconds[0]
+    assert simulate(step_operations(WORK, slow, TOPOLOGY, micro_batches=16)).seconds > seconds[0]
 
 
 def test_a_flat_step_has_its_collectives_over_all_ranks() -> None:
     flat = replace(WORK, towers=PartWork(), tower_ids=NOTHING, tower_outputs=NOTHING)
-    assert simulate(flat_step(flat, CLUSTER, TOPOLOGY)).seconds == pytest.approx(0.5 + 1 + 4 + 4 + 8 + 8 + 2)
-    for operations, towers in ((flat_step(flat, CLUSTER, TOPOLOGY), 0), (tower_step(WORK, CLUSTER, TOPOLOGY), 6)):
+    assert simulate(step_operations(flat, CLUSTER, TOPOLOGY, flat=True)).seconds == pytest.approx(
+        0.5 + 1 + 4 + 4 + 8 + 8 + 2
+    )
+    for operations, towers in (
+        (step_operations(flat, CLUSTER, TOPOLOGY, flat=True), 0),
+        (step_operations(WORK, CLUSTER, TOPOLOGY), 6),
+    ):
         work = sum(one.seconds.get("core", 0.0) for one in operations)
         assert work == pytest.approx(3 + 3 + 12 + towers)
     # Of larger groups the uplink is slower: 4 ranks of a flat model, 2 peers of towers.
     crowded = replace(CLUSTER, uplink_by_ranks={"2": 1.0, "4": 0.5})
-    more = [simulate(flat_step(flat, c, TOPOLOGY)).exposed["embeddings"] for c in (CLUSTER, crowded)]
+    more = [simulate(step_operations(flat, c, TOPOLOGY, flat=True)).exposed["embeddings"] for c in (CLUSTER, crowded)]
     assert more[1] - more[0] == pytest.approx(4 + 8)
     assert (
-        simulate(tower_step(WORK, crowded, TOPOLOGY)).seconds == simulate(tower_step(WORK, CLUSTER, TOPOLOGY)).seconds
+        simulate(step_operations(WORK, crowded, TOPOLOGY)).seconds
+        == simulate(step_operations(WORK, CLUSTER, TOPOLOGY)).seconds
     )
 
 
@@ -95,31 +100,34 @@ def test_cores_that_serve_collectives_slow_what_computes() -> None:
     rates = replace(RATES, core_s_per_byte=0.1)
     busy = replace(CLUSTER, exchange=rates)
     # The bottom MLP runs beside the outputs: a rank's 20 of the host's 40 bytes are 2 s of its cores.
-    plain, slower = (simulate(tower_step(WORK, cluster, TOPOLOGY)) for cluster in (CLUSTER, busy))
+    plain, slower = (simulate(step_operations(WORK, cluster, TOPOLOGY)) for cluster in (CLUSTER, busy))
     assert slower.spans["dense arch 0"][1] - slower.spans["dense arch 0"][0] == pytest.approx(2.0)
     assert slower.seconds == pytest.approx(plain.seconds)
 
 
 def test_dense_gradients_in_a_ring_and_host_by_host() -> None:
-    ring = simulate(tower_step(replace(WORK, dense_weights=Load(30.0, 200.0)), CLUSTER, TOPOLOGY)).spans
+    ring = simulate(step_operations(replace(WORK, dense_weights=Load(30.0, 200.0)), CLUSTER, TOPOLOGY)).spans
     assert ring["dense gradients"][1] - ring["dense gradients"][0] >= 3.0
     by_host = replace(WORK, dense_weights=Load(20.0, 200.0))
-    found = simulate(tower_step(by_host, CLUSTER, TOPOLOGY, hierarchical=True)).spans
+    found = simulate(step_operations(by_host, CLUSTER, TOPOLOGY, hierarchical=True)).spans
     assert found["sum of a host"][1] <= found["sum over hosts"][0] < found["sum over hosts"][1]
     assert found["sum over hosts"][1] <= found["sum handed out"][0]
 
 
 def test_replicas_come_last_and_no_step_is_shorter_than_its_program() -> None:
-    found = simulate(tower_step(replace(WORK, replicas=Load(20.0, 0.0)), CLUSTER, TOPOLOGY))
+    found = simulate(step_operations(replace(WORK, replicas=Load(20.0, 0.0)), CLUSTER, TOPOLOGY))
     assert found.exposed["replicas"] == pytest.approx(2.0)
-    assert simulate(tower_step(WORK, replace(CLUSTER, step_s=100.0), TOPOLOGY)).seconds == 100.0
+    assert simulate(step_operations(WORK, replace(CLUSTER, step_s=100.0), TOPOLOGY)).seconds == 100.0
 
 
 def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None:
     slow = replace(CLUSTER, operator_s=0.5, memory_bytes_per_s=1.0)
     dense = part(12.0)._replace(weight_bytes=4)
     one, four = (
-        sum(o.seconds.get("core", 0.0) for o in tower_step(replace(WORK, dense=dense), slow, TOPOLOGY, micro_batches=k))
+        sum(
+            o.seconds.get("core", 0.0)
+            for o in step_operations(replace(WORK, dense=dense), slow, TOPOLOGY, micro_batches=k)
+        )
         for k in (1, 4)
     )
     # Of towers, bottom MLP and dense part one operator each way; sums of 4 bytes read two tensors and write one.
@@ -128,7 +136,7 @@ def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None
 
 def test_rows_that_micro_batches_share_cross_with_the_first_of_them() -> None:
     work = replace(WORK, parts=(0.75, 0.25))
-    half, most = (simulate(tower_step(own, CLUSTER, TOPOLOGY, micro_batches=2)).spans for own in (WORK, work))
+    half, most = (simulate(step_operations(own, CLUSTER, TOPOLOGY, micro_batches=2)).spans for own in (WORK, work))
     for name in ("outputs", "gradients", "towers"):
         for k, share in enumerate((0.75, 0.25)):
             lasted, lasts = (spans[f"{name} {k}"][1] - spans[f"{name} {k}"][0] for spans in (half, most))
@@ -140,7 +148,7 @@ def test_rows_that_micro_batches_share_cross_with_the_first_of_them() -> None:
     plain, joined = (
         sum(
             one.seconds.get("core", 0.0)
-            for one in tower_step(replace(WORK, output_bytes=10.0, parts=n), slow, TOPOLOGY, micro_batches=2)
+            for one in step_operations(replace(WORK, output_bytes=10.0, parts=n), slow, TOPOLOGY, micro_batches=2)
         )
         for n in ((), (0.5, 0.5))
     )
@@ -150,8 +158,8 @@ def test_rows_that_micro_batches_share_cross_with_the_first_of_them() -> None:
 def test_number_formats_cost_their_conversion() -> None:
     slow = replace(CLUSTER, memory_bytes_per_s=1.0)
     before, after, flat_before, flat_after = (
-        sum(one.seconds.get("core", 0.0) for one in step(work, slow, TOPOLOGY))
-        for step in (tower_step, flat_step)
+        sum(one.seconds.get("core", 0.0) for one in step_operations(work, slow, TOPOLOGY, flat=flat))
+        for flat in (False, True)
         for work in (WORK, replace(WORK, added_bytes=(3.0, 4.0)))
     )
     assert after - before == flat_after - flat_before == pytest.approx(7.0)

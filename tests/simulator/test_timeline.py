@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmt.simulator.timeline import Operation, simulate
+from dmt.simulator.steps import Operation, simulate
 
 
 def op(

@@ -201,36 +201,24 @@ def plan(
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
 @click.option("--cluster", required=True, metavar="FILE", help="File of `dmt bench-comms`, or v100, a100, h100.")
+@click.option(
+    "--uplink-gbit-per-s", "uplink", type=float, help="Rate of a host's link to others, all its ranks together."
+)
 @click.option("--write", type=click.Path(path_type=Path), help="Write the config of the fastest one here (TOML).")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw speed against compression ratio here.")
-@click.option("--verify", type=int, default=0, metavar="K", help="Train the K fastest on this machine's ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every alternative.")
-def what_if(
-    config: str,
-    overrides: tuple[str, ...],
-    *,
-    cluster: str,
-    write: Path | None,
-    picture: Path | None,
-    verify: int,
-    as_json: bool,
-) -> None:
+def what_if(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     """Predicts training steps on a described cluster.
 
     Of the run as it is, flat, in towers and compressed. CONFIG names data, model, batch size and topology; nothing is
     trained. OVERRIDES are section.key=value.
     """
-    from dmt.training.commands.what_if import draw_what_if, print_what_if, run_what_if
+    from dmt.training.commands.what_if import run_what_if
 
-    found = run_what_if(config, overrides, cluster, num_verified=verify, write=write, picture=picture)
-    if write is not None:
-        found.write(write)
-    if picture is not None:
-        draw_what_if(found, picture)
+    found = run_what_if(config, overrides, **options)
     if as_json:
         click.echo(json.dumps(found.to_record(), indent=1))
     else:
-        print_what_if(found)
+        found.print_out()
 
 
 @main.command("bench-comms", epilog="Example: torchrun --nproc-per-node 2 --no-python dmt bench-comms --out my.toml")

@@ -16,15 +16,14 @@ from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes, natural, shorten
 from dmt.sharding.costs import ReplicaCosts, replica_costs
 from dmt.sharding.plan import TowerShardingPlan
-from dmt.simulator.cluster import load_cluster
-from dmt.training.cluster_rates import planner_rates
+from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.commands.outputs import check_output_files, files_of_config
 from dmt.training.config import load_config
 from dmt.training.console import make_table, table_console
 from dmt.training.device import device_type
 from dmt.training.job import Job, check_table_optimizer, open_job
 
-__all__ = ["PlannedFlat", "PlannedTables", "print_sharding", "run_plan"]
+__all__ = ["PlannedFlat", "PlannedTables", "placement_rates", "print_sharding", "run_plan"]
 
 _SHOWN_RANKS = 16
 _SHOWN_TABLES = 20
@@ -82,7 +81,7 @@ def run_plan(
     run = load_config(config, overrides)
     check_output_files({"--out": (out, "sharding plan")}, [config, cluster, *files_of_config(run)])
     if cluster is not None and run.dataflow != "flat":
-        overrides = [*planner_rates(load_cluster(cluster)), *overrides]
+        overrides = [*placement_rates(load_cluster(cluster)), *overrides]
         run = load_config(config, overrides)
     if run.data.tables is None:
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
@@ -114,6 +113,23 @@ def run_plan(
     if out:
         planned.save(out)
     return PlannedTables(planned, replicas)
+
+
+def placement_rates(cluster: Cluster) -> list[str]:
+    """Returns the overrides of ``[sharding]`` by which the planner weighs lookups against sending inside a tower.
+
+    A tower is taken to be on one host.
+
+    Example:
+        >>> placement_rates(load_cluster("a100"))
+        ['sharding.memory_gb_per_s=1300', 'sharding.intra_tower_gb_per_s=252', 'sharding.collective_latency_us=30']
+    """
+    rates = cluster.all_to_all
+    return [
+        f"sharding.memory_gb_per_s={cluster.lookup_bytes_per_s / 1e9:.6g}",
+        f"sharding.intra_tower_gb_per_s={rates.host_bytes_per_s / 1e9:.6g}",
+        f"sharding.collective_latency_us={1e6 * rates.latency_s:.6g}",
+    ]
 
 
 def _plan_flat(config: str, job: Job, options: Sequence[str]) -> PlannedFlat:
