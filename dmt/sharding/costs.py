@@ -98,14 +98,6 @@ class Hardware:
 
     memory_per_rank: int | None = None
     """Bytes for tables, optimizer state and the gradients of data-parallel tables; None: no limit."""
-    host_memory_per_rank: int | None = None
-    """Bytes of host memory for each rank's tables; None: the planner moves none there, and does not check."""
-    ssd_per_rank: int | None = None
-    """Bytes of SSD for each rank's tables; None: the planner moves none there, and does not check."""
-    host_gb_per_s: float = 16.0
-    """Rate at which a rank reads and writes rows in host memory, in 10^9 bytes per second; half of PCIe 4 x16."""
-    ssd_gb_per_s: float = 2.0
-    """Rate at which a rank reads and writes rows on its SSD, in 10^9 bytes per second."""
     memory_gb_per_s: float = 1000.0
     """Rate at which a rank reads and writes rows, in 10^9 bytes per second."""
     intra_tower_gb_per_s: float = 150.0
@@ -116,10 +108,12 @@ class Hardware:
     """Bytes per number of embeddings and gradients on the link: 4, or 2 with 16-bit codecs."""
 
     def __post_init__(self) -> None:
-        for name in ("memory_per_rank", "host_memory_per_rank", "ssd_per_rank"):
-            if (room := getattr(self, name)) is not None and not room > 0:
-                raise InputError(f"Hardware: {name}={room} must be a positive number of bytes, or None for no limit.")
-        for name in ("memory_gb_per_s", "intra_tower_gb_per_s", "exchange_bytes", "host_gb_per_s", "ssd_gb_per_s"):
+        if self.memory_per_rank is not None and not self.memory_per_rank > 0:
+            raise InputError(
+                f"Hardware: memory_per_rank={self.memory_per_rank} must be a positive number of bytes, or None for no "
+                "limit."
+            )
+        for name in ("memory_gb_per_s", "intra_tower_gb_per_s", "exchange_bytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"Hardware: {name}={getattr(self, name)} must be a positive number.")
         if not 0 <= self.collective_latency_us < math.inf:
@@ -144,10 +138,8 @@ class ShardLoad(NamedTuple):
     """Embeddings that leave it in the forward pass; as many bytes of gradients come back."""
     reduced_bytes: float
     """Sent for the all-reduce of a data-parallel table's gradient."""
-    host_memory: int = 0
-    """Bytes in host memory."""
-    ssd: int = 0
-    """Bytes on the SSD."""
+    elsewhere: int = 0
+    """Bytes of weights and optimizer state in host memory or on the SSD, of a table with such a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +148,7 @@ class CostModel:
 
     Message volume is charged to the rank at the busy end of an exchange: the owner of a whole table or of a column
     shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. Duplicate ids,
-    and uneven use of rows are left out: a cache answers the share of lookups that it holds of the rows.
+    uneven use of rows, and the slower lookups of tables that are not on the device are left out.
     """
 
     topology: TowerTopology
@@ -208,10 +200,10 @@ class CostModel:
             # Lengths go to every row shard, ids to that of their row.
             ids = remote * _ID_BYTES * (lookups + samples * features)
             outputs = remote * samples * features * columns * self.hardware.exchange_bytes
-        on_device, host, ssd = self._tiers(memory, state, rows, kernel, cache)
-        seconds = touched * self._seconds_per_byte(kernel, cache)
+        seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
         seconds += (ids + 2 * outputs + reduced) / (1e9 * self.hardware.intra_tower_gb_per_s)
-        return ShardLoad(seconds, on_device, lookups, ids, outputs, reduced, host, ssd)
+        on_device, elsewhere = self._memories(memory, state, rows, kernel, cache)
+        return ShardLoad(seconds, on_device, lookups, ids, outputs, reduced, elsewhere)
 
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
         """(local rank, load) of every shard of a placed table."""
@@ -227,27 +219,17 @@ class CostModel:
             return 0.0
         return 1e-6 * self.hardware.collective_latency_us * _EXCHANGES[scheme]
 
-    def _seconds_per_byte(self, kernel: Kernel, cache: float) -> float:
-        """Returns the time of a byte that is read or written, the cache considered."""
-        hardware = self.hardware
+    def _memories(self, size: int, state: int, rows: int, kernel: Kernel, cache: float) -> tuple[int, int]:
+        """Bytes on the device and elsewhere, of weights and optimizer state together ``size``."""
         if kernel == "fused":
-            return 1e-9 / hardware.memory_gb_per_s
-        if kernel == "fused_uvm":
-            return 1e-9 / hardware.host_gb_per_s
-        behind = hardware.host_gb_per_s if kernel == "fused_uvm_caching" else hardware.ssd_gb_per_s
-        return 1e-9 * (cache / hardware.memory_gb_per_s + (1 - cache) / behind)
-
-    def _tiers(self, size: int, state: int, rows: int, kernel: Kernel, cache: float) -> tuple[int, int, int]:
-        """Bytes on the device, in host memory and on the SSD, of weights and optimizer state together ``size``."""
-        if kernel == "fused":
-            return size, 0, 0
+            return size, 0
         # FBGEMM keeps a state with one number for each row on the device.
         on_device = state if self.workload.optimizer == "rowwise_adagrad" else 0
         elsewhere = size - on_device
         if kernel != "fused_uvm":
             # A map of all rows, of 4 bytes each; and of each cached one its number and its last use, 8 bytes each.
             on_device += math.ceil(cache * (size - state)) + 4 * rows + 16 * math.ceil(cache * rows)
-        return (on_device, 0, elsewhere) if kernel == "key_value" else (on_device, elsewhere, 0)
+        return on_device, elsewhere
 
     def _state_bytes(self, rows: int, columns: int) -> int:
         per_row = {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}

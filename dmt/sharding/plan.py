@@ -53,10 +53,6 @@ class RankLoad:
     """Bytes sent inside the tower per step: ids, embeddings, their gradients, and all-reduces."""
     seconds: float
     """Cost of a step in seconds."""
-    host_memory: int = 0
-    """Bytes of weights and optimizer state in host memory."""
-    ssd: int = 0
-    """Bytes of them on its SSD."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class Tiers:
     """
 
     kernels: Mapping[str, Kernel] = field(default_factory=dict)
-    """Kernel by table name or pattern, of which the first that matches holds; for other tables the planner chooses."""
+    """Kernel by table name or pattern, of which the first that matches holds; other tables are on the device."""
     cache_load_factor: float = 0.2
     """Share of their rows that tables with a cache have there."""
     cache_policy: CachePolicy = "lru"
@@ -53,7 +53,7 @@ class Tiers:
             raise InputError(f"cache_policy={self.cache_policy!r} is unknown; use one of {get_args(CachePolicy)}.")
 
     def kernel_of(self, name: str) -> Kernel | None:
-        """Returns the kernel asked for a table, None if the planner chooses."""
+        """Returns the kernel asked for a table, None if there is none."""
         exact = self.kernels.get(name) or self.kernels.get(uncut_name(name))
         return exact or next((kernel for key, kernel in self.kernels.items() if fnmatchcase(name, key)), None)
 

@@ -144,24 +144,21 @@ def table_bytes(job: Job, rank: int) -> float:
 
     A lower bound of a flat plan, which TorchRec's planner makes later.
     """
-    place, topology = job.topology.coordinates(rank), job.topology
-    if job.device_type == "cuda":
-        loads = () if job.sharding is None else job.sharding.ranks
-        return sum(load.host_memory for load in loads if (load.tower, load.local) == (place.tower, place.local))
+    place, topology, is_cpu = job.topology.coordinates(rank), job.topology, job.device_type == "cpu"
     if job.sharding is None:
         whole = sum(table.num_bytes for table in job.tables)
         is_copied = job.config.sharding.scheme == "data_parallel"
-        return whole if is_copied else whole / (topology.world_size // topology.num_replicas)
-    # On a CPU every kernel is run as fused, without a cache.
-    sharding, tables = job.sharding, {table.name: table for table in job.split_tables}
+        return is_cpu * (whole if is_copied else whole / (topology.world_size // topology.num_replicas))
+    sharding, tables, held = job.sharding, {table.name: table for table in job.split_tables}, 0
     costs = CostModel(topology=sharding.topology, workload=sharding.workload, hardware=sharding.hardware)
-    return sum(
-        load.memory
-        for placed in sharding.tables
-        if placed.tower == place.tower
-        for local, load in costs.shards(tables[placed.name], replace(placed.placement, kernel="fused"))
-        if local == place.local
-    )
+    for placed in sharding.tables:
+        if placed.tower != place.tower or (not is_cpu and placed.placement.kernel == "key_value"):
+            continue
+        # On a CPU every kernel is run as fused, without a cache.
+        placement = replace(placed.placement, kernel="fused") if is_cpu else placed.placement
+        for local, load in costs.shards(tables[placed.name], placement):
+            held += (load.memory if is_cpu else load.elsewhere) * (local == place.local)
+    return held
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:

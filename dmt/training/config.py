@@ -39,10 +39,6 @@ __all__ = [
 ]
 
 SHARDING_RATES = (
-    "host_memory_gib",
-    "ssd_gib",
-    "host_gb_per_s",
-    "ssd_gb_per_s",
     "memory_gb_per_s",
     "intra_tower_gb_per_s",
     "collective_latency_us",
@@ -195,19 +191,11 @@ class ShardingConfig(Section):
     kernels: dict[str, Kernel] = Field(default_factory=dict)
     """TorchRec's kernel of single tables, by name or pattern, and so the memory of their weights: ``fused`` (the
     device's), ``fused_uvm`` (the host's), ``fused_uvm_caching`` (the host's, with a cache on the device), ``key_value``
-    (an SSD, with a cache). Other tables are on the device as far as they fit, then as the next two keys allow."""
-    host_memory_gib: float | None = Field(default=None, gt=0)
-    """Host memory of a rank for tables that do not fit its device, in GiB; None: the planner moves none there."""
-    ssd_gib: float | None = Field(default=None, gt=0)
-    """SSD of a rank for tables that fit neither, in GiB; None: the planner moves none there."""
+    (an SSD, with a cache). Other tables are on the device."""
     cache_load_factor: float = Field(default=0.2, gt=0, le=1)
     """Share of the rows of tables with a cache that are in it."""
     cache_policy: CachePolicy = "lru"
     """Rows that leave a full cache first: those read longest ago, or least often."""
-    host_gb_per_s: float = Field(default=16.0, gt=0)
-    """Rate at which a rank reads rows in host memory, in 10^9 bytes per second."""
-    ssd_gb_per_s: float = Field(default=2.0, gt=0)
-    """Rate at which a rank reads rows on its SSD, in 10^9 bytes per second."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
     """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
     memory_gb_per_s: float = Field(default=1000.0, gt=0)
@@ -427,7 +415,7 @@ class TrainingConfig(Section):
 
     def _check_kernels(self) -> None:
         own = self.sharding
-        if not (own.kernels or own.host_memory_gib or own.ssd_gib):
+        if not own.kernels:
             return
         others = {
             f"{self.topology.num_replicas} replicas, whose sync": self.topology.num_replicas > 1,
@@ -436,8 +424,8 @@ class TrainingConfig(Section):
         for what, is_on in others.items():
             if is_on:
                 raise InputError(
-                    "sharding.kernels, host_memory_gib and ssd_gib put tables where they do not fit a device, but this "
-                    f"run has {what} reads whole tables there. Leave out one of them."
+                    f"sharding.kernels puts tables in other memories than the device's, but this run has {what} "
+                    "reads whole tables there. Leave out one of them."
                 )
 
     def _check_micro_batches(self) -> None:

@@ -286,13 +286,13 @@ def check_kernels(job: Job) -> None:
     if on_ssd and job.config.optimizer.sparse not in ("rowwise_adagrad", "adam"):
         raise InputError(
             f"The plan has table {on_ssd[0]} on an SSD (key_value), where FBGEMM has only row-wise AdaGrad and Adam, "
-            f"but this run has optimizer.sparse={job.config.optimizer.sparse!r}. Leave out sharding.ssd_gib, or use "
+            f"but this run has optimizer.sparse={job.config.optimizer.sparse!r}. Change sharding.kernels, or use "
             "one of those."
         )
     if on_ssd and job.device_type == "cpu":
         raise InputError(
             f"The plan has table {on_ssd[0]} on an SSD (key_value), but FBGEMM keeps tables there behind caches of "
-            "GPUs, and this run is on CPUs. Leave out sharding.ssd_gib, or use GPUs (train.device='cuda')."
+            "GPUs, and this run is on CPUs. Change sharding.kernels, or use GPUs (train.device='cuda')."
         )
 
 
@@ -321,10 +321,6 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
         ),
         hardware=Hardware(
             memory_per_rank=_bytes(sharding.memory_gib),
-            host_memory_per_rank=_bytes(sharding.host_memory_gib),
-            ssd_per_rank=_bytes(sharding.ssd_gib),
-            host_gb_per_s=sharding.host_gb_per_s,
-            ssd_gb_per_s=sharding.ssd_gb_per_s,
             memory_gb_per_s=sharding.memory_gb_per_s,
             intra_tower_gb_per_s=sharding.intra_tower_gb_per_s,
             collective_latency_us=sharding.collective_latency_us,

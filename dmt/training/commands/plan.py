@@ -259,13 +259,10 @@ def _ranks(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[st
         ranks = sorted(ranks, key=lambda rank: (-rank.seconds, rank.tower, rank.local))[:_SHOWN_RANKS]
     title = _title("busiest ranks", len(ranks), len(found.ranks), "Ranks, inside their towers")
     rows = []
-    tiers = {"host memory": [r.host_memory for r in ranks], "SSD": [r.ssd for r in ranks]}
-    tiers = {name: held for name, held in tiers.items() if any(held)}
-    for i, r in enumerate(ranks):
-        more_held = [human_bytes(held[i]) for held in tiers.values()]
+    for r in ranks:
         numbers = human_bytes(r.memory), f"{r.lookups:,.0f}", human_bytes(r.bytes_sent), _time(r.seconds)
-        rows.append((str(r.tower), str(r.local), numbers[0], *more_held, *numbers[1:]))
-    return title, ("tower", "rank", "memory", *tiers, "lookups/step", "sent/step", "cost"), rows
+        rows.append((str(r.tower), str(r.local), *numbers))
+    return title, ("tower", "rank", "memory", "lookups/step", "sent/step", "cost"), rows
 
 
 def _tables(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:
