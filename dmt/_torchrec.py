@@ -268,4 +268,4 @@ def assert_in_graph(condition: Tensor, message: str) -> None:
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the norm of each tensor, a scalar on its device; one kernel for all of them on a GPU."""
-    return list(torch._foreach_norm(list(tensors)))
+    return list(torch._foreach_norm(list(tensors))) if tensors else []

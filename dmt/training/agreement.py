@@ -88,6 +88,8 @@ class Agreed:
 
     loss: float
     """Mean over the ranks."""
+    outputs: tuple[float, float]
+    """Least and greatest logit of all steps and ranks so far."""
     saves: bool
     """Whether to save now."""
     stops: bool
@@ -142,7 +144,7 @@ class Agreement:
         """
         checks = self._is_logged_or_saved(step) or step in (self._save_at, self._stop_at)
         everyone = run_on_all_or_raise(lambda: self._words(loss, checks=checks), self._mesh.global_group)
-        _, _, is_time, steps_to_next, _ = everyone[0]
+        _, _, is_time, steps_to_next, _, _ = everyone[0]
         self._next = step + steps_to_next
         number = next((number for _, number, *_ in everyone if number), 0)
         if number and self._stop_at < 0:
@@ -159,13 +161,15 @@ class Agreement:
             self._save_at = self._rounded(step)
         saves, stops = step == self._save_at or self._is_saved(step), step == self._stop_at
         if checks:
-            self._health.judge(step, [report for *_, report in everyone])
+            self._health.judge(step, [report for *_, report, _ in everyone])
             self._checked = step
         elif saves or stops:
             self.check(step)
         if stops:
             self._signals.stop(self._signals.signal)
-        return Agreed(sum(loss for loss, *_ in everyone) / len(everyone), saves and not stops, stops)
+        lows, highs = zip(*(outputs for *_, outputs in everyone), strict=True)
+        mean = sum(loss for loss, *_ in everyone) / len(everyone)
+        return Agreed(mean, (min(lows), max(highs)), saves and not stops, stops)
 
     def check(self, step: int) -> None:
         """Checks that the state after a step is sound, unless that is known; collective, errors as of `meet`."""
@@ -183,13 +187,13 @@ class Agreement:
         self._logged = self._timer.steps, self._timer.seconds
         return {"train/samples_per_second": rows * steps / seconds} if steps else {}
 
-    def _words(self, loss: Tensor, *, checks: bool) -> tuple[float, int, bool, int, list[float]]:
-        """The loss, this rank's signal, whether it is time to save, the steps to the next meeting, and `report`."""
+    def _words(self, loss: Tensor, *, checks: bool) -> tuple[float, int, bool, int, list[float], tuple[float, float]]:
+        """The loss, this rank's signal, whether it is time to save, steps to the next meeting, soundness, outputs."""
         timer, clock = self._timer, time.monotonic() - self._saved_at
         is_time = self._save_every is None and clock >= 60.0 * self._config.save_minutes
         steps = int(_MEET_EVERY_S * timer.steps / timer.seconds) if timer.steps else 1
         report = self._health.report() if checks else []
-        return float(loss), self._signals.signal, is_time, max(1, steps), report
+        return float(loss), self._signals.signal, is_time, max(1, steps), report, self._health.output_range
 
     def _is_saved(self, step: int) -> bool:
         return self._save_every is not None and step % self._save_every == 0

@@ -126,7 +126,7 @@ def build_model(job: Job, *, device: str | None = None, without_tables: bool = F
         splits = {} if plan is None else plan.column_splits
         shared["make_sparse_arch"] = partial(JoinedShards, splits=splits, make_sparse_arch=flat) if splits else flat
         return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
-    shared |= {"tables": job.split_tables, "tower_plan": plan, "tower_dim": model.tower_dim}
+    shared |= {"tables": job.split_tables, "tower_plan": plan, "tower_dim": model.output_dim}
     shared["make_sparse_arch"] = MetaTowers if without_tables else tower_sparse_arch
     if model.arch == "dmt-dcn":
         return DMTDCN(**shared)

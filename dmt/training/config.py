@@ -83,8 +83,9 @@ class ModelConfig(Section):
     """Hidden layers of the bottom MLP; the last layer follows from N or tower_dim."""
     over_arch: tuple[int, ...] | None = None
     """Layers of the over arch, ending in 1; by default the paper's for the arch."""
-    tower_dim: int = Field(default=64, ge=1, le=65_536)
-    """D, dimension of a tower's outputs (multi-tower models)."""
+    tower_dim: int | None = Field(default=None, ge=1, le=65_536)
+    """D, dimension of a tower's outputs (multi-tower models); by default half of ``embedding_dim``: a compression
+    ratio of 2 with DLRM's ``c = 1`` and ``p = 0``. A ratio below 1 is warned of."""
     c: int = Field(default=1, ge=0, le=65_536)
     """Outputs of dimension D per feature (DLRM in towers)."""
     p: int = Field(default=0, ge=0, le=65_536)
@@ -98,6 +99,11 @@ class ModelConfig(Section):
     def has_towers(self) -> bool:
         """True for a multi-tower model."""
         return self.in_towers if self.factory is not None else self.arch.startswith("dmt-")
+
+    @property
+    def output_dim(self) -> int:
+        """D: ``tower_dim``, or its default."""
+        return self.tower_dim or max(1, self.embedding_dim // 2)
 
     @property
     def name(self) -> str:
@@ -393,121 +399,116 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
-        if self.model.has_towers and self.sharding.dataflow == "flat":
-            raise InputError(
-                f"sharding.dataflow='flat' cannot carry towers, but {self.model.chosen}. "
-                "Use 'sptt' or 'auto', or a flat arch."
-            )
-        if self.dataflow == "flat":
-            self._check_flat()
-        if self.sharding.scheme in _FLAT_ONLY and (self.dataflow == "sptt" or self.topology.num_replicas > 1):
-            place = "the tower dataflow" if self.dataflow == "sptt" else f"{self.topology.num_replicas} replicas"
-            raise InputError(
-                f"sharding.scheme={self.sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one "
-                f"replica, but this run has {place}. Use 'row_wise', 'column_wise' or 'auto'."
-            )
-        self._check_micro_batches()
-        self._check_dense_reduce()
-        self._check_replicas()
-        self._check_hot_rows()
-        self._check_kernels()
+        check_moment_scale(self.replicas.moment_scale, self.topology.num_replicas)
+        for is_wrong, message in (*_refusals(self), *_refusals_of_hot_rows(self)):
+            if is_wrong:
+                raise InputError(message)
         return self
 
-    def _check_kernels(self) -> None:
-        own = self.sharding
-        if not own.kernels:
-            return
-        others = {
-            f"{self.topology.num_replicas} replicas, whose sync": self.topology.num_replicas > 1,
-            f"hot_rows.extra_memory={self.hot_rows.extra_memory}, whose refresh": self.hot_rows.extra_memory > 0,
-        }
-        for what, is_on in others.items():
-            if is_on:
-                raise InputError(
-                    f"sharding.kernels puts tables in other memories than the device's, but this run has {what} "
-                    "reads whole tables there. Leave out one of them."
-                )
 
-    def _check_micro_batches(self) -> None:
-        number = self.train.micro_batches
-        if number > 1 and self.dataflow == "flat":
-            raise InputError(
-                f"train.micro_batches={number} needs the tower dataflow, but this run has sharding.dataflow='flat', "
-                "which would look up and send each micro-batch by itself. Set it to 'sptt', or leave micro_batches out."
-            )
-        if number > 1 and self.sharding.id_route == "global":
-            raise InputError(
-                f"train.micro_batches={number} needs sharding.id_route='peer', but this run has 'global', which brings "
-                "ids to the ranks in another order. Leave out one of them."
-            )
+Refusal = tuple[object, str]
+"""A condition that a config must not meet, and the message."""
 
-    def _check_dense_reduce(self) -> None:
-        train = self.train
-        if train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32":
-            raise InputError(
-                f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs "
-                "train.dense_reduce='hierarchical', but this run has 'ring', DDP's own all-reduce, which sends fp32. "
-                "Set it to 'hierarchical', or leave dense_reduce_precision out."
-            )
-        if train.dense_reduce == "hierarchical" and self.topology.build().num_hosts == 1:
-            raise InputError(
-                "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but topology has "
-                f"one host of {self.topology.build().host_size} ranks. Set topology.ranks_per_host to the ranks of one "
-                "machine (left out, each tower is a host, also with the flat dataflow), or leave dense_reduce out."
-            )
 
-    def _check_replicas(self) -> None:
-        check_moment_scale(self.replicas.moment_scale, self.topology.num_replicas)
-        every, interval = self.train.eval_every, self.replicas.sync_every
-        if self.topology.num_replicas > 1 and every and every % interval:
-            raise InputError(
-                f"train.eval_every={every} is not a multiple of replicas.sync_every={interval}: between averagings "
-                "each replica has tables of its own, and there is no one model to evaluate. Make it a multiple."
-            )
+def _refusals(config: TrainingConfig) -> Iterator[Refusal]:
+    """Settings of one section that do not go with another one."""
+    model, sharding, train, topology = config.model, config.sharding, config.train, config.topology
+    is_flat, replicas, places = config.dataflow == "flat", topology.num_replicas, topology.build()
+    yield (
+        model.has_towers and is_flat,
+        f"sharding.dataflow='flat' cannot carry towers, but {model.chosen}. Use 'sptt' or 'auto', or a flat arch.",
+    )
+    # TorchRec would ignore them without a warning.
+    for key in SHARDING_OF_TOWERS:
+        value = getattr(sharding, key)
+        yield (
+            is_flat and value != ShardingConfig.model_fields[key].get_default(call_default_factory=True),
+            f"sharding.{key}={value!r} needs the tower dataflow, but this run has sharding.dataflow='flat'. Set it to "
+            "'sptt', or leave the key out.",
+        )
+    for key in ("forward_precision", "backward_precision"):
+        yield (
+            is_flat and getattr(sharding, key) in ("int8", "fp8"),
+            f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
+            "sharding.dataflow='flat', where TorchRec's exchange does not pad to whole groups of numbers. Use 'fp16' "
+            "or 'bf16'.",
+        )
+    yield (
+        sharding.scheme in _FLAT_ONLY and (not is_flat or replicas > 1),
+        f"sharding.scheme={sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one replica, but this "
+        f"run has {f'{replicas} replicas' if is_flat else 'the tower dataflow'}. Use 'row_wise', 'column_wise' or "
+        "'auto'.",
+    )
+    yield (
+        train.micro_batches > 1 and is_flat,
+        f"train.micro_batches={train.micro_batches} needs the tower dataflow, but this run has "
+        "sharding.dataflow='flat', which would look up and send each micro-batch by itself. Set it to 'sptt', or leave "
+        "micro_batches out.",
+    )
+    yield (
+        train.micro_batches > 1 and sharding.id_route == "global",
+        f"train.micro_batches={train.micro_batches} needs sharding.id_route='peer', but this run has 'global', which "
+        "brings ids to the ranks in another order. Leave out one of them.",
+    )
+    yield (
+        train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32",
+        f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs train.dense_reduce='hierarchical', but "
+        "this run has 'ring', DDP's own all-reduce, which sends fp32. Set it to 'hierarchical', or leave "
+        "dense_reduce_precision out.",
+    )
+    yield (
+        train.dense_reduce == "hierarchical" and places.num_hosts == 1,
+        "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but topology has one host "
+        f"of {places.host_size} ranks. Set topology.ranks_per_host to the ranks of one machine (left out, each tower "
+        "is a host, also with the flat dataflow), or leave dense_reduce out.",
+    )
+    yield (
+        replicas > 1 and train.eval_every and train.eval_every % config.replicas.sync_every,
+        f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={config.replicas.sync_every}: "
+        "between averagings each replica has tables of its own, and there is no one model to evaluate. Make it a "
+        "multiple.",
+    )
 
-    def _check_hot_rows(self) -> None:
-        own = self.hot_rows
-        if own.extra_memory == 0:
-            for key, field in HotRowsConfig.model_fields.items():
-                if (value := getattr(own, key)) != field.default:
-                    raise InputError(
-                        f"hot_rows.{key}={value!r} needs hot_rows.extra_memory, the share of the tables that copies "
-                        f"may have. Set it to 0.01, or leave the {key} out."
-                    )
-            return
-        obstacle = ""
-        if self.model.has_towers:
-            obstacle = (
-                f"a flat model, but {self.model.chosen}: towers send their modules' outputs, whichever rows those were "
-                "computed from"
-            )
-        elif self.dataflow == "flat":
-            obstacle = "sharding.dataflow='sptt', but this run has 'flat'"
-        elif self.sharding.id_route == "global":
-            obstacle = "sharding.id_route='peer', but this run has 'global', which sends every sample"
-        elif self.sharding.table_precision != "fp32":
-            obstacle = f"sharding.table_precision='fp32', but this run has {self.sharding.table_precision!r}"
-        if obstacle:
-            raise InputError(
-                f"hot_rows.extra_memory={own.extra_memory} needs {obstacle}. Change that, or leave hot_rows out."
-            )
 
-    def _check_flat(self) -> None:
-        """Raises `InputError` for settings of the tower dataflow; TorchRec would ignore them without a warning."""
-        sharding, default = self.sharding, ShardingConfig()
-        for key in SHARDING_OF_TOWERS:
-            if getattr(sharding, key) != getattr(default, key):
-                raise InputError(
-                    f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
-                    "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out."
-                )
-        for key in ("forward_precision", "backward_precision"):
-            if getattr(sharding, key) in ("int8", "fp8"):
-                raise InputError(
-                    f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
-                    "sharding.dataflow='flat', where TorchRec's exchange does not pad to whole groups of numbers. Use "
-                    "'fp16' or 'bf16'."
-                )
+def _refusals_of_hot_rows(config: TrainingConfig) -> Iterator[Refusal]:
+    hot, model, sharding = config.hot_rows, config.model, config.sharding
+    for key, field in HotRowsConfig.model_fields.items():
+        value = getattr(hot, key)
+        yield (
+            hot.extra_memory == 0 and value != field.default,
+            f"hot_rows.{key}={value!r} needs hot_rows.extra_memory, the share of the tables that copies may have. Set "
+            f"it to 0.01, or leave the {key} out.",
+        )
+    for is_wrong, what in (
+        (
+            model.has_towers,
+            f"a flat model, but {model.chosen}: towers send their modules' outputs, whichever rows those were computed "
+            "from",
+        ),
+        (config.dataflow == "flat", "sharding.dataflow='sptt', but this run has 'flat'"),
+        (
+            sharding.id_route == "global",
+            "sharding.id_route='peer', but this run has 'global', which sends every sample",
+        ),
+        (
+            sharding.table_precision != "fp32",
+            f"sharding.table_precision='fp32', but this run has {sharding.table_precision!r}",
+        ),
+    ):
+        yield (
+            hot.extra_memory > 0 and is_wrong,
+            f"hot_rows.extra_memory={hot.extra_memory} needs {what}. Change that, or leave hot_rows out.",
+        )
+    if sharding.kernels:
+        for is_on, what in (
+            (config.topology.num_replicas > 1, f"{config.topology.num_replicas} replicas, whose sync"),
+            (hot.extra_memory > 0, f"hot_rows.extra_memory={hot.extra_memory}, whose refresh"),
+        ):
+            yield (
+                is_on,
+                f"sharding.kernels puts tables in other memories than the device's, but this run has {what} reads whole "
+                "tables there. Leave out one of them.",
+            )
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:

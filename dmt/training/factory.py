@@ -33,7 +33,7 @@ from dmt.plan.tables import TableSpec, table_specs
 from dmt.training.functions import call_named, load_function
 from dmt.training.job import Job
 
-__all__ = ["check_outputs", "make_model", "sparse_parts", "without_tables"]
+__all__ = ["check_outputs", "make_model", "probability_warning", "sparse_parts", "without_tables"]
 
 
 def make_model(job: Job, device: str | None = None) -> nn.Module:
@@ -92,6 +92,26 @@ def check_outputs(job: Job, model: nn.Module) -> None:
             f"{place}: for {num_samples} samples the model returned {_described(output)}. It must return logits, "
             f"a tensor [{num_samples}, 1]."
         )
+
+
+def probability_warning(factory: str, low: float, high: float) -> str:
+    """Returns a warning for outputs of the first batches that are all between 0 and 1, as probabilities are; else "".
+
+    Args:
+        factory: its name.
+        low: least output of all batches and ranks.
+        high: greatest one.
+
+    Example:
+        >>> probability_warning("my_models:deepfm", -0.2, 0.4)
+        ''
+    """
+    if not 0 <= low <= high <= 1:
+        return ""
+    return (
+        f"model.factory={factory!r}: all outputs of the first batches lie between {low:.3f} and {high:.3f}, as "
+        "probabilities do. The model must return logits: take the sigmoid out of it, or it learns far worse."
+    )
 
 
 def _check_tower(place: str, number: int, module: Any, arguments: Any, output: Any) -> None:

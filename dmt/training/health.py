@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from itertools import cycle, islice
@@ -62,6 +63,13 @@ class SoundnessCheck:
         self._turns = cycle(self._parts)
         # The first step at which the loss, and the gradient of each parameter, was not finite.
         self._since = torch.full((1 + len(self._trained),), _NEVER)
+        self._range = torch.tensor([math.inf, -math.inf])
+
+    @property
+    def output_range(self) -> tuple[float, float]:
+        """Least and greatest logit that `note` was given on this rank."""
+        low, high = self._range.tolist()
+        return low, high
 
     @torch.no_grad()
     def note(self, step: int, logits: Tensor) -> None:
@@ -70,6 +78,8 @@ class SoundnessCheck:
         gradients = norms([zero if p.grad is None else p.grad for p in self._trained.values()])
         finite = torch.stack([logits.sum(), *gradients]).isfinite()
         self._since = self._since.to(finite.device).where(finite, self._since.clamp(max=step))
+        low, high = self._range.to(logits.device)
+        self._range = torch.stack([torch.minimum(low, logits.min()), torch.maximum(high, logits.max())])
 
     def report(self) -> list[float]:
         """Returns the first bad step, whether weights are finite, and hashes of the copies on all and on some ranks."""

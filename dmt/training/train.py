@@ -37,6 +37,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, process_group
+from dmt.training.factory import probability_warning
 from dmt.training.health import SoundnessCheck
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_traffic
@@ -208,6 +209,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                     bar.set_postfix(loss=f"{agreed.loss:.4f}", refresh=False)
                     run.record.scalars(at.step, {"train/loss": agreed.loss})
                     run.record.draw(at.step, agreement.speed(rows))
+                    _warn_of_probabilities(run, at.step - first, agreed.outputs)
                 if agreed.stops:
                     break
                 # Where an evaluation follows, after it: whoever goes on from here has its numbers.
@@ -232,6 +234,14 @@ def _check_trained(run: Run, at: Position) -> None:
             f"No training step was possible: the data has fewer rows than one step of {needed[0]} ranks x "
             f"train.batch_size={needed[1]}. Lower batch_size."
         )
+
+
+def _warn_of_probabilities(run: Run, steps: int, outputs: tuple[float, float]) -> None:
+    """Warns once, at the first record of the loss, of a model of the user's own that seems to return probabilities."""
+    factory, every = run.job.config.model.factory, run.job.config.train.log_every
+    text = "" if factory is None or steps > every else probability_warning(factory, *outputs)
+    if text and run.mesh.rank == 0:
+        logger.warning(text)
 
 
 def _evaluate_between(run: Run, at: Position, bar: Any) -> None:

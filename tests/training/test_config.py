@@ -211,3 +211,8 @@ def test_a_file_of_the_name_of_a_shipped_config_comes_first(tmp_path: Path, monk
 )
 def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) -> None:
     assert load_config("demo", [f"model.arch={arch}", f"sharding.dataflow={dataflow}"]).dataflow == resolved
+
+
+def test_the_dimension_of_tower_outputs_follows_that_of_embeddings() -> None:
+    assert load_config("demo", ["model.embedding_dim=8"]).model.output_dim == 4
+    assert load_config("demo", ["model.embedding_dim=8", "model.tower_dim=5"]).model.output_dim == 5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import tomllib
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from dmt.models import flat_sparse_arch
 from dmt.models.complexity import compression_ratio
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.towers import TowerPlan
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
@@ -31,7 +34,8 @@ from dmt.training.functions import load_function
 from dmt.training.job import Job
 from dmt.training.metrics import metric_values
 from dmt.training.serving.export import read_manifest
-from tests.training.small import unsharded
+from tests.ranks import run_ranks
+from tests.training.small import new_run, train_loop, unsharded
 from tests.training.test_resume import attempt
 
 
@@ -248,6 +252,15 @@ def wrong(tables: Any, options: dict[str, Any]) -> nn.Module:
     return Wrong(tables, options["kind"])
 
 
+class Probabilities(Flat):
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> Any:
+        return torch.sigmoid(super().forward(dense, ids))
+
+
+def probabilities(tables: Any) -> nn.Module:
+    return Probabilities(tables)
+
+
 def raises(tables: Any) -> nn.Module:
     return {"flat": Flat(tables)}["towers"]
 
@@ -411,3 +424,22 @@ def test_what_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             build_model(unsharded(deepfm(model=own)), device="meta")
     plain = build_model(unsharded(deepfm(model={"factory": f"{__name__}:flat", "in_towers": False})))
     assert isinstance(plain.tables, EmbeddingBagCollection)
+
+
+def warnings_on_rank(rank: int) -> list[str]:
+    found = []
+    for factory in ("probabilities", "flat"):
+        model = {"factory": f"{__name__}:{factory}", "options": {}, "in_towers": False}
+        alone = {"num_towers": 1, "ranks_per_tower": 1}
+        config = deepfm(model=model, topology=alone, train={"log_every": 2, "max_steps": 4})
+        with unittest.mock.patch.object(logging.getLogger("dmt.training.train"), "warning") as warning:
+            train_loop(new_run(config, TowerMesh(config.topology.build())))
+        found.append(" ".join(call.args[0] for call in warning.call_args_list))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_model_that_returns_probabilities_is_noticed_once() -> None:
+    [[noticed, nothing]] = run_ranks(warnings_on_rank, 1, fresh=True)
+    assert noticed.count("The model must return logits: take the sigmoid out of it") == 1
+    assert nothing == ""

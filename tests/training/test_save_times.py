@@ -25,7 +25,7 @@ from tests.training.test_resume import STEPS, attempt, config, losses
 
 
 def agreement(mesh: TowerMesh, *, interval: int = 1, delayed: bool = False, **train: Any) -> Agreement:
-    health: Any = SimpleNamespace(report=lambda: [], judge=lambda *_: None, check=lambda *_: None)
+    health: Any = SimpleNamespace(output_range=(0.0, 0.0), report=list, judge=Mock(), check=Mock())
     replicas: Any = SimpleNamespace(interval=interval, delays_states=delayed)
     settings = {"health": health, "timer": StepTimer(), "replicas": replicas, "signals": Signals()}
     return Agreement(TrainConfig(**train), mesh, **settings)

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -148,7 +148,7 @@ def test_a_stop_that_waits_for_an_averaging_says_so() -> None:
 def says_on_rank(rank: int) -> str:
     config = small("dlrm", topology={"num_towers": 1, "ranks_per_tower": 1})
     mesh, signals, stream = TowerMesh(config.topology.build()), Signals(), io.StringIO()
-    health: Any = SimpleNamespace(report=lambda: [], judge=lambda *_: None, check=lambda *_: None)
+    health: Any = SimpleNamespace(output_range=(0.0, 0.0), report=list, judge=Mock(), check=Mock())
     replicas: Any = SimpleNamespace(interval=4, delays_states=False)
     signals.signal = signal.SIGTERM
     agreement = Agreement(config.train, mesh, health=health, timer=StepTimer(), replicas=replicas, signals=signals)
