@@ -506,8 +506,8 @@ def _refusals_of_hot_rows(config: TrainingConfig) -> Iterator[Refusal]:
         ):
             yield (
                 is_on,
-                f"sharding.kernels puts tables in other memories than the device's, but this run has {what} reads whole "
-                "tables there. Leave out one of them.",
+                f"sharding.kernels puts tables in other memories than the device's, but this run has {what} reads "
+                "whole tables there. Leave out one of them.",
             )
 
 

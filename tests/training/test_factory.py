@@ -431,7 +431,7 @@ def warnings_on_rank(rank: int) -> list[str]:
     for factory in ("probabilities", "flat"):
         model = {"factory": f"{__name__}:{factory}", "options": {}, "in_towers": False}
         alone = {"num_towers": 1, "ranks_per_tower": 1}
-        config = deepfm(model=model, topology=alone, train={"log_every": 2, "max_steps": 4})
+        config = deepfm(model=model, topology=alone, train={"log_every": 2, "max_steps": 4, "save_every": 9})
         with unittest.mock.patch.object(logging.getLogger("dmt.training.train"), "warning") as warning:
             train_loop(new_run(config, TowerMesh(config.topology.build())))
         found.append(" ".join(call.args[0] for call in warning.call_args_list))
