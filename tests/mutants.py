@@ -9,6 +9,7 @@ in its file exactly once, or that no test catches, is an error.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 class Mutation(NamedTuple):
-    """A deliberate fault."""
+    """A deliberate fault; in `TABLE` a line ``old => new`` below ``## file :: arguments of pytest``."""
 
     file: str
     old: str
@@ -31,32 +32,67 @@ class Mutation(NamedTuple):
     """Arguments of pytest."""
 
 
-MUTATIONS = [
-    Mutation(
-        "dmt/plan/topology.py",
-        "return in_replica * self.num_replicas + replica",
-        "return in_replica + replica",
-        "tests/dmt/test_topology.py",
-    ),
-    Mutation(
-        "dmt/plan/topology.py",
-        "divmod(in_replica, self.ranks_per_tower)",
-        "divmod(in_replica, self.num_towers)",
-        "tests/dmt/test_topology.py",
-    ),
-    Mutation(
-        "dmt/plan/topology.py",
-        "return rank // self.host_size",
-        "return rank % self.host_size",
-        "tests/dmt/test_topology.py",
-    ),
-    Mutation(
-        "dmt/plan/topology.py",
-        "self.peer_groups()[: self.ranks_per_tower]",
-        "self.tower_groups()[: self.num_towers]",
-        "tests/dmt/test_topology.py",
-    ),
-]
+TABLE = r"""
+## dmt/plan/topology.py :: tests/dmt/test_topology.py
+return in_replica * self.num_replicas + replica => return in_replica + replica
+divmod(in_replica, self.ranks_per_tower) => divmod(in_replica, self.num_towers)
+return rank // self.host_size => return rank % self.host_size
+self.peer_groups()[: self.ranks_per_tower] => self.tower_groups()[: self.num_towers]
+## dmt/replicas/dense_reduce.py :: tests/dmt/test_dense_reduce.py -m "not slow"
+gradients / (self._inside.size() * self._across.size()) => gradients / self._inside.size()
+gradients.copy_(end()) => end()
+across = [list(ranks) for ranks in zip(*hosts, strict=True)] => across = hosts
+## dmt/replicas/sync.py :: tests/dmt/test_replicas.py -m "not slow"
+self._steps % self.interval == 0 => self._steps % self.interval == 1
+one.sent + (one.live - one.snapshot) => one.sent - (one.live - one.snapshot)
+mean = one.sent if one.snapshot is None else => mean = one.sent if one.snapshot is not None else
+self._steps, self._passes = steps, 0 => self._steps, self._passes = 0, 0
+if value != everyone[0][name] => if value != theirs[name]
+self._states.start()\n        self._weights.finish() => self._states.start()
+## dmt/sptt/peer_exchange.py :: tests/dmt/test_peer_exchange.py -m "not slow"
+gradients.div_(len(self._sizes)) if divides => gradients if divides
+self._pending.wait()\n => pass\n
+zip(blocks, self._shapes, strict=True) => zip(blocks[::-1], self._shapes, strict=True)
+shape[-1] for shape in self._shapes] => shape[-1] for shape in self._shapes[::-1]]
+## dmt/sptt/tower_lookup.py :: tests/dmt/test_sptt_hard_cases.py -m "not slow"
+sums.values() / ctx.divisor => sums.values() * ctx.divisor
+.clamp(min=1) for key in => .clamp(min=2) for key in
+lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
+gradient.div_(group.size()) => pass
+## dmt/training/checkpoints/load.py :: tests/training/checkpoints/test_layouts.py -m "not slow"
+tensor.mul_(factor) => tensor.div_(factor)
+min(stop, cut[2]) - max(start, cut[1]) => cut[2] - cut[1]
+part.double() * columns[saved] => part.double()
+## dmt/training/checkpoints/load.py :: tests/training/checkpoints/test_restoring.py -m "not slow"
+optimizer.post_load_state_dict() => pass
+{(mesh.rank, 0): random_state} => {(0, 0): random_state}
+## dmt/training/checkpoints/state.py :: tests/training/checkpoints/test_layouts.py -m "not slow"
+number, row = divmod(offset, rows) => row, number = divmod(offset, rows)
+[0, *accumulate(_column_widths(weight))] => [0, *_column_widths(weight)]
+## dmt/training/checkpoints/store.py :: tests/training/checkpoints/test_saving.py -m "not slow"
+self._sha256.update(view) => self._sha256.update(view[:1])
+raise self._fault => pass
+if not is_finite(chunk) => if is_finite(chunk)
+os.fsync(self._file.fileno()) => pass
+## dmt/training/checkpoints/folder.py :: tests/training/checkpoints/test_folder.py
+sorted(steps)[-keep:] => sorted(steps)[:keep]
+if size != expected: => if size < expected:
+if _order(path)[0] == step), default=0) => if _order(path)[0] != step), default=0)
+doomed = path.with_name(f".{path.name}.partial") => doomed = path.with_name(f"{path.name}.partial")
+"""
+
+
+def mutations() -> list[Mutation]:
+    """The mutations of `TABLE`; ``\\n`` in a line is a line break."""
+    found = []
+    file = test = ""
+    for line in TABLE.strip().splitlines():
+        if line.startswith("## "):
+            file, _, test = line.removeprefix("## ").partition(" :: ")
+        else:
+            old, _, new = line.replace("\\n", "\n").partition(" => ")
+            found.append(Mutation(file, old, new, test))
+    return found
 
 
 def copy_of_the_tree(folder: Path) -> None:
@@ -75,7 +111,7 @@ def passes(test: str, folder: Path) -> bool:
         RuntimeError: pytest found no test, or could not collect it.
     """
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test.split(" ", 1)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(test)]
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
@@ -100,7 +136,7 @@ def survives(mutation: Mutation, folder: Path) -> bool:
 
 def main(words: list[str]) -> int:
     """Runs all mutations; returns the number of those that no test catches."""
-    chosen = [one for one in MUTATIONS if not words or any(word in one.file or word in one.test for word in words)]
+    chosen = [one for one in mutations() if not words or any(word in one.file or word in one.test for word in words)]
     start, missed = time.monotonic(), 0
     with tempfile.TemporaryDirectory(prefix="dmt-mutants-") as name:
         folder = Path(name)

@@ -1,16 +1,9 @@
 """Hosts played on one machine: Linux network namespaces joined by wires of a set rate. Needs root, `ip` and `tc`.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.emulation.hosts --hosts 2 --ranks-per-host 2 --mbit 200
-
-makes hosts and prints how close the wire comes to bytes / rate.
-
-Measured on two busy cores (load 7 to 13) at 200 Mbit/s, 2 hosts of 2 ranks, 25 or 50 MB each way: all-to-all and pairs
-1.01 to 1.05 times bytes / rate, one flow and two flows 1.01, of which headers are 0.007; of flows at once the first
-is done at 0.99 of the last's time. Four hosts of one rank: 1.06. That is the wire; `all_to_all_single` of Gloo takes
-1.0 to 2.1 times bytes / rate on it, see `benchmarks.emulation.wire`. The settings were chosen with plain sockets on the
-idle machine: packets of 1,500 bytes took 1.046, of 9,000 bytes 1.008; a queue of 0.4 MB 1.04 and was unfair (0.63 to
-0.95), of 1 to 16 MB 1.008; bursts of 0.5 to 8 ms made no difference. A small message beside four large flows came
-back after 43 ms, and after 6.5 ms with little queued per connection (`benchmarks.emulation.namespaces.set_packets`).
+`benchmarks.emulation.wire` measures how close the wire comes to bytes / rate. The settings were chosen with plain
+sockets on the idle machine: packets of 1,500 bytes took 1.046 times bytes / rate, of 9,000 bytes 1.008; a queue of 0.4
+MB 1.04 and was unfair, of 1 to 16 MB 1.008; bursts of 0.5 to 8 ms made no difference. A small message beside four large
+flows came back after 43 ms, and after 6.5 ms with little queued per connection (`set_packets`).
 """
 
 from __future__ import annotations
@@ -24,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
-
-import click
 
 from benchmarks.emulation.agents import run_agents
 from benchmarks.emulation.namespaces import (
@@ -43,7 +34,7 @@ from benchmarks.emulation.namespaces import (
 )
 from dmt.errors import InputError
 
-__all__ = ["MAX_HOSTS", "UPLINK", "EmulatedHosts", "main", "sent_bytes"]
+__all__ = ["MAX_HOSTS", "UPLINK", "EmulatedHosts", "sent_bytes"]
 
 UPLINK = "up0"
 """Name of the network interface to the other hosts, the same on every host."""
@@ -246,24 +237,3 @@ def _check_rate(mbit_per_s: float | None) -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-@click.command(context_settings={"show_default": True})
-@click.option("--hosts", "num_hosts", type=click.IntRange(2, MAX_HOSTS), default=2)
-@click.option("--ranks-per-host", type=click.IntRange(1), default=2)
-@click.option("--mbit", type=click.FloatRange(1), default=200.0, help="Mbit/s of every uplink, each direction.")
-@click.option("--megabytes", type=click.FloatRange(0.1), default=25.0, help="What a rank sends in one all-to-all.")
-def main(*, num_hosts: int, ranks_per_host: int, mbit: float, megabytes: float) -> None:
-    """Holds the emulated wire against bytes / rate."""
-    from benchmarks.emulation.wire import check_table, wire_checks
-
-    try:
-        with EmulatedHosts(num_hosts, mbit_per_s=mbit) as hosts:
-            checks = wire_checks(hosts, ranks_per_host, mbit, bytes_per_rank=round(megabytes * 1e6))
-    except InputError as error:
-        raise click.UsageError(str(error)) from error
-    click.echo(check_table(checks))
-
-
-if __name__ == "__main__":
-    main()
