@@ -71,7 +71,6 @@ def main() -> None:
 @click.option(
     "--strategy", default="coherent", show_default=True, help="How towers are chosen: coherent or interactions."
 )
-@click.option("--link-gbit-per-s", default=10.0, show_default=True, help="Rate of a host's link, for the report.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.argument("overrides", nargs=-1)
 def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...], **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,22 +39,18 @@ def demo(
     overrides: Sequence[str],
     *,
     command: str,
-    link_gbit_per_s: float,
     strategy: str = "coherent",
 ) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
     ``data`` is a file of clicks (see `demo_settings`), None for the built-in generator; ``overrides`` are for both
-    runs, those that only the tower dataflow has for the second one; ``command`` is named in the report, and
-    ``link_gbit_per_s``, 10^9 bits per second that a host can send, makes its estimate of a step.
+    runs, those that only the tower dataflow has for the second one; ``command`` is named in the report.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
     console = NameConsole(stderr=True, highlight=False)
     out = Path(output_dir)
-    if not 0 < link_gbit_per_s < math.inf:
-        raise InputError(f"--link-gbit-per-s {link_gbit_per_s} must be above 0: the rate at which a host sends.")
     if strategy not in ("coherent", INTERACTIONS):
         raise InputError(f"--strategy {strategy!r} must be coherent or {INTERACTIONS}.")
     taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
@@ -112,7 +107,6 @@ def demo(
             plot_curves({name: out / name for name in runs}, out / "curves.png"),
         ),
         data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
-        link_gbit_per_s=link_gbit_per_s,
         notes=[
             *partition.notes,
             *(f"{name}: {text}" for name, run in runs.items() for text in result_warnings(run)),

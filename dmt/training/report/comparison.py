@@ -1,4 +1,4 @@
-"""Comparison of two runs: the difference of AUC against its noise, and the ratios of cost."""
+"""Comparison of two runs: the difference of AUC against its noise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "link_seconds", "ratio"]
+__all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "ratio"]
 
 NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
 """The reason why an AUC may be NaN."""
@@ -19,18 +19,12 @@ _CLEAR = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """Comparison of a second run with a first one, in numbers and a sentence."""
+    """Difference of AUC of a second run and a first one, against its noise."""
 
     auc_difference: float
     """AUC of the second run minus that of the first; NaN where one of them is not known."""
     auc_noise: float
     """The larger standard error of the two AUCs (`auc_standard_error`); NaN as above."""
-    embedding_bytes: tuple[float, float]
-    """Bytes per sample across hosts, forward and backward, of the first and the second run."""
-    all_bytes: tuple[float, float]
-    """Bytes per sample across hosts with ids and the gradients of replicated parameters."""
-    mflops: tuple[float, float]
-    """MFLOPs per sample of a training step, of the first and the second run."""
     accuracy: str
     """A sentence about AUC that claims no more than the noise allows."""
 
@@ -92,47 +86,11 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     (first_name, first), (second_name, second) = runs.items()
     aucs = (first["eval_auc"], second["eval_auc"])
     noise = float(np.max([_standard_error(run) for run in (first, second)]))  # NaN if either is
-    sent = (first["bytes_per_sample"], second["bytes_per_sample"])
     return RunComparison(
         auc_difference=math.nan if math.isnan(noise) else aucs[1] - aucs[0],
         auc_noise=noise,
-        embedding_bytes=_sums(sent, "forward", "backward"),
-        all_bytes=_sums(sent, "ids", "forward", "backward", "dense"),
-        mflops=(first["mflops_per_sample"], second["mflops_per_sample"]),
         accuracy=_accuracy((first_name, second_name), aucs, noise) + _chance(runs),
     )
-
-
-def link_seconds(
-    run: Mapping[str, Any], *, batch_size: int, measured_at: int, num_hosts: int, gbit_per_s: float
-) -> float:
-    """Estimates the seconds for which a step occupies the link of a host, from the bytes that a run has measured.
-
-    Ids, embeddings and their gradients grow with the batch, gradients of replicated parameters do not. Latency, and
-    what overlaps with computation, are left out.
-
-    Args:
-        run: a ``result.json``.
-        batch_size: rows per rank and step that the estimate is for.
-        measured_at: those of the run.
-        num_hosts: hosts, which send equally much.
-        gbit_per_s: rate at which a host sends to the others, in 10^9 bits per second.
-
-    Example:
-        >>> sent = {"ids": 100.0, "forward": 400.0, "backward": 400.0, "dense": 50.0}
-        >>> run = {"world_size": 4, "bytes_per_sample": sent}
-        >>> link_seconds(run, batch_size=1000, measured_at=1000, num_hosts=2, gbit_per_s=8.0)
-        0.0019
-    """
-    sent = run["bytes_per_sample"]
-    grows = batch_size * (sent["ids"] + sent["forward"] + sent["backward"])
-    num_bytes = run["world_size"] * (grows + measured_at * sent["dense"])
-    return float(num_bytes / num_hosts / (gbit_per_s * 1e9 / 8))
-
-
-def _sums(sent: tuple[Mapping[str, float], Mapping[str, float]], *kinds: str) -> tuple[float, float]:
-    first, second = (sum(by_kind[kind] for kind in kinds) for by_kind in sent)
-    return first, second
 
 
 def _standard_error(run: Mapping[str, Any]) -> float:

@@ -31,7 +31,7 @@ _PANELS = (
 # An axis never shows less than this, so that noise in the fourth decimal does not fill a panel.
 _LEAST_SPAN = 0.01
 
-Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+Curve = NDArray[np.float64]  # [points, 2]: step and value
 
 
 def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
@@ -51,11 +51,16 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.05))
     places = (grid[0, :], grid[1, 0], grid[1, 1])
-    last = max(float(steps.max()) for run in curves.values() for steps, _ in run.values())
+    last = max(float(curve[:, 0].max()) for run in curves.values() for curve in run.values())
     for place, (key, title) in zip(places, _PANELS, strict=True):
         axes = figure.add_subplot(place)
         _draw(axes, [run.get(key) for run in curves.values()], smoothed=key == "train/loss")
-        _dress(axes, title if place is places[0] else title.replace(" (", "\n("), last)
+        axes.set_title(title if place is places[0] else title.replace(" (", "\n("), fontsize=10.5, loc="left")
+        axes.set_xlim(0.0, last * 1.01)
+        axes.set_xlabel("training step", fontsize=9.5, color="#444444")
+        dress_axes(axes, grid="y")
+        # Without this, a narrow range is labelled with differences from an offset.
+        axes.ticklabel_format(axis="both", useOffset=False)
     handles = [figure.axes[1].plot([], [], linewidth=2.0, **_style(i))[0] for i in range(len(curves))]
     # "_x" is how matplotlib hides a label; names come from outside.
     labels = [f" {name}" if name.startswith("_") else name for name in curves]
@@ -86,13 +91,8 @@ def _read(folder: Path) -> dict[str, Curve]:
             f"plot_curves: {folder / 'metrics.jsonl'} cannot be read ({error.strerror}). Give the output_dir of a "
             "training run that has ended."
         ) from error
-    curves = {}
-    for key, _ in _PANELS:
-        finite = [(step, value) for step, value in recorded.get(key, []) if math.isfinite(value)]
-        if finite:
-            steps, values = np.asarray(finite, dtype=np.float64).T
-            curves[key] = (steps, values)
-    return curves
+    finite = {key: [point for point in recorded.get(key, []) if math.isfinite(point[1])] for key, _ in _PANELS}
+    return {key: np.asarray(points, dtype=np.float64) for key, points in finite.items() if points}
 
 
 def _draw(axes: Axes, curves: Sequence[Curve | None], *, smoothed: bool) -> None:
@@ -101,26 +101,16 @@ def _draw(axes: Axes, curves: Sequence[Curve | None], *, smoothed: bool) -> None
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color="#777777")
         axes.set_yticks([])
         return
-    for i, (steps, values) in shown:
-        style = _style(i)
+    for i, curve in shown:
+        (steps, values), style = curve.T, _style(i)
         if smoothed:
             axes.plot(steps, values, color=style["color"], linewidth=1.0, alpha=0.3)
-            if len(steps) > 1:
-                style["marker"] = "none"
+            style["marker"] = "none" if len(steps) > 1 else style["marker"]
         axes.plot(steps, smooth(values) if smoothed else values, linewidth=2.0, clip_on=False, zorder=3, **style)
-    every = np.concatenate([values for _, (_, values) in shown])
+    every = np.concatenate([curve[:, 1] for _, curve in shown])
     low, high = float(every.min()), float(every.max())
     slack = max(0.06 * (high - low), (_LEAST_SPAN - (high - low)) / 2)
     axes.set_ylim(low - slack, high + slack)
-
-
-def _dress(axes: Axes, title: str, last: float) -> None:
-    axes.set_title(title, fontsize=10.5, loc="left", color="#222222")
-    axes.set_xlim(0.0, last * 1.01)
-    axes.set_xlabel("training step", fontsize=9.5, color="#444444")
-    dress_axes(axes, grid="y")
-    # Without this, a narrow range is labelled with differences from an offset.
-    axes.ticklabel_format(axis="both", useOffset=False)
 
 
 def _style(run: int) -> dict[str, Any]:
