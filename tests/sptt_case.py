@@ -60,15 +60,14 @@ PRECISIONS = {
     "fp32": ExchangePrecision(),
     "fp16": ExchangePrecision(forward="fp16", backward="fp16"),
     "bf16": ExchangePrecision(forward="bf16", backward="bf16"),
-    "int8-bf16": ExchangePrecision(forward="int8", backward="bf16"),
 }
 # Forward, relative to the largest number sent: half a unit in the last place of each format, with room for FP32.
 _ERROR = {name: 1.01 * number_format.rounding_error for name, number_format in NUMBER_FORMATS.items()}
-FORWARD = {"fp32": 1e-6, "fp16": _ERROR["fp16"], "bf16": _ERROR["bf16"], "int8-bf16": _ERROR["int8"]}
+FORWARD = {"fp32": 1e-6, "fp16": _ERROR["fp16"], "bf16": _ERROR["bf16"]}
 # Weights after at most four steps of SGD, as a share of the largest way a weight went: rounding moves a gradient by the
 # error of the format and, through the logits, by as much again, in each of the steps. AdaGrad and Adam divide by the
 # gradient's own size, so a gradient that cancels takes its direction from rounding: only FP32 trains with them.
-TRAINED = {"fp16": 8 * 2**-11, "bf16": 8 * 2**-8, "int8-bf16": 8 * 2**-8}
+TRAINED = {"fp16": 8 * 2**-11, "bf16": 8 * 2**-8}
 # The second step reads the states of the first, the third those that were both read and written.
 STEPS = 3
 MIXES = {

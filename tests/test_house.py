@@ -117,7 +117,7 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
 
         import dmt, dmt.partitioner
         from dmt.sptt.precision import ExchangePrecision
-        assert ExchangePrecision(forward="int8", backward="fp16").backward_scale == 4096.0
+        assert ExchangePrecision(forward="bf16", backward="fp16").backward_scale == 4096.0
         loaded = {"torch", "matplotlib", "k_means_constrained", "ortools", "sklearn"} & set(sys.modules)
         assert not loaded, loaded
 

@@ -193,7 +193,6 @@ class SPTTModule(TowerState):
         self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._dtypes: dict[str, Any] = {}  # of the first batch
         self._tag = next(self.mesh.tags)
-        self.peer_precision.check_device(self._target_device)
 
     def _set_groups(self, groups: Sequence[Sequence[Sequence[str]]]) -> None:
         """Sets for each tower the groups of features whose samples may share rows."""
@@ -484,7 +483,6 @@ class SPTTModule(TowerState):
             [sum(_widths(pieces)) for pieces, _, _ in peers],
             # Under autocast a tower with a matrix product has another output dtype than one that passes through.
             dtype=functools.reduce(torch.promote_types, (dtype for *_, dtype in peers)),
-            device=output.columns_PO.device,
             precision=self.peer_precision,
             tag=self._tag,
         )

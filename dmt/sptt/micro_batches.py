@@ -46,7 +46,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
     single numbers and everything that is no tensor. Collective: every rank calls it.
 
     Results are those without micro-batches but for rounding: a matrix product of fewer rows may round differently, and
-    gradients of the dense part are summed micro-batch by micro-batch. INT8 exchanges share scales among other numbers.
+    gradients of the dense part are summed micro-batch by micro-batch.
 
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
@@ -42,13 +41,9 @@ class PeerExchange(nn.Module):
         group: the peer group.
         output_sizes: O_t for each tower (rank of the group).
         dtype: of every tower's outputs.
-        device: of the outputs.
-        precision: number formats; None sends as is. Blocks are padded where a format needs whole groups of numbers.
+        precision: number formats; None sends as is.
         tag: tag of the messages, the same on all ranks; tells exchanges over one group apart.
         divides_gradients: False leaves gradients as they arrive, in a group that no mean is over.
-
-    Raises:
-        InputError: the device cannot do a format.
     """
 
     def __init__(
@@ -57,7 +52,6 @@ class PeerExchange(nn.Module):
         output_sizes: Sequence[int],
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
         precision: ExchangePrecision | None = None,
         tag: int = 0,
         divides_gradients: bool = True,
@@ -69,7 +63,7 @@ class PeerExchange(nn.Module):
         self.output_sizes = list(output_sizes)
         self.dtype = dtype
         self.precision = precision or ExchangePrecision()
-        codecs = self.precision.codecs(device or torch.device("cpu"), dtype)
+        codecs = self.precision.codecs(dtype)
         self.forward_codec = None if codecs is None else codecs.forward
         self.backward_codec = None if codecs is None else codecs.backward
         self._begun: list[tuple[weakref.ref[_AllToAllRequest], PendingExchange]] = []
@@ -132,7 +126,6 @@ class _AllToAllRequest:
         self._shapes = list(arriving)
         self._pending: PendingExchange | None = None
         self._arriving: list[Tensor] = []
-        self._context: Any = None
 
     def start_forward(self, numbers: Tensor) -> None:
         """Sends each peer its block."""
@@ -157,28 +150,16 @@ class _AllToAllRequest:
 
     def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
         """Sends a block to each peer; blocks of these sizes will arrive."""
-        if codec is None:
-            sent, arriving = list(blocks), list(sizes)
-        else:
-            # Decoding wants the context that encoding filled in.
-            self._context = context = codec.create_context()
-            padded = self.exchange.precision.padded_size
-            missing = [padded(len(block)) - len(block) for block in blocks]
-            filled = [F.pad(block, (0, m)) if m else block for block, m in zip(blocks, missing, strict=True)]
-            sent = [codec.encode(block, context) for block in filled]
-            arriving = [codec.calc_quantized_size(padded(size), context) for size in sizes]
-        self._expected = list(sizes)
+        sent = list(blocks) if codec is None else [codec.encode(block) for block in blocks]
         group, tag = self.exchange.group, self.exchange.tag
-        self._pending, self._arriving = start_exchange(sent, arriving, group, tag=tag)
+        self._pending, self._arriving = start_exchange(sent, sizes, group, tag=tag)
         self.exchange.keep(self, self._pending)
 
     def _end(self, codec: Any) -> list[Tensor]:
         assert self._pending is not None, "an exchange is waited for once"
         self._pending.wait()
         arrived, self._pending, self._arriving = self._arriving, None, []
-        if codec is None:
-            return arrived
-        return [codec.decode(block, self._context)[:size] for block, size in zip(arrived, self._expected, strict=True)]
+        return arrived if codec is None else [codec.decode(block) for block in arrived]
 
 
 class _AllToAllStart(Function):

@@ -1,8 +1,7 @@
 """`ExchangePrecision`: the number format in which tower outputs and their gradients cross between towers.
 
-Quantised collectives for recommendation training: Yang et al., DLP-KDD 2020. The formats and their kernels are
-FBGEMM's, reached through TorchRec. Only the peer all-to-all (slow links) is meant; exchanges inside a tower have
-TorchRec's own ``qcomm_codecs_registry``. TorchRec and FBGEMM are imported when codecs are built.
+Only the peer all-to-all (slow links) is meant; exchanges inside a tower have TorchRec's own ``qcomm_codecs_registry``.
+TorchRec is imported when codecs are built.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ExchangePrecision"]
 
-# A mean loss has gradients of 1e-6 and less: FP16 loses digits below 6e-5, FBGEMM's INT8 adds 1e-8 to the range of a
-# group before it divides. FP8 was not measured; a power of two does it no harm.
-_SCALED = ("fp16", "fp8", "int8")
+# A mean loss has gradients of 1e-6 and less, and FP16 loses digits below 6e-5.
+_SCALED = ("fp16",)
 _DEFAULT_SCALE = 4096.0
 
 
@@ -32,12 +30,10 @@ class ExchangePrecision:
     """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
     `dmt.number_formats.NUMBER_FORMATS` has their bytes and rounding errors. ``fp32`` sends numbers in the dtype of the
-    towers' outputs; with ``fp16`` magnitudes above 65504 arrive as 65504; ``fp8`` runs on CUDA only.
+    towers' outputs; with ``fp16`` magnitudes above 65504 arrive as 65504.
 
-    A number that is not finite and has to be converted arrives as NaN (with ``int8`` and ``fp8`` its whole group of 32
-    does), never as an ordinary number: FBGEMM's own codecs turn infinity into 65504 (FP16) and may turn NaN into a
-    finite number (INT8). The result has the dtype of the towers' outputs whatever the format, also under autocast; a
-    format that is that dtype converts and scales nothing.
+    A number that is not finite and has to be converted arrives as NaN. The result has the dtype of the towers' outputs
+    whatever the format, also under autocast; a format that is that dtype converts and scales nothing.
 
     Raises:
         InputError: an unknown format, or a ``loss_scale`` that cannot be undone exactly or has nothing to scale.
@@ -46,13 +42,11 @@ class ExchangePrecision:
         >>> precision = ExchangePrecision(forward="fp16", backward="bf16")
         >>> precision.backward_scale
         1.0
-        >>> ExchangePrecision(forward="int8").padded_size(80)
-        96
         >>> ExchangePrecision(forward="f16")
         Traceback (most recent call last):
         ...
-        dmt.errors.InputError: ExchangePrecision: forward='f16' is unknown; use one of ['fp32', 'fp16', 'bf16', 'fp8', \
-'int8']. Did you mean 'fp16'?
+        dmt.errors.InputError: ExchangePrecision: forward='f16' is unknown; use one of ['fp32', 'fp16', 'bf16']. Did \
+you mean 'fp16'?
     """
 
     forward: ExchangeFormat = "fp32"
@@ -61,7 +55,7 @@ class ExchangePrecision:
     """Number format of their gradients. ``"bf16"`` is the safe choice: it needs no scale."""
     loss_scale: float | None = None
     """Gradients are multiplied by this power of two before they are encoded and divided by it, in FP32, after; None
-    means 4096 for FP16, FP8 and INT8, 1 otherwise. FP16 then keeps all its digits from 1.5e-8 to 16; larger gradients
+    means 4096 for FP16, 1 otherwise. FP16 then keeps all its digits from 1.5e-8 to 16; larger gradients
     arrive as 16. (TorchRec's ``backward_loss_scale`` is undone in FP16 and so does not help small gradients.)"""
 
     def __post_init__(self) -> None:
@@ -93,104 +87,57 @@ class ExchangePrecision:
             return self.loss_scale
         return _DEFAULT_SCALE if self.backward in _SCALED else 1.0
 
-    def padded_size(self, numbers: int) -> int:
-        """Returns how many numbers a block is padded to: whole groups of 32.
-
-        FBGEMM asserts that for ``int8`` and ``fp8`` in the middle of the exchange; other formats need nothing.
-        """
-        group = max(NUMBER_FORMATS[self.forward].group, NUMBER_FORMATS[self.backward].group)
-        return -(-numbers // group) * group
-
-    def check_device(self, device: torch.device) -> None:
-        """Raises `InputError` for ``fp8`` without CUDA: FBGEMM has no other kernel for it."""
-        for direction in ("forward", "backward"):
-            if getattr(self, direction) == "fp8" and device.type != "cuda":
-                raise InputError(
-                    f"ExchangePrecision: {direction}='fp8' does not run on device {str(device)!r}; FBGEMM has it for "
-                    "CUDA only. Use 'bf16', or 'int8' for as few bytes."
-                )
-
-    def codecs(self, device: torch.device, dtype: torch.dtype | None = None) -> QuantizedCommCodecs | None:
+    def codecs(self, dtype: torch.dtype | None = None) -> QuantizedCommCodecs | None:
         """TorchRec's codecs for the peer all-to-all, or None when both directions send numbers as they are.
 
-        Args:
-            device: where the outputs live.
-            dtype: of the outputs, and so of the result and the gradients; FP32 by default.
-
-        Raises:
-            InputError: the device cannot do a format.
+        ``dtype`` is that of the outputs, and so of the result and the gradients; FP32 by default.
         """
         import torch
-
-        self.check_device(device)
-        dtype = dtype or torch.float32
-        if all(_is_plain(name, dtype) for name in (self.forward, self.backward)):
-            return None
-        # Not get_qcomm_codecs_registry: on a CPU it turns BF16 into FP16.
-        from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
         from torchrec.distributed.types import NoOpQuantizedCommCodec, QuantizedCommCodecs
 
-        row = NUMBER_FORMATS["fp8"].group if "fp8" in (self.forward, self.backward) else None
-        made = get_qcomm_codecs(
-            QCommsConfig(
-                forward_precision=CommType(self.forward),
-                backward_precision=CommType(self.backward),
-                fp8_quantize_dim=row,
-                fp8_quantize_dim_bwd=row,
-            )
-        )
+        dtype = dtype or torch.float32
         as_is: Any = NoOpQuantizedCommCodec()
         as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
 
-        def framed(codec: Any, name: ExchangeFormat, scale: float) -> Any:
-            return as_is if _is_plain(name, dtype) else _ExactFrame(codec, scale, dtype, NUMBER_FORMATS[name].group)
+        def codec(name: ExchangeFormat, scale: float) -> Any:
+            wire = dtype if name == "fp32" else getattr(torch, NUMBER_FORMATS[name].dtype)
+            return as_is if wire == dtype else _Cast(wire, scale, dtype)
 
-        return QuantizedCommCodecs(
-            forward=framed(made.forward, self.forward, 1.0),
-            backward=framed(made.backward, self.backward, self.backward_scale),
-        )
+        both = codec(self.forward, 1.0), codec(self.backward, self.backward_scale)
+        return None if both == (as_is, as_is) else QuantizedCommCodecs(*both)
 
 
-class _ExactFrame:
-    """Wrapper of FBGEMM's codec for dtypes other than FP32, an exact scale, and numbers that are not finite.
+class _Cast:
+    """TorchRec's codec that sends numbers, times ``scale``, a power of two, in a dtype of 16 bits.
 
-    Numbers are multiplied by ``scale``, a power of two, on the way, and decoded to ``dtype``. One that is not finite
-    spoils the ``group`` that shares FBGEMM's scale with it.
+    TorchRec's own FP16 codec turns infinity into 65504, and divides by its scale while still in FP16.
     """
 
-    def __init__(self, codec: Any, scale: float, dtype: torch.dtype, group: int) -> None:
-        self._codec = codec
+    def __init__(self, wire: torch.dtype, scale: float, dtype: torch.dtype) -> None:
+        self.quantized_dtype = wire
         self._scale = scale
         self._dtype = dtype
-        self._group = group
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """FP32, scaled, encoded."""
+        """Returns the numbers as FP32, scaled, in the dtype of the wire."""
+        import torch
+
+        largest = torch.finfo(self.quantized_dtype).max
         numbers = input_tensor.float() * self._scale
-        poison = numbers * 0  # NaN where a number is not finite; no look at values, so a GPU does not wait
-        if self._group > 1:
-            groups = poison.view(-1, self._group)
-            poison = groups.sum(dim=1, keepdim=True).expand_as(groups).reshape(-1)
-        return self._codec.encode(numbers + poison, ctx)
+        # Infinity becomes NaN before it would be clamped; no look at values, so a GPU does not wait.
+        return (numbers + numbers * 0).clamp(-largest, largest).to(self.quantized_dtype)
 
     def decode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Decoded, unscaled in FP32, in the dtype of the outputs."""
-        return (self._codec.decode(input_tensor, ctx).float() / self._scale).to(self._dtype)
-
-    @property
-    def quantized_dtype(self) -> torch.dtype:
-        return self._codec.quantized_dtype
+        """Returns the numbers unscaled in FP32, in the dtype of the outputs."""
+        return (input_tensor.float() / self._scale).to(self._dtype)
 
     def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
-        return self._codec.calc_quantized_size(input_len, ctx)
+        """Returns the numbers that are sent for ``input_len``: as many."""
+        return input_len
 
-    def create_context(self) -> Any:
-        return self._codec.create_context()
+    def create_context(self) -> None:
+        """A cast has no context."""
 
     def padded_size(self, input_tensor: Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: Any) -> Any:
-        return self._codec.padded_size(input_tensor, dim_per_rank, my_rank, qcomm_ctx)
-
-
-def _is_plain(name: ExchangeFormat, dtype: torch.dtype) -> bool:
-    """Tells whether the format sends numbers of this dtype as they are."""
-    return name == "fp32" or f"torch.{NUMBER_FORMATS[name].dtype}" == str(dtype)
+        """Returns the columns of the input, and that none are added."""
+        return input_tensor.shape[0 if input_tensor.dim() == 1 else 1], 0

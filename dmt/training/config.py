@@ -426,13 +426,6 @@ def _refusals(config: TrainingConfig) -> Iterator[Refusal]:
             f"sharding.{key}={value!r} needs the tower dataflow, but this run has sharding.dataflow='flat'. Set it to "
             "'sptt', or leave the key out.",
         )
-    for key in ("forward_precision", "backward_precision"):
-        yield (
-            is_flat and getattr(sharding, key) in ("int8", "fp8"),
-            f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
-            "sharding.dataflow='flat', where TorchRec's exchange does not pad to whole groups of numbers. Use 'fp16' "
-            "or 'bf16'.",
-        )
     yield (
         sharding.scheme in _FLAT_ONLY and (not is_flat or replicas > 1),
         f"sharding.scheme={sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one replica, but this "

@@ -120,7 +120,7 @@ def codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
 
     Partial sums of rows are added in the format that they travel in.
     """
-    codecs = job.config.sharding.precision.codecs(torch.device(job.device_type))
+    codecs = job.config.sharding.precision.codecs()
     operations = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
     return None if codecs is None else {operation.name: codecs for operation in operations}
 

@@ -9,7 +9,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
@@ -109,7 +108,6 @@ def check_job(job: Job, world_size: int) -> None:
     config.topology.build().check_world_size(world_size)
     check_table_optimizer(config.optimizer, job.device_type)
     check_kernels(job)
-    config.sharding.precision.check_device(torch.device(job.device_type))
     cut = None if job.towers is None else next(iter(job.towers.column_splits), None)
     rows = f"train.affinity_rows={config.train.affinity_rows}"
     refusals = (

@@ -49,7 +49,6 @@ CASES = {
     ),
     "one tower": Case(towers=1, ranks=2, plan=((0, 1, 2, 3),), micro_batches=2),
     "FP16": Case(towers=2, ranks=2, precision="fp16", optimizer="sgd", micro_batches=3),
-    "INT8": Case(towers=2, ranks=2, precision="int8-bf16", optimizer="sgd", micro_batches=3),
 }
 
 

@@ -86,7 +86,7 @@ def compare_on_rank(rank: int, kind: str, choices: list[tuple[Any, Any]], autoca
     return found
 
 
-CHOICES = [("fp32", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("int8", "fp16"), ("bf16", "int8")]
+CHOICES = [("fp32", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")]
 
 
 @pytest.mark.parametrize(
@@ -104,17 +104,15 @@ CHOICES = [("fp32", "fp32"), ("fp16", "fp32"), ("fp32", "bf16"), ("int8", "fp16"
     ],
 )
 def test_the_peer_exchange_alone_changes(kind: str, autocast: bool, choices: list[tuple[Any, Any]]) -> None:
-    share = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "int8": 1.25 / 4}
+    share = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5}
     for found in run_ranks(compare_on_rank, 4, kind, choices, autocast)[0]:
         forward, backward = found["choice"]
         plain, traffic = found["plain"], found["traffic"]
         assert traffic.forward == plain.forward * share[forward]
         assert traffic.backward == plain.backward * share[backward]
         assert (traffic.ids, traffic.dense, traffic.inside) == (plain.ids, plain.dense, plain.inside)
-        if forward == "int8":  # a part of the range of all columns, which holds every group's
-            assert 0 < found["absolute"] <= 1.01 / 510
-        else:  # FP16 also has its smallest step, relative to the clamp of 1e-9 above: none of the numbers is that small
-            assert found["relative"] <= {"fp32": 0.0, "fp16": 2**-11 * 1.01, "bf16": 2**-8}[forward]
+        # FP16 also has its smallest step, relative to the clamp of 1e-9 above: none of the numbers is that small.
+        assert found["relative"] <= {"fp32": 0.0, "fp16": 2**-11 * 1.01, "bf16": 2**-8}[forward]
         # AdaGrad divides first gradients by their own size, so a relative error becomes one of whole steps.
         assert found["apart"] <= (0.0 if (forward, backward) == ("fp32", "fp32") else STEPS * LR / 4)
 
@@ -124,8 +122,6 @@ def disagreement_on_rank(rank: int) -> None:
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
     with pytest.raises(InputError, match=r"peer_precision is .* on rank 0, but .* on rank"):
         run(rank, case, mesh, ExchangePrecision(forward="fp16" if rank == 0 else "bf16"), False)
-    with pytest.raises(InputError, match="forward='fp8' does not run on device 'cpu'"):
-        run(rank, case, mesh, ExchangePrecision(forward="fp8"), False)
 
 
 def data_parallel_on_rank(rank: int) -> None:

@@ -41,7 +41,6 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "dmt-dlrm",
         {"sharding": {"scheme": "table_wise", "forward_precision": "fp16", "backward_precision": "bf16"}},
     ),
-    "8 bits": ("dlrm", {"sharding": {"scheme": "table_wise", "forward_precision": "int8"}}),
     "one tower": (
         "dmt-dlrm",
         {"sharding": {"scheme": "table_wise"}, "topology": {"num_towers": 1, "ranks_per_tower": 4}},

@@ -56,7 +56,6 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
             r"No table of the 6 can have .* 't_C1' in tower 0: data_parallel asked for, but its weights are FP16",
         ),
         ({"sharding": {"plan": "nowhere.json"}}, r"Sharding plan nowhere\.json: cannot be read"),
-        ({"sharding": {"forward_precision": "fp8"}}, r"forward='fp8' does not run on device 'cpu'"),
         (
             {"sharding": {"id_route": "global", "tables": {"t_C2": "data_parallel"}}},
             r"Table 't_C2' in tower 1 cannot be data_parallel, .*id_route='global'",
@@ -77,7 +76,6 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
         "scheme",
         "scheme of fp16",
         "plan",
-        "fp8",
         "route",
         "fp16 data-parallel",
     ],
@@ -98,7 +96,6 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict
         ({"intra_tower_gb_per_s": 20.0}, r"sharding\.intra_tower_gb_per_s=20\.0 needs the tower dataflow"),
         ({"memory_gb_per_s": 20.0}, r"sharding\.memory_gb_per_s=20\.0 needs the tower dataflow"),
         ({"collective_latency_us": 0.0}, r"sharding\.collective_latency_us=0\.0 needs the tower dataflow"),
-        ({"backward_precision": "int8"}, r"sharding\.backward_precision='int8' needs the tower dataflow"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
