@@ -11,8 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import torch
-
 from dmt.formatting import shorten
 from dmt.testing.plain import is_table, table_name
 from dmt.testing.ranks import run_on_ranks
@@ -92,7 +90,7 @@ def _quietly(rank: int, run: CheckedRun) -> RankReport:
 def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport:
     """Returns the report of all ranks' findings, and of the faults that only show when ranks are compared."""
     findings = [finding for report in reports for finding in report.findings]
-    findings += [*_replicas(reports), *_coverage(run, reports)]
+    findings += _replicas(reports)
     skipped = {name: why for report in reports for name, why in report.skipped.items()}
     if not any(finding.check == "tower gradients" for finding in findings):
         skipped["tower gradients"] = "no tower module has parameters"
@@ -111,35 +109,13 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
     """Compares the bits of everything that several ranks hold: whole tensors, and the shards of several replicas."""
     holders: dict[tuple[str, object], dict[int, str]] = {}
     for rank, report in enumerate(reports):
-        for name, digest in report.whole.items():
-            holders.setdefault((name, None), {})[rank] = digest
-        for name, offsets, sizes, digest in report.shards:
-            holders.setdefault((name, (offsets, sizes)), {})[rank] = digest
+        for (name, offsets, sizes), value in report.digests.items():
+            holders.setdefault((name, (offsets, sizes)), {})[rank] = value
     for (name, _), digests in holders.items():
         first = min(digests)
         differing = [rank for rank, digest in digests.items() if digest != digests[first]]
         where = f"ranks {differing} differ from rank {first}" if differing else ""
         yield Finding(check="replicas", item=table_of(name), difference=len(differing), allowed=0, place=where)
-
-
-def _coverage(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[Finding]:
-    """Checks that in each replica every number of a table is in one shard, or whole on all ranks of its tower."""
-    replicas = run.topology.num_replicas
-    each = " in each replica" if replicas > 1 else ""
-    holders = run.topology.ranks_per_tower * (run.topology.num_towers if run.config.dataflow == "flat" else 1)
-    times = {
-        table.name: torch.zeros(table.num_embeddings, table.embedding_dim, dtype=torch.int32)
-        for table in run.job.split_tables
-    }
-    for report in reports:
-        for name, (row, column), (rows, columns), _ in report.shards:
-            times[table_name(name)][row : row + rows, column : column + columns] += holders
-        for name in filter(is_table, report.whole):
-            times[table_name(name)] += 1
-    for table, held in times.items():
-        wrong = int((held != replicas * holders).sum())
-        place = f"{wrong} of its {held.numel()} numbers are not held once{each}" if held.any() else "on no rank"
-        yield Finding(check="shards", item=f"table {table}", difference=wrong, allowed=0, place=place if wrong else "")
 
 
 def make_rows(
@@ -190,25 +166,15 @@ def _titles(run: CheckedRun) -> dict[str, str]:
         "losses": f"{steps} steps, and one batch after them",
         "dense weights": trained,
         "table weights": trained,
-        "checkpoint": "read by the plain module, against the trained weights",
         "replicas": f"what several ranks {'or replicas hold' if has_replicas else 'hold whole'} is equal",
-        "shards": "every number of every table once" + (" in each replica" if has_replicas else ""),
     }
 
 
 def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
-    config = run.config
-    formats = (config.sharding.precision.forward, config.sharding.precision.backward)
-    if any(name != "fp32" for name in formats):
-        yield (
-            "Losses and weights after training are compared with fp32 between ranks and replicas: an optimizer that "
-            "divides by the gradient's own size makes a whole step of what rounding leaves of a gradient that cancels. "
-            f"All other rows have the formats of the config ({formats[0]} forward, {formats[1]} backward)."
-        )
     widths = {table.name: table.embedding_dim for table in run.job.split_tables}
-    shards = [(table_name(name), sizes[1]) for report in reports for name, _, sizes, _ in report.shards]
-    cut = {table for table, width in shards if width < widths[table]}
-    if cut and config.optimizer.sparse == "rowwise_adagrad":
+    held = [(table_name(name), sizes[1]) for report in reports for name, _, sizes in report.digests if is_table(name)]
+    cut = {table for table, width in held if width < widths[table]}
+    if cut and run.config.optimizer.sparse == "rowwise_adagrad":
         yield (
             f"{len(cut)} column-wise tables keep one row-wise AdaGrad state per shard and row, in TorchRec too; the "
             "plain module was given the same. Uncut tables would train a little differently."

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from dmt.errors import InputError, ReplicaMismatchError
+from dmt.errors import ReplicaMismatchError
 from dmt.hot_rows.runtime import HotRows
 from dmt.models.complexity import is_tower_module
 from dmt.number_formats import NUMBER_FORMATS, ExchangeFormat
@@ -37,12 +37,10 @@ from dmt.training.check.expected import (
     Watch,
     compute_expected,
     draw_batch,
-    plain_task,
     sparse_part,
     table_of,
 )
 from dmt.training.check.shrink import CheckedRun, with_values
-from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import TrainingConfig
 
 __all__ = ["Finding", "RankReport", "Trained", "check_on_rank", "table_of"]
@@ -103,10 +101,8 @@ class RankReport:
     findings: tuple[Finding, ...]
     skipped: Mapping[str, str]
     """Reasons why checks were left out, by their names."""
-    shards: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
-    """(name, offsets, sizes, digest after training) of every shard that the rank holds."""
-    whole: Mapping[str, str]
-    """Digest of everything that the rank holds whole, by name, after training."""
+    digests: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], str]
+    """By (name, offsets, sizes): digest of every tensor, or shard of one, that the rank holds after training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +131,13 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
         checks.forward_and_gradients(run.config)
     say("training")
     trained = checks.training()
-    say("checkpoint")
-    checks.checkpoint(trained)
     return RankReport(
         findings=tuple(checks.findings),
         skipped=checks.skipped,
-        shards=tuple(
-            (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape), digest(part.tensor))
+        digests={
+            (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape)): digest(part.tensor)
             for part in trained.parts
-            if part.is_shard
-        ),
-        whole={part.name: digest(part.tensor) for part in trained.parts if not part.is_shard},
+        },
     )
 
 
@@ -157,8 +149,6 @@ class _Checks:
         self._hot_rows: HotRows | None = None
         self.expected = self._meet_expected(table_layout(shard_model(run.job, mesh)))
         self.skipped: dict[str, str] = {}
-
-    # The checks, in order.
 
     def forward_and_gradients(self, config: TrainingConfig) -> None:
         """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
@@ -200,19 +190,6 @@ class _Checks:
         except ReplicaMismatchError as error:
             self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
         return own
-
-    def checkpoint(self, trained: Trained) -> None:
-        """The trained weights, saved, and read into the plain module."""
-        folder, steps = Path(self.run.folder) / "checkpoint", self.run.limits.steps
-        if not Checkpointer(folder, self.mesh).save(trained.model, None, step=steps, progress={}):
-            raise InputError(f"No checkpoint could be saved to {folder}. The warning before says why.")
-        task = plain_task(self.run)
-        load_plain(task, folder)
-        saved = {name: value.detach() for name, value in task.state_dict().items()}
-        for part in trained.parts:
-            self._found("checkpoint", table_of(part.name), _distance(part.tensor, part.of(saved)), 0.0)
-
-    # Their parts.
 
     def _compare_weights(self, check: str, trained: Trained, error: float, rates: str) -> None:
         """Compares the weights of a kind after training; skips those that it moves in the plain module neither."""

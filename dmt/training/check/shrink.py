@@ -16,6 +16,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.schemes import TablePlacement
 from dmt.sharding.user_rules import Rule, ShardingRules
 from dmt.training.config import TrainingConfig
 from dmt.training.job import Job
@@ -115,7 +116,11 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
         return CheckedRun(job=shrunk, schemes=(f"schemes: {len(small)} {shown}",), **shared)
     assert job.towers is not None, "resolved with the config"
     assert job.sharding is not None, "resolved with the config"
-    pinned = _pins(job, most, topology)
+    keeps_ranks = job.topology.ranks_per_tower == topology.ranks_per_tower
+    pinned: dict[str, Rule] = {
+        name: TablePlacement(scheme=placement.scheme, ranks=placement.ranks) if keeps_ranks else placement.scheme
+        for name, placement in job.sharding.placements.items()
+    }
     shrunk = Job(config=config, tables=small, num_dense=job.num_dense, towers=job.towers)
     mesh = [i * topology.num_towers // job.towers.num_towers for i in range(job.towers.num_towers)]
     run = _arranged(shrunk, limits, mesh, pinned)
@@ -161,23 +166,15 @@ def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
     """Returns the topology with at most ``max_ranks``: two replicas, fewer ranks per tower, fewer towers on the mesh.
 
     Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
-    least 4 (8 with replicas) there are two towers where there were two or more. Hosts of several towers stay such where
-    that leaves more than one host, towers of several hosts where the ranks left can be divided so.
+    least 4 (8 with replicas) there are two towers where there were two or more. Each tower is a host.
     """
     towers, ranks, replicas = topology.num_towers, topology.ranks_per_tower, min(topology.num_replicas, _REPLICAS)
     max_ranks //= replicas
     ranks = min(ranks, max(min(ranks, 2), max_ranks // towers))
     towers = max(1, min(towers, max_ranks // ranks))
-    fewer = replace(topology, num_towers=towers, ranks_per_tower=ranks, num_replicas=replicas, ranks_per_host=None)
-    if topology.ranks_per_host is None:
-        return fewer
-    by_default, size = replace(topology, ranks_per_host=None), fewer.host_size
-    hosts = [size * n for n in range(1, fewer.num_hosts) if fewer.num_hosts % n == 0]
-    parts = [size // n for n in range(1, size + 1) if size % n == 0]
-    if topology.host_size > by_default.host_size:
-        wanted = topology.host_size // by_default.host_size * size
-        return replace(fewer, ranks_per_host=max((n for n in hosts if n <= wanted), default=None))
-    return replace(fewer, ranks_per_host=min(n for n in parts if n >= topology.host_size * size / by_default.host_size))
+    if (towers, ranks, replicas) == (topology.num_towers, topology.ranks_per_tower, topology.num_replicas):
+        return topology
+    return replace(topology, num_towers=towers, ranks_per_tower=ranks, num_replicas=replicas, ranks_per_host=None)
 
 
 def with_values(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
@@ -206,26 +203,6 @@ def _arranged(job: Job, limits: CheckLimits, mesh: Sequence[int], rules: Mapping
         sharding=plan_tables(by_tower, job.topology, workload=workload, rules=ShardingRules(tables=rules)),
         placement=tuple(mesh) if has_modules and not in_order else None,
     )
-
-
-def _pins(job: Job, most: int, topology: TowerTopology) -> dict[str, Rule]:
-    """Returns the scheme of every table of the full-size plan, and its ranks where towers keep theirs.
-
-    Row shards of given sizes about keep their proportions in tables of at most ``most`` rows.
-    """
-    assert job.sharding is not None, "resolved with the config"
-    placements = job.sharding.placements
-    if job.topology.ranks_per_tower != topology.ranks_per_tower:
-        return {name: placement.scheme for name, placement in placements.items()}
-    pins: dict[str, Rule] = dict(placements)
-    for table in job.split_tables:
-        placement, rows = placements[table.name], table.num_embeddings
-        if placement.scheme == "row_wise" and placement.sizes and rows > most:
-            spare = most - len(placement.sizes)  # every shard has a row
-            sizes = [1 + spare * size // rows for size in placement.sizes]
-            sizes[sizes.index(max(sizes))] += most - sum(sizes)
-            pins[table.name] = replace(placement, sizes=tuple(sizes))
-    return pins
 
 
 def _scheme_lines(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple[str, ...]:

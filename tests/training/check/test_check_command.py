@@ -51,7 +51,7 @@ def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
     assert report["agrees"]
     assert report["ranks"] == 4
     verdicts = {row["check"]: row["verdict"] for row in report["rows"]}
-    assert len(verdicts) == 13
+    assert len(verdicts) == 11
     assert set(verdicts.values()) == {"ok"}, report["rows"]
     outputs = next(row for row in report["rows"] if row["check"] == "tower outputs")
     # FP16 is seen to be at work, and to be all that is.

@@ -56,25 +56,6 @@ def test_two_replicas_stay_of_several(replicas: int, most: int, left: tuple[int,
     assert small_one.replica_placement == "intra_host"
 
 
-@pytest.mark.parametrize(
-    ("towers", "ranks", "per_host", "most", "left"),
-    [
-        (8, 1, 4, 4, (4, 1, 2)),  # two towers on a host
-        (8, 1, 4, 8, (8, 1, 4)),
-        (8, 2, 16, 8, (4, 2, 4)),  # one host becomes two: what is between hosts is run
-        (2, 8, 4, 8, (2, 4, 2)),  # a tower on two hosts
-        (2, 8, 1, 4, (2, 2, 1)),
-        (3, 8, 8, 8, (3, 2, 2)),
-    ],
-)
-def test_hosts_of_several_towers_and_towers_of_several_hosts_stay(
-    towers: int, ranks: int, per_host: int, most: int, left: tuple[int, int, int]
-) -> None:
-    full = TowerTopology(num_towers=towers, ranks_per_tower=ranks, ranks_per_host=per_host)
-    small_one = fewer_ranks(full, most)
-    assert (small_one.num_towers, small_one.ranks_per_tower, small_one.host_size) == left
-
-
 def test_nothing_is_changed_that_fits(tmp_path: Path) -> None:
     config = small("dmt-dlrm", sharding={"tables": SCHEMES})
     run = shrunk(config, tmp_path)
@@ -118,19 +99,6 @@ def test_a_plan_made_for_larger_tables_still_builds(tmp_path: Path) -> None:
     config = small("dmt-dlrm", synthetic={"rows_per_table": 3000}, towers={"plan": str(tmp_path / "t.json")})
     run = shrunk(config, tmp_path, max_rows=20)
     build_model(run.job, device="meta")
-
-
-def test_row_shards_of_given_sizes_keep_their_proportions(tmp_path: Path) -> None:
-    config = small("dmt-dlrm", synthetic={"rows_per_table": 1000}, sharding={"scheme": "row_wise"})
-    made = open_job(config).sharding
-    tables = tuple(
-        type(t)(**{**vars(t), "placement": TablePlacement(scheme="row_wise", ranks=(0, 1), sizes=(900, 100))})
-        for t in made.tables
-    )
-    type(made)(**{**vars(made), "tables": tables}).save(tmp_path / "plan.json")
-    config = small("dmt-dlrm", synthetic={"rows_per_table": 1000}, sharding={"plan": str(tmp_path / "plan.json")})
-    run = shrunk(config, tmp_path, max_rows=40)
-    assert {placement.sizes for placement in placements(run.job).values()} == {(36, 4)}
 
 
 def test_the_memory_limit_is_that_of_the_full_size(tmp_path: Path) -> None:
