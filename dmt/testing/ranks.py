@@ -232,7 +232,7 @@ def _listen(ranks: Sequence[_Rank], timeout_s: float) -> None:
             numbers = ", ".join(str(rank.number) for rank in behind)
             raise RanksFailedError(
                 f"Nothing was heard of rank {numbers} for {timeout_s:g} s; it was at: {behind[0].stage}. It hangs, or "
-                "needs more time: raise timeout_s (`dmt check --timeout`)."
+                "needs more time: raise timeout_s."
             )
         for rank in waiting:
             if rank.pipe in ready:

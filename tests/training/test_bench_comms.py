@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,7 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.training import bench_comms
-from dmt.training.bench_comms import Timing, measure_cluster, rate
-from dmt.training.commands.bench_comms import run_bench_comms
+from dmt.training.commands.bench_comms import Timing, measure_cluster, rate, run_bench_comms
 from tests.ranks import run_ranks
 
 
@@ -24,7 +23,8 @@ def any_rate(timings: list[Timing], counted: str) -> float:
 
 def measured_on_rank(rank: int, folder: str) -> list[Any]:
     # What is measured of a rank alone says nothing here, and takes seconds at its full size.
-    with patch.multiple(bench_comms, _WIDTH=64, _SAMPLES=64, _ROWS=1000, _LOOKUPS=256, _MOVED=64_000, rate=any_rate):
+    module = importlib.import_module("dmt.training.commands.bench_comms")  # the package has a command of that name
+    with patch.multiple(module, _WIDTH=64, _SAMPLES=64, _ROWS=1000, _LOOKUPS=256, _MOVED=64_000, rate=any_rate):
         cluster, timings = measure_cluster("ranks", 2, torch.device("cpu"), megabytes=(4.0,))
     return [cluster, timings]
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_measured_is_told(
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(InputError, match=words):
-        run_bench_comms(tmp_path / "c.toml", name="x", device="cpu", megabytes=megabytes)
+        run_bench_comms(tmp_path / "c.toml", device="cpu", megabytes=megabytes)
 
 
 def test_sizes_that_tell_no_rate_are_refused() -> None:

@@ -17,6 +17,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
+import click
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -265,11 +266,11 @@ def test_both_strategies_with_rules_and_a_report(tmp_path: Path, typed: str) -> 
     affinity = FeatureAffinity(matrix=matrix, features=names, tables=tables, pooling_factors=(1.0, 9.0) * 4)
     affinity.save(tmp_path / "affinity.npz")
     (tmp_path / "rules.toml").write_text(
-        'apart = [["user_0", "user_1"]]\n[categories]\nuser = ["user_*"]\nitem = ["item_*"]\n'
+        'max_work_ratio = 1.9\napart = [["user_0", "user_1"]]\n[categories]\nuser = ["user_*"]\nitem = ["item_*"]\n'
     )
     out, report = tmp_path / "new" / "towers.json", tmp_path / "report"
     inputs = ["--affinity", str(tmp_path / "affinity.npz"), "--rules", str(tmp_path / "rules.toml"), "--towers", "4"]
-    limits = ["--max-work-ratio", "1.9", "--balance-ratio", "free"]
+    limits = ["--balance-ratio", "free"]
     result = dmt("partition", *inputs, *limits, "--strategy", "both", "--out", str(out), "--report", str(report))
     assert result.exit_code == 0, result.output
     chosen = TowerPlan.load(out)
@@ -347,10 +348,6 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
         (["partition", "--towers", "2", "--affinity", "a.npz", "--strategy", "bth"], "Did you mean 'both'?"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
         (["partition", "--towers", "0", "--affinity", "a.npz"], "num_towers=0 must be a whole number"),
-        (
-            ["partition", "--towers", "2", "--affinity", "a.npz", "--max-tower-bytes", "-1"],
-            "max_tower_bytes: Input should be greater than 0 (got -1.0)",
-        ),
         (["nonsense"], "No such command 'nonsense'"),
     ],
 )
@@ -626,3 +623,16 @@ def test_a_stopped_command_leaves_no_process_behind(
     assert wait_until(lambda: not left(), 120), left()
     if (command, number) == ("check", signal.SIGTERM):
         assert not [*tmp_path.iterdir()], "temporary folders are removed"
+
+
+def test_there_are_at_most_70_options_and_help_lists_rare_ones_last() -> None:
+    options = {
+        name: [option.opts[0] for option in command.params if isinstance(option, click.Option)]
+        for name, command in main.commands.items()
+    }
+    assert sum(map(len, options.values())) <= 70
+    advanced = importlib.import_module("dmt.training.commands")._ADVANCED
+    for name, rare in advanced.items():
+        assert set(rare) <= set(options[name]), name
+        usual, last = dmt(name, "--help").output.split("Advanced:")
+        assert all(option in last and f"{option} " not in usual.partition("Options:")[2] for option in rare), name

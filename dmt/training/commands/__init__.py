@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from dmt.errors import InputError
 from dmt.formatting import printable
 from dmt.training.console import make_table, print_summary, quiet_libraries
 
-__all__ = ["main"]
+__all__ = ["emit", "main"]
 
 # Packages of the full installation; without them plans, partitions of saved affinities and complexity still work.
 _FULL = ("torchrec", "fbgemm_gpu", "pydantic", "pyarrow", "pandas", "tensorboard", "tomli_w", "jinja2", "torchmetrics")
@@ -33,8 +35,38 @@ _function = click.option(
 )
 
 
+# Rarely needed; help lists them last.
+_ADVANCED = {
+    "check": ("--max-ranks", "--batch-size", "--steps"),
+    "demo": ("--strategy", "--link-gbit-per-s"),
+    "partition": ("--affinity", "--save-affinity", "--dims", "--refine", "--seed", "--split-columns", "--function"),
+    "plan": ("--sync-gb-per-s",),
+    "prepare": ("--vocabulary", "--row-group-rows", "--memory-gib"),
+    "bench-comms": ("--device", "--megabytes"),
+    "export": ("--function",),
+    "score": ("--batch-size", "--function"),
+}
+
+
+class _Command(click.Command):
+    """Lists rarely needed options by themselves."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = [
+            (option, option.get_help_record(ctx)) for option in self.get_params(ctx) if isinstance(option, click.Option)
+        ]
+        advanced = _ADVANCED.get(self.name or "", ())
+        for title, wanted in (("Options", False), ("Advanced", True)):
+            rows = [row for option, row in records if row is not None and (option.opts[0] in advanced) == wanted]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
 class _Commands(click.Group):
     """Turns what the user can fix into one line and exit code 2."""
+
+    command_class = _Command
 
     def invoke(self, ctx: click.Context) -> Any:
         quiet_libraries(rank=0)
@@ -83,30 +115,17 @@ def demo(*, data: str | None, out: str, as_json: bool, overrides: tuple[str, ...
 
     check_output_files({"--out": (Path(out), "folder")}, [data])
     results = run_demo(data, out, overrides, command=_command(), **options)
-    if as_json:
-        from dmt.training.records import to_json
-
-        click.echo(to_json(results))
-        return
-    print_summary(results)
+    emit(results, as_json=as_json, show=lambda: print_summary(results))
 
 
 @main.command(epilog="Example: dmt doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Says what is installed, what is missing, and what fixes it."""
-    from dmt.training.commands.doctor import diagnose
+    from dmt.training.commands.doctor import diagnose, print_findings
 
     findings = diagnose()
-    if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
-    else:
-        rows = [[f.what, f.found, f.expected, "ok" if f.ok else "FIX"] for f in findings]
-        Console().print(make_table(["", "found", "tested with", ""], rows))
-        for finding in findings:
-            if finding.fix:
-                # The command has its line for itself, to be pasted.
-                click.echo(f"To fix {finding.what}{f' ({finding.note})' if finding.note else ''}:\n  {finding.fix}")
+    emit(findings, as_json=as_json, show=lambda: print_findings(findings))
     if any(not finding.ok for finding in findings):
         sys.exit(1)
 
@@ -128,9 +147,6 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--entity", multiple=True, metavar="NAME=FEATURES", help="Features (names, globs) in a tower of their own; or auto."
 )
-@click.option("--max-work-ratio", type=float, help="Most lookup work of a tower, over the mean.")
-@click.option("--max-bytes-ratio", type=float, help="Most table bytes of a tower, over the mean.")
-@click.option("--max-tower-bytes", type=float, help="Most table bytes of a tower, such as 4e10.")
 @click.option(
     "--split-columns", default="no", show_default=True, help="no, largest or even: cut tables for more towers."
 )
@@ -188,10 +204,7 @@ def plan(
     from dmt.training.commands.plan import print_sharding, run_plan
 
     found = run_plan(config, overrides, out=out, **options)
-    if as_json:
-        click.echo(json.dumps(found.to_record(), indent=1))
-    else:
-        print_sharding(found, everything=everything, out=out)
+    emit(found, as_json=as_json, show=lambda: print_sharding(found, everything=everything, out=out))
 
 
 @main.command(
@@ -214,15 +227,11 @@ def what_if(config: str, overrides: tuple[str, ...], *, as_json: bool, **options
     from dmt.training.commands.what_if import run_what_if
 
     found = run_what_if(config, overrides, **options)
-    if as_json:
-        click.echo(json.dumps(found.to_record(), indent=1))
-    else:
-        found.print_out()
+    emit(found, as_json=as_json, show=found.print_out)
 
 
 @main.command("bench-comms", epilog="Example: torchrun --nproc-per-node 2 --no-python dmt bench-comms --out my.toml")
 @click.option("--out", type=click.Path(path_type=Path), default="cluster.toml", show_default=True)
-@click.option("--name", default="measured", show_default=True, help="Name of the cluster in the file.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--megabytes", type=float, multiple=True, help="Bytes of a rank per collective [1, 4, 16].")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -234,12 +243,8 @@ def bench_comms(*, out: Path, as_json: bool, **options: Any) -> None:
     from dmt.training.commands.bench_comms import print_measured, run_bench_comms
 
     found = run_bench_comms(out, **options)
-    if found is None:  # not the first rank
-        return
-    if as_json:
-        click.echo(json.dumps(found.to_record(), indent=1))
-    else:
-        print_measured(found, out)
+    if found is not None:  # the first rank
+        emit(found, as_json=as_json, show=lambda: print_measured(found, out))
 
 
 @main.command(epilog="Example: dmt prepare demo data.kind=criteo_tsv data.train_path=day_0.tsv --out prepared")
@@ -258,21 +263,18 @@ def bench_comms(*, out: Path, as_json: bool, **options: Any) -> None:
 @click.option("--max-rejects", default=0, show_default=True, help="Rows that may be left out, listed in rejects.csv.")
 @click.option("--row-group-rows", "group_rows", default=32_768, show_default=True, help="Rows of a row group.")
 @click.option("--memory-gib", default=2.0, show_default=True, help="Memory of DuckDB; about a gibibyte comes on top.")
-@click.option("--most-values", default=2**24, show_default=True, help="Values counted of a table at most.")
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
-    """Writes raw rows (CSV, TSV, JSON lines, Parquet, Criteo's) as Parquet with ids, to train on.
+    """Writes raw rows as Parquet with ids, to train on.
 
-    With a manifest, access counts and a summary of the columns; data.prepared names the folder. CONFIG's [data] names
-    the rows, their columns and the most rows of a table. OVERRIDES are section.key=value.
+    Of CSV, TSV, JSON lines, Parquet or Criteo's files; with a manifest, access counts and a summary of the columns.
+    data.prepared names the folder. CONFIG's [data] names the rows, their columns and the most rows of a table.
+    OVERRIDES are section.key=value.
     """
     from dmt.training.commands.prepare import print_prepared, run_prepare
 
     record = run_prepare(config, overrides, **options)
-    if as_json:
-        click.echo(json.dumps(record, indent=1))
-    else:
-        print_prepared(record, options["out"])
+    emit(record, as_json=as_json, show=lambda: print_prepared(record, options["out"]))
 
 
 @main.command(epilog="Example: dmt check demo sharding.id_route=global --rows 500")
@@ -282,9 +284,6 @@ def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options
 @click.option("--max-ranks", default=8, show_default=True, help="Processes, at most; 4 to 64.")
 @click.option("--batch-size", default=16, show_default=True, help="Rows per rank and step.")
 @click.option("--steps", default=4, show_default=True, help="Training steps, at least 2.")
-@click.option(
-    "--timeout", "timeout_s", default=120.0, show_default=True, help="Longest silence of the ranks, in seconds."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: Any) -> None:
     """Checks a run on this machine before a cluster is spent on it.
@@ -369,15 +368,36 @@ def complexity(*, arch: str, towers: int | None, tower_dim: int | None, c: int, 
     from dmt.models.complexity import paper_complexity
 
     counted = paper_complexity(arch, towers, tower_dim=tower_dim, c=c, p=p)
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(counted)))
-        return
     rows = [
         ["MFLOPs/sample", f"{counted.mflops_per_sample:.2f}"],
         ["parameters", f"{counted.parameters:,} ({counted.parameters / 1e9:.2f} G)"],
         ["compression ratio", f"{counted.compression_ratio:.2f}"],
     ]
-    Console().print(make_table(["", f"{arch}, {towers} towers" if towers else arch], rows))
+    table = make_table(["", f"{arch}, {towers} towers" if towers else arch], rows)
+    emit(counted, as_json=as_json, show=lambda: Console().print(table))
+
+
+def emit(record: Any, *, as_json: bool, show: Callable[[], object]) -> None:
+    """Prints the result of a command: as JSON, in which undefined numbers are null, or by ``show``.
+
+    A result is plain data, a dataclass, a list of these, or has a method ``to_record``.
+    """
+    if not as_json:
+        show()
+        return
+
+    def plain(value: Any) -> Any:
+        if hasattr(value, "to_record"):
+            return plain(value.to_record())
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {entry.name: plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(inner) for inner in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    click.echo(json.dumps(plain(record), indent=1))
 
 
 def _command() -> str:

@@ -15,7 +15,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["TESTED", "Finding", "diagnose"]
+from rich.console import Console
+
+from dmt.training.console import make_table
+
+__all__ = ["TESTED", "Finding", "diagnose", "print_findings"]
 
 TESTED: Mapping[str, Mapping[str, str]] = {
     "2.13": {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm": "1.8.0"},
@@ -173,3 +177,12 @@ def _load_error(module: str) -> str:
 
 def _probe(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Prints the diagnosis, and each command on a line that can be pasted."""
+    rows = [[f.what, f.found, f.expected, "ok" if f.ok else "FIX"] for f in findings]
+    Console().print(make_table(["", "found", "tested with", ""], rows))
+    for finding in findings:
+        if finding.fix:
+            print(f"To fix {finding.what}{f' ({finding.note})' if finding.note else ''}:\n  {finding.fix}")

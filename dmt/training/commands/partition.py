@@ -44,7 +44,6 @@ TOWER_MODULES = {
     "dlrm": "DLRMTowerModule",
     "dlrm-products": "DLRMProductsTowerModule",
 }
-_LIMITS = ("max_work_ratio", "max_bytes_ratio", "max_tower_bytes")
 
 
 def run_partition(options: Mapping[str, Any], command: str) -> Partition:
@@ -64,7 +63,6 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
     by_interactions = options["strategy"] == INTERACTIONS
     _check_outputs(options)
     rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
-    rules = PartitionRules(**dict(rules) | {name: options[name] for name in _LIMITS if options[name] is not None})
     if options["entity"]:
         rules = PartitionRules(**dict(rules) | {"entities": _entities(options)})
     strategy: Any = _sense(options) if by_interactions else options["strategy"]

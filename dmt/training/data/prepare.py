@@ -284,7 +284,7 @@ def _check(config: DataConfig, out: Path, options: PrepareOptions) -> None:
     for option, value, least in (
         ("--min-count", options.min_count, 1),
         ("--group-rows", options.group_rows, 1),
-        ("--most-values", options.most_values, 1),
+        ("most_values", options.most_values, 1),
         ("--max-rejects", options.max_rejects, 0),
         ("--memory-gib", options.memory_gib, 0.25),
     ):
@@ -335,7 +335,7 @@ def _count(
         vocabularies[feature.table] = Vocabulary.of(counts, min_count=options.min_count, most_rows=table.num_embeddings)
         if counts.missed:
             logger.warning(
-                "%s has more values than --most-values=%d: their counts are too low by up to %d.",
+                "%s has more values than most_values=%d: their counts are too low by up to %d.",
                 *(table.name, options.most_values, counts.missed),
             )
     return vocabularies
