@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state
 from dmt.training.build import build_optimizer, shard_model
-from dmt.training.checkpoints import Checkpointer, load_plain
+from dmt.training.checkpoints import Checkpointer, load_plain, newest
 from dmt.training.job import open_job
 from tests.ranks import run_ranks
+from tests.training.checkpoints.made import linear, save_alone
 from tests.training.small import plain, small
 
 pytestmark = pytest.mark.ranks
@@ -123,3 +125,26 @@ def test_an_absent_checkpoint_is_told(tmp_path: Path) -> None:
         load_plain(plain(small("dlrm")), tmp_path / "nowhere")
     with pytest.raises(InputError, match="holds no checkpoint"):
         load_plain(plain(small("dlrm")), tmp_path)
+
+
+def test_sixty_bit_flips_and_truncations_are_noticed_and_the_one_before_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = random.Random(0)
+    first = save_alone(linear(1.0), tmp_path, files={"config.toml": "a = 1"})
+    second = save_alone(linear(2.0), tmp_path, files={"config.toml": "a = 2"}, step=2)
+    assert newest(tmp_path) == second
+    for number in range(60):
+        file = draw.choice(sorted(second.iterdir()))
+        whole = file.read_bytes()
+        place = draw.randrange(len(whole))
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << draw.randrange(8)
+        file.write_bytes(whole[:place] if number % 3 == 0 else flipped)
+        model = linear(0.0)
+        load_plain(model, tmp_path)
+        assert (model.weight == 1.0).all(), (file, place)
+        assert newest(tmp_path) == first
+        assert "step-00000002" in caplog.messages[-1]
+        file.write_bytes(whole)
+    assert newest(tmp_path) == second
