@@ -90,6 +90,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "replicas": {"sync_every": 2, "optimizer_state": "delayed"},
     },
     "flat replicas": {"topology": REPLICAS, "arch": "dcn", "dataflow": "flat"},
+    "random bits and hot rows": {
+        "dataflow": "sptt",
+        "model": {"factory": "tests.training.dropout:make", "in_towers": False},
+        "hot_rows": {"extra_memory": 0.5, "refresh_every": 3},
+    },
 }
 
 
@@ -115,6 +120,7 @@ def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(name: str, tmp_
     assert expected is not None
     assert found is not None
     assert (found["eval_auc"], found["eval_ne"]) == (expected["eval_auc"], expected["eval_ne"])
+    assert "hot_rows" not in LAYOUTS[name] or expected["hot_rows"]["rows"] > 0
 
 
 def rows_seen_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> list[list[float]]:
