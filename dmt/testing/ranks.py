@@ -10,7 +10,6 @@ import pickle
 import random
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError
+from dmt.processes import end_with
 
-__all__ = ["RankPool", "RanksFailedError", "end_with", "prepare_ranks", "run_on_ranks", "say"]
+__all__ = ["RankPool", "RanksFailedError", "prepare_ranks", "run_on_ranks", "say"]
 
 _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "torchrec.distributed.model_parallel")
 _SHOWN_FRAMES = 3
@@ -47,29 +47,6 @@ def prepare_ranks(modules: Sequence[str] = ()) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.get_context("forkserver").set_forkserver_preload([*modules, *_PRELOAD])
     forkserver.ensure_running()
-
-
-def end_with(process: int) -> None:
-    """Kills this process as soon as another one has ended, however that one ends; returns at once.
-
-    A thread waits for it. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
-    process, and the parent of a rank is the process that `prepare_ranks` starts, not the one that waits for its result.
-    """
-    try:
-        ended = os.pidfd_open(process) if hasattr(os, "pidfd_open") else None
-    except ProcessLookupError:
-        os._exit(1)
-    except OSError:  # before Linux 5.3, or in a sandbox
-        ended = None
-
-    def follow() -> None:
-        if ended is not None:
-            wait([ended])
-        while ended is None and os.path.exists(f"/proc/{process}"):
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=follow, name="end_with", daemon=True).start()
 
 
 def say(text: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import printable
-from dmt.testing.ranks import end_with
+from dmt.processes import end_with, say_after
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.console import quiet_libraries
 
@@ -50,7 +50,10 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
             time.sleep(_LET_RANK_0_SPEAK_S)
         # In the exception itself: torchrun prints it too.
         error.args = (printable(str(error)),)
-        print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+        line = f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}"
+        print(line, file=sys.stderr, flush=True)
+        if rank == 0:
+            _say_last(line)
         # torchrun ends with a report of its own; this puts the reason at its end too, without a traceback, which says
         # nothing to somebody who has mistyped a key.
         error.__traceback__ = error.__cause__ = error.__context__ = None
@@ -73,6 +76,8 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
             say_stopped(settings.train, "an error")
         sys.exit(1)
     if "stopped_at" in result:
+        if rank == 0:
+            _say_last(result["line"])
         sys.exit(128 + result["signal"])
     if rank == 0:
         from dmt.training.console import print_summary
@@ -80,6 +85,15 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         print_summary({settings.model.name: result})
         folder = settings.train.output_dir
         print(f"Results: {printable(folder)}/result.json   curves: tensorboard --logdir {printable(folder)}")
+
+
+def _say_last(line: str) -> None:
+    """Prints a line again below the report with which torchrun ends, unless it starts the ranks again."""
+    environ = os.environ
+    is_last = environ.get("TORCHELASTIC_RESTART_COUNT") == environ.get("TORCHELASTIC_MAX_RESTARTS")
+    # A demo's torchrun has no report.
+    if "TORCHELASTIC_RUN_ID" in environ and is_last and "DMT_LAUNCHER" not in environ:
+        say_after(_PARENT, line)
 
 
 if __name__ == "__main__":

@@ -414,15 +414,16 @@ def hold_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def say_stopped(config: TrainConfig, by: str) -> None:
-    """Prints the last line of a run that was ended by a signal or an error: its newest checkpoint, how to go on.
+def say_stopped(config: TrainConfig, by: str) -> str:
+    """Prints and returns the last line of a run that a signal or an error ended: its newest checkpoint, how to go on.
 
     It is printed on stderr, since a demo keeps what its runs print on stdout in a file.
     """
     saved = checkpoints(Path(config.output_dir) / "checkpoint")
     what = f"the newest checkpoint is {saved[0]}. To go on" if saved else "nothing was saved yet. To start again"
-    line = f"stopped by {by}: {what}: {_command(config.resume)}"
-    print(printable(line), file=sys.stderr, flush=True)
+    line = printable(f"stopped by {by}: {what}: {_command(config.resume)}")
+    print(line, file=sys.stderr, flush=True)
+    return line
 
 
 def _command(resume: str) -> str:

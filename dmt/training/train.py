@@ -86,7 +86,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
     Returns:
         The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. Of a run that was
-        stopped by SIGTERM or Ctrl-C, which is saved, just ``stopped_at``, its step, and ``signal``, the number.
+        stopped by SIGTERM or Ctrl-C, which is saved, ``stopped_at``, its step, ``signal``, the number, and the
+        ``line`` that rank 0 has printed.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -136,9 +137,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         is_saved = save(run, at) and run.saver.wait()
     if signals.stops:
         record.end()
-        if mesh.rank == 0:
-            say_stopped(config.train, signals.name)
-        return {"stopped_at": at.step, "signal": signals.signal}
+        line = say_stopped(config.train, signals.name) if mesh.rank == 0 else ""
+        return {"stopped_at": at.step, "signal": signals.signal, "line": line}
 
     options = option_results(job, mesh, model, replicas=replicas, hot_rows=hot)
 

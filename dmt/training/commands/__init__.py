@@ -38,7 +38,7 @@ _function = click.option(
 # Rarely needed; help lists them last.
 _ADVANCED = {
     "check": ("--max-ranks", "--batch-size", "--steps"),
-    "demo": ("--strategy", "--link-gbit-per-s"),
+    "demo": ("--strategy",),
     "partition": ("--affinity", "--save-affinity", "--dims", "--refine", "--seed", "--split-columns", "--function"),
     "plan": ("--sync-gb-per-s",),
     "prepare": ("--vocabulary", "--row-group-rows", "--memory-gib"),

@@ -31,11 +31,11 @@ from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, s
 from dmt.errors import InputError
 from dmt.formatting import human_bytes
 from dmt.plan.topology import TowerTopology
+from dmt.processes import end_with
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates, save_cluster
 from dmt.simulator.work import operators_of
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.unique import distinct_inputs
-from dmt.testing.ranks import end_with
 from dmt.training.commands.outputs import check_output_files
 from dmt.training.console import make_table, table_console
 from dmt.training.device import backend, device_type, take_device

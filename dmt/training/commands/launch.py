@@ -21,7 +21,7 @@ _SAVING_S = 40.0
 # A demo that is killed takes torchrun along, which takes its ranks along. Both say who they are: asked for its parent,
 # a process that is still starting when that one ends would name the one that adopts orphans.
 _TORCHRUN = (
-    "import os, sys; from dmt.testing.ranks import end_with; end_with(int(sys.argv.pop(1))); "
+    "import os, sys; from dmt.processes import end_with; end_with(int(sys.argv.pop(1))); "
     "os.environ['DMT_LAUNCHER'] = str(os.getpid()); "
     "from torch.distributed.elastic.multiprocessing.api import SignalException\n"
     "from torch.distributed.run import main\n"

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dmt.errors import InputError
-from dmt.testing.ranks import end_with
+from dmt.processes import end_with
 from dmt.training.data.packed import PackedRows, RowLayout
 from dmt.training.data.pieces import Piece
 from dmt.training.data.sharing import PieceReader, PieceReport
