@@ -9,7 +9,6 @@ paper's T), S bytes of one copy of the tables.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -26,11 +25,10 @@ __all__ = [
     "OPTIMIZERS",
     "CostModel",
     "Hardware",
-    "ReplicaCosts",
     "ShardLoad",
     "SparseOptimizer",
     "StepWorkload",
-    "replica_costs",
+    "replicated_bytes",
 ]
 
 SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
@@ -236,97 +234,19 @@ class CostModel:
         return rows * per_row[self.workload.optimizer]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaCosts:
-    """Memory and time of M replicas against the same W ranks sharing one copy; see `replica_costs`.
+def replicated_bytes(plan: TowerShardingPlan, tables: Iterable[Any]) -> int:
+    """Returns S of the 2D paper's section 5: bytes of one copy of the tables that `dmt.ReplicaSync` averages.
 
-    The paper's numbers are means over ranks; their ``fullest_`` twins are those of the rank that holds or sends most,
-    for which a sync lasts. Times are None without a rate.
+    Weights and optimizer states, 4 bytes a number as they are sent, also of FP16 tables. Data-parallel tables are not
+    counted: they are whole on every rank, and reduced in every step. With M replicas on W ranks, a rank holds
+    S (M - 1) / W more than if all shared one copy, and sends 2 S (M - 1) / W in an averaging.
     """
-
-    num_replicas: int
-    num_ranks: int
-    weight_bytes: int
-    """Bytes of the weights of one copy."""
-    state_bytes: int
-    """Bytes of their optimizer state."""
-    sent_bytes: float
-    """Bytes of one copy in the format that is sent: 4 a number, also of FP16 tables, or 2 with BF16."""
-    data_parallel_tables: int
-    """Tables that are not counted: whole on every rank with and without replicas, and reduced in every step."""
-    sync_gb_per_s: float | None
-    sync_every: int
-    table_bytes: int
-    """S: weights and optimizer state of one copy."""
-    overhead_bytes: float
-    """S (M - 1) / W: bytes that a rank holds more than if all ranks shared one copy."""
-    fullest_overhead_bytes: float
-    sync_seconds: float | None
-    """2 S (M - 1) / (W B), equation 1, of S as it is sent: a ring all-reduce of a rank's shards over the replicas."""
-    fullest_sync_seconds: float | None
-    step_seconds: float | None
-    """A step's share of a sync."""
-    fullest_step_seconds: float | None
-
-
-def replica_costs(
-    plan: TowerShardingPlan,
-    tables: Iterable[Any],
-    *,
-    sync_gb_per_s: float | None = None,
-    sync_every: int = 1,
-) -> ReplicaCosts:
-    """Returns the costs of the replicas of a plan with these tables, of those that `dmt.ReplicaSync` averages.
-
-    Args:
-        plan: place of every table in one replica, and the number of replicas.
-        tables: ``EmbeddingBagConfig`` or `TableSpec` of every table of the plan.
-        sync_gb_per_s: B, rate at which a rank sends to its replicas, in 10^9 bytes per second; None: not known.
-        sync_every: N, steps from one sync to the next.
-
-    Raises:
-        InputError: the rate is not positive.
-    """
-    if sync_gb_per_s is not None and not 0 < sync_gb_per_s < math.inf:
-        raise InputError(
-            f"Costs of replicas: sync_gb_per_s={sync_gb_per_s} must be a positive number, the 10^9 bytes per second "
-            "that a rank sends to its replicas. Leave it out where it is not known."
-        )
     model = CostModel(topology=plan.topology, workload=plan.workload, hardware=plan.hardware)
-    placed = {table.name: table for table in plan.tables}
-    synchronised = [table for table in tables if placed[table.name].placement.scheme != "data_parallel"]
-    weights, width = 0, 4  # sent in FP32
-    held: Counter[tuple[int, int]] = Counter()  # bytes by tower and local rank
-    numbers: Counter[tuple[int, int]] = Counter()  # weights and states, which are FP32
-    for table in synchronised:
-        tower, placement = placed[table.name].tower, placed[table.name].placement
-        for shard, (local, load) in zip(table_shards(table, placement), model.shards(table, placement), strict=True):
-            size = shard.rows * shard.columns
-            weights += size * number_bytes(table)
-            held[tower, local] += load.memory
-            numbers[tower, local] += size + (load.memory - size * number_bytes(table)) // 4
-    copies, ranks = plan.topology.num_replicas, plan.topology.world_size
-
-    def seconds(numbers_sent: float, steps: int) -> float | None:
-        if sync_gb_per_s is None:
-            return None
-        return 2 * numbers_sent * width * (copies - 1) / copies / (1e9 * sync_gb_per_s) / steps
-
-    mean, most = numbers.total() / ranks * copies, max(numbers.values(), default=0)
-    return ReplicaCosts(
-        num_replicas=copies,
-        num_ranks=ranks,
-        weight_bytes=weights,
-        state_bytes=held.total() - weights,
-        sent_bytes=numbers.total() * width,
-        data_parallel_tables=len(placed) - len(synchronised),
-        sync_gb_per_s=sync_gb_per_s,
-        sync_every=sync_every,
-        table_bytes=held.total(),
-        overhead_bytes=held.total() * (copies - 1) / ranks,
-        fullest_overhead_bytes=max(held.values(), default=0) * (copies - 1) / copies,
-        sync_seconds=seconds(mean, 1),
-        fullest_sync_seconds=seconds(most, 1),
-        step_seconds=seconds(mean, sync_every),
-        fullest_step_seconds=seconds(most, sync_every),
-    )
+    numbers = 0
+    for table in tables:
+        placement = plan.placements[table.name]
+        if placement.scheme != "data_parallel":
+            for shard, (_, load) in zip(table_shards(table, placement), model.shards(table, placement), strict=True):
+                size = shard.rows * shard.columns
+                numbers += size + (load.memory - size * number_bytes(table)) // 4
+    return 4 * numbers

@@ -22,7 +22,7 @@ from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.plan.distinct import bag_hashes, joint_hashes
 from dmt.plan.tables import TableSpec, number_bytes
 from dmt.plan.topology import TowerTopology
-from dmt.sharding.costs import CostModel, ShardLoad, replica_costs
+from dmt.sharding.costs import CostModel, ShardLoad, replicated_bytes
 from dmt.sharding.plan import TowerShardingPlan, imbalance_of
 from dmt.simulator.steps import Load, Operator, PartWork, StepWork
 
@@ -265,8 +265,7 @@ def _replicas(step: Workload) -> Load:
     topology, sharding = step.topology, step.sharding
     if sharding is None or topology.num_replicas == 1:
         return Load(0.0, 0.0)
-    costs = replica_costs(sharding, step.tables, sync_every=step.sync_every)
-    sent = 2 * (topology.num_replicas - 1) * costs.sent_bytes / step.sync_every
+    sent = 2 * (topology.num_replicas - 1) * replicated_bytes(sharding, step.tables) / step.sync_every
     return _split(sent, topology.ring_share_across_hosts(topology.replica_groups()))
 
 

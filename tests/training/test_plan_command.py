@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ import tomli_w
 from click.testing import CliRunner, Result
 
 from dmt import InputError, TableSpec, TowerPlan
-from dmt.formatting import natural
+from dmt.formatting import human_bytes, natural
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands import main
-from dmt.training.commands.plan import print_sharding, run_plan
+from dmt.training.commands.plan import run_plan
 from dmt.training.config import to_toml
 from dmt.training.data.config import read_tables
 from dmt.training.job import open_job
@@ -129,7 +127,6 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     [
         (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json': holds no list of tables"),
         (["demo", "topology.num_replicas=0"], "topology.num_replicas: Input should be greater than or equal to 1"),
-        (["demo", "--sync-gb-per-s", "0"], "sync_gb_per_s=0.0 must be a positive number"),
         (["demo", "model.arch=dlrm", "--out", "plan.json"], "has the flat dataflow (model.arch='dlrm')"),
         (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
         (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "Table 't_9' is pinned but not in the model"),
@@ -274,7 +271,7 @@ def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
 def test_notes_on_what_was_left_open(towers: Path, tmp_path: Path) -> None:
     words = " ".join(plan(towers, "topology.num_replicas=2").output.split())
     assert "Note: no memory limit given; the fullest rank needs " in words
-    assert "M = 2 replicas, T = 32 ranks" in words
+    assert "2 replicas on 32 ranks: a copy of the tables that they average is S = " in words
     words = " ".join(plan(tables_config(tmp_path, 1, sharding={"memory_gib": 1.0})).output.split())
     assert "memory limit" not in words
     assert "replicas" not in words
@@ -313,101 +310,13 @@ def test_a_console_too_narrow_for_any_column_still_cuts_none(towers: Path, monke
     assert " memory " in output
 
 
-def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tables_config(
-        tmp_path,
-        2,
-        topology={"num_towers": 2, "ranks_per_tower": 4, "num_replicas": 4},
-        replicas={"sync_every": 10},
-        sharding={"scheme": "table_wise"},
-        optimizer={"sparse": "adam"},
-    )
-    found = run_plan(str(config), sync_gb_per_s=0.5, out=tmp_path / "plan.json")
-    record = json.loads(json.dumps(found.to_record()))["replicas"]
-    size = 2 * 10**6 * 32 * 4
-    assert (record["weight_bytes"], record["state_bytes"], record["table_bytes"]) == (size, 2 * size, 3 * size)
-    assert record["overhead_bytes"] == 3 * size * 3 / 32
-    assert record["sync_seconds"] == pytest.approx(2 * 3 * size * 3 / (32 * 0.5e9))
-    assert record["step_seconds"] == pytest.approx(record["sync_seconds"] / 10)
-    assert record["fullest_overhead_bytes"] == 3 * size / 2 * 3 / 4
-    assert TowerShardingPlan.load(tmp_path / "plan.json").topology.num_replicas == 4
-
-    print_sharding(found, everything=False, out=None)
-    words = " ".join(capsys.readouterr().out.split())
-    assert "M = 4 replicas, T = 32 ranks" in words
-    assert "memory, S (M - 1) / T │ 72.0 MB │ 288 MB" in words
-    assert "a sync, 2 S (M - 1) / (T B) │ 288.000 ms │ 1,152.000 ms" in words
-    assert "a step, N = 10 │ 28.800 ms │ 115.200 ms" in words
-    assert "S = 768 MB: 256 MB of weights and 512 MB of optimizer state in one copy of the tables." in words
-    assert "B = 0.5 GB/s between replicas" in words
-
-    print_sharding(run_plan(str(config)), everything=False, out=None)
-    words = " ".join(capsys.readouterr().out.split())
-    assert "72.0 MB" in words
-    assert "a sync" not in words.replace("How long a sync takes", "")
-    assert "How long a sync takes: give --sync-gb-per-s" in words
-
-
-def test_options_of_replicas(towers: Path) -> None:
-    settings = ["topology.num_replicas=2", "replicas.sync_every=3"]
-    costs = json.loads(plan(towers, *settings, "--sync-gb-per-s", 12.5, "--json").output)["replicas"]
-    assert (costs["num_replicas"], costs["sync_gb_per_s"], costs["sync_every"]) == (2, 12.5, 3)
-
-
-def test_data_parallel_tables_are_said_not_to_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sharding = {"scheme": "row_wise", "tables": {"t_0": "data_parallel", "t_1": "table_wise"}}
-    config = tables_config(tmp_path, 3, topology={"num_replicas": 2}, sharding=sharding)
-    found = run_plan(str(config))
-    assert found.to_record()["replicas"]["weight_bytes"] == 2 * 10**6 * 32 * 4
-    print_sharding(found, everything=False, out=None)
-    words = " ".join(capsys.readouterr().out.split())
-    assert "in one copy of the tables; data-parallel tables (1), which no sync moves, are not counted." in words
-
-
-def test_one_replica_costs_nothing_and_is_shown_where_asked(tmp_path: Path) -> None:
-    config = str(tables_config(tmp_path, 2))
-    assert "replicas" not in run_plan(config).to_record()
-    record = run_plan(config, sync_gb_per_s=2.0).to_record()["replicas"]
-    assert record["overhead_bytes"] == record["fullest_overhead_bytes"] == 0
-    assert not record["sync_seconds"]
-
-
-def test_replicas_of_a_config_can_be_varied(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(to_toml(small()))
-    config = str(tmp_path / "run.toml")
-    assert "replicas" not in run_plan(config).to_record()
-    found = run_plan(config, ["topology.num_replicas=8"], sync_gb_per_s=1.0, out=tmp_path / "plan.json")
-    record = found.to_record()
-    assert record["topology"]["num_replicas"] == record["replicas"]["num_replicas"] == 8
-    assert record["replicas"]["num_ranks"] == 8 * 2 * 2
-    assert record["replicas"]["sync_every"] == 1
-    scheme = {table.name: table.placement.scheme for table in found.sharding.tables}
-    counted = sum(kind != "data_parallel" for kind in scheme.values())
-    assert record["replicas"]["weight_bytes"] == counted * 11 * 8 * 4
-    assert record["replicas"]["data_parallel_tables"] == 6 - counted
-    assert TowerShardingPlan.load(tmp_path / "plan.json").topology.num_replicas == 8
-
-    text = to_toml(small(topology={"num_replicas": 2}, replicas={"sync_every": 5}))
-    (tmp_path / "run.toml").write_text(text)
-    changes: dict[tuple[str, ...], tuple[int, int]] = {
-        (): (2, 5),
-        ("topology.num_replicas=4",): (4, 5),
-        ("replicas.sync_every=3",): (2, 3),
-    }
-    for overrides, (replicas, every) in changes.items():
-        costs = run_plan(config, overrides).replicas
-        assert costs is not None
-        assert (costs.num_replicas, costs.sync_every) == (replicas, every)
-
-
 def test_tables_cut_by_the_tower_plan_are_counted_once(tmp_path: Path) -> None:
     cut = TowerPlan.from_lists([["f0[0:16]", "f1"], ["f0[16:32]"]], column_splits={"f0": (16, 16)})
     cut.save(tmp_path / "cut.json")
     topology, sharding = {"num_towers": 2, "num_replicas": 2}, {"scheme": "table_wise"}
     config = tables_config(tmp_path, 2, towers={"plan": tmp_path / "cut.json"}, topology=topology, sharding=sharding)
-    record = run_plan(str(config)).to_record()["replicas"]
     # Row-wise AdaGrad keeps a state for each shard of f0.
-    assert (record["weight_bytes"], record["state_bytes"]) == (2 * 10**6 * 32 * 4, 3 * 10**6 * 4)
+    assert run_plan(str(config)).to_record()["replicated_bytes"] == 2 * 10**6 * 32 * 4 + 3 * 10**6 * 4
 
 
 def test_tables_cut_in_a_config_are_counted_once(tmp_path: Path) -> None:
@@ -417,28 +326,18 @@ def test_tables_cut_in_a_config_are_counted_once(tmp_path: Path) -> None:
         towers={"plan": str(tmp_path / "cut.json")}, sharding={"scheme": "row_wise"}, topology={"num_replicas": 2}
     )
     (tmp_path / "run.toml").write_text(to_toml(config))
-    record = run_plan(str(tmp_path / "run.toml")).to_record()["replicas"]
-    assert (record["weight_bytes"], record["state_bytes"]) == (6 * 11 * 8 * 4, 7 * 11 * 4)
+    record = run_plan(str(tmp_path / "run.toml")).to_record()
+    assert record["replicated_bytes"] == 6 * 11 * 8 * 4 + 7 * 11 * 4
 
 
-@pytest.mark.parametrize("rate", [0.0, math.nan])
-@pytest.mark.parametrize("has_data", [True, False])
-def test_rates_between_replicas_out_of_range(rate: float, has_data: bool, tmp_path: Path) -> None:
-    config = "demo" if has_data else str(tables_config(tmp_path, 2))
-    with pytest.raises(InputError, match=re.escape(f"sync_gb_per_s={rate} must be a positive number")):
-        run_plan(config, sync_gb_per_s=rate, out=tmp_path / "plan.json")
-    assert not (tmp_path / "plan.json").exists()
-
-
-def test_a_narrow_console_cuts_no_cost_of_replicas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "50")
-    found = run_plan(str(tables_config(tmp_path, 2, topology={"num_replicas": 2})), sync_gb_per_s=1e-3)
-    print_sharding(found, everything=False, out=None)
-    output = capsys.readouterr().out
-    assert "\u2026" not in output
-    costs = found.replicas
-    assert costs is not None
-    assert costs.sync_seconds is not None
-    assert f" {1e3 * costs.sync_seconds:,.3f} ms " in output
+def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path) -> None:
+    """Section 5: four replicas on 32 ranks, of three tables and row-wise states."""
+    topology = {"num_towers": 2, "ranks_per_tower": 4, "num_replicas": 4}
+    config = tables_config(tmp_path, 3, topology=topology, sharding={"scheme": "table_wise"})
+    size = 3 * 10**6 * (32 * 4 + 4)
+    assert json.loads(plan(config, "--json").output)["replicated_bytes"] == size
+    words = " ".join(plan(config, "--out", tmp_path / "plan.json").output.split())
+    assert f"S = {human_bytes(size)}" in words
+    assert f"S (M - 1) / T = {human_bytes(size * 3 / 32)} more" in words
+    assert f"2 S (M - 1) / T = {human_bytes(2 * size * 3 / 32)} every" in words
+    assert TowerShardingPlan.load(tmp_path / "plan.json").topology.num_replicas == 4

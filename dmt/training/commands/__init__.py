@@ -40,7 +40,6 @@ _ADVANCED = {
     "check": ("--max-ranks", "--batch-size", "--steps"),
     "demo": ("--strategy",),
     "partition": ("--affinity", "--save-affinity", "--dims", "--refine", "--seed", "--split-columns", "--function"),
-    "plan": ("--sync-gb-per-s",),
     "prepare": ("--vocabulary", "--row-group-rows", "--memory-gib"),
     "bench-comms": ("--device", "--megabytes"),
     "export": ("--function",),
@@ -188,7 +187,6 @@ def partition(**options: Any) -> None:
 )
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
-@click.option("--sync-gb-per-s", type=float, help="Rate at which a rank sends to its replicas, GB/s.")
 @click.option("--cluster", metavar="FILE", help="Rates of a file of dmt bench-comms, or of v100, a100, h100.")
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the plan as JSON.")
 @click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")

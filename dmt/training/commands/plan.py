@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes, natural, shorten
-from dmt.sharding.costs import ReplicaCosts, replica_costs
+from dmt.sharding.costs import replicated_bytes
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.commands.outputs import check_output_files, files_of_config
@@ -28,7 +28,7 @@ __all__ = ["PlannedFlat", "PlannedTables", "placement_rates", "print_sharding", 
 _SHOWN_RANKS = 16
 _SHOWN_TABLES = 20
 # Characters that names and reasons get at least.
-_FOLDED = {"table": 12, "features": 24, "why": 24, "replicas": 12}
+_FOLDED = {"table": 12, "features": 24, "why": 24}
 Rows = Sequence[Sequence[str]]
 
 
@@ -38,12 +38,13 @@ class PlannedTables:
 
     sharding: TowerShardingPlan
     """The plan of one replica."""
-    replicas: ReplicaCosts | None
-    """Costs of replicas; None where there is one replica and no rate was given."""
+    replicated_bytes: int | None
+    """Bytes of one copy of the tables, which replicas average; None where there is one replica."""
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the plan as JSON writes it, with costs of replicas under a key of their own."""
-        return self.sharding.to_record() | ({} if self.replicas is None else {"replicas": asdict(self.replicas)})
+        """Returns the plan as JSON writes it, with the bytes that replicas average."""
+        size = self.replicated_bytes
+        return self.sharding.to_record() | ({} if size is None else {"replicated_bytes": size})
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,6 @@ def run_plan(
     config: str,
     overrides: Sequence[str] = (),
     *,
-    sync_gb_per_s: float | None = None,
     out: Path | None = None,
     cluster: str | None = None,
 ) -> PlannedTables | PlannedFlat:
@@ -85,11 +85,6 @@ def run_plan(
         run = load_config(config, overrides)
     if run.data.tables is None:
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
-    given = {
-        "--sync-gb-per-s": sync_gb_per_s,
-        "--out": out,
-        "--cluster": cluster,
-    }
     job = open_job(run)
     if run.model.factory is not None:
         # The plans of other models need no TorchRec.
@@ -98,21 +93,13 @@ def run_plan(
 
         check_outputs(job, build_model(job, device="meta"))
     if run.dataflow == "flat":
-        options = [name for name, value in given.items() if value not in (None, False)]
-        return _plan_flat(config, job, options)
+        given = {"--out": out, "--cluster": cluster}
+        return _plan_flat(config, job, [name for name, value in given.items() if value is not None])
     assert job.sharding is not None, "the tower dataflow has a plan"
-    planned = job.sharding
-    replicas = None
-    if sync_gb_per_s is not None or job.topology.num_replicas > 1:
-        replicas = replica_costs(
-            planned,
-            job.split_tables,
-            sync_every=run.replicas.sync_every,
-            sync_gb_per_s=sync_gb_per_s,
-        )
     if out:
-        planned.save(out)
-    return PlannedTables(planned, replicas)
+        job.sharding.save(out)
+    has_replicas = job.topology.num_replicas > 1
+    return PlannedTables(job.sharding, replicated_bytes(job.sharding, job.split_tables) if has_replicas else None)
 
 
 def placement_rates(cluster: Cluster) -> list[str]:
@@ -177,8 +164,15 @@ def print_sharding(planned: PlannedTables | PlannedFlat, *, everything: bool, ou
         f"To other towers: {human_bytes(sum(tower.peer_bytes for tower in found.towers))} of embeddings per forward "
         "pass, before tower modules make them smaller."
     )
-    if planned.replicas is not None:
-        _print_replicas(console, planned.replicas)
+    topology, copy = found.topology, planned.replicated_bytes
+    if copy is not None:
+        others, ranks = topology.num_replicas - 1, topology.world_size
+        console.print(
+            f"{topology.num_replicas:,} replicas on {ranks:,} ranks: a copy of the tables that they average is "
+            f"S = {human_bytes(copy)}; a rank holds S (M - 1) / T = {human_bytes(copy * others / ranks)} more than if "
+            f"all shared one copy, and sends 2 S (M - 1) / T = {human_bytes(2 * copy * others / ranks)} every "
+            "replicas.sync_every steps (dmt what-if says how long that takes)."
+        )
     notes = list(found.notes)
     if found.hardware.memory_per_rank is None:
         fullest = human_bytes(max(rank.memory for rank in found.ranks))
@@ -207,33 +201,7 @@ def _title(which: str, shown: int, number: int, of_all: str) -> str:
     return f"The {shown} {which}; --all shows {number - shown:,} more" if shown < number else of_all
 
 
-def _print_replicas(console: Console, costs: ReplicaCosts) -> None:
-    """The paper's section 5; its formulas name the ranks of the job T."""
-    rows = [
-        ("memory, S (M - 1) / T", human_bytes(costs.overhead_bytes), human_bytes(costs.fullest_overhead_bytes)),
-        ("a sync, 2 S (M - 1) / (T B)", _time(costs.sync_seconds), _time(costs.fullest_sync_seconds)),
-        (f"a step, N = {costs.sync_every:,}", _time(costs.step_seconds), _time(costs.fullest_step_seconds)),
-    ]
-    title = f"M = {costs.num_replicas:,} replicas, T = {costs.num_ranks:,} ranks"
-    known = rows if costs.sync_gb_per_s is not None else rows[:1]
-    _print_table(console, title, ("replicas", "mean", "fullest rank"), known)
-    left_out = f"; data-parallel tables ({costs.data_parallel_tables:,}), which no sync moves, are not counted"
-    console.print(
-        f"S = {human_bytes(costs.table_bytes)}: {human_bytes(costs.weight_bytes)} of weights and "
-        f"{human_bytes(costs.state_bytes)} of optimizer state in one copy of the tables"
-        f"{left_out if costs.data_parallel_tables else ''}."
-    )
-    if costs.sync_gb_per_s is None:
-        console.print("How long a sync takes: give --sync-gb-per-s, what a rank sends to its replicas.")
-    else:
-        console.print(
-            f"B = {costs.sync_gb_per_s:g} GB/s between replicas; they sync every N steps (replicas.sync_every)."
-        )
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
+def _time(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} µs"
 
 
