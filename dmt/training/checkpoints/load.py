@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -70,6 +70,14 @@ class Restored:
     """The ``progress`` that `Checkpointer.save` was given."""
 
 
+@runtime_checkable
+class FollowsSteps(Protocol):
+    """An optimizer whose learning rates are those of a step."""
+
+    def set_step(self, step: int) -> None:
+        """Takes the rates for the step after ``step`` steps."""
+
+
 def load_plain(model: nn.Module, folder: Path) -> None:
     """Loads the weights of a checkpoint of any layout into the unsharded model; needs no process group.
 
@@ -105,7 +113,8 @@ def restore(
         source: a checkpoint, or a folder of them, of which the newest whole one is taken: damaged ones that are newer
             are skipped with a warning.
         model: the sharded model, or one that every rank holds whole.
-        optimizer: of all parameters; None loads weights only. After an error, make a new one: its state may exist.
+        optimizer: of all parameters; None loads weights only. One with `set_step`, whose learning rates follow the
+            steps, goes on from that of the checkpoint. After an error, make a new one: its state may exist.
         mesh: the groups.
         is_verified: true if `newest` has just returned ``source``, so that its files need not be read twice.
 
@@ -141,6 +150,8 @@ def restore(
     if optimizer is not None:
         # Schedules set their learning rates, and fused optimizers take them over.
         optimizer.post_load_state_dict()
+        if isinstance(optimizer, FollowsSteps):
+            optimizer.set_step(reader.manifest.step)
         optimizer.zero_grad(set_to_none=True)
     states = reader.tensors.get(RNG)
     if states is not None and states.size[0] == mesh.topology.world_size:
