@@ -22,9 +22,9 @@ from typing import Any
 import click
 
 from benchmarks.steps.contenders import CONTENDERS, EMBEDDING_DIM, named, select
+from benchmarks.steps.measured import bytes_per_second, measure_run
+from benchmarks.steps.report import setting_words, write_results
 from benchmarks.steps.setting import Setting
-from benchmarks.steps_report.measures import bytes_per_second, measure_run
-from benchmarks.steps_report.page import setting_words, write_results
 from benchmarks.train_step import about_job, run_setting, write_json
 from dmt.errors import InputError
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.steps_report.measures import Measured, best_flat, measure_run
+from benchmarks.steps.measured import Measured, best_flat, measure_run
 
 __all__ = ["TABLES", "main", "pages", "with_current_tables"]
 

@@ -25,9 +25,9 @@ from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.emulation.wire import WireCheck, measure_wire
 from benchmarks.report import about
 from benchmarks.steps.contenders import CONTENDERS, Contender, select
+from benchmarks.steps.measured import measure_run
+from benchmarks.steps.report import times_table
 from benchmarks.steps.setting import Ids, Setting
-from benchmarks.steps_report.measures import measure_run
-from benchmarks.steps_report.page import times_table
 from dmt.errors import InputError
 from dmt.files import atomic_write
 

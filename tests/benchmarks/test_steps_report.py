@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 import benchmarks.bench as bench
 from benchmarks.steps.contenders import CONTENDERS, Contender, named
+from benchmarks.steps.measured import Measured, best_flat, fastest, measure_run, speedup
+from benchmarks.steps.report import goals_table
 from benchmarks.steps.setting import Setting
-from benchmarks.steps_report.measures import Measured, best_flat, fastest, measure_run, speedup
-from benchmarks.steps_report.page import goals_table
 
 WIRE = {"bytes_per_rank": 25e6, "seconds": 1.02, "ratio": 1.02, "header_overhead": 0.01}
 WIRE |= {"all_to_all_seconds": 1.3, "all_to_all_ratio": 1.3}

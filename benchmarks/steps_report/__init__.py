@@ -1,1 +1,0 @@
-"""From the record of `benchmarks/train_step.py` to tables, goals, pictures."""

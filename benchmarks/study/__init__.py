@@ -1,1 +1,0 @@
-"""One framework for the studies of quality: arms, settings, comparisons -> JSON, table, picture."""
