@@ -338,11 +338,6 @@ def test_the_table_of_keys_is_current() -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_pages_are_ascii_but_for_drawn_tables(page: Path) -> None:
-    assert FENCE.sub("", page.read_text()).isascii()
-
-
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_python_blocks_are_python(page: Path) -> None:
     for block in blocks("python"):
         if block.page == page and ">>>" not in block.text:
