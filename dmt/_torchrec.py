@@ -249,15 +249,20 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
 
     TorchRec gives them precedence over the sharder's, so each table can have its own.
     """
-    before = []
+    names = ("_optimizer_classes", "_optimizer_kwargs")
+    before = [
+        (parameter, {name: vars(parameter)[name] for name in names if name in vars(parameter)})
+        for parameter, _ in settings
+    ]
     for parameter, own in settings:
-        before.append((parameter, dict(vars(parameter))))
         parameter._optimizer_classes, parameter._optimizer_kwargs = [None], [own]  # type: ignore[attr-defined]
     try:
         yield
     finally:
+        # These alone: TorchRec leaves other attributes meanwhile.
         for parameter, attributes in before:
-            vars(parameter).clear()
+            for name in names:
+                vars(parameter).pop(name, None)
             vars(parameter).update(attributes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -262,15 +263,16 @@ class RankError(RuntimeError):
 def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> list[Value]:
     """Calls ``work`` on every rank of a group, so that either all get all results, or all raise; collective.
 
-    Returns the results by group rank, which are sent to all and so must be small.
+    Returns the results by group rank, which are pickled and sent to all, and so must be small.
 
     Raises:
         InputError: the first rank that failed raised one; the same everywhere.
-        RankError: it raised something else.
+        RankError: it raised something else, or its result does not pickle.
     """
-    value, failed = None, None
+    value, failed = b"", None
     try:
-        value = work()
+        # Here: a result that does not pickle would leave the others waiting for it.
+        value = pickle.dumps(work())
     except Exception as error:
         failed = error
     told = None if failed is None else (isinstance(failed, InputError), reason_of(failed))
@@ -279,7 +281,7 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
         if failure is not None:
             is_input, reason = failure
             raise (InputError(reason) if is_input else RankError(f"rank {rank}: {reason}")) from failed
-    return [answer for _, answer in answers]
+    return [pickle.loads(answer) for _, answer in answers]
 
 
 def reason_of(error: BaseException) -> str:

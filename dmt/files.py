@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import stat
 import tempfile
 import tomllib
@@ -53,17 +54,21 @@ _BETWEEN_KEYS = re.compile(r"[,=\n\[\]{}#]|\.\.")
 def atomic_write(target: Path) -> Iterator[Path]:
     """Yields a scratch file beside ``target`` that replaces it atomically at the end; missing folders are made.
 
-    After an error the scratch file is removed, and an existing target is unchanged.
+    After an error the scratch file is removed, and an existing target is unchanged. Processes of several hosts may
+    write to one folder that they share.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: the path is no file name, such as ``"."``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         yield scratch
+        # Before the rename, which may reach the disk first and leave an empty file after a power failure.
+        fsync_path(scratch)
         scratch.replace(target)
+        fsync_path(target.parent)
     finally:
         scratch.unlink(missing_ok=True)
 

@@ -7,6 +7,7 @@ and this library's own collectives alike, flat or with towers.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +22,8 @@ from dmt._torchrec import in_backward_pass
 from dmt.collectives import gather_objects
 
 __all__ = ["Traffic", "TrafficMeter"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class TrafficMeter(TorchDispatchMode):
     An all-to-all counts exactly what is addressed to each rank. An all-reduce of S bytes over n ranks on h hosts
     counts what a ring in host order sends: 2 S (n - 1) / n per rank, of which h of the n ring links cross hosts;
     broadcasts and all-gathers count S to every other rank, as an algorithm without relays would send, and a
-    reduce-scatter S / n. Any other collective raises ``NotImplementedError`` rather than go uncounted.
+    reduce-scatter S / n. Any other collective is not counted, and logged once as a warning.
 
     Args:
         host_of: maps a global rank to its host; several hosts can be simulated on one machine.
@@ -76,6 +79,7 @@ class TrafficMeter(TorchDispatchMode):
         self._phase = "forward"
         self._bytes: dict[str, float] = defaultdict(float)
         self._rank = dist.get_rank()
+        self._unknown: set[str] = set()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -104,10 +108,11 @@ class TrafficMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.namespace == "_c10d_functional" and "wait_tensor" not in func.__name__:
-            raise NotImplementedError(f"TrafficMeter does not know the functional collective {func.__name__}")
+        name = func.__name__.split(".")[0]
+        if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self._warn(f"_c10d_functional.{name}")
         if func.namespace == "c10d":
-            self._count(func.__name__.split(".")[0], args)
+            self._count(name, args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
@@ -136,7 +141,12 @@ class TrafficMeter(TorchDispatchMode):
         elif "reduce_scatter" in name:
             self._send(args[1], dict.fromkeys(ranks, _nbytes(args[1]) / len(ranks)))
         else:
-            raise NotImplementedError(f"TrafficMeter does not know the collective c10d.{name}")
+            self._warn(f"c10d.{name}")
+
+    def _warn(self, name: str) -> None:
+        if name not in self._unknown:
+            self._unknown.add(name)
+            logger.warning("TrafficMeter does not know the collective %s: its bytes are not counted.", name)
 
     def _kind(self, tensors: Any, *, is_reduced: bool = False) -> str:
         dtype = next(_flat(tensors)).dtype

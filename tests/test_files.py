@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dmt.errors import InputError
-from dmt.files import parse_toml, read_json, read_toml
+from dmt.files import atomic_write, parse_toml, read_json, read_toml
 
 DEEP = "[" * 101 + "]" * 101
 
@@ -64,3 +64,18 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
         for read in (read_json, read_toml):
             with pytest.raises(InputError, match=rf"X: cannot be read \(.*{reason}"):
                 read(path, place="X", remedy="")
+
+
+def test_processes_of_two_hosts_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one process number, as containers have; the bytes are on the disk before the name is."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr("os.fsync", lambda file: (events.append("fsync"), fsync(file)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append("replace"), replace(path, to)))
+    with atomic_write(tmp_path / "a") as first, atomic_write(tmp_path / "a") as second:
+        assert first != second
+        first.write_text("first")
+        second.write_text("second")
+    assert ((tmp_path / "a").read_text(), len(list(tmp_path.iterdir()))) == ("first", 1)
+    assert events == ["fsync", "replace", "fsync"] * 2

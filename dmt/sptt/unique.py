@@ -230,7 +230,7 @@ def why_not_per_sample(module: nn.Module, keys: Sequence[str], widths: Sequence[
         if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):
             return f"holds a {type(part).__name__}"
     some = next(module.parameters(), torch.empty(0))
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.no_grad(), torch.random.fork_rng(devices=[some.device] if some.is_cuda else []):
         trial = copy.deepcopy(module).train()  # sharded in eval mode, a model may be trained nevertheless
         # Many samples: a dropout of 1 % often spares a few.
         samples, others = torch.randn(2, 512, sum(widths), dtype=some.dtype, device=some.device)

@@ -20,7 +20,7 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
-from dmt.collectives import check_agreement
+from dmt.collectives import RankError, check_agreement, run_on_all_or_raise
 from tests.parity import loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import FUSED, Case, build, shard
@@ -40,6 +40,16 @@ def others_on_rank(rank: int) -> None:
 
 def test_the_argument_the_ranks_and_both_values_are_named() -> None:
     run_ranks(others_on_rank, 4)
+
+
+def not_picklable_on_rank(rank: int) -> None:
+    with pytest.raises(RankError, match=r"^rank 1: .*cannot pickle 'generator'"):
+        run_on_all_or_raise(lambda: (i for i in range(3)) if rank == 1 else rank, dist.group.WORLD)
+    assert run_on_all_or_raise(lambda: [rank], dist.group.WORLD) == [[0], [1]]
+
+
+def test_a_result_that_does_not_pickle_fails_on_all_ranks() -> None:
+    run_ranks(not_picklable_on_rank, 2)
 
 
 def meshes_on_rank(rank: int) -> None:

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 
-from dmt._torchrec import PRIVATE_NAMES
+from dmt._torchrec import PRIVATE_NAMES, settings_on_parameters
 
 
 def resolve(path: str) -> object:
@@ -52,3 +52,14 @@ def test_the_pipeline_still_asks_for_our_attributes() -> None:
     read = attributes(utils)
     for name in ("_has_uninitialized_input_dist", "_input_dists", "_dist"):
         assert name in read, f"TorchRec's pipeline no longer reads {name}; see dmt/_torchrec.py PipelinedModule"
+
+
+
+def test_settings_leave_other_attributes_of_a_parameter_alone() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    parameters[0]._optimizer_kwargs = [{"lr": 1.0}]
+    with settings_on_parameters([(parameter, {"lr": 2.0}) for parameter in parameters]):
+        assert [parameter._optimizer_kwargs for parameter in parameters] == [[{"lr": 2.0}]] * 2
+        parameters[0].placed = "by TorchRec, meanwhile"
+    assert vars(parameters[0]) == {"_optimizer_kwargs": [{"lr": 1.0}], "placed": "by TorchRec, meanwhile"}
+    assert vars(parameters[1]) == {}
