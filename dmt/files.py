@@ -1,16 +1,14 @@
-"""Files written atomically or through to the disk, JSON and TOML read within bounds, names of files before."""
+"""Files written atomically or through to the disk; JSON and TOML read and checked."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import re
 import secrets
 import stat
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from io import BufferedReader
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "atomic_write",
-    "check_names",
     "check_output",
     "check_writable",
     "explain",
@@ -35,19 +32,13 @@ __all__ = [
     "parse_json",
     "parse_toml",
     "read_json",
+    "read_model",
     "read_record",
     "read_toml",
     "write_or_raise",
 ]
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
-_MOST_BYTES = {"JSON": 64 << 20, "TOML": 4 << 20}
-_MOST_LEVELS = 100
-# Between these, TOML has a key, whose number of parts tomllib takes squared time for, or a value.
-_BETWEEN_KEYS = re.compile(r"[,=\n\[\]{}#]|\.\.")
 
 
 @contextmanager
@@ -134,7 +125,7 @@ def open_file(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def read_json(path: str | os.PathLike[str], *, place: str, remedy: str) -> Any:
-    """Reads a JSON file; see `parse_json`.
+    """Reads a JSON file.
 
     Args:
         path: the file.
@@ -142,77 +133,39 @@ def read_json(path: str | os.PathLike[str], *, place: str, remedy: str) -> Any:
         remedy: advice with which every error message ends.
 
     Raises:
-        InputError: the file cannot be read, is no regular file or not JSON within bounds.
+        InputError: the file cannot be read, is no regular file or not JSON.
     """
-    return parse_json(_read(path, place, remedy, "JSON"), place=place, remedy=remedy)
+    return parse_json(_read(path, place, remedy), place=place, remedy=remedy)
 
 
 def read_toml(path: str | os.PathLike[str], *, place: str, remedy: str) -> dict[str, Any]:
     """Reads a TOML file; arguments and errors are those of `read_json`."""
-    return parse_toml(_read(path, place, remedy, "TOML"), place=place, remedy=remedy)
+    return parse_toml(_read(path, place, remedy), place=place, remedy=remedy)
 
 
-def _read(path: str | os.PathLike[str], place: str, remedy: str, kind: str) -> str:
+def _read(path: str | os.PathLike[str], place: str, remedy: str) -> str:
     try:
         with open_file(path) as file:
-            content = file.read(_MOST_BYTES[kind] + 1)
-        if len(content) > _MOST_BYTES[kind]:
-            raise OSError(f"it has more than {_MOST_BYTES[kind] >> 20} MiB")
-        return content.decode()
+            return file.read().decode()
     except (OSError, ValueError) as error:  # ValueError: text that is not UTF-8, a path with a NUL
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{place}: cannot be read ({reason}). {remedy}") from error
 
 
 def parse_json(text: str, *, place: str, remedy: str) -> Any:
-    """Reads JSON of at most 100 levels, whole numbers of 64 bits, and text that can be written as UTF-8.
-
-    Error messages begin with ``place``, where it is from, and end with ``remedy``, an advice.
-
-    Raises:
-        InputError: it is not JSON, or breaks a bound.
-    """
+    """Reads JSON text; arguments and errors are those of `read_json`."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{place}, line {error.lineno}: not JSON ({error.msg}). {remedy}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
-        raise InputError(f"{place}: not JSON that can be read ({error}). {remedy}") from error
-    _check_values(value, place, remedy)
-    return value
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place}: not JSON ({error}). {remedy}") from error
 
 
 def parse_toml(text: str, *, place: str, remedy: str) -> dict[str, Any]:
-    """Reads TOML within the bounds of `parse_json`; arguments and errors are the same."""
+    """Reads TOML text; arguments and errors are those of `read_json`."""
     try:
-        if any(part.count(".") > _MOST_LEVELS for part in _BETWEEN_KEYS.split(text)):
-            raise ValueError(f"a key has more than {_MOST_LEVELS} parts")
-        value = tomllib.loads(text)
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{place}: not TOML ({error}). {remedy}") from error
-    _check_values(value, place, remedy)
-    return value
-
-
-def _check_values(value: Any, place: str, remedy: str) -> None:
-    """Raises `InputError` for values that can be read, but that recursion, int64 or UTF-8 fail on later."""
-    level = [value]
-    for _ in range(_MOST_LEVELS):
-        for item in level:
-            if isinstance(item, int) and not -(2**63) <= item < 2**64:
-                raise InputError(f"{place}: a whole number has more than 64 bits. {remedy}")
-            if isinstance(item, str) and not is_unicode(item):
-                raise InputError(f"{place}: {_shown(item)} is no Unicode text. {remedy}")
-        level = [inner for item in level for inner in _inner(item)]
-        if not level:
-            return
-    raise InputError(f"{place}: brackets are nested more than {_MOST_LEVELS} levels deep. {remedy}")
-
-
-def _inner(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return (*value.keys(), *value.values())
-    return value if isinstance(value, list) else ()
 
 
 def is_unicode(text: str) -> bool:
@@ -223,26 +176,25 @@ def is_unicode(text: str) -> bool:
         return False
 
 
-def check_names(kind: str, names: Iterable[str]) -> None:
-    """Raises `InputError` for a name that no file can hold, since it is no Unicode text; ``kind`` says of what."""
-    for name in names:
-        if not is_unicode(name):
-            raise InputError(f"{kind} {name!r} is no Unicode text; rename it.")
-
-
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:
     """Reads a JSON object whose key ``format`` holds its format version, which must be ``version``.
 
     Error messages begin with ``what``, a kind of file such as ``"Tower plan"``, and end with ``remedy``, an advice.
 
     Raises:
-        InputError: the file cannot be read, is not a JSON object within bounds, or of another format version.
+        InputError: the file cannot be read, is not a JSON object, or of another format version.
     """
     record = read_json(path, place=f"{what} {path}", remedy=remedy)
     found = record.get("format") if isinstance(record, dict) else None
     if found != version:
         raise InputError(f"{what} {path} has format {found!r}; this version reads format {version}. {remedy}")
     return dict(record)
+
+
+def read_model(path: str | os.PathLike[str], kind: type[T], *, what: str, version: int, remedy: str) -> T:
+    """Makes a dataclass of a JSON file; arguments and errors are those of `read_record` and `from_record`."""
+    record = read_record(path, what=what, version=version, remedy=remedy)
+    return from_record(kind, record, place=f"{what} {path}", remedy=remedy)
 
 
 def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy: str) -> T:

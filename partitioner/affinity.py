@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import check_names, open_file, write_or_raise
+from dmt.files import open_file, write_or_raise
 from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
@@ -244,7 +244,6 @@ def check_features(features: Sequence[str], owner: str = "FeatureAffinity") -> N
     nameless = [name for name in features if not isinstance(name, str) or not name]
     if nameless:
         raise InputError(f"{owner}: feature {nameless[0]!r} is no name; give texts that are not empty.")
-    check_names(f"{owner}: feature", features)
     doubled = [(name, count) for name, count in Counter(features).items() if count > 1]
     if doubled:
         name, count = doubled[0]

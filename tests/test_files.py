@@ -1,4 +1,4 @@
-"""Reading within bounds: what JSON and TOML from elsewhere may hold, and how each refusal reads."""
+"""Files that are no JSON or TOML, pipes and devices, and files that two hosts write."""
 
 from __future__ import annotations
 
@@ -10,25 +10,18 @@ import pytest
 from dmt.errors import InputError
 from dmt.files import atomic_write, parse_toml, read_json, read_toml
 
-DEEP = "[" * 101 + "]" * 101
-
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"{,", r", line 1: not JSON \(Expecting property name"),
-        (b"9" * 5000, r": not JSON that can be read \(Exceeds the limit"),
-        (b"[" * 100_000, r": not JSON that can be read \(maximum recursion depth"),
-        (DEEP.encode(), ": brackets are nested more than 100 levels deep"),
-        (b'{"a": 1' + b"0" * 30 + b"}", ": a whole number has more than 64 bits"),
-        (rb'["\ud800"]', r": '\\ud800' is no Unicode text"),
-        (rb'{"\ud800": 1}', r": '\\ud800' is no Unicode text"),
+        (b"{,", r": not JSON \(Expecting property name"),
+        (b"9" * 5000, r": not JSON \(Exceeds the limit"),
+        (b"[" * 100_000, r": not JSON \(maximum recursion depth"),
         (b'"\xff"', r": cannot be read \('utf-8' codec"),
-        (b" " * (64 << 20) + b"1", r": cannot be read \(it has more than 64 MiB\)"),
     ],
-    ids=["syntax", "digits", "recursion", "depth", "bits", "surrogate", "key", "bytes", "size"],
+    ids=["syntax", "digits", "recursion", "bytes"],
 )
-def test_json_beyond_the_bounds(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_what_is_not_json(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(InputError, match=rf"Plan a\.json{reason}.*Make it again\."):
         read_json(tmp_path / "a.json", place="Plan a.json", remedy="Make it again.")
@@ -36,19 +29,11 @@ def test_json_beyond_the_bounds(content: bytes, reason: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [
-        ("a = ", r"not TOML \(Invalid value"),
-        ("a = " + "[" * 5000, r"not TOML \(maximum recursion"),
-        ("a = " + "9" * 5000, r"not TOML \(Exceeds the limit"),
-        ("a = 0x" + "f" * 5000, "a whole number has more than 64 bits"),
-        ("a = " + DEEP, "brackets are nested more than 100 levels deep"),
-        (".".join("a" * 300_000) + "= 1", r"not TOML \(a key has more than 100 parts"),
-        (f"[{'.'.join('a' * 300_000)}]", r"not TOML \(a key has more than 100 parts"),
-    ],
-    ids=["syntax", "recursion", "digits", "bits", "depth", "dots", "section"],
+    [("a = ", "Invalid value"), ("a = " + "[" * 5000, "maximum recursion"), ("a = " + "9" * 5000, "Exceeds the limit")],
+    ids=["syntax", "recursion", "digits"],
 )
-def test_toml_beyond_the_bounds(text: str, reason: str) -> None:
-    with pytest.raises(InputError, match=rf"Config x: {reason}.*Fix it\."):
+def test_what_is_not_toml(text: str, reason: str) -> None:
+    with pytest.raises(InputError, match=rf"Config x: not TOML \({reason}.*Fix it\."):
         parse_toml(text, place="Config x", remedy="Fix it.")
 
 

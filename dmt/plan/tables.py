@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dmt.errors import InputError
-from dmt.files import check_names
 from dmt.number_formats import NUMBER_FORMATS, TABLE_FORMATS, TableFormat, table_format
 
 __all__ = ["TableSpec", "feature_names", "number_bytes", "table_specs"]
@@ -37,8 +36,6 @@ class TableSpec:
                 raise InputError(f"Table {self.name!r} has {size}={getattr(self, size)}; it must be positive.")
         if not self.feature_names:
             raise InputError(f"Table {self.name!r} has no feature; give at least one in feature_names.")
-        check_names("Table", [self.name])
-        check_names("Feature", self.feature_names)
         number_bytes(self)
 
     @property

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import check_names, from_record, read_record, write_or_raise
+from dmt.files import read_model, write_or_raise
 from dmt.formatting import shorten
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
@@ -41,8 +41,7 @@ class TowerPlan:
     columns that a multi-tower model hands to its interaction, whatever ranks the towers are placed on.
 
     Raises:
-        InputError: no tower, an empty tower, two towers of one name, a feature in two places, or a name that no file
-            can hold.
+        InputError: no tower, an empty tower, two towers of one name, or a feature in two places.
 
     Example:
         >>> plan = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
@@ -76,7 +75,6 @@ class TowerPlan:
             if not tower.features:
                 raise InputError(f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it.")
         for kind, names in (("Tower", [t.name for t in self.towers]), ("Feature", self.features)):
-            check_names(kind, names)
             doubled = [name for name, count in Counter(names).items() if count > 1]
             if doubled:
                 places = [t.name for t in self.towers if doubled[0] in (t.name, *t.features)]
@@ -214,8 +212,7 @@ class TowerPlan:
             InputError: the file cannot be read, is not JSON or of another format version, or an entry is absent, of
                 another type or breaks a rule of the plan.
         """
-        record = read_record(path, what="Tower plan", version=FORMAT_VERSION, remedy=_REMEDY)
-        return from_record(cls, record, place=f"Tower plan {path}", remedy=_REMEDY)
+        return read_model(path, cls, what="Tower plan", version=FORMAT_VERSION, remedy=_REMEDY)
 
 
 def _quote(word: str, names: Sequence[str], most: int = 5) -> str:

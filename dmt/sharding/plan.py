@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import from_record, read_record, write_or_raise
+from dmt.files import read_model, write_or_raise
 from dmt.formatting import counted, human_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
@@ -167,9 +167,7 @@ class TowerShardingPlan:
             InputError: the file cannot be read, is not JSON or of another format version, or an entry is absent, of
                 another type or breaks a rule of the plan.
         """
-        place = f"Sharding plan {path}"
-        record = read_record(path, what="Sharding plan", version=SHARDING_FORMAT, remedy=_REMEDY)
-        return from_record(cls, record, place=place, remedy=_REMEDY)
+        return read_model(path, cls, what="Sharding plan", version=SHARDING_FORMAT, remedy=_REMEDY)
 
 
 def imbalance_of(seconds: Sequence[float]) -> float:

@@ -376,8 +376,3 @@ def test_a_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
         FeatureAffinity.load(path)
     FeatureAffinity(matrix=np.zeros((500, 500)), features=[str(i) for i in range(500)]).save(path)
     assert FeatureAffinity.load(path).num_features == 500  # stored as it is, of any size
-
-
-def test_a_name_that_no_file_can_hold_is_refused():
-    with pytest.raises(InputError, match=r"feature 'b\\udcff' is no Unicode text; rename it"):
-        FeatureAffinity(matrix=np.eye(2), features=["a", "b\udcff"])
