@@ -202,7 +202,7 @@ class TowerPlan:
         for table in record["tables"]:
             del table["data_type"]  # a plan holds for either
         with write_or_raise(path, "Tower plan") as scratch:
-            scratch.write_text(json.dumps(record, indent=1) + "\n")
+            scratch.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TowerPlan:

@@ -157,7 +157,7 @@ class TowerShardingPlan:
             InputError: the file cannot be written.
         """
         with write_or_raise(path, "Sharding plan") as scratch:
-            scratch.write_text(json.dumps(self.to_record(), indent=1) + "\n")
+            scratch.write_text(json.dumps(self.to_record(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TowerShardingPlan:

@@ -61,7 +61,7 @@ def test_a_name_that_no_file_can_hold_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Tower plan .*cannot be written \('utf-8' codec"):
         TowerPlan.from_lists([["b\ud800"]]).save(tmp_path / "p.json")
     (tmp_path / "p.json").write_text(r'{"format": 1, "towers": [{"name": "t", "features": ["\ud800"]}]}')
-    with pytest.raises(InputError, match=r"Tower plan .*surrogate"):
+    with pytest.raises(InputError, match=r"Tower plan .*Invalid JSON: unexpected end of hex escape"):
         TowerPlan.load(tmp_path / "p.json")
 
 
