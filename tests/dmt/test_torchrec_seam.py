@@ -54,7 +54,6 @@ def test_the_pipeline_still_asks_for_our_attributes() -> None:
         assert name in read, f"TorchRec's pipeline no longer reads {name}; see dmt/_torchrec.py PipelinedModule"
 
 
-
 def test_settings_leave_other_attributes_of_a_parameter_alone() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     parameters[0]._optimizer_kwargs = [{"lr": 1.0}]
