@@ -28,7 +28,7 @@ from pydantic import Field
 
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import from_record, fsync_path, open_file, read_record
+from dmt.files import check_writable, from_record, fsync_path, open_file, read_record
 from dmt.sptt.mesh import TowerMesh
 
 __all__ = [
@@ -216,7 +216,7 @@ def _order(path: Path) -> tuple[int, int]:
 def prepare(folder: Path) -> None:
     """Makes the folder and deletes unfinished work in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        check_writable(folder)
         for path in [path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)]:
             remove(path)
         fsync_path(folder)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -132,7 +132,7 @@ def restore(
     opened: list[tuple[SafeReader, State]] = []
     weights: dict[str, Any] = {}
 
-    def compare() -> _Comparison:
+    def compare() -> tuple[list[str], bytes]:
         reader = SafeReader(folder)
         if optimizer is not None:
             _make_state(optimizer, reader.tensors)
@@ -184,47 +184,27 @@ def _make_state(optimizer: KeyedOptimizer, saved: Collection[str]) -> None:
                 parameter.copy_(weight)
 
 
-class _Comparison(NamedTuple):
-    """Differences between what a rank holds of a model and a checkpoint."""
-
-    missing: list[str]
-    """Names that the checkpoint lacks."""
-    sizes: list[str]
-    """Sizes that differ, one text for each."""
-    known: bytes
-    """One byte for each name of the checkpoint: 1 if this rank knows it."""
-
-
-def _compare(state: State, saved: Mapping[str, tuple[int, ...]]) -> _Comparison:
+def _compare(state: State, saved: Mapping[str, tuple[int, ...]]) -> tuple[list[str], bytes]:
+    """Returns what is wrong for this rank, a text each, and one byte for each saved name: 1 if this rank knows it."""
     live = {uncut(name): shards.whole for name, shards in state.items()}
-    return _Comparison(
-        missing=sorted(name for name in live if name not in saved),
-        sizes=[
-            f"its {name.removeprefix('model.')} is {list(saved[name])}, the model's is {list(size)}"
-            for name, size in live.items()
-            if name in saved and saved[name] != size
-        ],
-        known=bytes(name in live for name in saved),
-    )
+    wrong = [
+        f"its {name} is {list(saved[name])}, not {list(size)}" if name in saved else f"it lacks {name}"
+        for name, size in live.items()
+        if saved.get(name) != size
+    ]
+    return wrong, bytes(name in live for name in saved)
 
 
-def _refuse(folder: Path, saved: Collection[str], ranks: Sequence[_Comparison]) -> None:
+def _refuse(folder: Path, saved: Collection[str], ranks: Sequence[tuple[list[str], bytes]]) -> None:
     """Raises `InputError` unless all ranks together have what the checkpoint has, in its sizes."""
-    missing = sorted({name for rank in ranks for name in rank.missing})
-    known = [any(marks) for marks in zip(*(rank.known for rank in ranks), strict=True)]
-    unknown = sorted(name for name, is_known in zip(saved, known, strict=True) if not is_known)
-    sizes = list(dict.fromkeys(text for rank in ranks for text in rank.sizes))
-    if missing or unknown or sizes:
-        is_model = all(name.startswith("model.") for name in (*missing, *unknown))
-        names = f"it lacks {_names(missing)} and has {_names(unknown)} in addition"
+    wrong = [text for texts, _ in ranks for text in texts]
+    known = [any(marks) for marks in zip(*(marks for _, marks in ranks), strict=True)]
+    wrong += [f"it has {name} in addition" for name, is_known in zip(saved, known, strict=True) if not is_known]
+    if wrong:
         raise InputError(
-            f"{folder} is a checkpoint of another {'model' if is_model else 'model or optimizer'}: "
-            f"{names if missing or unknown else shorten(sizes)}. Use the config of the run that wrote it."
+            f"{folder} is a checkpoint of another model or optimizer: {shorten(sorted(set(wrong)))}. Use the config of "
+            "the run that wrote it."
         )
-
-
-def _names(names: Sequence[str]) -> str:
-    return f"[{shorten([repr(name) for name in names], ', ')}]" if names else "nothing"
 
 
 def _read(reader: SafeReader, state: State, scales: Mapping[str, float]) -> None:

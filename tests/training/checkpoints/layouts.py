@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import (
@@ -24,7 +23,7 @@ from dmt import (
 from dmt.collectives import gather_objects
 from dmt.testing import gather_plain_state, table_layout
 from dmt.testing.state import LocalPart, join_parts
-from dmt.training.build import build_optimizer
+from dmt.training.build import ScheduledOptimizer, build_optimizer
 from dmt.training.config import OptimizerConfig
 from tests.parity import EPS, FUSED, LR, Batches, loss_of, make_tables
 from tests.sptt_case import Case, build
@@ -85,7 +84,7 @@ class Job:
 
     mesh: TowerMesh
     model: DistributedModelParallel
-    optimizer: CombinedOptimizer
+    optimizer: ScheduledOptimizer
     layout: Layout
 
     @classmethod

@@ -77,12 +77,12 @@ def test_nothing_is_left_of_older_and_broken_saves(
 @pytest.mark.parametrize(
     ("of", "into", "sizes", "message"),
     [
-        ("dlrm", "dmt-dlrm", {}, r"another model: it lacks \['model\.model\.sparse_arch\.towers\.0\."),
-        ("dmt-dlrm", "dlrm", {}, r"it lacks \['model\.model\.sparse_arch\.embedding_bags\..*and has \['model\.model\."),
-        ("dlrm", "dlrm", {"over_arch": [4, 4, 1]}, r"it lacks \['model\.model\.over_arch.* has nothing in addition"),
-        ("dlrm", "dlrm", {"over_arch": [1]}, r"it lacks nothing and has \['model\.model\.over_arch"),
-        ("dlrm", "dlrm", {"embedding_dim": 12}, r"another model: its model\.\S*weight is \[.*\], the model's is \["),
-        ("dmt-dlrm", "dmt-dlrm", {"tower_dim": 6}, r"another model: its model\.\S*weight is \[.*\], the model's is \["),
+        ("dlrm", "dmt-dlrm", {}, r"another model .*it has model\.model\.\S* in addition"),
+        ("dmt-dlrm", "dlrm", {}, r"it has model\.model\.\S* in addition"),
+        ("dlrm", "dlrm", {"over_arch": [4, 4, 1]}, r"its? .*model\.model\.over_arch"),
+        ("dlrm", "dlrm", {"over_arch": [1]}, r"it has model\.model\.over_arch\S* in addition"),
+        ("dlrm", "dlrm", {"embedding_dim": 12}, r"its model\.\S*weight is \[.*\], not \["),
+        ("dmt-dlrm", "dmt-dlrm", {"tower_dim": 6}, r"its model\.\S*weight is \[.*\], not \["),
     ],
 )
 def test_another_model_is_refused_with_names(
@@ -97,7 +97,7 @@ def test_another_model_is_refused_with_names(
 
 
 def test_tables_of_other_sizes_are_refused(saved: tuple[Path, dict[str, State]]) -> None:
-    with pytest.raises(InputError, match=r"its \S*t_C1\.weight is \[11, 8\], the model's is \[12, 8\]"):
+    with pytest.raises(InputError, match=r"its \S*t_C1\.weight is \[11, 8\], not \[12, 8\]"):
         load_plain(plain(small("dlrm", synthetic={"rows_per_table": 12})), saved[0] / "dlrm")
 
 
