@@ -443,3 +443,12 @@ def test_a_model_that_returns_probabilities_is_noticed_once() -> None:
     [[noticed, nothing]] = run_ranks(warnings_on_rank, 1, fresh=True)
     assert noticed.count("The model must return logits: take the sigmoid out of it") == 1
     assert nothing == ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("factory", "notes"), [("probabilities", 1), ("flat", 0)])
+def test_a_check_notices_a_model_that_returns_probabilities(factory: str, notes: int) -> None:
+    model = {"factory": f"{__name__}:{factory}", "options": {}, "in_towers": False}
+    limits = CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=1)
+    report = check_run(deepfm(model=model, topology={"num_towers": 1, "ranks_per_tower": 1}), limits)
+    assert sum("take the sigmoid out" in note for note in report.notes) == notes

@@ -18,6 +18,7 @@ from dmt.training.check.on_rank import Finding, RankReport, check_on_rank, table
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
 from dmt.training.config import TrainingConfig
 from dmt.training.console import quiet_libraries
+from dmt.training.factory import probability_warning
 from dmt.training.preflight import resolve
 
 __all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "check_run", "compare_ranks", "make_rows"]
@@ -173,6 +174,10 @@ def _titles(run: CheckedRun) -> dict[str, str]:
 def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
     widths = {table.name: table.embedding_dim for table in run.job.split_tables}
     held = [(table_name(name), sizes[1]) for report in reports for name, _, sizes in report.digests if is_table(name)]
+    if (factory := run.config.model.factory) is not None:
+        lows, highs = zip(*(report.outputs for report in reports), strict=True)
+        if text := probability_warning(factory, min(lows), max(highs)):
+            yield text
     cut = {table for table, width in held if width < widths[table]}
     if cut and run.config.optimizer.sparse == "rowwise_adagrad":
         yield (

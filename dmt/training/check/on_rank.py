@@ -103,6 +103,8 @@ class RankReport:
     """Reasons why checks were left out, by their names."""
     digests: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], str]
     """By (name, offsets, sizes): digest of every tensor, or shard of one, that the rank holds after training."""
+    outputs: tuple[float, float]
+    """Least and greatest output of the model, before training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,7 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
             (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape)): digest(part.tensor)
             for part in trained.parts
         },
+        outputs=(min(checks.outputs), max(checks.outputs)),
     )
 
 
@@ -145,6 +148,7 @@ class _Checks:
     def __init__(self, rank: int, run: CheckedRun, mesh: TowerMesh) -> None:
         self.rank, self.run, self.mesh = rank, run, mesh
         self.findings: list[Finding] = []
+        self.outputs: list[float] = []
         self.exact = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
         self._hot_rows: HotRows | None = None
         self.expected = self._meet_expected(table_layout(shard_model(run.job, mesh)))
@@ -160,6 +164,7 @@ class _Checks:
             loss = watch.run(draw_batch(self.run, self.rank, index))
             self._compare_forward(watch.seen, index, name, config.sharding.precision.forward)
             wanted = self.expected.seen[index][self.rank].logits
+            self.outputs += [float(wanted.min()), float(wanted.max())]
             allowed = (_FP32_SUM + wide) * max(1.0, float(wanted.abs().max()))
             self._found("logits", "the logits", _distance(watch.seen.logits, wanted), allowed, name)
         loss.backward()
