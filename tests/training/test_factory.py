@@ -449,6 +449,6 @@ def test_a_model_that_returns_probabilities_is_noticed_once() -> None:
 @pytest.mark.parametrize(("factory", "notes"), [("probabilities", 1), ("flat", 0)])
 def test_a_check_notices_a_model_that_returns_probabilities(factory: str, notes: int) -> None:
     model = {"factory": f"{__name__}:{factory}", "options": {}, "in_towers": False}
-    limits = CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=1)
+    limits = CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2)
     report = check_run(deepfm(model=model, topology={"num_towers": 1, "ranks_per_tower": 1}), limits)
     assert sum("take the sigmoid out" in note for note in report.notes) == notes
