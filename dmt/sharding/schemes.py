@@ -57,9 +57,6 @@ class TablePlacement:
     """Scheme by which the table is cut."""
     ranks: tuple[int, ...]
     """Local ranks 0..L-1 of the tower, one for each shard, in the order of the rows or columns."""
-    sizes: tuple[int, ...] = ()
-    """Rows (``row_wise``) or columns (``column_wise``) of each shard, in the order of ``ranks``; empty: as even as
-    possible."""
     kernel: Kernel = "fused"
     """Kernel, and so the memory of its weights. On a CPU all but ``key_value`` are ``fused``."""
     cache_load_factor: float = 0.2
@@ -88,11 +85,6 @@ class TablePlacement:
             raise InputError(
                 f"A {self.scheme} table takes every rank of its tower, in order, but ranks={list(self.ranks)}."
             )
-        if self.sizes and (self.scheme in ("table_wise", "data_parallel") or len(self.sizes) != len(self.ranks)):
-            raise InputError(
-                f"sizes={list(self.sizes)} of a {self.scheme} table on ranks {list(self.ranks)}: give one size for "
-                "each shard of a row_wise or column_wise table, none otherwise."
-            )
 
 
 class TableShard(NamedTuple):
@@ -117,10 +109,10 @@ def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
     first_rows, first_columns = [0] * num, [0] * num
     try:
         if placement.scheme == "row_wise":
-            heights = _given("num_embeddings", rows, placement) or row_shards(rows, num)
+            heights = row_shards(rows, num)
             first_rows = [0, *accumulate(heights[:-1])]
         if placement.scheme == "column_wise":
-            widths = _given("embedding_dim", columns, placement) or column_shards(columns, num)
+            widths = column_shards(columns, num)
             first_columns = [0, *accumulate(widths[:-1])]
     except InputError as error:
         raise InputError(f"Table {table.name!r}: {error}") from error
@@ -196,17 +188,6 @@ def column_widths(shards: Iterable[Any]) -> list[int]:
     """Returns the widths of column shards from left to right, from the ``ShardMetadata`` of all shards of a table."""
     widths = {shard.shard_offsets[1]: shard.shard_sizes[1] for shard in shards}
     return [widths[first] for first in sorted(widths)]
-
-
-def _given(field: str, total: int, placement: TablePlacement) -> list[int]:
-    sizes = list(placement.sizes)
-    quantum = _COLUMN_QUANTUM if placement.scheme == "column_wise" else 1
-    if sizes and (sum(sizes) != total or any(size < 1 or size % quantum for size in sizes)):
-        raise InputError(
-            f"sizes={sizes} of its {placement.scheme} shards must be positive multiples of {quantum} that add up "
-            f"to {field}={total}."
-        )
-    return sizes
 
 
 def why_not(

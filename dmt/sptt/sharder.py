@@ -393,9 +393,8 @@ def _check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: in
     if scheme not in SCHEMES:
         raise InputError(f"{where} is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}.")
     shards = [TableShard(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in _shards(sharding)]
-    sizes = {"row_wise": [shard.rows for shard in shards], "column_wise": [shard.columns for shard in shards]}
     try:
-        placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()), sizes=tuple(sizes.get(scheme, ())))
+        placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     kernel = sharding.compute_kernel

@@ -46,7 +46,7 @@ from tests.seeds import some_slow
 pytestmark = pytest.mark.ranks
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR, "eps": EPS}
 Layout = tuple[tuple[tuple[str, ...], ...], ...]
-MIX: tuple[str, ...] = ("rows", "whole", "columns", "uneven", "reversed")
+MIX: tuple[str, ...] = ("rows", "whole", "columns", "rows", "reversed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +97,11 @@ def placed_tables(case: Case) -> list[list[list[Placed]]]:
             layout[-1].append([])
             for kind in kinds:
                 rows = 40 + 3 * number
-                uneven = (rows - 5 * (case.ranks - 1),) + (5,) * (case.ranks - 1)
                 placement = {
                     "whole": TablePlacement(scheme="table_wise", ranks=(number % case.ranks,)),
                     "columns": TablePlacement(scheme="column_wise", ranks=everyone),
                     "reversed": TablePlacement(scheme="column_wise", ranks=everyone[::-1]),
                     "rows": TablePlacement(scheme="row_wise", ranks=everyone),
-                    "uneven": TablePlacement(scheme="row_wise", ranks=everyone, sizes=uneven),
                     "data": TablePlacement(scheme="data_parallel", ranks=everyone),
                 }[kind]
                 table = EmbeddingBagConfig(
@@ -223,7 +221,7 @@ def both_routes_on_rank(rank: int, case: Case) -> float:
 CASES = {
     "whole-2x2": Case(towers=2, ranks=2, layout=((("whole", "whole"),), (("whole", "whole"),)), max_bag=1),
     "columns-2x2": Case(towers=2, ranks=2, layout=((("columns",),), (("reversed", "columns"),))),
-    "rows-2x2": Case(towers=2, ranks=2, layout=((("rows",),), (("rows", "uneven"),))),
+    "rows-2x2": Case(towers=2, ranks=2, layout=((("rows",),), (("rows", "rows"),))),
     "mix-2x3-uneven-batches": Case(towers=2, ranks=3, layout=((MIX,), (MIX[:3],)), sizes=(2, 5, 1, 4, 3, 6)),
     "mix-3x2-weighted": Case(
         towers=3, ranks=2, layout=((MIX[:2],), (MIX[2:],), (("whole",),)), weighted=True, sizes=(1, 2, 3, 4, 5, 6)
@@ -232,7 +230,7 @@ CASES = {
     "mix-2x1": Case(towers=2, ranks=1, layout=((MIX,), (("rows",),)), sizes=(3, 1)),
     "one-rank": Case(towers=1, ranks=1, layout=((MIX,),)),
     "two-logical-towers": Case(
-        towers=2, ranks=2, layout=((("rows", "whole"), ("columns",), ("uneven",)), (MIX,)), sizes=(3, 4, 1, 2)
+        towers=2, ranks=2, layout=((("rows", "whole"), ("columns",), ("rows",)), (MIX,)), sizes=(3, 4, 1, 2)
     ),
     "shared-feature": Case(towers=2, ranks=2, layout=((MIX,), (("whole", "rows"), ("columns",))), shared=True),
     "idle-rank": Case(towers=2, ranks=2, layout=((("whole",),), (MIX,))),

@@ -35,7 +35,6 @@ def test_row_shards_cover_the_table(rows: int, shards: int) -> None:
         (TablePlacement(scheme="table_wise", ranks=(1,)), 80),
         (TablePlacement(scheme="column_wise", ranks=(1, 0)), 80),
         (TablePlacement(scheme="row_wise", ranks=(0, 1, 2)), 80),
-        (TablePlacement(scheme="row_wise", ranks=(0, 1), sizes=(3, 7)), 80),
         (TablePlacement(scheme="data_parallel", ranks=(0, 1)), 160),
     ],
 )

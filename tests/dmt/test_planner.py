@@ -49,7 +49,7 @@ class Two(nn.Module):
 def test_the_plan_is_torchrecs() -> None:
     model = nn.Sequential(collection("a", "b", "c", "d"))
     pins = {
-        "t_a": TablePlacement(scheme="column_wise", ranks=(1, 0), sizes=(4, 12)),
+        "t_a": TablePlacement(scheme="column_wise", ranks=(1, 0)),
         "t_b": "row_wise",
         "t_c": ("data_parallel",),
         "t_[d]": "table_wise",
@@ -62,7 +62,7 @@ def test_the_plan_is_torchrecs() -> None:
         "t_d": "table_wise",
     }
     cuts = [(s.shard_offsets, s.shard_sizes, s.placement.rank()) for s in plan["t_a"].sharding_spec.shards]
-    assert cuts == [([0, 0], [1000, 4], 1), ([0, 4], [1000, 12], 0)]
+    assert cuts == [([0, 0], [1000, 8], 1), ([0, 8], [1000, 8], 0)]
 
 
 def test_the_plan_and_its_explanation_agree() -> None:

@@ -21,8 +21,8 @@ TABLES = [
 ]
 PLACED = {
     "whole": TablePlacement(scheme="table_wise", ranks=(1,)),
-    "columns": TablePlacement(scheme="column_wise", ranks=(0, 1), sizes=(4, 12)),
-    "rows": TablePlacement(scheme="row_wise", ranks=(0, 1), sizes=(7, 3)),
+    "columns": TablePlacement(scheme="column_wise", ranks=(0, 1)),
+    "rows": TablePlacement(scheme="row_wise", ranks=(0, 1)),
     "copied": TablePlacement(scheme="data_parallel", ranks=(0, 1)),
 }
 

@@ -291,8 +291,11 @@ def wrong_use_on_rank(rank: int) -> None:
     mine = "t1"  # a fault of one tower is raised on all ranks
     with pytest.raises(InputError, match="Table 't1' in tower 1 is sharded 'table_row_wise'"):
         shard_with(lambda p: setattr(p[mine], "sharding_type", "table_row_wise"))
-    for everywhere in ("row_wise", "data_parallel"):
-        with pytest.raises(InputError, match=rf"Table 't1' in tower 1.* {everywhere} .*takes every rank of its tower"):
+    for everywhere, reason in (
+        ("row_wise", "takes every rank of its tower"),
+        ("data_parallel", "compute_kernel='fused'"),
+    ):
+        with pytest.raises(InputError, match=rf"Table 't1' in tower 1.* {everywhere} .*{reason}"):
             shard_with(lambda p, scheme=everywhere: setattr(p[mine], "sharding_type", scheme))
     with pytest.raises(InputError, match="Table 't1' in tower 1 has a shard on local rank 5"):
         shard_with(lambda p: setattr(p[mine], "ranks", [5]))
