@@ -1,7 +1,7 @@
-"""The Tower Partitioner: from a trained model's embeddings to a balanced `TowerPlan` (DMT paper, section 3.3).
+"""The Tower Partitioner: from how features relate to a balanced `TowerPlan` (DMT paper, section 3.3).
 
 Runs offline and on a laptop: neither TorchRec nor FBGEMM is needed to partition a saved affinity, and importing this
-package loads numpy only (torch, matplotlib and the K-means solver when they are first used).
+package loads numpy only (torch, matplotlib, scikit-learn and the K-means solver when they are first used).
 
 Example:
     >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])
@@ -11,22 +11,21 @@ Example:
 
 from __future__ import annotations
 
-from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.interactions import FeatureInteractions
-from dmt.partitioner.partition import Partition, tower_affinity
+from dmt.partitioner.affinity import FeatureAffinity, Interaction
+from dmt.partitioner.partition import Partition, share_within, tower_affinity
 from dmt.partitioner.partitioner import TowerPartitioner
-from dmt.partitioner.report import plot_affinity, plot_coordinates
-from dmt.partitioner.report.page import write_partition_report
+from dmt.partitioner.report import plot_affinity, plot_coordinates, write_partition_report
 from dmt.partitioner.rules import PartitionRules
 
 __all__ = [
     "FeatureAffinity",
-    "FeatureInteractions",
+    "Interaction",
     "Partition",
     "PartitionRules",
     "TowerPartitioner",
     "plot_affinity",
     "plot_coordinates",
+    "share_within",
     "tower_affinity",
     "write_partition_report",
 ]

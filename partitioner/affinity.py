@@ -1,6 +1,6 @@
-"""`FeatureAffinity`: how alike the embeddings of each pair of features are, as `measure_affinity.py` measures it.
+"""`FeatureAffinity`: how features relate, as alike embeddings or as interactions; the one measure of the partitioner.
 
-Legend: F features, N embedding dim, B samples of a batch.
+Legend: F features.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import open_file, write_or_raise
+from dmt.files import explain, open_file, write_or_raise
 from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
@@ -26,63 +26,48 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "FORMAT_VERSION",
-    "FORMS",
-    "FeatureAffinity",
-    "Forms",
-    "check_features",
-    "check_pooling_factors",
-    "check_tables",
-    "read_arrays",
-    "tables_from_arrays",
-    "tables_to_arrays",
-    "write_arrays",
-]
+__all__ = ["FeatureAffinity", "Interaction", "Measure", "check_tables", "noise_bound"]
 
+Measure = Literal["cosine", "cka", "interactions"]
 
-FORMAT_VERSION = 1
-"""Format version of the files written here, and the only one read."""
-
-# The file: named arrays in numpy's .npz format, nothing pickled. For every array its number of dimensions, the kinds of
-# its dtype, and both in words (F features, K tables; -1 samples: not known). `_clean_matrix` checks the matrix, [F, F].
-Forms = Mapping[str, tuple[int, str, str]]
-FORMS: Forms = {
-    "format": (0, "iu", "one whole number"),
-    "features": (1, "U", "text of shape [F]"),
-    "num_samples": (0, "iu", "one whole number"),
-    "measure": (0, "U", "cosine or cka"),
-    "pooling_factors": (1, "iuf", "numbers of shape [F]"),
-    "table_names": (1, "U", "text of shape [K]"),
-    "table_rows": (1, "iu", "whole numbers of shape [K]"),
-    "table_dims": (1, "iu", "whole numbers of shape [K]"),
-    "table_sizes": (1, "iu", "whole numbers of shape [K]"),
-    "table_features": (1, "U", "text of shape [F]"),
-}
 # A few megabytes can unpack to gigabytes; what is larger than this is read if it is stored without compression.
 _MOST_UNPACKED = 2**30
-_TABLE_ARRAYS = ("table_names", "table_rows", "table_dims", "table_sizes", "table_features")
 # A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
 ROUNDING = 1e-5
 
 
+@dataclass(frozen=True, kw_only=True)
+class Interaction:
+    """A pair or triple of features that predicts the label together better than its parts."""
+
+    features: tuple[str, ...]
+    gain: float
+    """Nats of held-out log loss of a row; of a triple, beyond what its pairs gain."""
+    error: float = 0.0
+    """Standard error of the gain, where known."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureAffinity:
-    """The interaction matrix I of the DMT paper (arXiv 2403.00877, section 3.3), with the features' names.
+    """A number for every pair of features: how alike their embeddings are, or how much they interact.
 
-    I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1: 0 where two features have nothing in
-    common, 1 where they always point the same (or always the opposite) way. Tables of different widths have no cosines:
-    there, ``measure`` is ``"cka"``, linear CKA of each pair of features (`dmt.partitioner.measure_affinity` says why).
+    **Resemblance** (``measure`` ``"cosine"`` or ``"cka"``) is the interaction matrix I of the DMT paper (arXiv
+    2403.00877, section 3.3): I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1, 0 where two
+    features have nothing in common and 1 where they always point the same (or always the opposite) way. Tables of
+    different widths have no cosines; there it is linear CKA (`dmt.partitioner.collect`). `collect` measures it on a
+    trained model.
 
-    `collect` measures it on a trained model. A matrix from elsewhere is checked, made exactly symmetric, and kept
-    read-only as float64. The diagonal (below 1 for a feature that is sometimes absent) is never used for partitioning.
+    **Interactions** (``"interactions"``, not in the paper) are gains in nats per row: what two features, known
+    together, tell about the label beyond the sum of what all features tell alone; of ``triples``, beyond their pairs.
+    `collect_interactions` measures them on training rows without a model.
 
-    With ``tables`` and ``pooling_factors``, towers can be balanced by memory and lookup work too, without TorchRec.
+    A matrix from elsewhere is checked, made exactly symmetric, and kept read-only as float64. The diagonal is never
+    used. With ``tables`` and ``pooling_factors``, towers can be balanced by memory and lookup work too.
 
     Raises:
-        InputError: the matrix is not [F, F], finite, symmetric and within 0..1 (each up to rounding), or the names
-            are empty, repeated or of another number. The pair of features at fault is named. Or the tables are not
-            those of the features, or a pooling factor is negative or not finite.
+        InputError: the matrix is not [F, F], finite, symmetric and in range (each up to rounding), or the names are
+            empty or repeated; the pair of features at fault is named. Or the tables are not those of the features, or a
+            pooling factor is negative or not finite.
 
     Example:
         >>> matrix = [[1.0, 0.8, 0.1], [0.8, 1.0, 0.2], [0.1, 0.2, 1.0]]
@@ -94,35 +79,56 @@ class FeatureAffinity:
     """
 
     matrix: NDArray[np.float64]
-    """I, [F, F] float64; anything that `numpy.asarray` takes may be given."""
+    """[F, F] float64; anything that `numpy.asarray` takes may be given."""
     features: tuple[str, ...]
     """The F names, in the order of rows and columns."""
+    measure: Measure = "cosine"
+    errors: NDArray[np.float64] | None = None
+    """[F, F] standard errors of interactions, where known."""
+    triples: tuple[Interaction, ...] = ()
+    """Triples that interact beyond their pairs."""
     num_samples: int | None = None
-    """Number of samples the mean was taken over, where known."""
-    measure: Literal["cosine", "cka"] = "cosine"
-    """The paper's mean cosine, or linear CKA, which `collect` takes where the tables have different widths."""
+    """Number of samples or rows that were measured, where known."""
+    loss: float | None = None
+    """Log loss of a row under the additive model of `collect_interactions`, in nats: what a gain is a share of."""
     tables: tuple[TableSpec, ...] = ()
     """The tables that the features look up, where known; TorchRec ``EmbeddingBagConfig`` may be given."""
     pooling_factors: tuple[float, ...] | None = None
     """Mean number of ids per sample of each feature, in the order of ``features``, where known."""
+    notes: tuple[str, ...] = ()
+    """Warnings about the data in whole sentences, such as that a feature is constant."""
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str):
             raise InputError(f"FeatureAffinity: features={self.features!r} is one string; give a list of names.")
         features = tuple(str(name) if isinstance(name, str) else name for name in self.features)
-        check_features(features)
-        # A frozen dataclass sets its own cleaned fields this way.
-        if self.measure not in ("cosine", "cka"):
-            raise InputError(f"FeatureAffinity: measure={self.measure!r} must be 'cosine' or 'cka'.")
-        object.__setattr__(self, "matrix", _clean_matrix(self.matrix, features))
-        object.__setattr__(self, "features", features)
-        object.__setattr__(self, "tables", check_tables(self.tables, features))
-        object.__setattr__(self, "pooling_factors", check_pooling_factors(self.pooling_factors, features))
+        _check_features(features)
+        if self.measure not in ("cosine", "cka", "interactions"):
+            raise InputError(f"FeatureAffinity: measure={self.measure!r} must be 'cosine', 'cka' or 'interactions'.")
+        most = math.inf if self.measure == "interactions" else 1.0
+        strange = [name for triple in self.triples for name in triple.features if name not in features]
+        if strange:
+            raise InputError(f"FeatureAffinity: feature {strange[0]!r} of a triple is not among the features.")
+        cleaned: dict[str, Any] = {
+            "features": features,
+            "matrix": _clean_matrix("matrix", self.matrix, features, most=most),
+            "tables": check_tables(self.tables, features),
+            "pooling_factors": _check_pooling_factors(self.pooling_factors, features),
+        }
+        if self.errors is not None:
+            cleaned["errors"] = _clean_matrix("errors", self.errors, features, most=math.inf)
+        for name, value in cleaned.items():  # a frozen dataclass sets its own cleaned fields this way
+            object.__setattr__(self, name, value)
 
     @property
     def num_features(self) -> int:
         """F."""
         return len(self.features)
+
+    @property
+    def is_interactions(self) -> bool:
+        """True for interactions, False for resemblance."""
+        return self.measure == "interactions"
 
     @classmethod
     def collect(
@@ -130,32 +136,96 @@ class FeatureAffinity:
         model: nn.Module,
         batches: Iterable[Any],
         *,
-        module_path: str | None = None,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
+        ids: Callable[[Any], Any] = lambda batch: batch.sparse_features,
         process_group: ProcessGroup | None = None,
     ) -> FeatureAffinity:
-        """Measures the affinity on a trained model, plain or sharded, with its tables and mean numbers of ids.
+        """Measures how alike the embeddings of a trained model are, plain or sharded.
+
+        Only the embedding collections run, each on ``ids(batch)``, in eval mode and without gradients.
 
         Args:
             model: a model with one or more TorchRec ``EmbeddingBagCollection`` anywhere inside, also sharded and
-                wrapped in ``DistributedModelParallel``. It is run in eval mode without gradients and left as it was.
-            batches: some thousands of samples, as batches; consumed one at a time.
-            module_path: dotted path of the collection, or of a module that holds the wanted ones, as in the model
-                before it was wrapped for distribution; default: all.
-            forward: how to run a batch, ``forward(model, batch)``; default
-                ``model(batch.dense_features, batch.sparse_features)``.
-            process_group: the ranks that call this together, each with batches of its own; all of them get the
-                affinity of all their samples, and stop when the first one runs out of batches. Required for a sharded
-                model, whose ranks are all to be in it. Without a group only this process's samples count.
+                wrapped in ``DistributedModelParallel``; a train pipeline is detached from it before.
+            batches: some thousands of samples, as batches.
+            ids: the ``KeyedJaggedTensor`` of a batch, on the model's device.
+            process_group: the ranks that call this together, each with equally many batches of its own; all get the
+                affinity of all samples. Required for a sharded model, whose ranks must all be in it.
 
         Raises:
             InputError: TorchRec is absent, no collection or batch is found, the embeddings cannot be compared, the
-                model is sharded and there is no group, or its embeddings never leave their towers. With a group,
-                every rank raises what one of them found.
+                model is sharded and there is no group, or its embeddings never leave their towers. With a group, on
+                every rank.
         """
-        from dmt.partitioner.measure_affinity import collect_affinity
+        from dmt.partitioner.collect import collect_affinity  # loads torch
 
-        return collect_affinity(model, batches, module_path=module_path, forward=forward, process_group=process_group)
+        return collect_affinity(model, batches, ids=ids, process_group=process_group)
+
+    @classmethod
+    def collect_interactions(
+        cls,
+        batches: Iterable[Any],
+        *,
+        tables: Sequence[Any] = (),
+        seed: int = 0,
+        num_splits: int = 3,
+        max_rows: int = 2**20,
+        triples: bool = True,
+    ) -> FeatureAffinity:
+        """Measures which features interact, on training rows. No trained model and no TorchRec is needed.
+
+        An additive logistic model of all features is fitted, then for each pair (and triple) one step for each cell of
+        its values. The gain is by how much the steps lower the log loss of rows held out of both fits, the mean of
+        several splits. Rows are kept in 4 bytes per value, 2 GiB at most. Values that one row has are taken together,
+        bags count by their first 5 ids in equal shares, dense columns take part in the additive model in 32 bins. Cells
+        beyond 4 million are hashed. On a terminal, a bar shows the progress.
+
+        Args:
+            batches: of training rows only, each with ``labels`` [B] of 0 and 1, ``sparse_features`` (a
+                ``KeyedJaggedTensor``, or whole numbers [B] by feature), and optionally ``dense_features`` [B, D] and
+                ``weights`` [B], 0 for rows to leave out. Consumed one at a time.
+            tables: those of the features, to be kept for the partitioner's limits.
+            seed: of the splits.
+            num_splits: S, 1 to 10: times that another tenth of the rows is held out and all is fitted to the rest.
+            max_rows: rows to read at most. Hundreds of features are measured on fewer: pairs in about 20 minutes.
+            triples: measure all triples too, beyond their pairs, in about a minute: on fewer rows where it takes more,
+                and not at all where 20,000 rows would take more. A note says so. Without them, an interaction of three
+                features counts by what its pairs show, which is nothing where the label goes by their parity.
+
+        Raises:
+            InputError: a batch is not of this form, there are too few rows, or all have one label.
+        """
+        from dmt.partitioner.gains import measure_interactions
+
+        return measure_interactions(
+            batches, tables=tables, seed=seed, num_splits=num_splits, max_rows=max_rows, triples=triples
+        )
+
+    def significant(self) -> NDArray[np.float64]:
+        """[F, F] the matrix, with interactions that may be errors of measuring as 0 (`noise_bound`), like the diagonal.
+
+        Resemblance is returned as it is.
+        """
+        if not self.is_interactions:
+            return self.matrix
+        gains = self.matrix * (1.0 - np.eye(self.num_features))
+        if self.errors is not None:
+            gains[self.matrix <= noise_bound(math.comb(self.num_features, 2)) * self.errors] = 0.0
+        return gains
+
+    def strongest(self, count: int) -> list[Interaction]:
+        """The pairs and triples that interact most and beyond the error of measuring, largest gain first."""
+        first, second = np.triu_indices(self.num_features, k=1)
+        gains = self.significant()[first, second]
+        order = [k for k in np.argsort(-gains, kind="stable")[:count].tolist() if gains[k] > 0]
+        found = [
+            Interaction(
+                features=(self.features[first[k]], self.features[second[k]]),
+                gain=float(gains[k]),
+                error=0.0 if self.errors is None else float(self.errors[first[k], second[k]]),
+            )
+            for k in order
+        ]
+        return sorted((*found, *self.triples), key=lambda interaction: -interaction.gain)[:count]
 
     def permuted(self, order: Sequence[str]) -> FeatureAffinity:
         """Returns this affinity with its features in another order.
@@ -163,7 +233,7 @@ class FeatureAffinity:
         Raises:
             InputError: ``order`` is not a permutation of the features.
         """
-        check_features(order)
+        _check_features(order)
         position = {name: i for i, name in enumerate(self.features)}
         ordered = set(order)
         missing = [name for name in self.features if name not in ordered]
@@ -174,84 +244,129 @@ class FeatureAffinity:
                 f"unknown {unknown[:5]}.{did_you_mean(unknown[0], self.features) if unknown else ''} Name each once."
             )
         index = [position[name] for name in order]
-        factors = None if self.pooling_factors is None else tuple(self.pooling_factors[i] for i in index)
-        return replace(self, matrix=self.matrix[np.ix_(index, index)], features=tuple(order), pooling_factors=factors)
+        return replace(
+            self,
+            matrix=self.matrix[np.ix_(index, index)],
+            features=tuple(order),
+            errors=None if self.errors is None else self.errors[np.ix_(index, index)],
+            pooling_factors=None if self.pooling_factors is None else tuple(self.pooling_factors[i] for i in index),
+        )
 
     def to_summary(self) -> dict[str, Any]:
         """A few numbers for `TowerPlan.affinity`; the values are those of the pairs of different features.
 
         The digest identifies matrix and names, so that a plan can be traced to the affinity it was made from.
         """
-        # Row by row and piece by piece: copies of a large matrix would not fit beside it.
-        rows = [self.matrix[i, i + 1 :] for i in range(self.num_features - 1)]
-        num_pairs = sum(map(len, rows))
+        pairs = self.matrix[np.triu_indices(self.num_features, k=1)]
         digest = hashlib.sha256("\0".join(self.features).encode())
         digest.update(np.ascontiguousarray(self.matrix).data)
         return {
+            "measure": self.measure,
             "num_features": self.num_features,
             "num_samples": self.num_samples,
-            "mean": math.fsum(float(row.sum()) for row in rows) / num_pairs if rows else None,
-            "min": min(float(row.min()) for row in rows) if rows else None,
-            "max": max(float(row.max()) for row in rows) if rows else None,
+            "mean": math.fsum(pairs) / len(pairs) if len(pairs) else None,
+            "min": float(pairs.min()) if len(pairs) else None,
+            "max": float(pairs.max()) if len(pairs) else None,
             "digest": digest.hexdigest()[:16],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the affinity as a numpy ``.npz`` file; an existing file is replaced in one step.
+        """Writes a numpy ``.npz`` file of the matrix, the errors and a JSON header; an existing file is replaced.
 
         Raises:
             InputError: the file cannot be written.
         """
-        arrays: dict[str, Any] = {
-            "format": np.int64(FORMAT_VERSION),
-            "matrix": self.matrix,
-            "features": np.array(self.features, dtype=np.str_),
-            "num_samples": np.array(-1 if self.num_samples is None else self.num_samples, dtype=np.int64),
-            "measure": np.array(self.measure),
-            **tables_to_arrays(self.tables, self.pooling_factors),
-        }
-        write_arrays(path, arrays, what="affinity")
+        from pydantic import TypeAdapter
+
+        header = _Header(**{name: getattr(self, name) for name in _Header.__dataclass_fields__ if name != "format"})
+        try:
+            text = TypeAdapter(_Header).dump_json(header).decode()
+        except ValueError as error:  # a name with half of a surrogate pair
+            raise InputError(f"Affinity file {path}: a name cannot be written as UTF-8 ({error}).") from error
+        arrays = {"header": np.array(text), "matrix": self.matrix}
+        if self.errors is not None:
+            arrays["errors"] = self.errors
+        # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean
+        # are noise, and packing 128 MB of them takes seconds and saves next to nothing.
+        with write_or_raise(path, "Affinity file") as scratch, scratch.open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureAffinity:
-        """Reads what `save` wrote, or any ``.npz`` file with the arrays ``matrix`` and ``features``.
-
-        Nothing is unpickled, so a file from elsewhere cannot run code.
+        """Reads what `save` wrote. Nothing is unpickled, so a file from elsewhere cannot run code.
 
         Raises:
             InputError: the file is absent, damaged, not such a file, of another format version, or its contents are
                 refused.
         """
-        arrays = read_arrays(path, what="affinity", forms=FORMS, main="matrix")
-        samples, measure = int(arrays.get("num_samples", -1)), str(arrays.get("measure", "cosine"))
+        from pydantic import TypeAdapter, ValidationError
+
+        where = f"Affinity file {path}"
         try:
-            return cls(
-                matrix=arrays["matrix"],
-                features=tuple(arrays["features"].tolist()),
-                num_samples=None if samples < 0 else samples,
-                measure=cast(Any, measure),
-                tables=tables_from_arrays(arrays),
-                pooling_factors=tuple(arrays["pooling_factors"].tolist()) if "pooling_factors" in arrays else None,
-            )
+            # Opened here, because numpy leaves a broken archive open.
+            with open_file(path) as file:
+                archive = np.load(file, allow_pickle=False)
+                unpacked = sum(entry.file_size for entry in archive.zip.infolist())
+                if unpacked > max(_MOST_UNPACKED, 2 * os.fstat(file.fileno()).st_size):
+                    raise OSError(f"it unpacks to {human_bytes(unpacked)}; write such a matrix uncompressed")
+                arrays = {name: archive[name] for name in archive.files}
+            header = TypeAdapter(_Header).validate_json(str(arrays["header"]), strict=True)
+            fields = {name: getattr(header, name) for name in _Header.__dataclass_fields__ if name != "format"}
+            return cls(matrix=arrays["matrix"], errors=arrays.get("errors"), **fields)
         except InputError as error:
-            raise InputError(f"Affinity file {path}: {error}") from error
+            raise InputError(f"{where}: {error}") from error
+        except ValidationError as error:
+            raise InputError(f"{where}: {explain(error)} Collect the affinity again.") from error
+        except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
+            # Numpy's advice on what is no archive at all is to allow pickles: untrue and unsafe here.
+            reason = "it holds no plain arrays" if "pickle" in str(error) else error
+            raise InputError(
+                f"{where}: cannot be read ({reason}). Expected what FeatureAffinity.save wrote."
+            ) from error
 
 
-def check_features(features: Sequence[str], owner: str = "FeatureAffinity") -> None:
-    """Raises `InputError` unless there are names, each a text and given once; ``owner`` begins the message."""
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    """What a file holds besides its arrays; the fields of `FeatureAffinity`."""
+
+    format: Literal[2] = 2
+    """Version of the file."""
+    features: tuple[str, ...]
+    measure: Measure
+    triples: tuple[Interaction, ...] = field(default=())
+    num_samples: int | None
+    loss: float | None
+    tables: tuple[TableSpec, ...]
+    pooling_factors: tuple[float, ...] | None
+    notes: tuple[str, ...]
+
+
+def noise_bound(count: int) -> float:
+    """Standard errors that the largest of so many gains of nothing stays below, but for 1 of 100 measurements.
+
+    Bonferroni's bound on normal errors.
+
+    Example:
+        >>> round(noise_bound(325), 2)
+        4.01
+    """
+    return NormalDist().inv_cdf(1.0 - 0.01 / max(count, 1))
+
+
+def _check_features(features: Sequence[str]) -> None:
     if not features:
-        raise InputError(f"{owner}: features is empty; give at least one feature.")
+        raise InputError("FeatureAffinity: features is empty; give at least one feature.")
     nameless = [name for name in features if not isinstance(name, str) or not name]
     if nameless:
-        raise InputError(f"{owner}: feature {nameless[0]!r} is no name; give texts that are not empty.")
+        raise InputError(f"FeatureAffinity: feature {nameless[0]!r} is not a name; give texts that are not empty.")
     doubled = [(name, count) for name, count in Counter(features).items() if count > 1]
     if doubled:
         name, count = doubled[0]
-        raise InputError(f"{owner}: feature {name!r} is given {count} times; names must be unique.")
+        raise InputError(f"FeatureAffinity: feature {name!r} is given {count} times; names must be unique.")
 
 
-def _clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.float64]:
-    """Checks an affinity matrix [F, F]; returns a read-only float64 copy, exactly symmetric and within 0..1.
+def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most: float) -> NDArray[np.float64]:
+    """Checks a matrix [F, F] of 0 to ``most``; returns a read-only float64 copy, exactly symmetric.
 
     The pair of features that breaks a rule most is named in the `InputError`.
     """
@@ -260,33 +375,33 @@ def _clean_matrix(matrix: ArrayLike, features: Sequence[str]) -> NDArray[np.floa
         if given.dtype.kind == "O":
             given = given.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise InputError(f"FeatureAffinity: matrix is not an array of numbers ({error}).") from error
-    if given.dtype.kind not in "fiub":
-        # Conversion would drop the imaginary parts of complex numbers.
-        raise InputError(
-            f"FeatureAffinity: matrix is not an array of numbers but of {given.dtype}. Give real numbers, 0..1."
-        )
+        raise InputError(f"FeatureAffinity: {name} is not an array of numbers ({error}).") from error
     size = len(features)
-    if given.shape != (size, size):
+    if given.dtype.kind not in "fiub" or given.shape != (size, size):  # complex numbers would lose a part
         raise InputError(
-            f"FeatureAffinity: matrix has shape {list(given.shape)} for {size} features; it must be [{size}, {size}]."
+            f"FeatureAffinity: {name} is {given.dtype} of shape {list(given.shape)}; it must be real numbers of shape "
+            f"[{size}, {size}], a row and a column for each feature."
         )
     given = given.astype(np.float64)
+    scale = 1.0 if math.isfinite(most) else max(float(np.nan_to_num(given, posinf=0.0).max()), 1e-300)
     # In this order: infinities are found before the matrix is compared with its mirror image.
     rules = (
-        (lambda: np.where(np.isfinite(given), 0.0, np.inf), "must be finite", "Check the embeddings for NaN."),
-        (lambda: np.abs(given - 0.5) - 0.5, "must lie within 0..1", "Give absolute cosines of embeddings of length 1."),
-        (lambda: np.abs(given - given.T), "must equal its mirror image", "Give a symmetric matrix."),
+        (lambda: np.where(np.isfinite(given), 0.0, np.inf), "must be finite"),
+        (
+            lambda: np.maximum(-given, given - most) / scale,
+            "must not be negative" if scale != 1.0 else "must be 0 to 1",
+        ),
+        (lambda: np.abs(given - given.T) / scale, "must equal its mirror image"),
     )
-    for fault_of, broken, remedy in rules:
+    for fault_of, broken in rules:
         fault = fault_of()
         row, column = divmod(int(np.argmax(fault)), size)
         if fault[row, column] > ROUNDING:
             raise InputError(
-                f"FeatureAffinity: the affinity of {features[row]!r} with {features[column]!r} is "
-                f"{given[row, column]:g} (mirrored: {given[column, row]:g}); it {broken}. {remedy}"
+                f"FeatureAffinity: {name} of {features[row]!r} with {features[column]!r} is {given[row, column]:g} "
+                f"(mirrored: {given[column, row]:g}); it {broken}. Check what it was computed from."
             )
-    cleaned = np.clip((given + given.T) / 2, 0.0, 1.0)
+    cleaned = np.clip((given + given.T) / 2, 0.0, most)
     cleaned.flags.writeable = False
     return cleaned
 
@@ -317,111 +432,21 @@ def check_tables(
     return specs
 
 
-def check_pooling_factors(
-    factors: Sequence[float] | None, features: Sequence[str], owner: str = "FeatureAffinity"
-) -> tuple[float, ...] | None:
-    """Returns mean numbers of ids, one of each feature, as floats; raises `InputError` where they are none."""
+def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[str]) -> tuple[float, ...] | None:
     if factors is None:
         return None
     try:
         numbers = tuple(float(factor) for factor in factors)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{owner}: pooling_factors is not a list of numbers ({error}).") from error
+        raise InputError(f"FeatureAffinity: pooling_factors is not a list of numbers ({error}).") from error
     if len(numbers) != len(features):
         raise InputError(
-            f"{owner}: there are {len(numbers)} pooling_factors for {len(features)} features; give one for each."
+            f"FeatureAffinity: there are {len(numbers)} pooling_factors for {len(features)} features; give one each."
         )
     for name, number in zip(features, numbers, strict=True):
         if not 0 <= number < float("inf"):
             raise InputError(
-                f"{owner}: the pooling factor of feature {name!r} is {number:g}; it is the mean number of ids "
+                f"FeatureAffinity: the pooling factor of feature {name!r} is {number:g}; it is the mean number of ids "
                 "per sample, finite and not negative."
             )
     return numbers
-
-
-def read_arrays(path: str | os.PathLike[str], *, what: str, forms: Forms, main: str) -> dict[str, NDArray[Any]]:
-    """Reads the arrays of a file that has ``features`` and the matrix ``main`` at least, in the given forms.
-
-    ``what`` is measured: "affinity" or "interactions".
-
-    Raises:
-        InputError: the file is absent, damaged, of another format version or not of this form.
-    """
-    where = f"{what.capitalize()} file {path}"
-    try:
-        # Opened here, because numpy leaves a broken archive open.
-        with open_file(path) as file:
-            archive = np.load(file, allow_pickle=False)
-            # A plain .npy array comes back without names.
-            names = getattr(archive, "files", ())
-            unpacked = sum(entry.file_size for entry in archive.zip.infolist()) if names else 0
-            if unpacked > max(_MOST_UNPACKED, 2 * os.fstat(file.fileno()).st_size):
-                raise OSError(f"it unpacks to {human_bytes(unpacked)}; write such a matrix uncompressed")
-            arrays = {name: archive[name] for name in names}
-    except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
-        # Numpy's advice on what is no archive at all is to allow pickles: untrue and unsafe here.
-        reason = "it holds no plain arrays" if "pickle" in str(error) else error
-        raise InputError(
-            f"{where}: cannot be read ({reason}). Expected what Feature{what.capitalize()}.save wrote."
-        ) from error
-    for name, (num_dims, kinds, words) in forms.items():
-        if name in arrays and (arrays[name].ndim != num_dims or arrays[name].dtype.kind not in kinds):
-            found = f"{arrays[name].dtype} of shape {list(arrays[name].shape)}"
-            raise InputError(
-                f"{where}: array {name!r} is {found}; it must be {words}. Write it so, or collect the {what} again."
-            )
-    version = int(arrays.get("format", np.int64(FORMAT_VERSION)))
-    if version != FORMAT_VERSION:
-        raise InputError(
-            f"{where} has format {version}; this version reads format {FORMAT_VERSION}. Collect the {what} again."
-        )
-    absent = [name for name in (main, "features") if name not in arrays]
-    if absent:
-        raise InputError(f"{where} has no array {absent[0]!r}; it needs {main!r} [F, F] and 'features' [F].")
-    return arrays
-
-
-def write_arrays(path: str | os.PathLike[str], arrays: Mapping[str, Any], *, what: str) -> None:
-    """Writes arrays as an ``.npz`` file in one step; raises `InputError` where it cannot be written."""
-    # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean are
-    # noise, and packing 128 MB of them takes seconds and saves next to nothing.
-    with write_or_raise(path, f"{what.capitalize()} file") as scratch, scratch.open("wb") as file:
-        np.savez(file, **arrays)
-
-
-def tables_to_arrays(tables: Sequence[TableSpec], pooling_factors: Sequence[float] | None) -> dict[str, NDArray[Any]]:
-    """Converts tables and mean numbers of ids to arrays, as far as they are there."""
-    factors = {} if pooling_factors is None else {"pooling_factors": np.array(pooling_factors, dtype=np.float64)}
-    if not tables:
-        return factors
-    columns: tuple[list[Any], ...] = (
-        [table.name for table in tables],
-        [table.num_embeddings for table in tables],
-        [table.embedding_dim for table in tables],
-        [len(table.feature_names) for table in tables],
-        feature_names(tables),
-    )
-    return factors | {name: np.array(column) for name, column in zip(_TABLE_ARRAYS, columns, strict=True)}
-
-
-def tables_from_arrays(arrays: Mapping[str, NDArray[Any]]) -> tuple[TableSpec, ...]:
-    """Reads the tables that `tables_to_arrays` wrote, if any."""
-    absent = [name for name in _TABLE_ARRAYS if name not in arrays]
-    if len(absent) == len(_TABLE_ARRAYS):
-        return ()
-    if absent:
-        raise InputError(f"array {absent[0]!r} is absent; tables need all of {', '.join(_TABLE_ARRAYS)}.")
-    names, rows, dims, sizes, features = (arrays[name].tolist() for name in _TABLE_ARRAYS)
-    if not len(names) == len(rows) == len(dims) == len(sizes) or sum(sizes) != len(features):
-        raise InputError(
-            f"the arrays of its tables do not fit together: {len(names)} names, {len(rows)} rows, {len(dims)} dims, "
-            f"{len(sizes)} sizes with the sum {sum(sizes)}, {len(features)} features."
-        )
-    if sizes and min(sizes) < 1:
-        raise InputError(f"table {names[sizes.index(min(sizes))]!r} has {min(sizes)} features; it needs one at least.")
-    rest = iter(features)
-    return tuple(
-        TableSpec(name=name, num_embeddings=num_rows, embedding_dim=dim, feature_names=tuple(islice(rest, size)))
-        for name, num_rows, dim, size in zip(names, rows, dims, sizes, strict=True)
-    )

@@ -1,22 +1,23 @@
-"""`Partition`: result of `TowerPartitioner.partition`, and its comparison with naive and random towers."""
+"""`Partition`: result of `TowerPartitioner.partition`, and its comparison with naive and random towers.
+
+Legend: F features, T towers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.interactions import FeatureInteractions
 from dmt.plan.split_across_towers import shard_names
 from dmt.plan.towers import TowerPlan
 
 __all__ = [
-    "AffinityComparison",
+    "Comparison",
     "Partition",
     "TowerContents",
     "TowerLimits",
@@ -25,9 +26,7 @@ __all__ = [
     "tower_affinity",
 ]
 
-RANDOM_ASSIGNMENTS = 200
-
-Rows = NDArray[np.int64]
+Labels = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,8 @@ class TowerContents:
     """Name of the tower in the plan."""
     num_features: int
     """F_t; column shards of a table count as features of their own."""
+    num_blocks: int
+    """Groups of features that stay together, such as those of one table."""
     category: str = ""
     """Category of its features; empty if there are none."""
     work: float | None = None
@@ -59,22 +60,24 @@ class TowerLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AffinityComparison:
-    """Mean affinity of the pairs of features that share a tower, beside what other assignments reach.
+class Comparison:
+    """What is inside towers, beside what other assignments reach.
 
-    None if there is no such pair (towers of one feature; a single tower).
+    Of resemblance: the mean affinity of the pairs of features that share a tower. Of interactions: the share of all
+    gains, beyond the error of measuring, that is inside towers, of triples where all three are together. None where
+    there is nothing to take a mean or a share of.
     """
 
     within: float | None
-    """Pairs in one tower of this plan."""
+    """Of this plan."""
     between: float | None
-    """Pairs in different towers of this plan."""
+    """Mean of the pairs in different towers of this plan, or the share that is not inside towers."""
     within_strided: float | None
-    """Pairs in one tower of the naive strided assignment to as many towers (paper, section 5.2.3)."""
+    """Of the naive strided assignment to as many towers (paper, section 5.2.3), which obeys no rule."""
     within_random: float | None
-    """Pairs in one tower, mean over random assignments to towers of this plan's sizes and categories."""
+    """Mean over random assignments of the same blocks under the same rules and limits."""
     std_random: float | None
-    """Standard deviation of the same over the random assignments."""
+    """Standard deviation over the random assignments."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,31 +89,17 @@ class Partition:
     affinity: FeatureAffinity
     """Affinity of the plan's features, with column shards in place of tables that were split."""
     points: NDArray[np.float64]
-    """[F, n] coordinates, in the order of ``affinity.features``."""
-    stress: float
-    """Stress of the coordinates (`embed_distances`), summed over the categories if there are any."""
+    """[F, n] coordinates, in the order of ``affinity.features``; n is 0 for interactions, which have none."""
     normalized_stress: float
-    """``sqrt(stress / sum of squared wanted distances)``: 0 is perfect, above 0.2 is poor."""
+    """``sqrt(stress / sum of squared wanted distances)`` of the points: 0 is perfect, above 0.2 is poor."""
     loads: tuple[TowerContents, ...]
     """Tower by tower, in the plan's order."""
     limits: TowerLimits
     """Limits that the towers hold."""
-    comparison: AffinityComparison
+    comparison: Comparison
     """Against naive and random towers."""
-    num_refined: int = 0
-    """Features that the refinement on the distances themselves put into another tower than the points did."""
     notes: tuple[str, ...] = ()
     """Warnings for the user in whole sentences, such as about an affinity that is equal for all pairs."""
-    alternatives: tuple[Partition, ...] = field(default=())
-    """The other strategy with ``strategy="both"``: the one that differs less from random assignments."""
-    interactions: FeatureInteractions | None = None
-    """The interactions that the towers were made from, if any: ``affinity`` then is the gain of each pair over the
-    largest, and there are no points."""
-
-    @property
-    def every(self) -> Sequence[Partition]:
-        """This partition and its alternatives."""
-        return (self, *self.alternatives)
 
 
 def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | None, float | None]:
@@ -127,50 +116,43 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
         >>> tower_affinity(affinity, TowerPlan.from_lists([["a", "b"], ["c"]]))
         (0.5, 0.125)
     """
-    position = {name: i for i, name in enumerate(plan.features)}
-    return _Pairs(affinity, plan.features).within_and_between(_groups(plan, position))
+    ordered = affinity.permuted(plan.features)
+    return _Means(ordered.matrix, None)(_labels(plan, ordered.features))
 
 
 def share_within(affinity: FeatureAffinity, plan: TowerPlan) -> float | None:
-    """Part of the affinity of all pairs of features that is inside towers, 0 to 1; None where all pairs have 0.
+    """Part of all interaction that is inside towers, 0 to 1; None where nothing interacts beyond the error.
+
+    A triple counts where all three are together.
 
     Example:
-        >>> affinity = FeatureAffinity(matrix=[[1, 0.5, 0], [0.5, 1, 0.25], [0, 0.25, 1]], features=["a", "b", "c"])
+        >>> gains = [[0, 0.5, 0], [0.5, 0, 0.25], [0, 0.25, 0]]
+        >>> affinity = FeatureAffinity(matrix=gains, features=["a", "b", "c"], measure="interactions")
         >>> round(share_within(affinity, TowerPlan.from_lists([["a", "b"], ["c"]])), 4)
         0.6667
     """
-    ordered = affinity.permuted(plan.features).matrix
-    tower = np.repeat(np.arange(plan.num_towers), [len(own.features) for own in plan.towers])
-    above = np.triu(ordered, k=1)
-    total = float(above.sum())
-    return float(above[tower[:, None] == tower].sum()) / total if total > 0 else None
+    ordered = affinity.permuted(plan.features)
+    return _Shares(ordered)(_labels(plan, ordered.features))[0]
 
 
-def compare_towers(
-    affinity: FeatureAffinity, plan: TowerPlan, *, seed: int = 0, categories: Mapping[str, str] | None = None
-) -> AffinityComparison:
-    """Compares a plan with the strided assignment (DMT paper, section 5.2.3) and with 200 random ones.
+def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[Mapping[str, int]]) -> Comparison:
+    """Compares a plan with the strided assignment (DMT paper, section 5.2.3) and with random ones.
 
-    Random towers have the plan's sizes and obey categories, but no other rule; strided towers obey none. Pairs of
-    column shards of one table are left out of every mean: they are near-copies of each other that the plan may not put
-    together, so that they would raise the means of the other towers.
-
-    ``categories`` are those of the plan's features, column shards included; features not named form one more.
+    ``random`` are towers by feature. Pairs of column shards of one table are left out of means: they are near-copies of
+    each other that the plan may not put together, so that they would raise the means of the other towers.
 
     Raises:
-        InputError: plan and affinity are not about the same features, or a tower mixes categories.
+        InputError: plan and affinity are not about the same features.
     """
-    # By name, so that the random assignments do not depend on the order of the features.
-    names = sorted(plan.features)
-    position = {name: i for i, name in enumerate(names)}
-    pairs = _Pairs(affinity, names, _shard_pairs(plan, position))
-    within, between = pairs.within_and_between(_groups(plan, position))
-    strided, _ = pairs.within_and_between(_groups(TowerPlan.strided(affinity.features, plan.num_towers), position))
-    slots = _slots(plan, position, categories or {})
-    rng = np.random.default_rng(seed)
-    drawn = [pairs.within_and_between(_deal(slots, rng))[0] for _ in range(RANDOM_ASSIGNMENTS)]
+    # By name, so that sums do not depend on the order of the features.
+    ordered = affinity.permuted(sorted(plan.features))
+    names = ordered.features
+    inside = _Shares(ordered) if affinity.is_interactions else _Means(ordered.matrix, _shard_pairs(plan, names))
+    within, between = inside(_labels(plan, names))
+    strided, _ = inside(_labels(TowerPlan.strided(affinity.features, plan.num_towers), names))
+    drawn = [inside(np.array([towers[name] for name in names]))[0] for towers in random]
     known = [value for value in drawn if value is not None]
-    return AffinityComparison(
+    return Comparison(
         within=within,
         between=between,
         within_strided=strided,
@@ -180,20 +162,19 @@ def compare_towers(
     )
 
 
-class _Pairs:
-    """Pairs of features with their affinity, and which of them do not count."""
+class _Means:
+    """Mean affinity of the pairs in one tower, and of the others; pairs ``left_out`` ([2, pairs]) do not count."""
 
-    def __init__(self, affinity: FeatureAffinity, order: Sequence[str], left_out: Rows | None = None) -> None:
-        self._counts = ~np.eye(len(order), dtype=np.bool_)
+    def __init__(self, matrix: NDArray[np.float64], left_out: Labels | None) -> None:
+        self._counts = ~np.eye(len(matrix), dtype=np.bool_)
         if left_out is not None:
             first, second = left_out
             self._counts[first, second] = self._counts[second, first] = False
-        self._matrix = np.where(self._counts, affinity.permuted(order).matrix, 0.0)
+        self._matrix = np.where(self._counts, matrix, 0.0)
         self._total, self._num_pairs = float(self._matrix.sum()) / 2, int(self._counts.sum()) // 2
 
-    def within_and_between(self, groups: Sequence[Rows]) -> tuple[float | None, float | None]:
-        """Means over the pairs that share a group, and over those that do not; None if there is no such pair."""
-        blocks = [np.ix_(rows, rows) for rows in groups]
+    def __call__(self, labels: Labels) -> tuple[float | None, float | None]:
+        blocks = [np.ix_(rows, rows) for tower in np.unique(labels) for rows in [np.flatnonzero(labels == tower)]]
         inside = sum(float(self._matrix[block].sum()) / 2 for block in blocks)
         num_inside = sum(int(self._counts[block].sum()) // 2 for block in blocks)
         between, num_between = max(0.0, self._total - inside), self._num_pairs - num_inside
@@ -204,39 +185,34 @@ class _Pairs:
         )
 
 
-def _groups(plan: TowerPlan, position: Mapping[str, int]) -> list[Rows]:
-    return [np.array([position[name] for name in tower.features]) for tower in plan.towers]
+class _Shares:
+    """Share of all gains of pairs and triples that is inside towers, and the rest."""
+
+    def __init__(self, affinity: FeatureAffinity) -> None:
+        above = np.triu(affinity.significant(), k=1)
+        position = {name: i for i, name in enumerate(affinity.features)}
+        pairs = [(row, column, row) for row, column in np.argwhere(above > 0).tolist()]
+        triples = [tuple(position[name] for name in triple.features) for triple in affinity.triples]
+        self._groups = np.array([*pairs, *triples], dtype=np.int64).reshape(-1, 3)
+        self._gains = np.array([*(above[i, j] for i, j, _ in pairs), *(triple.gain for triple in affinity.triples)])
+
+    def __call__(self, labels: Labels) -> tuple[float | None, float | None]:
+        if not len(self._gains):
+            return None, None
+        first, second, third = labels[self._groups].T
+        share = float(self._gains[(first == second) & (second == third)].sum() / self._gains.sum())
+        return round(share, 12), round(1.0 - share, 12)
 
 
-def _shard_pairs(plan: TowerPlan, position: Mapping[str, int]) -> Rows:
+def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
+    tower_of = {name: number for number, tower in enumerate(plan.towers) for name in tower.features}
+    return np.array([tower_of[name] for name in names])
+
+
+def _shard_pairs(plan: TowerPlan, names: Sequence[str]) -> Labels:
     """[2, pairs] of column shards of one table."""
+    position = {name: i for i, name in enumerate(names)}
     pairs: list[tuple[int, int]] = []
     for feature, widths in plan.column_splits.items():
         pairs += combinations((position[name] for name in shard_names(feature, widths)), 2)
     return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-
-
-def _slots(plan: TowerPlan, position: Mapping[str, int], categories: Mapping[str, str]) -> list[tuple[Rows, list[int]]]:
-    """For each category, its features and the sizes of its towers."""
-    sizes: dict[str, list[int]] = {}
-    for tower in plan.towers:
-        own = {categories.get(name, "") for name in tower.features}
-        if len(own) > 1:
-            raise InputError(
-                f"compare_towers: tower {tower.name!r} has features of the categories {sorted(own)} ('' where none is "
-                "given). Every tower must keep to one."
-            )
-        sizes.setdefault(own.pop(), []).append(len(tower.features))
-    members: dict[str, list[int]] = {category: [] for category in sizes}
-    for name, row in position.items():
-        members[categories.get(name, "")].append(row)
-    # Sorted: the order of towers depends on the order of features too.
-    return [(np.array(members[category]), sorted(sizes[category])) for category in sorted(sizes)]
-
-
-def _deal(slots: Sequence[tuple[Rows, list[int]]], rng: np.random.Generator) -> list[Rows]:
-    """One random assignment."""
-    groups: list[Rows] = []
-    for rows, sizes in slots:
-        groups += np.split(rows[rng.permutation(len(rows))], np.cumsum(sizes)[:-1])
-    return groups

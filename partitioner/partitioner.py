@@ -1,9 +1,12 @@
-"""`TowerPartitioner`: feature affinities in, balanced towers out (DMT paper, section 3.3)."""
+"""`TowerPartitioner`: how features relate in, balanced towers out (DMT paper, section 3.3).
+
+Legend: F features, P blocks (features that stay together), T towers.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -12,33 +15,44 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError, did_you_mean
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.cluster import Grouping, group_blocks, group_by_sums
-from dmt.partitioner.embed import Coordinates, distances, embed_distances
-from dmt.partitioner.interactions import FeatureInteractions
 from dmt.partitioner.partition import Partition, TowerContents, compare_towers
+from dmt.partitioner.points import Coordinates, distances, embed_distances, group_points
 from dmt.partitioner.problem import Part, SplitColumns, Task, prepare
 from dmt.partitioner.rules import PartitionRules
-from dmt.partitioner.verdict import deviations_from_random, shares_inside
+from dmt.partitioner.search import (
+    RESOURCES,
+    Bounds,
+    Costs,
+    Floats,
+    Labels,
+    amount,
+    local_search,
+    search_towers,
+)
 from dmt.plan.towers import TowerFeatures, TowerPlan
 
 __all__ = ["Strategy", "TowerPartitioner"]
 
 logger = logging.getLogger(__name__)
 
-Strategy = Literal["coherent", "diverse", "both", "together", "apart"]
+Strategy = Literal["auto", "coherent", "diverse", "together", "apart"]
 _OF_INTERACTIONS = ("together", "apart")
+# Random assignments to compare with; of large problems whose limits must be searched for, fewer.
+RANDOM_ASSIGNMENTS, FEWEST_RANDOM, RANDOM_BUDGET = 200, 20, 20_000_000
+# Sets of limits that are searched at most; they differ in the sizes of towers.
+MOST_OPTIONS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TowerPartitioner:
-    """Assigns features to balanced towers by how their trained embeddings relate (arXiv 2403.00877, section 3.3).
+    """Assigns features to balanced towers by how they relate (arXiv 2403.00877, section 3.3).
 
-    Three steps: the affinity becomes distances (`distances`), the distances become points in a plane
-    (`embed_distances`), and the points are grouped by constrained K-means, with every limit held (`group_blocks`). The
-    answer does not depend on the order in which features are listed.
+    By resemblance, the paper's way: the affinity becomes distances (`distances`), the distances become points in a
+    plane (`embed_distances`), and the points are grouped by constrained K-means (`group_points`). A local search on the
+    wanted distances themselves then improves the towers and holds every limit. By interactions, the same search is made
+    on the gains. The answer does not depend on the order in which features are listed.
 
-    Raises:
-        InputError: an argument is out of range or the strategy unknown.
+    Parameters are kept as given and checked by `fit` and `partition`.
 
     Example:
         >>> close, far = 0.9, 0.1
@@ -50,11 +64,14 @@ class TowerPartitioner:
 
     num_towers: int
     """T."""
-    strategy: Strategy = "coherent"
-    """``"coherent"`` puts features together that resemble each other, ``"diverse"`` those that do not. ``"both"`` tries
-    both and prefers the one that differs more from random towers; only training can tell which is better.
-    ``"together"`` and ``"apart"`` go by `FeatureInteractions`: most interaction inside towers, for tower modules that
-    keep it (cross layers), or least, for linear ones."""
+    strategy: Strategy = "auto"
+    """Of resemblance, ``"coherent"`` puts features together that are alike, ``"diverse"`` those that are not; the paper
+    finds that either may train better. Of interactions, ``"together"`` keeps most inside towers, for tower modules that
+    keep them (cross layers), ``"apart"`` least, for linear ones. ``"auto"`` is coherent, or together, or apart where
+    ``keeps_interactions`` is False."""
+    keeps_interactions: bool = True
+    """Whether products of its own features reach the output of a tower module: the attribute of that name of its
+    class."""
     balance_ratio: float | None = 1.0
     """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
     always ceil(F / T). None: towers may have any number of features, for instance to balance their work instead."""
@@ -68,10 +85,51 @@ class TowerPartitioner:
     """Cutting of tables into column shards so that there is one for every tower: ``"largest"`` cuts the largest
     tables, and those larger than a tower may hold; ``"even"`` all tables alike (see `choose_splits`)."""
     refine: bool = True
-    """Improve the towers on the distances themselves after the points have been grouped (see `group_blocks`); the paper
-    does not."""
+    """Search on the wanted distances after the points have been grouped; the paper does not."""
 
-    def __post_init__(self) -> None:
+    def fit(self, measure: FeatureAffinity, *, tables: Sequence[Any] = ()) -> TowerPlan:
+        """Computes the towers: ``partition(...).plan``, whose notes are logged as warnings."""
+        found = self.partition(measure, tables=tables)
+        for note in found.notes:
+            logger.warning(note)
+        return found.plan
+
+    def partition(self, measure: FeatureAffinity, *, tables: Sequence[Any] = ()) -> Partition:
+        """Computes the towers, and the numbers to judge them by.
+
+        Args:
+            measure: of the F features to place.
+            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec` of the model, by default those of the measure;
+                recorded in the plan. Limits on work and memory need them. The features of a shared table are kept
+                together: they are one block, placed by their mean affinities.
+
+        Returns:
+            The partition. Its plan's towers are in the order of their first feature in ``measure`` (category by
+            category, where there are any), features inside a tower likewise. ``plan.affinity`` holds the numbers.
+
+        Raises:
+            InputError: a parameter is out of range, there are more towers than features (or tables), the tables are not
+                those of the features, or no assignment that holds all rules and limits was found.
+        """
+        from threadpoolctl import threadpool_limits
+
+        self.check()
+        strategy = self._resolved(measure)
+        task = prepare(
+            measure,
+            tables,
+            num_towers=int(self.num_towers),
+            balance_ratio=self.balance_ratio,
+            rules=self.rules,
+            split_columns=self.split_columns,
+        )
+        # With more threads sums may have another order, and a tie fall the other way.
+        with threadpool_limits(1):
+            answers = [self._solve(part, task.affinity, strategy) for part in task.parts]
+            return self._assembled(task, answers, strategy)
+
+    def check(self) -> None:
+        """Raises `InputError` for a parameter that is out of range, as `fit` does; for callers that measure first."""
         for name, lowest, highest in (("num_towers", 1, 2**20), ("dims", 1, 1000), ("seed", 0, 2**32 - 1)):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or not lowest <= value <= highest:
@@ -79,8 +137,6 @@ class TowerPartitioner:
                     f"TowerPartitioner: {name}={value!r} must be a whole number of at least {lowest} and at "
                     f"most {highest}."
                 )
-            # Plans are JSON, which knows no numpy integers. A frozen dataclass sets its own cleaned fields this way.
-            object.__setattr__(self, name, int(value))
         if not isinstance(self.rules, PartitionRules):
             raise InputError(f"TowerPartitioner: rules={self.rules!r} must be PartitionRules(...).")
         for name, choices in (("strategy", get_args(Strategy)), ("split_columns", get_args(SplitColumns))):
@@ -104,101 +160,104 @@ class TowerPartitioner:
                 f"{sum(counts.values())} ({dict(counts)}). Make them equal."
             )
 
-    def fit(self, affinity: FeatureAffinity | FeatureInteractions, *, tables: Sequence[Any] = ()) -> TowerPlan:
-        """Computes the towers: ``partition(...).plan``, whose notes are logged as warnings."""
-        found = self.partition(affinity, tables=tables)
-        for note in found.notes:
-            logger.warning(note)
-        return found.plan
-
-    def partition(self, affinity: FeatureAffinity | FeatureInteractions, *, tables: Sequence[Any] = ()) -> Partition:
-        """Computes the towers, and the numbers to judge them by.
-
-        Args:
-            affinity: of the F features to place; their interactions for the strategies ``together`` and ``apart``.
-            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec` of the model, by default those the affinity was
-                collected with; recorded in the plan. Limits on work and memory need them. The features of a shared
-                table are kept together: they are one point, placed by their mean affinities.
-
-        Returns:
-            The partition. Its plan's towers are in the order of their first feature in ``affinity`` (category by
-            category, where there are any), features inside a tower likewise. ``plan.affinity`` holds the numbers.
-
-        Raises:
-            InputError: more towers than features (or tables), tables whose features are not the affinity's, or rules
-                and limits that contradict each other or that no assignment holds; the reason is given.
-        """
-        interactions = affinity if isinstance(affinity, FeatureInteractions) else None
-        if (interactions is not None) != (self.strategy in _OF_INTERACTIONS):
-            given, fitting = (
-                ("affinity", ("coherent", "diverse")) if interactions is None else ("interactions", _OF_INTERACTIONS)
-            )
+    def _resolved(self, measure: FeatureAffinity) -> str:
+        """The strategy, or what ``"auto"`` means for the measure; `InputError` where they do not fit."""
+        fitting = _OF_INTERACTIONS if measure.is_interactions else ("coherent", "diverse")
+        if self.strategy == "auto":
+            return fitting[measure.is_interactions and not self.keeps_interactions]
+        if self.strategy not in fitting:
             raise InputError(
-                f"TowerPartitioner: strategy={self.strategy!r} does not go by Feature{given.capitalize()}; use one of "
-                f"{', '.join(map(repr, fitting))}."
+                f"TowerPartitioner: strategy={self.strategy!r} does not fit the measure {measure.measure!r}; use "
+                f"'auto' or one of {', '.join(map(repr, fitting))}."
             )
-        task = prepare(
-            affinity.to_affinity() if isinstance(affinity, FeatureInteractions) else affinity,
-            tables,
-            num_towers=self.num_towers,
-            balance_ratio=self.balance_ratio,
-            rules=self.rules,
-            split_columns=self.split_columns,
-        )
-        strategies = ["coherent", "diverse"] if self.strategy == "both" else [self.strategy]
-        found = [self._solve(task, strategy) for strategy in strategies]
-        if interactions is not None:
-            return _with_interactions(found[0], interactions)
-        # The first of equals, so coherent where neither says anything.
-        best = max(found, key=_distinctness)
-        return replace(best, alternatives=tuple(partition for partition in found if partition is not best))
+        return self.strategy
 
-    def _solve(self, task: Task, strategy: str) -> Partition:
+    def _solve(self, part: Part, affinity: FeatureAffinity, strategy: str) -> _Answer:
+        seed, num_blocks = int(self.seed), len(part.blocks.names)
+        if strategy in _OF_INTERACTIONS:
+            costs = part.blocks.costs(affinity, sign=-1.0 if strategy == "together" else 1.0)
+            found = Coordinates(points=np.zeros((num_blocks, 0)), stress=0.0, wanted=0.0)
+        else:
+            distance = distances(part.blocks.matrix(affinity.matrix, affinity.features), strategy)
+            costs = Costs(pairs=np.square(distance), per_feature=True)
+            found = embed_distances(distance, dims=int(self.dims), seed=seed)
+        options = [part.options[i] for i in _evenly(len(part.options), MOST_OPTIONS)]
         answers = []
-        for part in task.parts:
-            matrix = part.blocks.matrix(task.affinity)
-            within: dict[str, Any] = {"num_towers": part.num_towers, "options": part.options, "seed": self.seed}
-            try:
-                if strategy in _OF_INTERACTIONS:
-                    # Most or least interaction inside towers; no coordinates.
-                    distance = np.zeros_like(matrix)
-                    found = Coordinates(points=np.zeros((len(matrix), 0)), stress=0.0, normalized_stress=0.0)
-                    grouped = group_by_sums(-matrix if strategy == "together" else matrix, **within)
-                else:
-                    distance = distances(matrix, strategy)
-                    found = embed_distances(distance, dims=self.dims, seed=self.seed)
-                    grouped = group_blocks(found.points, distance=distance, refine=self.refine, **within)
-            except InputError as error:
-                raise InputError(f"TowerPartitioner: {part.where}{error}") from error
-            wanted = float(np.square(distance).sum()) / 2
-            answers.append(_Answer(part=part, found=found, grouping=grouped, wanted=wanted))
-        settings: dict[str, Any] = {"balance_ratio": self.balance_ratio}
-        if strategy not in _OF_INTERACTIONS:
-            settings |= {"dims": self.dims, "refine": self.refine}
-        return _assemble(task, answers, strategy=strategy, seed=self.seed, settings=settings)
+        for bounds in options:
+            starts = [_neighbours(costs.pairs, part.num_towers)]
+            if not costs.per_feature:
+                pass
+            elif self.refine:
+                starts.insert(0, _grouped(found.points, part.num_towers, bounds, seed))
+            else:
+                answers.append(_held(found.points, part.num_towers, bounds, seed))
+                continue
+            share = 1.0 / len(options)
+            number = part.num_towers
+            found_towers = search_towers(costs, starts, num_towers=number, bounds=bounds, seed=seed, share=share)
+            answers.append((*found_towers, bounds))
+        # The first of equals by more than rounding, so that ties fall the same way everywhere.
+        best = answers[0]
+        for answer in answers[1:]:
+            if answer[0] < best[0] or (answer[0] == best[0] and answer[1] < best[1] - 1e-9 * abs(best[1])):
+                best = answer
+        violation, _, labels, bounds = best
+        if violation:
+            raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, part.num_towers, bounds)}")
+        return _Answer(part=part, found=found, labels=labels, bounds=bounds)
 
-
-def _with_interactions(partition: Partition, interactions: FeatureInteractions) -> Partition:
-    """Adds what was measured to the partition, and the share of it inside towers to the plan."""
-    notes = (*interactions.notes, *partition.notes)
-    share, strided, _ = shares_inside(partition) or (None, None, None)
-    summary = dict(partition.plan.affinity) | {
-        "measure": "interactions",
-        "largest_gain": float(interactions.gains.max()),
-        "loss": interactions.loss,
-        "share_within": share,
-        "share_within_strided": strided,
-        "notes": list(notes),
-    }
-    for unused in ("stress", "normalized_stress", "num_refined"):
-        del summary[unused]
-    return replace(partition, interactions=interactions, notes=notes, plan=replace(partition.plan, affinity=summary))
-
-
-def _distinctness(partition: Partition) -> float:
-    """Standard deviations by which the towers' affinity differs from that of random ones, in the strategy's sense."""
-    deviations = deviations_from_random(partition.comparison) or 0.0
-    return deviations if partition.plan.strategy == "coherent" else -deviations
+    def _assembled(self, task: Task, answers: Sequence[_Answer], strategy: str) -> Partition:
+        """Puts the answers of all parts together."""
+        towers: list[TowerFeatures] = []
+        loads: list[TowerContents] = []
+        for answer in answers:
+            for label, tower in answer.towers(task.affinity).items():
+                named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
+                towers.append(named)
+                inside = answer.labels == label
+                _, work, num_bytes = answer.part.blocks.loads[:, inside].sum(axis=1).tolist()
+                loads.append(
+                    TowerContents(
+                        name=named.name,
+                        num_features=len(named.features),
+                        num_blocks=int(inside.sum()),
+                        category=answer.part.category,
+                        work=work if task.specs else None,
+                        num_bytes=int(num_bytes) if task.specs else None,
+                    )
+                )
+        tables, splits = task.specs, dict(task.splits)
+        plan = TowerPlan(
+            towers=tuple(towers), strategy=strategy, seed=int(self.seed), tables=tables, column_splits=splits
+        )
+        comparison = compare_towers(task.affinity, plan, list(_random_towers(answers, int(self.seed))))
+        wanted = sum(answer.found.wanted for answer in answers)
+        stress = float(np.sqrt(sum(answer.found.stress for answer in answers) / wanted)) if wanted > 0 else 0.0
+        notes = (
+            *task.source.notes,
+            *task.notes,
+            *_notes(task.affinity),
+            *(note for answer in answers for note in answer.notes),
+        )
+        summary = {**task.source.to_summary(), "balance_ratio": self.balance_ratio, "notes": list(notes)}
+        if strategy in _OF_INTERACTIONS:
+            share = {"share_within": comparison.within, "share_within_strided": comparison.within_strided}
+            summary |= {"loss": task.source.loss, **share, "share_within_random": comparison.within_random}
+        else:
+            summary |= {"dims": int(self.dims), "refine": self.refine, "normalized_stress": stress}
+            summary |= {"within_towers": comparison.within, "between_towers": comparison.between}
+            summary |= {"within_strided_towers": comparison.within_strided}
+            summary |= {"within_random_towers": comparison.within_random, "std_random_towers": comparison.std_random}
+        return Partition(
+            plan=replace(plan, affinity=summary),
+            affinity=task.affinity,
+            points=_points(answers, task.affinity),
+            normalized_stress=stress,
+            loads=tuple(loads),
+            limits=task.limits,
+            comparison=comparison,
+            notes=notes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,91 +266,123 @@ class _Answer:
 
     part: Part
     found: Coordinates
-    grouping: Grouping
-    wanted: float
-    """Sum of the squared wanted distances."""
+    labels: Labels
+    bounds: Bounds
 
     @property
     def notes(self) -> list[str]:
         """A note if the sizes could not be as even as requested."""
         if self.part.asked is None:
             return []
-        sizes = np.bincount(self.grouping.labels, weights=self.part.blocks.loads[0]).astype(int)
+        sizes = np.bincount(self.labels, weights=self.part.blocks.loads[0]).astype(int)
         return [
             f"{self.part.where}Towers have {sizes.min()} to {sizes.max()} features instead of {self.part.asked[0]} to "
             f"{self.part.asked[1]}, because features that share a table or must stay together are not parted."
         ]
 
+    def towers(self, affinity: FeatureAffinity) -> dict[int, TowerFeatures]:
+        """Towers by label, in the order of their first feature in the affinity; named by their category, if any."""
+        tower_of = self.by_feature(self.labels)
+        members: dict[int, list[str]] = {}
+        for name in affinity.features:
+            if name in tower_of:
+                members.setdefault(tower_of[name], []).append(name)
+        category = self.part.category
+        return {
+            label: TowerFeatures(f"{category}_{i}" if category else "", tuple(names))
+            for i, (label, names) in enumerate(members.items())
+        }
 
-def _assemble(
-    task: Task, answers: Sequence[_Answer], *, strategy: str, seed: int, settings: Mapping[str, Any]
-) -> Partition:
-    """Puts the answers of all parts together; ``seed`` and ``settings`` are recorded in the plan."""
-    towers: list[TowerFeatures] = []
-    loads: list[TowerContents] = []
-    for answer in answers:
-        for label, tower in _towers(answer, task.affinity).items():
-            named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
-            towers.append(named)
-            _, work, num_bytes = answer.part.blocks.loads[:, answer.grouping.labels == label].sum(axis=1).tolist()
-            loads.append(
-                TowerContents(
-                    name=named.name,
-                    num_features=len(named.features),
-                    category=answer.part.category,
-                    work=work if task.specs else None,
-                    num_bytes=int(num_bytes) if task.specs else None,
-                )
-            )
-    splits = dict(task.splits)
-    plan = TowerPlan(towers=tuple(towers), strategy=strategy, seed=seed, tables=task.specs, column_splits=splits)
-    categories = {name: a.part.category for a in answers for names in a.part.blocks.names for name in names}
-    comparison = compare_towers(task.affinity, plan, seed=seed, categories=categories)
-    stress = sum(answer.found.stress for answer in answers)
-    wanted = sum(answer.wanted for answer in answers)
-    normalized = float(np.sqrt(stress / wanted)) if wanted > 0 else 0.0
-    num_refined = sum(answer.grouping.num_refined for answer in answers)
-    notes = (*task.notes, *_notes(task.affinity, strategy), *(note for answer in answers for note in answer.notes))
-    summary = {
-        **task.source.to_summary(),
-        **settings,
-        "within_towers": comparison.within,
-        "between_towers": comparison.between,
-        "within_strided_towers": comparison.within_strided,
-        "within_random_towers": comparison.within_random,
-        "std_random_towers": comparison.std_random,
-        "stress": stress,
-        "normalized_stress": normalized,
-        "num_refined": num_refined,
-        "notes": list(notes),
-    }
-    return Partition(
-        plan=replace(plan, affinity=summary),
-        affinity=task.affinity,
-        points=_points(answers, task.affinity),
-        stress=stress,
-        normalized_stress=normalized,
-        loads=tuple(loads),
-        limits=task.limits,
-        comparison=comparison,
-        num_refined=num_refined,
-        notes=notes,
+    def by_feature(self, labels: Labels) -> dict[str, int]:
+        """The tower of each feature, from the [P] labels of blocks."""
+        pairs = zip(self.part.blocks.names, labels.tolist(), strict=True)
+        return {name: tower for names, tower in pairs for name in names}
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    """At most ``most`` of so many numbers, evenly spaced, with the first and the last."""
+    return np.unique(np.linspace(0, count - 1, most).round().astype(int)).tolist()
+
+
+def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labels:
+    """The paper's answer; it counts points, so if blocks have several features it is only a start."""
+    sizes = len(points) // num_towers, -(-len(points) // num_towers)
+    if (bounds.weights == 1).all():
+        sizes = int(bounds.lower[0]), int(min(bounds.upper[0], len(points)))
+    return group_points(points, num_towers, sizes=sizes, seed=seed)
+
+
+def _held(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> tuple[float, float, Labels, Bounds]:
+    """The paper's answer, changed on the points only as far as limits that it does not know need it."""
+    from scipy.spatial.distance import cdist
+
+    labels = _grouped(points, num_towers, bounds, seed)
+    costs = Costs(pairs=cdist(points, points, "sqeuclidean"), per_feature=True)
+    if bounds.violation(labels, num_towers):
+        labels = local_search(costs, labels, num_towers=num_towers, bounds=bounds)
+    if bounds.violation(labels, num_towers):
+        return *search_towers(costs, [labels], num_towers=num_towers, bounds=bounds, seed=seed), bounds
+    return 0.0, costs.of(labels, bounds.weights), labels, bounds
+
+
+def _neighbours(costs: Floats, num_towers: int) -> Labels:
+    """[P] towers along an order of the blocks in which those of low cost are near each other."""
+    from scipy.cluster.hierarchy import leaves_list, linkage
+    from scipy.spatial.distance import squareform
+
+    if len(costs) < 2:
+        return np.zeros(len(costs), dtype=np.int64)
+    distance = costs - costs.min()
+    np.fill_diagonal(distance, 0.0)
+    leaves = leaves_list(linkage(squareform(distance, checks=False), method="average"))
+    return (np.argsort(leaves) * num_towers // len(costs)).astype(np.int64)
+
+
+def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[str, int]]:
+    """Random assignments of the same blocks under the same rules: blocks of one size change places, then limits hold.
+
+    One whose limits do not hold again is left out.
+    """
+    rng = np.random.default_rng(seed)
+    size = max(len(answer.labels) * (len(answer.labels) + answer.part.num_towers) for answer in answers)
+    for number in range(RANDOM_ASSIGNMENTS):
+        towers: dict[str, int] = {}
+        offset, searched = 0, False
+        for answer in answers:
+            bounds, num_towers, labels = answer.bounds, answer.part.num_towers, answer.labels.copy()
+            for weight in np.unique(bounds.weights):
+                alike = np.flatnonzero(bounds.weights == weight)
+                labels[alike] = labels[rng.permutation(alike)]
+            if bounds.violation(labels, num_towers):
+                nothing = Costs(pairs=np.zeros((len(labels), len(labels))), per_feature=False)
+                labels = local_search(nothing, labels, num_towers=num_towers, bounds=bounds)
+                searched = True
+            if bounds.violation(labels, num_towers):
+                break
+            towers |= answer.by_feature(labels + offset)
+            offset += num_towers
+        else:
+            yield towers
+        if searched and number + 1 >= max(FEWEST_RANDOM, RANDOM_BUDGET // size):
+            return
+
+
+def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
+    """Names the limits that the closest towers break, and what to do."""
+    loads = bounds.tower_loads(labels, num_towers)
+    broken = []
+    for name, row, lower, upper in zip(RESOURCES, loads, bounds.lower, bounds.upper, strict=True):
+        if row.max() > upper:
+            broken.append(f"a tower with {amount(row.max())} {name} where the limit is {amount(upper)}")
+        if row.min() < lower:
+            broken.append(f"a tower with {amount(row.min())} {name} where at least {amount(lower)} are due")
+    if bounds.apart is not None and (bounds.apart & (labels[:, None] == labels[None, :])).any():
+        broken.append("a tower with features that are to be apart")
+    return (
+        f"no assignment of the features to {num_towers} towers within all limits was found. The closest has "
+        f"{' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, max_bytes_ratio, "
+        "max_tower_bytes), drop a rule, or change the number of towers."
     )
-
-
-def _towers(answer: _Answer, affinity: FeatureAffinity) -> dict[int, TowerFeatures]:
-    """Towers by label, in the order of their first feature in the affinity; named by their category, if any."""
-    blocks, labels = answer.part.blocks, answer.grouping.labels.tolist()
-    tower_of = {name: tower for names, tower in zip(blocks.names, labels, strict=True) for name in names}
-    members: dict[int, list[str]] = {}
-    for name in affinity.features:
-        if name in tower_of:
-            members.setdefault(tower_of[name], []).append(name)
-    category = answer.part.category
-    return {
-        label: TowerFeatures(f"{category}_{i}" if category else "", tuple(names))
-        for i, (label, names) in enumerate(members.items())
-    }
 
 
 def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
@@ -300,23 +391,23 @@ def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np
     points = np.zeros((affinity.num_features, answers[0].found.points.shape[1]))
     edge = 0.0
     for number, answer in enumerate(answers):
-        own = answer.found.points.copy()
-        if number and own.size:
-            own[:, 0] += edge - own[:, 0].min()
-        edge = float(own[:, 0].max()) + 0.2 * float(np.ptp(own[:, 0]) or 1.0) if own.size else 0.0
-        for names, point in zip(answer.part.blocks.names, own, strict=True):
+        placed = answer.found.points.copy()
+        if number and placed.size:
+            placed[:, 0] += edge - placed[:, 0].min()
+        edge = float(placed[:, 0].max()) + 0.2 * float(np.ptp(placed[:, 0]) or 1.0) if placed.size else 0.0
+        for names, point in zip(answer.part.blocks.names, placed, strict=True):
             points[[position[name] for name in names]] = point
     return points
 
 
-def _notes(affinity: FeatureAffinity, strategy: str) -> list[str]:
-    """Notes on affinities that do not say which features belong together."""
-    if strategy in _OF_INTERACTIONS:
-        if affinity.matrix.any():
+def _notes(affinity: FeatureAffinity) -> list[str]:
+    """Notes on measures that do not say which features belong together."""
+    if affinity.is_interactions:
+        if affinity.triples or affinity.significant().any():
             return []
         return [
-            "No pair of features tells more about the label than each alone: the towers are balanced and otherwise "
-            "arbitrary. More rows may show weak interactions."
+            "No pair or triple of features interacts beyond the error of measuring: the towers are balanced and "
+            "otherwise arbitrary. More rows may show weak interactions."
         ]
     if affinity.num_features < 3:
         return []
@@ -326,13 +417,12 @@ def _notes(affinity: FeatureAffinity, strategy: str) -> list[str]:
             f"All pairs of features have the same affinity, {pairs[0]:.3g}: it does not say which belong together. "
             "The towers are balanced and otherwise arbitrary. Are the embeddings trained?"
         ]
-    notes = []
     # Row sums without the diagonal.
     alone = np.flatnonzero(affinity.matrix.sum(axis=1) - np.diag(affinity.matrix) <= 1e-9)
-    if len(alone):
-        shown = ", ".join(repr(affinity.features[i]) for i in alone[:5]) + (" ..." if len(alone) > 5 else "")
-        notes.append(
-            f"{len(alone)} of {affinity.num_features} features have affinity 0 with every other ({shown}): they are "
-            "absent from the sample or untrained, and placed where there is room."
-        )
-    return notes
+    if not len(alone):
+        return []
+    shown = ", ".join(repr(affinity.features[i]) for i in alone[:5]) + (" ..." if len(alone) > 5 else "")
+    return [
+        f"{len(alone)} of {affinity.num_features} features have affinity 0 with every other ({shown}): they are "
+        "absent from the sample or untrained, and placed where there is room."
+    ]

@@ -1,13 +1,14 @@
-"""From an affinity, tables and rules to the problem to solve: blocks with loads, limits, and towers per category.
+"""From an affinity, tables and rules to what the search solves: blocks with loads, limits, and towers per category.
 
 Legend: F features, P blocks (features that stay together), T towers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +16,9 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity, check_tables
-from dmt.partitioner.assignment import Bounds, check_bounds, largest_clique
-from dmt.partitioner.cluster import fitting_sizes, size_bounds
 from dmt.partitioner.partition import TowerLimits
 from dmt.partitioner.rules import PartitionRules
+from dmt.partitioner.search import Bounds, Costs, Floats, check_bounds, even_start, largest_clique, local_search
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
@@ -30,8 +30,9 @@ __all__ = [
     "choose_splits",
     "joined",
     "make_blocks",
-    "members_affinity",
+    "members_of",
     "prepare",
+    "size_bounds",
 ]
 
 SplitColumns = Literal["no", "largest", "even"]
@@ -109,7 +110,7 @@ def prepare(
     of_feature = dict(zip(affinity.features, measured, strict=True)) | dict(named.pooling_factors)
     shards = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
     pooling = {member: factor for f, factor in of_feature.items() for member in shards.get(f, [f])}
-    members = members_affinity(affinity, splits)
+    members = members_of(affinity, splits)
     member_specs = table_specs(split_tables(specs, splits))
     blocks = make_blocks(members.features, member_specs, named, pooling=pooling, shards=shards)
     max_work = _limit(named.max_work_ratio, float(blocks.loads[1].sum()), num_towers)
@@ -176,7 +177,7 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float |
     pairs, grown = [(1, num_features)], 0
     if balance_ratio is not None and num_towers <= num_features:
         strict = size_bounds(num_features, num_towers, balance_ratio)
-        pairs, grown = fitting_sizes(blocks.loads[0], num_towers, strict)
+        pairs, grown = _fitting_sizes(blocks.loads[0], num_towers, strict)
 
     limits = ((np.array([float(least), 0.0, 0.0]), np.array([float(most), *upper[1:]])) for least, most in pairs)
     part = Part(
@@ -189,6 +190,58 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float |
     # The first set allows a tower most: what is too large for it is too large for all.
     check_bounds(blocks.names, part.options[0], num_towers, part.where)
     return part
+
+
+def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> list[tuple[int, int]]:
+    """Lists the pairs (smallest, largest) that keep every group at most ``balance_ratio`` times the smallest.
+
+    The first pair is that with the largest smallest group, floor(F / T); its largest is never below ceil(F / T).
+
+    Example:
+        >>> size_bounds(26, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(24, 8, 1.0)
+        ([(3, 4)], [(3, 6), (2, 4)], [(3, 3)])
+    """
+    smallest, needed = num_points // num_clusters, -(-num_points // num_clusters)
+    # The addend keeps 1.15 * 100 from falling to 114.
+    pairs = [(least, int(balance_ratio * least + 1e-9)) for least in range(smallest, 0, -1)]
+    allowed = [(least, min(num_points, most)) for least, most in pairs if most >= needed]
+    if not allowed or allowed[0][0] != smallest:
+        allowed.insert(0, (smallest, needed))
+    return allowed
+
+
+def _fitting_sizes(
+    weights: Floats, num_towers: int, pairs: Sequence[tuple[int, int]]
+) -> tuple[list[tuple[int, int]], int]:
+    """Loosens the pairs just so far that blocks, of [P] ``weights`` features, can be dealt out within one of them.
+
+    First the largest group is allowed more, then the smallest is kept as large as possible. A local search decides if
+    blocks fit, so the pairs may be looser than a perfect packing needs.
+
+    Returns:
+        The pairs, and by how much the largest grew; 0 if all blocks are single features.
+    """
+    if (weights == 1).all() or num_towers > len(weights):
+        return list(pairs), 0
+
+    def loosened(more: int, less: int) -> list[tuple[int, int]]:
+        return [(max(1, smallest - less), largest + more) for smallest, largest in pairs]
+
+    def fits(more: int, less: int) -> bool:
+        return any(_fit(weights, num_towers, pair) for pair in loosened(more, less))
+
+    most = int(weights.max())
+    # More room never hurts, so halving finds the least that is enough.
+    more = bisect_left(range(most), True, key=lambda more: fits(more, most))
+    less = bisect_left(range(most), True, key=lambda less: fits(more, less))
+    return loosened(more, less), more
+
+
+def _fit(weights: Floats, num_towers: int, pair: tuple[int, int]) -> bool:
+    bounds = Bounds(loads=weights[None, :], lower=np.array([float(pair[0])]), upper=np.array([float(pair[1])]))
+    nothing = Costs(pairs=np.zeros((len(weights), len(weights))), per_feature=False)
+    labels = local_search(nothing, even_start(bounds, num_towers), num_towers=num_towers, bounds=bounds)
+    return bounds.violation(labels, num_towers) == 0
 
 
 def _allot(
@@ -243,17 +296,35 @@ class Blocks:
     category: tuple[str, ...]
     """The category of each block, ``""`` where there are none."""
 
-    def matrix(self, affinity: FeatureAffinity) -> NDArray[np.float64]:
-        """[P, P] mean affinity between the features of two blocks; for blocks of one feature just the affinity."""
-        position = {name: i for i, name in enumerate(affinity.features)}
+    def matrix(self, matrix: Floats, features: Sequence[str]) -> Floats:
+        """[P, P] means of [F, F] numbers over the features of two blocks; of blocks of one feature just the numbers."""
+        position = {name: i for i, name in enumerate(features)}
         order = [position[name] for names in self.names for name in names]
-        ordered = affinity.matrix[np.ix_(order, order)]
+        ordered = matrix[np.ix_(order, order)]
         sizes = self.loads[0].astype(np.int64)
         if len(sizes) == len(order):
             return ordered
         starts = np.cumsum(sizes) - sizes
         total = np.add.reduceat(np.add.reduceat(ordered, starts, axis=0), starts, axis=1)
         return total / np.outer(sizes, sizes)
+
+    def costs(self, affinity: FeatureAffinity, sign: float) -> Costs:
+        """The gains of interactions, times ``sign``, of pairs and triples of blocks."""
+        pairs = sign * self.matrix(affinity.significant(), affinity.features)
+        np.fill_diagonal(pairs, 0.0)
+        block_of = {name: i for i, names in enumerate(self.names) for name in names}
+        triples: dict[tuple[int, ...], float] = {}
+        for triple in affinity.triples:
+            blocks = tuple(sorted({block_of[name] for name in triple.features if name in block_of}))
+            if all(name in block_of for name in triple.features) and len(blocks) == 3:
+                triples[blocks] = triples.get(blocks, 0.0) + sign * triple.gain
+            elif all(name in block_of for name in triple.features) and len(blocks) == 2:
+                # Two of the three are one block: together where the two blocks are.
+                weight = self.loads[0, blocks[0]] * self.loads[0, blocks[1]]
+                pairs[blocks] += sign * triple.gain / weight
+                pairs[blocks[::-1]] += sign * triple.gain / weight
+        rows = np.array(list(triples), dtype=np.int64).reshape(-1, 3)
+        return Costs(pairs=pairs, per_feature=False, triples=rows, triple_costs=np.array(list(triples.values())))
 
     def in_category(self, category: str) -> Blocks:
         """The blocks of one category."""
@@ -425,7 +496,7 @@ def choose_splits(
     }
 
 
-def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...]]) -> FeatureAffinity:
+def members_of(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...]]) -> FeatureAffinity:
     """Affinity of features and column shards; a shard has that of its feature."""
     if not splits:
         return affinity
@@ -438,11 +509,20 @@ def members_affinity(affinity: FeatureAffinity, splits: dict[str, tuple[int, ...
             raise InputError(f"Feature {clash[0]!r} has the name of a column shard of {feature!r}; rename it.")
         members += [(name, i) for name in shards]
     names, index = zip(*members, strict=True)
+    square = np.ix_(index, index)
+    cut = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
     return FeatureAffinity(
-        matrix=affinity.matrix[np.ix_(index, index)],
+        matrix=affinity.matrix[square],
         features=names,
-        num_samples=affinity.num_samples,
         measure=affinity.measure,
+        errors=None if affinity.errors is None else affinity.errors[square],
+        triples=tuple(
+            replace(triple, features=shards)
+            for triple in affinity.triples
+            for shards in product(*(cut.get(name, [name]) for name in triple.features))
+        ),
+        num_samples=affinity.num_samples,
+        loss=affinity.loss,
     )
 
 

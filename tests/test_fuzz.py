@@ -295,18 +295,17 @@ def test_overrides(cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @cases(8, 150)
 def test_affinities(cases: int, tmp_path: Path) -> None:
-    arrays = {
-        "matrix": np.eye(3),
-        "features": np.array(["a", "b", "c"]),
-        "num_samples": np.int64(4),
-        "format": np.int64(1),
-    }
+    FeatureAffinity(matrix=np.eye(3), features=["a", "b", "c"], num_samples=4).save(tmp_path / "good.npz")
+    with np.load(tmp_path / "good.npz") as archive:
+        arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
+    header = json.loads(str(arrays["header"]))
+    values = [None, 0, -1, [], ["a"], "x", [1.0] * 3, {"a": 1}, 1e400, "\ud800"]
     others = [
         np.zeros((3, 3), complex),
-        np.array(["\ud800"] * 3),
         np.array([]),
         np.array([np.inf] * 3),
         np.zeros((0, 0)),
+        *(np.array(json.dumps(header | {key: value})) for key in header for value in values),
     ]
 
     def check(case: tuple[dict[str, Any], bool, bytes]) -> None:
@@ -319,7 +318,7 @@ def test_affinities(cases: int, tmp_path: Path) -> None:
         (tmp_path / "affinity.npz").write_bytes(case[2])
         FeatureAffinity.load(tmp_path / "affinity.npz")
 
-    names = st.sampled_from([*arrays, "pooling_factors", "table_names"])
+    names = st.sampled_from([*arrays, "errors"])
     other = st.dictionaries(names, st.sampled_from(others), max_size=2)
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)

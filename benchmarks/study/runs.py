@@ -17,7 +17,7 @@ from tqdm import tqdm
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
 from benchmarks.study.train import Arm, bytes_across, measure_affinity, train_and_test
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, FeatureInteractions, TowerPartitioner
+from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from dmt.plan.towers import TowerPlan
 
 __all__ = ["Progress", "Run", "Trials", "affinity_of_pairs", "random_plan"]
@@ -149,9 +149,9 @@ class Trials:
         """Measured once for each data set and seed, on all training rows with splits of that seed."""
         path = self.work / f"interactions_{run.data}_{run.seed}_{self.max_rows or 'all'}.npz"
         if path.exists():
-            return FeatureInteractions.load(path), 0.0
+            return FeatureAffinity.load(path), 0.0
         began = time.process_time()
-        found = FeatureInteractions.collect(_batches(clicks), seed=run.seed)
+        found = FeatureAffinity.collect_interactions(_batches(clicks), seed=run.seed)
         found.save(path)
         return found, time.process_time() - began
 

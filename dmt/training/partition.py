@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from torch import nn
 
 from dmt.errors import InputError
 from dmt.models.sparse import whole_tables
-from dmt.partitioner import FeatureAffinity, FeatureInteractions
+from dmt.partitioner import FeatureAffinity
 from dmt.partitioner.entities import find_entities
 from dmt.plan.distinct import bag_hashes
-from dmt.plan.tables import TableSpec
+from dmt.plan.tables import TableSpec, feature_names
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain
@@ -77,18 +78,16 @@ def affinity_of_run(
     task = ClickTask(build_model(job))
     load_plain(task, checkpoint)
     model: nn.Module = task.model
-    forward: Callable[[nn.Module, ClickBatch], object] | None = None
     if plan is not None and plan.column_splits:
         # A new partition may cut other tables, or none: it is of the whole ones.
         model = whole_tables(task, data.tables, plan.column_splits)
-        forward = _look_up
     # At most the run's own batch: that many rows there are.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
     rows = None if data_path is not None else _rows_of_run(run, config)
     if rows is None:
         rows = _count_rows(data, size)
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
-    return FeatureAffinity.collect(model, batches, forward=forward), data.tables
+    return FeatureAffinity.collect(model, batches), data.tables
 
 
 def entities_of_run(
@@ -122,9 +121,8 @@ def interactions_of(
     run: Path | None = None,
     seed: int = 0,
     max_rows: int = 2**20,
-    max_triples: int = 0,
     check: Callable[[Sequence[str]], object] | None = None,
-) -> FeatureInteractions:
+) -> FeatureAffinity:
     """Measures which features interact, on training rows of a config's data; no model is read or made.
 
     Args:
@@ -133,11 +131,11 @@ def interactions_of(
         run: the run of these data, whose record may spare a pass that counts the rows.
         seed: of the splits.
         max_rows: rows to measure on, at most, at even distances among all.
-        max_triples: triples of features that are measured too, at most.
         check: called with the names of the features before rows are read, to raise where they will not do.
 
     Raises:
-        InputError: the data cannot be read, or are refused by `FeatureInteractions.collect`; or what ``check`` raises.
+        InputError: the data cannot be read, or `FeatureAffinity.collect_interactions` refuses them; or what ``check``
+            raises.
     """
     data = open_source(
         config.data, embedding_dim=config.model.embedding_dim, embedding_dims=config.model.embedding_dims
@@ -151,7 +149,7 @@ def interactions_of(
     size = max(1, min(_INTERACTION_ROWS, rows // 16))
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
     tables = data.tables if with_tables else ()
-    return FeatureInteractions.collect(batches, tables=tables, seed=seed, max_rows=max_rows, max_triples=max_triples)
+    return FeatureAffinity.collect_interactions(batches, tables=tables, seed=seed, max_rows=max_rows)
 
 
 def write_affinity(
@@ -180,8 +178,10 @@ def write_affinity(
     device = current_device(device_type(config.device))
     try:
         affinity = FeatureAffinity.collect(
-            model, batches, forward=lambda task, batch: task(batch.to(device)), process_group=mesh.global_group
+            model, batches, ids=lambda batch: batch.to(device).sparse_features, process_group=mesh.global_group
         )
+        if set(feature_names(data.tables)) == set(affinity.features):  # not where tables are cut into column shards
+            affinity = replace(affinity, tables=tuple(data.tables))
         if mesh.rank == 0:
             affinity.save(path)
     except (InputError, OSError) as error:
@@ -222,10 +222,6 @@ def spread_batches(
 def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
     """Returns the number of rows, from the beginning of the stream, that a run was trained on in one epoch."""
     return steps // config.epochs * config.batch_size * world_size
-
-
-def _look_up(tables: nn.Module, batch: ClickBatch) -> object:
-    return tables(batch.sparse_features)
 
 
 def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:

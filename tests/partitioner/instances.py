@@ -1,15 +1,12 @@
-"""Small partitioning problems made at random, and their answers by trying every assignment."""
+"""Small partitioning problems made at random."""
 
 from __future__ import annotations
-
-import itertools
 
 import numpy as np
 
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.assignment import Bounds, objective_of
-from dmt.partitioner.cluster import evenly_picked, search_clusters, size_bounds, squared_distances
-from dmt.partitioner.embed import Coordinates
+from dmt.partitioner.problem import size_bounds
+from dmt.partitioner.search import Bounds
 from dmt.plan.tables import TableSpec
 
 
@@ -29,17 +26,6 @@ def tables_of(names, *, rows=10, dims=8):
         TableSpec(name=f"t_{name}", num_embeddings=int(row), embedding_dim=int(dim), feature_names=(name,))
         for name, row, dim in zip(names, rows, dims, strict=True)
     ]
-
-
-def quick_points(distance, *, dims=2, seed=0):
-    """In place of `embed_distances`, where the points do not matter: classical scaling."""
-    size = len(distance)
-    centring = np.eye(size) - 1 / size
-    values, vectors = np.linalg.eigh(-0.5 * centring @ np.square(distance) @ centring)
-    points = np.zeros((size, dims))
-    axes = vectors[:, ::-1][:, :dims] * np.sqrt(np.maximum(values[::-1][:dims], 0))
-    points[:, : axes.shape[1]] = axes
-    return Coordinates(points=points, stress=0.0, normalized_stress=0.0)
 
 
 def sets(plan):
@@ -78,25 +64,3 @@ def random_bounds(rng, num_blocks, num_towers, *, slack=(1.0, 1.2, 1.5, 9.0), ap
         Bounds(loads=loads, lower=np.array([smallest, 0.0, 0.0]), upper=np.array([largest, *upper]), apart=parted)
         for smallest, largest in sizes
     ]
-
-
-def constrained_clusters(points, num_clusters, *, balance_ratio=1.0, seed=0):
-    """[F] groups of points [F, n] with sizes within one of the pairs of `size_bounds`, numbered by first occurrence."""
-    squared = squared_distances(points)
-    ones = np.ones((1, len(points)))
-    found = []
-    for smallest, largest in evenly_picked(size_bounds(len(points), num_clusters, balance_ratio)):
-        bounds = Bounds(loads=ones, lower=np.array([float(smallest)]), upper=np.array([float(largest)]))
-        found.append(search_clusters(points, squared, num_clusters=num_clusters, bounds=bounds, seed=seed))
-    labels = min(found, key=lambda labels: objective_of(squared, ones[0], labels)).tolist()
-    return np.array([list(dict.fromkeys(labels)).index(label) for label in labels])
-
-
-def best_by_trying(squared, num_towers, options):
-    """The least objective over all assignments within one of the bounds; infinite where there is none."""
-    least = np.inf
-    for assignment in itertools.product(range(num_towers), repeat=len(squared)):
-        labels = np.array(assignment)
-        if len(set(assignment)) == num_towers and any(b.violation(labels, num_towers) == 0 for b in options):
-            least = min(least, objective_of(squared, options[0].weights, labels))
-    return least

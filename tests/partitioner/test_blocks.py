@@ -63,9 +63,9 @@ def test_the_matrix_has_the_means_between_blocks():
     blocks = blocks_of("cadb", together=[["a", "d"]])
     index = [[affinity.features.index(name) for name in names] for names in blocks.names]
     wanted = [[affinity.matrix[np.ix_(rows, columns)].mean() for columns in index] for rows in index]
-    np.testing.assert_allclose(blocks.matrix(affinity), wanted, rtol=1e-15)
+    np.testing.assert_allclose(blocks.matrix(affinity.matrix, affinity.features), wanted, rtol=1e-15)
     single = blocks_of("cadb")
-    np.testing.assert_array_equal(single.matrix(affinity), affinity.permuted("abcd").matrix)
+    np.testing.assert_array_equal(single.matrix(affinity.matrix, affinity.features), affinity.permuted("abcd").matrix)
 
 
 def test_what_is_apart_is_so_for_whole_blocks_and_all_shards():

@@ -5,21 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import dmt.partitioner.cluster
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
-from dmt.partitioner.problem import choose_splits, members_affinity
+from dmt.partitioner import FeatureAffinity, Interaction, PartitionRules, TowerPartitioner
+from dmt.partitioner.problem import choose_splits, members_of
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
-from tests.partitioner.instances import affinity_of, quick_points, sets, tables_of
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(dmt.partitioner.partitioner, "embed_distances", quick_points)
-    monkeypatch.setattr(dmt.partitioner.cluster, "NUM_STARTS", 4)
-    monkeypatch.setattr(dmt.partitioner.cluster, "NUM_PERTURBATIONS", 2)
-
+from tests.partitioner.instances import affinity_of, sets, tables_of
 
 AFFINITY = affinity_of([f"C{i}" for i in range(26)])
 ROWS = 10 ** np.random.default_rng(0).uniform(1, 7, 26)
@@ -135,13 +126,13 @@ def test_shared_tables_and_odd_widths_are_not_cut():
 
 def test_shards_resemble_what_their_feature_resembles():
     affinity = affinity_of(["a", "b", "c"])
-    members = members_affinity(affinity, {"b": (8, 4)})
+    members = members_of(affinity, {"b": (8, 4)})
     assert members.features == ("a", "b[0:8]", "b[8:12]", "c")
     index = [0, 1, 1, 2]
     np.testing.assert_array_equal(members.matrix, affinity.matrix[np.ix_(index, index)])
     clash = FeatureAffinity(matrix=np.eye(2), features=["b", "b[0:8]"])
     with pytest.raises(InputError, match=r"Feature 'b\[0:8\]' has the name of a column shard of 'b'; rename it"):
-        members_affinity(clash, {"b": (8, 4)})
+        members_of(clash, {"b": (8, 4)})
 
 
 def test_work_and_bytes_of_shards_add_up_to_their_table():
@@ -198,3 +189,15 @@ def test_even_shards_beside_whole_tables_are_noted():
     rules = PartitionRules(together=[["a", "b"]])
     found = TowerPartitioner(num_towers=3, rules=rules, split_columns="even").partition(affinity, tables=tables)
     assert any("must stay together and are not cut" in note for note in found.notes)
+
+
+def test_shards_share_the_interactions_of_their_feature():
+    gains = np.array([[0, 0.2, 0.0], [0.2, 0, 0.0], [0.0, 0.0, 0]])
+    triple = Interaction(features=("a", "b", "c"), gain=0.5)
+    found = FeatureAffinity(
+        matrix=gains, features=list("abc"), measure="interactions", errors=gains / 9, triples=(triple,)
+    )
+    members = members_of(found, {"b": (8, 4)})
+    assert members.features == ("a", "b[0:8]", "b[8:12]", "c")
+    assert members.matrix[0].tolist() == [0, 0.2, 0.2, 0]
+    assert [own.features for own in members.triples] == [("a", "b[0:8]", "c"), ("a", "b[8:12]", "c")]

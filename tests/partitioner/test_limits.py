@@ -9,19 +9,11 @@ import time
 import numpy as np
 import pytest
 
-import dmt.partitioner.cluster
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
 from dmt.plan.tables import TableSpec
-from tests.partitioner.instances import affinity_of, quick_points, sets, tables_of
+from tests.partitioner.instances import affinity_of, sets, tables_of
 from tests.seeds import seeds
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(dmt.partitioner.partitioner, "embed_distances", quick_points)
-    monkeypatch.setattr(dmt.partitioner.cluster, "NUM_STARTS", 4)
-    monkeypatch.setattr(dmt.partitioner.cluster, "NUM_PERTURBATIONS", 2)
 
 
 def random_model(seed, num_features=18):
@@ -47,8 +39,8 @@ def loads_of(plan, tables, factors):
 
 REASONS = (
     r"TowerPartitioner: (feature 'f\d+' needs [\d,.e+]+ (work|bytes), but a tower may have [\d,.e+]+ at most\. Raise|"
-    r"the features need .* in all, but|No assignment of the features to \d towers holds all limits\. The closest found "
-    r"has a tower with .* where .*\. Raise balance_ratio or the limits)"
+    r"the features need .* in all, but|no assignment of the features to \d towers within all limits was found\. The "
+    r"closest has a tower with .* where .*\. Raise balance_ratio or the limits)"
 )
 
 
@@ -118,7 +110,7 @@ def test_without_a_balance_ratio_work_alone_decides_the_sizes():
     assert [load.work for load in found.loads] == [64, 64]
     assert found.limits.balance_ratio is None
     with pytest.raises(
-        InputError, match=r"No assignment .* has a tower with .* where .*Raise balance_ratio or the lim"
+        InputError, match=r"no assignment .* has a tower with .* where .*Raise balance_ratio or the lim"
     ):
         TowerPartitioner(num_towers=2, rules=rules).partition(affinity, tables=tables)
 
@@ -235,7 +227,7 @@ def test_categories_that_do_not_fit_are_refused(num_towers, rules, message):
 def test_the_towers_of_categories_must_add_up():
     rules = PartitionRules(categories={"u": ["u"]}, towers_per_category={"u": 3})
     with pytest.raises(InputError, match=r"num_towers=4, but towers_per_category adds up to 3 \({'u': 3}\)"):
-        TowerPartitioner(num_towers=4, rules=rules)
+        TowerPartitioner(num_towers=4, rules=rules).fit(affinity_of(["u", "v", "w", "x"]))
 
 
 def test_together_and_apart_are_held():
@@ -339,7 +331,7 @@ def test_as_many_features_to_part_as_towers():
     assert TowerPartitioner(num_towers=9, rules=PartitionRules(apart=[["*"]])).fit(affinity).num_towers == 9
     cycle = PartitionRules(apart=[[f"f{i}", f"f{(i + 1) % 5}"] for i in range(5)])
     with pytest.raises(
-        InputError, match=r"to 2 towers holds all limits.*has a tower with features that are to be apart"
+        InputError, match=r"to 2 towers within all limits was found.*has a tower with features that are to be apart"
     ):
         TowerPartitioner(num_towers=2, rules=cycle).fit(affinity)
 

@@ -130,14 +130,13 @@ def test_two_plans_are_compared(tmp_path: Path) -> None:
     assert "Give --towers" in dmt("partition", "--affinity", "a.npz").stderr
 
 
-@pytest.mark.parametrize("strategy", ["coherent", "both"])
-def test_names_of_features_are_no_markup(tmp_path: Path, strategy: str) -> None:
+def test_names_of_features_are_no_markup(tmp_path: Path) -> None:
     names = ["a[/b]", "h[red]", ":smile:", "\x1b[2Jx"]
     # All alike, which is worth a note.
     FeatureAffinity(matrix=np.ones((4, 4)), features=names).save(tmp_path / "affinity.npz")
     out, saved = tmp_path / "[red]towers.json", tmp_path / "kept\x1b[2J.npz"
     files = ["--affinity", str(tmp_path / "affinity.npz"), "--save-affinity", str(saved), "--out", str(out)]
-    result = dmt("partition", *files, "--towers", "2", "--strategy", strategy)
+    result = dmt("partition", *files, "--towers", "2")
     assert result.exit_code == 0, result.output
     for name in (*names[:3], "\\x1b[2Jx"):
         assert name in result.stdout
@@ -255,7 +254,7 @@ def test_rules_are_matched_before_a_model_is_loaded(tmp_path: Path, monkeypatch:
     assert reason in " ".join(result.output.split())
 
 
-def test_both_strategies_with_rules_and_a_report(tmp_path: Path, typed: str) -> None:
+def test_rules_limits_and_a_report(tmp_path: Path, typed: str) -> None:
     names = [f"{kind}_{i}" for kind in ("user", "item") for i in range(4)]
     tables = tuple(
         TableSpec(name=f"t_{name}", num_embeddings=10 ** (i % 4 + 1), embedding_dim=8, feature_names=(name,))
@@ -271,22 +270,17 @@ def test_both_strategies_with_rules_and_a_report(tmp_path: Path, typed: str) -> 
     out, report = tmp_path / "new" / "towers.json", tmp_path / "report"
     inputs = ["--affinity", str(tmp_path / "affinity.npz"), "--rules", str(tmp_path / "rules.toml"), "--towers", "4"]
     limits = ["--balance-ratio", "free"]
-    result = dmt("partition", *inputs, *limits, "--strategy", "both", "--out", str(out), "--report", str(report))
+    result = dmt("partition", *inputs, *limits, "--strategy", "diverse", "--out", str(out), "--report", str(report))
     assert result.exit_code == 0, result.output
-    chosen = TowerPlan.load(out)
-    other = TowerPlan.load(
-        out.with_name("towers.diverse.json" if chosen.strategy == "coherent" else "towers.coherent.json")
-    )
-    assert {chosen.strategy, other.strategy} == {"coherent", "diverse"}
-    for plan in (chosen, other):
-        assert [tower.name for tower in plan.towers] == ["user_0", "user_1", "item_0", "item_1"]
-        assert all(feature.startswith(tower.name[:4]) for tower in plan.towers for feature in tower.features)
-        assert not any({"user_0", "user_1"} <= set(tower.features) for tower in plan.towers)
-        assert plan.tables == tables
-        assert plan.command == typed
+    plan = TowerPlan.load(out)
+    assert plan.strategy == "diverse"
+    assert [tower.name for tower in plan.towers] == ["user_0", "user_1", "item_0", "item_1"]
+    assert all(feature.startswith(tower.name[:4]) for tower in plan.towers for feature in tower.features)
+    assert not any({"user_0", "user_1"} <= set(tower.features) for tower in plan.towers)
+    assert plan.tables == tables
+    assert plan.command == typed
     printed = " ".join(result.output.split())
-    assert "coherent: The towers put together features that resemble each other" in printed
-    assert "Only training tells which is better" in printed
+    assert "The towers put together features that do not resemble each other" in printed
     assert "elements/sample" in printed
     page = (report / "report.html").read_text()
     assert "towers.json" not in page or "not recorded" not in page
@@ -345,7 +339,7 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
             ["partition", "--towers", "2", "--affinity", "a.npz", "--balance-ratio", "fre"],
             "--balance-ratio 'fre' must be",
         ),
-        (["partition", "--towers", "2", "--affinity", "a.npz", "--strategy", "bth"], "Did you mean 'both'?"),
+        (["partition", "--towers", "2", "--affinity", "a.npz", "--strategy", "diverce"], "Did you mean 'diverse'?"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
         (["partition", "--towers", "0", "--affinity", "a.npz"], "num_towers=0 must be a whole number"),
         (["nonsense"], "No such command 'nonsense'"),

@@ -311,7 +311,7 @@ def test_new_towers_are_learned_from_a_checkpoint_of_shards(runs: tuple[Path, li
         data = open_source(config.data, embedding_dim=16)
         embeddings = whole_tables(model, data.tables, plan.column_splits)
         batches = data.batches("train", rank=0, world_size=1, batch_size=16)
-        wanted = FeatureAffinity.collect(embeddings, batches, forward=lambda m, b: m(b.sparse_features))
+        wanted = FeatureAffinity.collect(embeddings, batches)
         assert affinity.num_samples == wanted.num_samples == 640
         np.testing.assert_array_equal(affinity.matrix, wanted.matrix)
         # And the trainer takes the new plan, with other shards.

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
-from dmt.partitioner import FeatureAffinity, FeatureInteractions
+from dmt.partitioner import FeatureAffinity
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from tests.partitioner.clicks import parity_clicks, planted_clicks
@@ -50,12 +50,12 @@ def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path, monkeypatch:
     assert (plan.strategy, plan.command) == ("together", "dmt partition ...")
     assert plan.tables == ()
     printed = " ".join(result.output.split())
-    assert re.search("(98|99|100)% of all measured interaction is inside towers", printed)
-    assert "known together, they lower the log loss by" in printed
+    assert re.search("(9[0-9]|100)% of all interaction beyond the error of measuring is inside", printed)
+    assert re.search("c_0, c_2 +[^ ]+ [0-9.]+ . [0-9.]+ ", printed)
     assert f"Interactions written to {saved}." in result.stderr
     page = (tmp_path / "report.html").read_text()
-    assert "strided towers" in page
-    assert page.count("; both in tower_") == 3
+    assert "within naive towers" in page
+    assert page.count("<td>tower_") == 3
     # What was saved needs no rows; a linear tower module parts what the other kept together.
     result = partition("--affinity", saved, *asked, "--tower-module", "dlrm", "--json", "--picture", tmp_path / "p.png")
     assert result.exit_code == 0, result.output
@@ -63,7 +63,7 @@ def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path, monkeypatch:
     assert not any(pair <= tower for pair in pairs for tower in towers)
     result = partition("--affinity", saved, *asked, "--tower-module", "dlrm-products", "--json")
     assert {frozenset(tower["features"]) for tower in json.loads(result.stdout)["towers"]} == pairs
-    assert FeatureInteractions.load(saved).num_rows == 16 * 337  # a tenth of the rows evaluates
+    assert FeatureAffinity.load(saved).num_samples == 16 * 337  # a tenth of the rows evaluates
 
 
 @pytest.mark.parametrize(("arch", "strategy"), [("dcn", "together"), ("dmt-dlrm", "apart")])
@@ -97,12 +97,15 @@ def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--affinity", "x", "--tower-module", "dcn"], "--tower-module goes with --strategy interactions"),
+        (
+            ["--affinity", "x", "--tower-module", "dcn", "--strategy", "coherent"],
+            "--tower-module goes with --strategy int",
+        ),
         (["--data", "x"], "Rows alone, --data FILE, need --tower-module dcn or dlrm or dlrm-products"),
-        (["--data", "x", "--strategy", "interactions"], "needs --tower-module dcn or dlrm or dlrm-products here"),
+        (["--data", "x", "--strategy", "interactions"], "Rows alone, --data FILE, need --tower-module dcn or dlrm or"),
         (["--data", "x", "--strategy", "interactions", "--tower-module", "dcm"], "--tower-module 'dcm' must be one of"),
         (["--data", "/no.csv", "--strategy", "interactions", "--tower-module", "dcn"], "'/no.csv' matches no file"),
-        (["--affinity", "/no.npz", "--strategy", "interactions", "--tower-module", "dcn"], "Interactions file /no.npz"),
+        (["--affinity", "/no.npz", "--strategy", "interactions", "--tower-module", "dcn"], "Affinity file /no.npz"),
         (["--affinity", "/no.npz", "--strategy", "interaction"], "Did you mean 'interactions'?"),
         (["--affinity", "x", "--data", "x", "--strategy", "interactions"], "--data goes with --checkpoint"),
     ],
@@ -120,10 +123,19 @@ def test_a_saved_affinity_is_partitioned_by_resemblance_by_default(tmp_path: Pat
     assert TowerPlan.load(tmp_path / "towers.json").strategy == "coherent"
 
 
+def test_a_file_of_the_other_measure_is_refused(tmp_path: Path) -> None:
+    FeatureAffinity(matrix=np.eye(4), features=list("abcd")).save(tmp_path / "a.npz")
+    asked = ["--affinity", tmp_path / "a.npz", "--towers", "2", "--out", tmp_path / "towers.json"]
+    result = partition(*asked, "--strategy", "interactions")
+    assert "strategy='together' does not fit the measure 'cosine'" in " ".join(result.output.split())
+    result = partition(*asked, "--tower-module", "dcn")
+    assert "--tower-module goes with interactions, but" in " ".join(result.output.split())
+
+
 def test_a_saved_file_is_what_it_holds_by_default(tmp_path: Path) -> None:
     gains = np.zeros((4, 4))
     gains[0, 3] = gains[3, 0] = gains[1, 2] = gains[2, 1] = 0.1
-    FeatureInteractions(gains=gains, features=list("abcd")).save(tmp_path / "found.npz")
+    FeatureAffinity(matrix=gains, features=list("abcd"), measure="interactions").save(tmp_path / "found.npz")
     asked = ["--affinity", tmp_path / "found.npz", "--towers", "2", "--out", tmp_path / "towers.json"]
     result = partition(*asked)
     assert result.exit_code == 0, result.output
@@ -146,15 +158,13 @@ def test_too_few_rows_for_interactions_name_the_other_strategy(rows: Path, tmp_p
     assert "Or use --strategy coherent" in " ".join(result.output.split())
 
 
-def test_triples_are_measured_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_a_parity_of_three_is_found_without_an_option(tmp_path: Path) -> None:
     ids, labels = parity_clicks(5, [(0, 2, 4)], rows=6000, strength=1.0)
     lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(5))])]
     lines += [",".join(map(str, [int(label), 0, *own])) for label, own in zip(labels, ids, strict=True)]
     (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
-    asked = ["--data", tmp_path / "rows.csv", "--strategy", "interactions", "--tower-module", "dcn", "--towers", "2"]
-    result = partition(*asked, "--max-triples", "10", "--out", tmp_path / "towers.json")
+    asked = ["--data", tmp_path / "rows.csv", "--tower-module", "dcn", "--towers", "2"]
+    result = partition(*asked, "--out", tmp_path / "towers.json")
     assert result.exit_code == 0, result.output
     assert {"c_0", "c_2", "c_4"} in [set(tower) for tower in TowerPlan.load(tmp_path / "towers.json").to_lists()]
-    assert "The triple 'c_0', 'c_2', 'c_4' gains 0." in " ".join(result.output.split())
-    result = partition("--affinity", "x.npz", "--strategy", "coherent", "--towers", "2", "--max-triples", "10")
-    assert "--max-triples needs --strategy interactions and rows to measure" in result.output
+    assert "c_0, c_2, c_4 (0." in " ".join(result.output.split()), "a note"

@@ -138,9 +138,8 @@ def doctor(as_json: bool) -> None:
 @_function
 @click.option("--data", metavar="PATH", help="Rows to collect on, not the run's own.")
 @click.option("--towers", type=int, help="Number of towers.")
-@click.option("--strategy", default="auto", help="auto, coherent, diverse, both or interactions.")
+@click.option("--strategy", default="auto", help="auto, coherent, diverse or interactions.")
 @click.option("--tower-module", help="dcn, dlrm or dlrm-products, for interactions; by default that of --checkpoint.")
-@click.option("--max-triples", type=int, default=0, help="Most interactions of three features to measure.")
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
 @click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, entities, together, limits.")
 @click.option(

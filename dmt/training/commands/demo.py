@@ -11,7 +11,7 @@ from dmt.errors import InputError
 from dmt.partitioner import Partition, TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands.launch import train_here
-from dmt.training.commands.partition import INTERACTIONS, sense_of
+from dmt.training.commands.partition import INTERACTIONS, keeps_interactions
 from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
@@ -124,8 +124,8 @@ def _learned_towers(config: TrainingConfig, flat: TrainingConfig, out: Path, str
     if strategy == INTERACTIONS:
         interactions = interactions_of(flat, with_tables=True, seed=config.train.seed)
         interactions.save(out / "interactions.npz")
-        sense = sense_of(config.model.arch.removeprefix("dmt-"))
-        return TowerPartitioner(strategy=sense, **shape).partition(interactions)
+        keeps = keeps_interactions(config.model.arch.removeprefix("dmt-"))
+        return TowerPartitioner(keeps_interactions=keeps, **shape).partition(interactions)
     affinity, tables = affinity_of_run(
         Path(flat.train.output_dir), functions=[] if flat.data.source is None else [flat.data.source]
     )

@@ -1,14 +1,13 @@
-"""Limits on towers, and assignments within them: local search, refusals that need no search, and an exact search.
+"""Blocks into towers within limits: one local search, for distances and for interactions, and what refuses a limit.
 
-Legend: P blocks (features that stay together), T towers, R resources (features, work, bytes).
+Legend: P blocks (features that stay together), T towers, R resources (features, work, bytes), Q triples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,35 +17,29 @@ from dmt.errors import InputError
 __all__ = [
     "RESOURCES",
     "Bounds",
+    "Costs",
     "Floats",
-    "Infeasible",
     "Labels",
     "amount",
     "check_bounds",
-    "greedy_start",
+    "even_start",
     "largest_clique",
     "local_search",
-    "objective_of",
-    "perturbed_search",
-    "solve_exactly",
-    "sum_inside",
+    "search_towers",
 ]
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
+RESOURCES = ("features", "work", "bytes")
 # In shares of a resource's total. Loads are sums of floats: a limit is exceeded only by more than rounding.
 TOLERANCE = 1e-12
 MAX_SWEEPS = 50
-# Prices of a local search that are found in one pass, at most: passes over small arrays cost little more than over one.
+# Prices found in one pass at most: passes over small arrays cost little more than over one.
 PRICED_TOGETHER = 4096
-# Squared blocks searched after all perturbations together: 30 perturbations of 200 blocks, 7 of 500, none of 1,500.
-PERTURBATION_BUDGET, PERTURBED_SHARE = 2_000_000, 0.3
-# Blocks times towers up to which the exact search is tried, and for how many seconds.
-MOST_VARIABLES, SECONDS = 20_000, 20.0
-# The solver keeps limits to about one part in a million.
-MARGIN = 4e-6
-RESOURCES = ("features", "work", "bytes")
+# Squared blocks searched in all starts, and in all perturbations, together; a perturbation deals out a share anew.
+START_BUDGET, MOST_STARTS = 1_000_000, 20
+PERTURBATION_BUDGET, MOST_PERTURBATIONS, PERTURBED_SHARE = 2_000_000, 60, 0.3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,13 +60,9 @@ class Bounds:
         """[P] features of each block, its weight in the objective."""
         return self.loads[0]
 
-    @property
-    def oversized(self) -> NDArray[np.bool_]:
-        """[R, P] blocks that alone exceed the limit of a tower, by more than rounding."""
-        return (self.loads - self.upper[:, None]) / self._totals[:, None] > TOLERANCE
-
     @cached_property
-    def _totals(self) -> Floats:
+    def totals(self) -> Floats:
+        """[R] sums over all blocks, above 0."""
         return np.maximum(self.loads.sum(axis=1), 1e-300)
 
     def tower_loads(self, labels: Labels, num_towers: int) -> Floats:
@@ -83,7 +72,7 @@ class Bounds:
     def excess(self, tower_loads: Floats) -> Floats:
         """Excess over the limits, [...] for loads [R, ...], in shares of each resource's total."""
         shape = (-1,) + (1,) * (tower_loads.ndim - 1)
-        scale = self._totals.reshape(shape)
+        scale = self.totals.reshape(shape)
         over = (tower_loads - self.upper.reshape(shape)) / scale
         under = (self.lower.reshape(shape) - tower_loads) / scale
         outside = np.maximum(np.maximum(over, under), 0.0)
@@ -97,82 +86,77 @@ class Bounds:
         return total
 
 
-def objective_of(squared: Floats, weights: Floats, labels: Labels) -> float:
-    """K-means objective from distances alone: sum over towers of (sum over pairs of w_i w_j d_ij^2) / (sum of w).
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Costs:
+    """What the search makes small.
 
-    For points in a Euclidean space it equals the sum of squared distances of all features to their tower's centre.
-    ``squared`` are the [P, P] squared distances, ``weights`` the [P] features of each block.
+    Per feature it is the K-means objective from distances alone: the sum over towers of (sum over pairs of w_i w_j
+    d_ij^2) / (sum of w); for points it equals the sum of squared distances of all features to their tower's centre.
+    Otherwise it is the sum inside towers of w_i w_j c_ij, and of the costs of the triples that are together.
     """
-    total = 0.0
-    for tower in np.unique(labels):
-        inside = np.flatnonzero(labels == tower)
-        own = weights[inside]
-        total += float(own @ squared[np.ix_(inside, inside)] @ own) / 2 / float(own.sum())
-    return total
+
+    pairs: Floats
+    """[P, P] d_ij^2, or c_ij of any sign with a diagonal of 0; w are the features of each block."""
+    per_feature: bool
+    triples: Labels = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    """[Q, 3] three different blocks each; none per feature."""
+    triple_costs: Floats = field(default_factory=lambda: np.zeros(0))
+    """[Q]"""
+
+    def of(self, labels: Labels, weights: Floats) -> float:
+        """The objective of an assignment, [P] labels; ``weights`` are the features of each block."""
+        total = 0.0
+        for tower in np.unique(labels):
+            rows = np.flatnonzero(labels == tower)
+            inside = float(weights[rows] @ self.pairs[np.ix_(rows, rows)] @ weights[rows]) / 2
+            total += inside / float(weights[rows].sum()) if self.per_feature else inside
+        a, b, c = labels[self.triples].T
+        return total + float(self.triple_costs[(a == b) & (b == c)].sum())
 
 
-def sum_inside(costs: Floats, weights: Floats, labels: Labels) -> float:
-    """Sum over the pairs of blocks that share a tower of w_i w_j c_ij; arguments like those of `objective_of`."""
-    weighted = costs * weights[:, None] * weights
-    return float(weighted[labels[:, None] == labels].sum() - np.trace(weighted)) / 2
+def search_towers(
+    costs: Costs, starts: Sequence[Labels], *, num_towers: int, bounds: Bounds, seed: int, share: float = 1.0
+) -> tuple[float, float, Labels]:
+    """Searches for the assignment that holds the limits with the least cost.
 
+    A `local_search` is made from each of ``starts`` ([P] labels), from random ones, and then from perturbations of the
+    best answer, a part of which is dealt out anew. Larger problems get fewer, as does a ``share`` below 1.
 
-def local_search(costs: Floats, labels: Labels, *, num_towers: int, bounds: Bounds, per_feature: bool = True) -> Labels:
-    """Moves and swaps blocks while limits or the objective improve; no tower is emptied.
-
-    Every block in turn makes the one move or swap that is best: first for the limits (a limit once held is never given
-    up), then for the objective. Ends when a whole sweep, of O(P (P + T)), changes nothing.
-
-    Args:
-        costs: [P, P] squared distances, for `objective_of`; or of any sign with a diagonal of 0, for `sum_inside`.
-        labels: [P] the towers to start from.
-        num_towers: T.
-        bounds: the limits. `Bounds.violation` of the [P] labels returned says whether all are held.
-        per_feature: `objective_of` is the objective, else `sum_inside`.
-    """
-    search = _MoveSearch(costs, labels, num_towers, bounds, per_feature=per_feature)
-    for _ in range(MAX_SWEEPS):
-        if not search.sweep():
-            break
-    return search.labels
-
-
-def perturbed_search(
-    costs: Floats,
-    labels: Labels,
-    *,
-    num_towers: int,
-    bounds: Bounds,
-    seed: int,
-    max_perturbations: int = 30,
-    per_feature: bool = True,
-) -> Labels:
-    """Repeats `local_search` from perturbed answers; a better answer that holds the limits replaces the best.
-
-    A perturbation deals part of the blocks out again at random. Larger problems get fewer.
+    Returns:
+        The violation, 0 where all limits are held, the cost, and the [P] labels.
     """
     rng = np.random.default_rng(seed)
-    value_of = objective_of if per_feature else sum_inside
-    best = local_search(costs, labels, num_towers=num_towers, bounds=bounds, per_feature=per_feature)
-    least = value_of(costs, bounds.weights, best)
-    num_blocks = len(labels)
-    for _ in range(min(max_perturbations, PERTURBATION_BUDGET // (num_blocks * (num_blocks + num_towers)))):
-        picked = rng.permutation(num_blocks)[: max(2, round(PERTURBED_SHARE * num_blocks))]
-        perturbed = best.copy()
-        perturbed[picked] = rng.permutation(perturbed[picked])
-        perturbed = local_search(costs, perturbed, num_towers=num_towers, bounds=bounds, per_feature=per_feature)
-        value = value_of(costs, bounds.weights, perturbed)
-        if value < least - 1e-9 * abs(least) and bounds.violation(perturbed, num_towers) == 0:
-            best, least = perturbed, value
-    return best
+    size = len(costs.pairs) * (len(costs.pairs) + num_towers)
+
+    def tried() -> Iterator[Labels]:
+        yield from starts
+        even = even_start(bounds, num_towers)
+        if least[0] > 0 or size < START_BUDGET:
+            yield even
+        for _ in range(int(share * min(MOST_STARTS, START_BUDGET // size))):
+            yield rng.permutation(even)
+        for _ in range(int(share * min(MOST_PERTURBATIONS, PERTURBATION_BUDGET // size))):
+            picked = rng.permutation(len(best))[: max(2, round(PERTURBED_SHARE * len(best)))]
+            perturbed = best.copy()
+            perturbed[picked] = rng.permutation(perturbed[picked])
+            yield perturbed
+
+    least, best = (np.inf, np.inf), even_start(bounds, num_towers)
+    for start in tried():
+        labels = local_search(costs, start, num_towers=num_towers, bounds=bounds)
+        violation, cost = bounds.violation(labels, num_towers), costs.of(labels, bounds.weights)
+        # Better by more than rounding, so that ties fall the same way everywhere.
+        if violation < least[0] or (violation == least[0] and cost < least[1] - 1e-9 * abs(least[1])):
+            least, best = (violation, cost), labels
+    return *least, best
 
 
-def greedy_start(bounds: Bounds, num_towers: int) -> Labels:
+def even_start(bounds: Bounds, num_towers: int) -> Labels:
     """Deals out blocks by load alone, largest first, to the tower with the most remaining capacity.
 
     No tower stays empty if there are as many blocks as towers.
     """
-    share = bounds.loads / np.maximum(bounds.loads.sum(axis=1, keepdims=True), 1e-300)
+    share = bounds.loads / bounds.totals[:, None]
     limited = np.isfinite(bounds.upper)
     weight = share[limited].max(axis=0) if limited.any() else share.max(axis=0)
     labels = np.full(bounds.loads.shape[1], -1, dtype=np.int64)
@@ -192,39 +176,64 @@ def greedy_start(bounds: Bounds, num_towers: int) -> Labels:
     return labels
 
 
+def local_search(costs: Costs, labels: Labels, *, num_towers: int, bounds: Bounds) -> Labels:
+    """Moves and swaps blocks while limits or the cost improve; no tower is emptied.
+
+    Every block in turn makes the one move or swap that is best: first for the limits (a limit once held is never given
+    up), then for the cost. Ends when a whole sweep, of O(P (P + T)), changes nothing. ``labels`` are the [P] towers to
+    start from; `Bounds.violation` of the labels returned says whether all limits are held.
+    """
+    search = _MoveSearch(costs, labels, num_towers, bounds)
+    for _ in range(MAX_SWEEPS):
+        if not search.sweep():
+            break
+    return search.labels
+
+
 class _MoveSearch:
     """Running sums that price any move or swap in O(1)."""
 
-    def __init__(
-        self, squared: Floats, labels: Labels, num_towers: int, bounds: Bounds, *, per_feature: bool = True
-    ) -> None:
+    def __init__(self, costs: Costs, labels: Labels, num_towers: int, bounds: Bounds) -> None:
         # What has no limit is never exceeded, and needs no price.
         limited = np.isfinite(bounds.upper) | (bounds.lower > 0)
         limited[0] = True  # holds the weights
         bounds = replace(bounds, loads=bounds.loads[limited], lower=bounds.lower[limited], upper=bounds.upper[limited])
-        self.squared, self.bounds, self.weights = squared, bounds, bounds.weights
-        self.per_feature = per_feature
+        self.costs, self.bounds, self.weights = costs, bounds, bounds.weights
         self.labels = labels.astype(np.int64, copy=True)
         member = np.zeros((num_towers, len(labels)))
         member[self.labels, np.arange(len(labels))] = self.weights
-        self.to_tower = member @ squared  # [T, P] weighted squared distances of each block to each tower
-        self.pairs = (self.to_tower * member).sum(axis=1) / 2  # [T] weighted squared distances inside a tower
+        self.to_tower = member @ costs.pairs  # [T, P] weighted costs of each block with each tower
+        self.pairs = (self.to_tower * member).sum(axis=1) / 2  # [T] weighted costs inside a tower
         self.mass = member.sum(axis=1)  # [T] features
         self.num_blocks = np.bincount(self.labels, minlength=num_towers)
         self.loads = bounds.tower_loads(self.labels, num_towers)  # [R, T]
         self.excess = bounds.excess(self.loads)  # [T]
         if bounds.apart is not None:
             self.conflicts = (member > 0).astype(np.float64) @ bounds.apart  # [T, P]
+        self._price_triples()
         # A gain below rounding is none; without this the search could cycle.
-        self.threshold = 1e-10 * max(
-            float(np.abs(self._mean(self.pairs, np.maximum(self.mass, 1.0))).sum()),
-            float(np.abs(squared).max()),
-            1e-300,
-        )
+        inside = float(np.abs(self._mean(self.pairs, np.maximum(self.mass, 1.0))).sum())
+        self.threshold = 1e-10 * max(inside, float(np.abs(costs.pairs).max()), 1e-300)
 
     def _mean(self, pairs: Floats, mass: Floats) -> Floats:
         """Sums inside towers over the features of each, or as they are."""
-        return pairs / mass if self.per_feature else pairs
+        return pairs / mass if self.costs.per_feature else pairs
+
+    def _price_triples(self) -> None:
+        """Prices joining the other two blocks of each triple, and what a swap of two blocks of one has twice."""
+        if not len(self.costs.triples):
+            return
+        num_towers, num_blocks = self.to_tower.shape
+        self.joining = np.zeros((num_towers, num_blocks))  # [T, P]
+        self.counted_twice = np.zeros((num_blocks, num_blocks))  # [P, P]
+        cost = self.costs.triple_costs
+        for a, b, c in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+            first, second, third = (self.costs.triples[:, place] for place in (a, b, c))
+            same = self.labels[second] == self.labels[third]
+            np.add.at(self.joining, (self.labels[second[same]], first[same]), cost[same])
+            for one, other in ((first, second), (second, first)):
+                together = (self.labels[third] == self.labels[one]) | (self.labels[third] == self.labels[other])
+                np.add.at(self.counted_twice, (one[together], other[together]), cost[together])
 
     def sweep(self) -> bool:
         """Makes the best move or swap of each block in turn; False if none gains."""
@@ -241,7 +250,7 @@ class _MoveSearch:
         """Makes the best move or swap of the first of these [B] blocks that gains by any; None if none does."""
         kinds = self._swaps(blocks), self._moves(blocks)
         limits, gain = (np.concatenate(changes, axis=1) for changes in zip(*kinds, strict=True))  # [B, P + T]
-        # Lexicographic: limits first, the objective among equals.
+        # Lexicographic: limits first, the cost among equals.
         least = limits.min(axis=1, keepdims=True)
         choices = np.where(limits <= least + TOLERANCE, gain, np.inf).argmin(axis=1)
         limit, gained = (prices[np.arange(len(blocks)), choices] for prices in (limits, gain))
@@ -258,7 +267,7 @@ class _MoveSearch:
         return block
 
     def _moves(self, blocks: Labels) -> tuple[Floats, Floats]:
-        """[B, T] change of the violation and of the objective when each block goes to each tower."""
+        """[B, T] change of the violation and of the cost when each block goes to each tower."""
         towers, weight, load = self.labels[blocks], self.weights[blocks], self.bounds.loads[:, blocks]
         alone = self.num_blocks[towers] == 1  # a tower is not emptied
         rest = np.where(alone, 1.0, self.mass[towers] - weight)
@@ -266,6 +275,8 @@ class _MoveSearch:
         left = self._mean(self.pairs[towers] - weight * self.to_tower[towers, blocks], rest) - before[towers]
         joined = self._mean(self.pairs + weight[:, None] * self.to_tower[:, blocks].T, self.mass + weight[:, None])
         gain = joined - before + left[:, None]
+        if len(self.costs.triples):
+            gain += self.joining[:, blocks].T - self.joining[towers, blocks][:, None]
         limits = self.bounds.excess(self.loads[:, None, :] + load[:, :, None]) - self.excess
         limits += (self.bounds.excess(self.loads[:, towers] - load) - self.excess[towers])[:, None]
         if self.bounds.apart is not None:
@@ -275,31 +286,33 @@ class _MoveSearch:
         return limits, gain
 
     def _swaps(self, blocks: Labels) -> tuple[Floats, Floats]:
-        """[B, P] change of the violation and of the objective when each block changes places with each other one."""
+        """[B, P] change of the violation and of the cost when each block changes places with each other one."""
         labels, weights, towers, weight = self.labels, self.weights, self.labels[blocks], self.weights[blocks, None]
-        between = weight * weights * self.squared[blocks]
-        own = self.to_tower[labels, np.arange(len(labels))]
+        every = np.arange(len(labels))
+        between = weight * weights * self.costs.pairs[blocks]
         left = self.pairs[towers] - weights[blocks] * self.to_tower[towers, blocks]
         here = left[:, None] + weights * self.to_tower[towers] - between
-        there = self.pairs[labels] - weights * own + weight * self.to_tower[:, blocks].T[:, labels] - between
+        left_there = self.pairs[labels] - weights * self.to_tower[labels, every]
+        there = left_there + weight * self.to_tower[:, blocks].T[:, labels] - between
         masses = (self.mass[towers] - weights[blocks])[:, None] + weights, self.mass[labels] + weight - weights
         before = self._mean(self.pairs, self.mass)
         gain = self._mean(here, masses[0]) + self._mean(there, masses[1]) - before[towers][:, None] - before[labels]
+        if len(self.costs.triples):
+            gain += self.joining[:, blocks].T[:, labels] - self.joining[towers, blocks][:, None]
+            gain += self.joining[towers] - self.joining[labels, every] - self.counted_twice[blocks]
         difference = self.bounds.loads[:, None, :] - self.bounds.loads[:, blocks, None]  # [R, B, P]
         limits = self.bounds.excess(self.loads[:, towers, None] + difference) - self.excess[towers][:, None]
         limits += self.bounds.excess(self.loads[:, None, labels] - difference) - self.excess[labels]
-        apart = self.bounds.apart
-        if apart is not None:
-            conflicts = self.conflicts
-            limits += conflicts[:, blocks].T[:, labels] - conflicts[towers, blocks][:, None]
-            limits += conflicts[towers] - conflicts[labels, np.arange(len(labels))] - 2.0 * apart[blocks]
+        if self.bounds.apart is not None:
+            limits += self.conflicts[:, blocks].T[:, labels] - self.conflicts[towers, blocks][:, None]
+            limits += self.conflicts[towers] - self.conflicts[labels, every] - 2.0 * self.bounds.apart[blocks]
         same = labels == towers[:, None]
         limits[same], gain[same] = np.inf, np.inf
         return limits, gain
 
     def _relabel(self, changes: list[tuple[int, int, int]]) -> None:
         for block, old, new in changes:
-            weight, row = self.weights[block], self.squared[block]
+            weight, row = self.weights[block], self.costs.pairs[block]
             self.pairs[old] -= weight * self.to_tower[old, block]
             self.to_tower[old] -= weight * row
             self.pairs[new] += weight * self.to_tower[new, block]
@@ -316,15 +329,7 @@ class _MoveSearch:
             # Summed from scratch: loads are compared with limits, and rounding must not pile up.
             self.loads[:, tower] = self.bounds.loads[:, self.labels == tower].sum(axis=1)
         self.excess[towers] = self.bounds.excess(self.loads[:, towers])
-
-
-class Infeasible(Exception):
-    """No assignment within the limits exists (``proven``), or none was found."""
-
-    def __init__(self, num_towers: int, *, proven: bool = False) -> None:
-        self.proven = proven
-        found = "holds all limits" if proven else "within all limits was found"
-        super().__init__(f"No assignment of the features to {num_towers} towers {found}.")
+        self._price_triples()
 
 
 def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int, where: str) -> None:
@@ -335,18 +340,18 @@ def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int
     if num_towers > len(names):
         features = sum(len(block) for block in names)
         what = "features" if features == len(names) else "tables (shared tables are not split)"
-        # A category is not cut for its own sake, nor a shared table at all.
+        # Categories have fixed numbers of towers, and shared tables are never cut.
         cut = "" if where or features > len(names) else ", or cut tables into column shards by split_columns='largest'"
         raise InputError(
             f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {len(names)} {what} to place, and no tower "
             f"may be empty. Use fewer towers{cut}."
         )
     advice = ("Raise balance_ratio", "Raise max_work_ratio", "Raise the limit, use more towers")
-    for resource, load, limit, oversized, raise_it in zip(
-        RESOURCES, bounds.loads, bounds.upper, bounds.oversized, advice, strict=True
+    for resource, load, limit, total, raise_it in zip(
+        RESOURCES, bounds.loads, bounds.upper, bounds.totals, advice, strict=True
     ):
         largest = int(np.argmax(load))
-        if oversized[largest]:
+        if (load[largest] - limit) / total > TOLERANCE:
             owners = ", ".join(map(repr, names[largest][:5])) + (" ..." if len(names[largest]) > 5 else "")
             alone = "which share a table or must stay together, " if len(names[largest]) > 1 else ""
             cut = ", or cut the table with split_columns='largest'" if resource == "bytes" and not alone else ""
@@ -386,58 +391,3 @@ def largest_clique(apart: NDArray[np.bool_] | None) -> list[int]:
                 clique.append(other)
         best = max(best, clique, key=len)
     return best
-
-
-def solve_exactly(cost: NDArray[np.float64], bounds: Bounds) -> NDArray[np.int64]:
-    """Returns the [P] labels of the cheapest assignment within the limits, by SciPy's mixed-integer solver (HiGHS).
-
-    ``cost``, [P, T], is that of each block in each tower.
-
-    Raises:
-        Infeasible: there is none, or none was found in 20 seconds, or the problem is too large to try.
-    """
-    num_blocks, num_towers = cost.shape
-    if cost.size > MOST_VARIABLES:
-        raise Infeasible(num_towers)
-    for margin in (0.0, MARGIN):
-        # The solver's answer may be beyond a limit by its own tolerance; a second one keeps clear of it.
-        result = _solve(cost, bounds, margin)
-        if result.x is None:
-            break
-        labels = result.x.reshape(num_blocks, num_towers).argmax(axis=1).astype(np.int64)
-        if bounds.violation(labels, num_towers) == 0:
-            return labels
-    # Status 2 is a proof, unless limits were narrowed; 1 is the time limit.
-    raise Infeasible(num_towers, proven=result.status == 2 and not margin)
-
-
-def _solve(cost: NDArray[np.float64], bounds: Bounds, margin: float) -> Any:
-    """SciPy's answer; limits on work and bytes are narrowed by a share of ``margin``."""
-    from scipy.optimize import Bounds as VariableBounds
-    from scipy.optimize import LinearConstraint, milp
-    from scipy.sparse import csr_array, eye_array, kron
-
-    num_blocks, num_towers = cost.shape
-    towers = eye_array(num_towers)
-    # Each block is in one tower, and no tower is empty, even where there is no limit on its features.
-    constraints = [
-        LinearConstraint(kron(eye_array(num_blocks), np.ones((1, num_towers))), 1, 1),
-        LinearConstraint(kron(np.ones((1, num_blocks)), towers), 1, num_blocks),
-    ]
-    for resource, (load, lower, upper) in enumerate(zip(bounds.loads, bounds.lower, bounds.upper, strict=True)):
-        # In shares of the total: bytes by the billion would drown the solver's tolerances.
-        total = max(float(load.sum()), 1e-300)
-        most = upper * (1.0 - margin) if resource else upper
-        constraints.append(LinearConstraint(kron(load[None, :] / total, towers), lower / total, most / total))
-    rows, columns = np.nonzero(np.triu(bounds.apart)) if bounds.apart is not None else ((), ())
-    if len(rows):
-        edges, data, shape = np.arange(len(rows)), np.ones(len(rows)), (len(rows), num_blocks)
-        pairs = csr_array((data, (edges, rows)), shape=shape) + csr_array((data, (edges, columns)), shape=shape)
-        constraints.append(LinearConstraint(kron(pairs, towers), 0, 1))
-    return milp(
-        cost.ravel() / max(float(cost.max()), 1e-300),
-        integrality=np.ones(cost.size),
-        bounds=VariableBounds(0, 1),
-        constraints=constraints,
-        options={"time_limit": SECONDS, "mip_rel_gap": 0.05},
-    )

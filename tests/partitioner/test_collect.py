@@ -10,10 +10,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, TowerPartitioner
-from dmt.partitioner import measure_affinity as collection_module
+from dmt.partitioner import FeatureAffinity
+from dmt.partitioner import collect as collection_module
 from dmt.plan.tables import TableSpec
-from tests.partitioner.planted import FlatModel, batch, collection, rand_index
+from tests.partitioner.planted import FlatModel, batch, collection
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -93,11 +93,10 @@ def test_several_collections_are_gathered_in_one_forward(generator):
     found = FeatureAffinity.collect(split, batches)
     assert found.features == tuple(NAMES)
     np.testing.assert_array_equal(found.matrix, FeatureAffinity.collect(whole, batches).matrix)
-    part = FeatureAffinity.collect(split, batches, module_path="sparse_arch.ebc_1")
+    part = FeatureAffinity.collect(split.sparse_arch["ebc_1"], batches)
     assert part.features == ("c", "d")
     # Another matrix size sums in another order.
     np.testing.assert_allclose(part.matrix, found.matrix[2:, 2:], rtol=0, atol=1e-15)
-    assert FeatureAffinity.collect(split, batches, module_path="sparse_arch").features == tuple(NAMES)
 
 
 def test_towers_of_an_embedding_tower_collection(generator):
@@ -109,25 +108,10 @@ def test_towers_of_an_embedding_tower_collection(generator):
         [EmbeddingTower(collection(["d", "b"]), First()), EmbeddingTower(collection(["a", "c"]), First())]
     )
     affinity = FeatureAffinity.collect(
-        towers, [batch(NAMES, 4, generator=generator)], forward=lambda model, one: model(one.sparse_features)
+        towers, [batch(NAMES, 4, generator=generator).sparse_features], ids=lambda ids: ids
     )
     assert affinity.features == ("d", "b", "a", "c")
     np.testing.assert_allclose(np.diag(affinity.matrix), 1, rtol=0, atol=1e-12)
-
-
-def test_planted_groups_are_recovered_from_a_model(generator):
-    # 12 features in 4 groups: the embeddings of a group point near one common direction, whatever the id.
-    names = [f"f{i}" for i in range(12)]
-    model, groups = FlatModel(collection(names, dim=16)), {name: i % 4 for i, name in enumerate(names)}
-    directions, _ = torch.linalg.qr(torch.randn(16, 4, generator=generator))
-    with torch.no_grad():
-        for name in names:
-            weight = model.sparse_arch["ebc_0"].embedding_bags[f"t_{name}"].weight
-            noise = 0.15 * torch.randn(weight.shape, generator=generator)
-            # Some tables point the opposite way: strongly negative relations count as much (absolute value).
-            weight.copy_((-1.0 if int(name[1:]) % 5 == 0 else 1.0) * directions[:, groups[name]] + noise)
-    affinity = FeatureAffinity.collect(model, [batch(names, 64, generator=generator) for _ in range(2)])
-    assert rand_index(TowerPartitioner(num_towers=4).fit(affinity), groups) == 1.0
 
 
 def cka_by_definition(model, batches):
@@ -211,95 +195,39 @@ def ids_of_all(one):
     return JaggedTensor(torch.zeros(size, dtype=torch.long), lengths=torch.ones(size, dtype=torch.long))
 
 
-class Failing(FlatModel):
-    def forward(self, dense_features, sparse_features):
-        super().forward(dense_features, sparse_features)
-        raise RuntimeError("out of memory, say")
-
-
-def test_the_model_is_left_as_it_was(generator):
-    for model in (FlatModel(collection(NAMES)), Failing(collection(NAMES))):
-        model.train()
-        model.sparse_arch.eval()
-        modes = []
-        model.dropout.register_forward_hook(lambda module, args, output, modes=modes: modes.append(module.training))
-        before = [part.training for part in model.modules()]
-        try:
-            FeatureAffinity.collect(model, [batch(NAMES, 2, generator=generator)])
-        except RuntimeError:
-            assert isinstance(model, Failing)
-        assert modes == [False], "run in eval mode"
-        assert [part.training for part in model.modules()] == before
-        hooks = model.sparse_arch["ebc_0"]._forward_hooks
-        assert not hooks, "no hook stays behind"
-
-
-def _set_nan(model):
-    with torch.no_grad():
-        model.sparse_arch["ebc_0"].embedding_bags["t_c"].weight.fill_(float("nan"))
-    return model
-
-
 @pytest.mark.parametrize(
-    ("make", "keywords", "message"),
+    ("make", "batches", "message"),
     [
-        (lambda: nn.Linear(2, 2), {}, "Linear holds no EmbeddingBagCollection"),
+        (lambda: nn.Linear(1, 1), [None], "Linear holds no EmbeddingBagCollection. Give the model that looks up"),
         (
-            lambda: FlatModel(collection(NAMES)),
-            {"module_path": "sparse_arch.ebc_9"},
-            r"Did you mean 'sparse_arch.ebc_0'",
+            lambda: FlatModel(collection(["a"]), collection(["a"])),
+            [["a"]],
+            "feature 'a' is looked up by two collections",
         ),
-        (lambda: FlatModel(collection(NAMES)), {"module_path": "dropout"}, "no EmbeddingBagCollection at module_path="),
-        (lambda: FlatModel(collection(NAMES)), {"forward": lambda model, one: None}, "batch 0 ran no EmbeddingBagColl"),
+        (lambda: FlatModel(collection(["a"])), [], "batches gave no sample"),
+        (lambda: FlatModel(collection(["a", "b"])), [["a", "b"], ["a"]], "batch 1 lacks feature 'b' of .*ebc_0"),
         (
-            lambda: FlatModel(collection(["a", "b"]), collection(["b"])),
-            {},
-            "'b' is looked up by .*ebc_0.* and by .*ebc_1",
-        ),
-        (
-            lambda: FlatModel(collection(["a", "c", "d"]), collection(["b"], dim=16)),
-            {},
-            "tables of different widths need batches of at least 4 samples",
-        ),
-        (lambda: _set_nan(FlatModel(collection(NAMES))), {}, "feature 'c' is not finite in batch 0"),
-        (
-            lambda: FlatModel(collection(NAMES)),
-            {"forward": lambda model, one: [model(one.dense_features, one.sparse_features) for _ in "12"]},
-            "'sparse_arch.ebc_0' ran twice in one forward",
+            lambda: FlatModel(collection(["a"]), collection(["b"], dim=4)),
+            [["a", "b"]],
+            "different widths need batches of 4",
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(generator, make, keywords, message):
+def test_what_cannot_be_measured_is_refused(generator, make, batches, message):
+    made = [names and batch(names, 3, generator=generator) for names in batches]
     with pytest.raises(InputError, match=message):
-        FeatureAffinity.collect(make(), [batch(NAMES, 3, generator=generator)], **keywords)
+        FeatureAffinity.collect(make(), made, ids=lambda one: getattr(one, "sparse_features", torch.zeros(1)))
 
 
-def test_batches_that_are_missing_or_unknown_are_refused(generator):
+def test_the_model_is_left_as_it_was(generator):
     model = FlatModel(collection(NAMES))
-    with pytest.raises(InputError, match="batches gave no sample"):
-        FeatureAffinity.collect(model, [])
-    with pytest.raises(InputError, match=r"a batch is a tuple without dense_features .*forward="):
-        FeatureAffinity.collect(model, [(1, 2)])
-
-
-def test_batches_with_other_features_are_refused(generator):
-    model = FlatModel(collection(["a", "b"]), collection(["c", "d"]))
-    alternate = iter(["ebc_0", "ebc_1"])
-    with pytest.raises(InputError, match=r"feature 'a' is not in every batch \(see batch 1\)"):
-        FeatureAffinity.collect(
-            model,
-            [batch(NAMES, 2, generator=generator) for _ in range(2)],
-            forward=lambda model, one: model.sparse_arch[next(alternate)](one.sparse_features),
-        )
-
-
-def test_a_shared_table_gives_each_feature_its_own_row(generator):
-    ebc = EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(name="t", num_embeddings=20, embedding_dim=8, feature_names=["a", "b"])]
-    )
-    affinity = FeatureAffinity.collect(FlatModel(ebc), [batch(["a", "b"], 64, generator=generator)])
-    assert affinity.features == ("a", "b")
-    assert affinity.matrix[0, 1] < 0.5, "the two features look up unrelated rows"
+    model.train()
+    model.sparse_arch["ebc_0"].eval()
+    modes, before = [m.training for m in model.modules()], {k: v.clone() for k, v in model.state_dict().items()}
+    FeatureAffinity.collect(model, [batch(NAMES, 4, generator=generator)])
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_tables_and_pooling_factors_are_measured(generator):
@@ -318,10 +246,6 @@ def test_tables_and_pooling_factors_are_measured(generator):
     )
     ids = [sum(int(one.sparse_features[name].lengths().sum()) for one in batches) for name in affinity.features]
     assert affinity.pooling_factors == tuple(number / 16 for number in ids)
-    # Features of part of the model have the tables of that part.
-    part = FeatureAffinity.collect(model, batches, module_path="sparse_arch.ebc_1")
-    assert [table.name for table in part.tables] == ["t_d"]
-    assert part.pooling_factors == affinity.pooling_factors[3:]
 
 
 def test_weights_of_ids_do_not_change_pooling_factors(generator):
@@ -343,25 +267,7 @@ def test_a_feature_of_two_tables_is_two_embeddings(generator):
     affinity = FeatureAffinity.collect(FlatModel(EmbeddingBagCollection(tables=tables)), [one])
     assert affinity.features == ("a@t", "b", "a@u")
     assert [table.feature_names for table in affinity.tables] == [("a@t", "b"), ("a@u",)]
-    assert affinity.pooling_factors[0] == affinity.pooling_factors[2]
-
-
-class Doubling(EmbeddingBagCollection):
-    """Takes a list of ids in place of a KeyedJaggedTensor."""
-
-    def forward(self, ids):
-        return super().forward(ids[0])
-
-
-def test_without_a_readable_input_pooling_factors_are_unknown(generator):
-    config = EmbeddingBagConfig(name="t_a", num_embeddings=20, embedding_dim=8, feature_names=["a"])
-    model = FlatModel(Doubling(tables=[config]))
-    one = batch(["a"], 5, generator=generator)
-    affinity = FeatureAffinity.collect(
-        model, [one], forward=lambda model, one: model.sparse_arch["ebc_0"]([one.sparse_features])
-    )
-    assert affinity.pooling_factors is None
-    assert [table.name for table in affinity.tables] == ["t_a"]
+    assert affinity.pooling_factors is None, "the ids of an embedding are those of its feature, of another name"
 
 
 def test_two_tables_of_one_name_are_left_out(generator):
@@ -377,22 +283,6 @@ def _fill(model, name, value):
         model.sparse_arch["ebc_0"].embedding_bags[f"t_{name}"].weight.copy_(value)
 
 
-def test_constant_embeddings_have_affinity_one_everywhere(generator):
-    model = FlatModel(collection(NAMES))
-    for name in NAMES:
-        _fill(model, name, torch.arange(1.0, 9.0))
-    affinity = FeatureAffinity.collect(model, [batch(NAMES, 9, generator=generator)])
-    np.testing.assert_allclose(affinity.matrix, np.ones((4, 4)), rtol=0, atol=1e-15)
-
-
-def test_a_table_of_zeros_has_affinity_zero_with_all(generator):
-    model = FlatModel(collection(NAMES))
-    _fill(model, "b", torch.zeros(20, 8))
-    affinity = FeatureAffinity.collect(model, [batch(NAMES, 9, generator=generator)])
-    assert not affinity.matrix[1].any()
-    assert affinity.matrix[0, 0] == pytest.approx(1, abs=1e-12)
-
-
 def test_a_batch_without_rows_adds_nothing(generator):
     model = FlatModel(collection(NAMES))
     full = batch(NAMES, 4, generator=generator)
@@ -404,19 +294,8 @@ def test_a_batch_without_rows_adds_nothing(generator):
         FeatureAffinity.collect(model, [empty])
 
 
-def test_a_batch_that_lacks_a_feature_names_it(generator):
-    with pytest.raises(InputError, match=r"batch 0 lacks feature 'c' of .*ebc_0' \(2 missing, 2 present\)"):
-        FeatureAffinity.collect(FlatModel(collection(NAMES)), [batch(["a", "b"], 3, generator=generator)])
-
-
 def test_infinity_is_named_by_feature(generator):
     model = FlatModel(collection(NAMES))
     _fill(model, "d", torch.full((20, 8), float("-inf")))
     with pytest.raises(InputError, match="feature 'd' is not finite in batch 1"):
         FeatureAffinity.collect(model, [batch(NAMES, 0, generator=generator), batch(NAMES, 3, generator=generator)])
-    assert not model.sparse_arch["ebc_0"]._forward_pre_hooks
-
-
-def test_what_is_no_process_group_is_refused(generator):
-    with pytest.raises(InputError, match="process_group=-100 is no group of this rank"):
-        FeatureAffinity.collect(FlatModel(collection(NAMES)), [], process_group=-100)

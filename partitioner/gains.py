@@ -1,0 +1,339 @@
+"""Measuring interactions, `FeatureAffinity.collect_interactions`: an additive model, then one step for each cell.
+
+Everything is a sum over rows of g = y - p and h = p (1 - p), for the values of a feature or the cells of several.
+
+Legend: R rows, F features, S splits, V values of a feature, P pairs or triples.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+from dmt.partitioner.affinity import FeatureAffinity, Interaction, check_tables, noise_bound
+from dmt.partitioner.rows import PARTS, WHERE, Column, ReadRows, read_rows
+from dmt.plan.distinct import mix_bits
+
+__all__ = ["AdditiveFit", "fit_additive", "gains_of", "join", "log_losses", "measure_interactions"]
+
+logger = logging.getLogger(__name__)
+
+Floats = NDArray[np.float64]
+
+# Fewer rows hold out too few.
+_LEAST_ROWS = 1000
+# Weights of the additive model are drawn to 0 as if each value had been seen with this much more h, steps of cells too.
+VALUE_PRIOR, CELL_PRIOR = 10.0, 30.0
+# The additive model is done when a sweep lowers the loss of a row by less than this; nats.
+DONE, SETTLED = 1e-5, 1e-3
+MAX_SWEEPS = 60
+MOST_CELLS = 2**22
+# Rows times pairs, and rows times triples, with three splits: about 20 minutes and a minute of one core. Fewer rows are
+# used beyond, and for triples none below the least.
+PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
+# Times that the steps of all pairs are made before triples are measured: what one step leaves of a strong pair would be
+# found in every triple that has it.
+_PAIR_ROUNDS, _TRIPLES_NAMED = 3, 10
+
+
+def measure_interactions(
+    batches: Iterable[Any], *, tables: Sequence[Any], seed: int, num_splits: int, max_rows: int, triples: bool
+) -> FeatureAffinity:
+    """Measures the gains; `FeatureAffinity.collect_interactions` describes the arguments."""
+    for name, value, least, most in (
+        ("seed", seed, 0, 2**32 - 1),
+        ("num_splits", num_splits, 1, PARTS),
+        ("max_rows", max_rows, _LEAST_ROWS, 2**40),
+    ):
+        if not least <= value <= most:
+            raise InputError(f"{WHERE}: {name}={value} must be at least {least} and at most {most}.")
+    rows = read_rows(batches, max_rows=max_rows, seed=seed)
+    _check_rows(rows)
+    features, columns, notes = rows.features, rows.columns[: len(rows.features)], _constant_notes(rows)
+    fit = _fit(rows, num_splits)
+    pairs = np.stack(np.triu_indices(len(features), k=1), axis=1)
+    num_rows = int(min(len(rows.labels), max(_LEAST_ROWS, 3 * PAIR_WORK / num_splits / max(len(pairs), 1))))
+    if num_rows < len(rows.labels):
+        notes.append(f"The {len(pairs):,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
+        fit, columns = fit.first(num_rows), [column.first(num_rows) for column in columns]
+    found, error = gains_of(columns, pairs, fit, title="Measuring pairs")
+    # What the additive model, drawn to 0, leaves over of single features is no interaction.
+    alone = np.maximum(gains_of(columns, np.arange(len(features))[:, None], fit)[0], 0.0)
+    gains, errors = np.zeros((2, len(features), len(features)))
+    for matrix, values in ((gains, found - alone[pairs].sum(axis=1)), (errors, error)):
+        matrix[pairs[:, 0], pairs[:, 1]] = matrix[pairs[:, 1], pairs[:, 0]] = values
+    measured = FeatureAffinity(
+        matrix=np.maximum(gains, 0.0),
+        features=features,
+        measure="interactions",
+        errors=errors,
+        num_samples=len(rows.labels),
+        loss=fit.loss,
+        tables=check_tables(tables, features, where=WHERE),
+        pooling_factors=rows.pooling_factors,
+    )
+    interacting, more = _measure_triples(measured, columns, fit) if triples else ((), [])
+    return replace(measured, triples=interacting, notes=(*notes, *more))
+
+
+def _check_rows(rows: ReadRows) -> None:
+    num_rows, clicks = len(rows.labels), float(rows.labels.sum())
+    if num_rows < _LEAST_ROWS:
+        raise InputError(
+            f"{WHERE}: batches gave {num_rows:,} rows with a weight; at least {_LEAST_ROWS:,} are needed, and tens of "
+            "thousands to tell weak interactions from noise."
+        )
+    if min(clicks, num_rows - clicks) < _LEAST_ROWS // 50:
+        raise InputError(
+            f"{WHERE}: {clicks:,.0f} of {num_rows:,} rows have the label 1; at least {_LEAST_ROWS // 50} of either "
+            "label are needed. Give more rows, or check the label's column."
+        )
+
+
+def _constant_notes(rows: ReadRows) -> list[str]:
+    pairs = zip(rows.features, rows.columns, strict=False)
+    silent = [name for name, column in pairs if column.values.min() == column.values.max()]
+    if not silent:
+        return []
+    shown = ", ".join(map(repr, silent[:5])) + (" ..." if len(silent) > 5 else "")
+    return [
+        f"{len(silent)} of {len(rows.features)} features are constant, or have values each seen once ({shown}): "
+        "they interact with none and are placed where there is room."
+    ]
+
+
+def _fit(rows: ReadRows, num_splits: int) -> AdditiveFit:
+    """Fits the additive model without each of the held-out parts."""
+    weights, odds, held, losses = None, [], [], []
+    for split in range(num_splits):
+        held.append(rows.parts == split)
+        # Each fit runs until it converges, so where it begins only saves time.
+        found, weights = fit_additive(rows.columns, rows.labels, ~held[-1], start=weights)
+        odds.append(found)
+        losses.append(log_losses(found[held[-1]], rows.labels[held[-1]]))
+    return AdditiveFit(labels=rows.labels, odds=odds, held=held, loss=float(np.concatenate(losses).mean()))
+
+
+def _measure_triples(
+    measured: FeatureAffinity, columns: Sequence[Column], fit: AdditiveFit
+) -> tuple[tuple[Interaction, ...], list[str]]:
+    """Measures what triples tell beyond all pairs; returns those beyond the error of measuring, and notes."""
+    features, count = measured.features, math.comb(len(columns), 3)
+    # A row with three bags has the product of their lengths in cells.
+    per_row = max((len(column.values) / len(fit.labels) for column in columns), default=1.0) ** 3
+    num_rows = min(len(fit.labels), int(3 * TRIPLE_WORK / len(fit.odds) / max(count, 1) / per_row))
+    if not count or num_rows < min(LEAST_TRIPLE_ROWS, len(fit.labels)):
+        note = f"The {count:,} triples of features were not measured, which would take more than a minute."
+        return (), [note] if count else []
+    columns, fit = [column.first(num_rows) for column in columns], fit.first(num_rows)
+    gains = measured.significant()
+    pairs = np.argwhere(np.triu(gains, k=1) > 0)
+    for _ in range(_PAIR_ROUNDS):
+        for pair in pairs:
+            fit = fit.stepped(join([columns[i] for i in pair], fit.most_cells))
+    triples = np.array(list(combinations(range(len(columns)), 3)), dtype=np.int64)
+    found, error = gains_of(columns, triples, fit, title="Measuring triples")
+    kept = [k for k in np.argsort(-found) if found[k] > noise_bound(count) * error[k]]
+    interacting = tuple(
+        Interaction(features=tuple(features[i] for i in triples[k]), gain=float(found[k]), error=float(error[k]))
+        for k in kept
+    )
+    named = [f"{', '.join(triple.features)} ({triple.gain:.5f} nats a row)" for triple in interacting[:_TRIPLES_NAMED]]
+    notes = [f"{len(kept)} triples of features interact beyond their pairs: {'; '.join(named)}."] if named else []
+    if num_rows < (measured.num_samples or 0):
+        notes.append(f"The {count:,} triples were measured on {num_rows:,} rows, so that they take about a minute.")
+    return interacting, notes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdditiveFit:
+    """The additive model's answers, from which steps of cells are made, for each of S splits."""
+
+    labels: Floats
+    """[R]"""
+    odds: list[Floats]
+    """S times [R] log odds."""
+    held: list[NDArray[np.bool_]]
+    """S times [R] rows that are held out."""
+    loss: float
+    """Mean log loss of a held-out row, in nats."""
+
+    @property
+    def most_cells(self) -> int:
+        """Cells beyond which they are hashed: four for each row, and `MOST_CELLS`."""
+        return min(MOST_CELLS, 2 ** int(np.ceil(np.log2(max(4 * len(self.labels), 2**10)))))
+
+    def first(self, num_rows: int) -> AdditiveFit:
+        """The first rows alone."""
+        odds, held = [split[:num_rows] for split in self.odds], [split[:num_rows] for split in self.held]
+        return replace(self, labels=self.labels[:num_rows], odds=odds, held=held)
+
+    def steps(self, cells: Column, *, split: int) -> Floats:
+        """[V] one step for each cell, made on the rows that are not held out: sum of g over sum of h + 30."""
+        p = _probability(self.odds[split])
+        g, h = (np.where(self.held[split], 0.0, sums) for sums in (self.labels - p, p * (1.0 - p)))
+        return cells.sums(g) / (cells.sums(h) + CELL_PRIOR)
+
+    def stepped(self, cells: Column) -> AdditiveFit:
+        """The log odds after one step for each cell."""
+        odds = [now + cells.means(self.steps(cells, split=split)) for split, now in enumerate(self.odds)]
+        return replace(self, odds=odds)
+
+
+def gains_of(
+    columns: Sequence[Column], groups: NDArray[np.int64], fit: AdditiveFit, *, title: str = ""
+) -> tuple[Floats, Floats]:
+    """Gains of groups of features: by how much one step for each cell of their values lowers the held-out log loss.
+
+    ``groups`` are [P, 1 to 3] columns. A row with bags has all combinations of their values, in equal shares. With a
+    ``title``, a terminal shows a bar.
+
+    Returns:
+        [P] mean gains of a held-out row in nats, and their standard errors. Not clipped: below 0 where steps are noise.
+    """
+    tested = [(np.flatnonzero(held), odds[held]) for odds, held in zip(fit.odds, fit.held, strict=True)]
+    before = [log_losses(odds, fit.labels[rows]) for rows, odds in tested]
+    gradients = []
+    for odds, held in zip(fit.odds, fit.held, strict=True):
+        p = _probability(odds)
+        gradients.append([np.where(held, 0.0, sums) for sums in (fit.labels - p, p * (1.0 - p))])
+    found = np.zeros((len(groups), 3))
+    for number, group in enumerate(_with_bar(groups.tolist(), title)):
+        cells = join([columns[i] for i in group], fit.most_cells)
+        for (g, h), (rows, odds), losses in zip(gradients, tested, before, strict=True):
+            steps = cells.sums(g) / (cells.sums(h) + CELL_PRIOR)
+            # Without bags, only the rows that are held out are looked at.
+            change = steps[cells.values[rows]] if cells.rows is None else cells.means(steps)[rows]
+            gain = losses - log_losses(odds + change, fit.labels[rows])
+            found[number] += len(gain), gain.sum(), np.square(gain).sum()
+    num, gains, squares = found.T
+    mean = gains / np.maximum(num, 1.0)
+    return mean, np.sqrt(np.maximum(squares / np.maximum(num, 1.0) - mean**2, 0.0) / np.maximum(num, 1.0))
+
+
+def _with_bar(items: list[list[int]], title: str) -> Iterable[list[int]]:
+    if not title or not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, title, console=Console(stderr=True), transient=True)
+
+
+def join(columns: Sequence[Column], most: int) -> Column:
+    """The cells of some features as the values of one: in a row with bags, each combination of their values.
+
+    ``most``, a power of two, is the number of cells beyond which they are hashed.
+
+    Example:
+        >>> one = Column(values=np.array([1, 0]), lengths=None, size=2)
+        >>> bag = Column(values=np.array([1, 2, 3]), lengths=np.array([2, 1]), size=4)
+        >>> cells = join([one, bag], most=2**10)
+        >>> cells.values.tolist(), cells.lengths.tolist(), cells.size
+        ([5, 6, 3], [2, 1], 8)
+    """
+    joined = columns[0]
+    for other in columns[1:]:
+        joined = _join_two(joined, other, most)
+    return joined
+
+
+def _join_two(first: Column, second: Column, most: int) -> Column:
+    a, b, lengths = first.values.astype(np.int64), second.values.astype(np.int64), None
+    if first.lengths is not None or second.lengths is not None:
+        of_a, of_b = (
+            np.ones(len(values), dtype=np.int64) if column.lengths is None else column.lengths.astype(np.int64)
+            for column, values in ((first, a), (second, b))
+        )
+        lengths = of_a * of_b
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        start_a, start_b = (np.cumsum(counts) - counts for counts in (of_a, of_b))
+        a, b = a[start_a[rows] + place // of_b[rows]], b[start_b[rows] + place % of_b[rows]]
+    # The wrap-around of a product that is too large does no harm: it is hashed.
+    cells, size = a * np.int64(second.size) + b, first.size * second.size
+    if size > most:
+        cells, size = (mix_bits(cells.view(np.uint64)) & np.uint64(most - 1)).view(np.int64), most
+    return Column(values=cells, lengths=lengths, size=size)
+
+
+def fit_additive(
+    columns: Sequence[Column], labels: Floats, counts: NDArray[np.bool_], *, start: Sequence[Floats] | None = None
+) -> tuple[Floats, list[Floats]]:
+    """Fits log odds that are a sum of one weight per value, by Newton steps of one feature after another.
+
+    A sweep goes through all features, on g as it changes and h as it was; it is taken back by halves while it raises
+    the loss. It ends when a sweep gains next to nothing: what single features leave over would be found in pairs.
+
+    ``columns`` are those of all features, dense ones in bins; ``labels`` [R] are 0 or 1, ``counts`` [R] the rows to
+    fit, ``start`` the weights of an earlier fit on other rows, to begin with.
+
+    Returns:
+        [R] log odds, and the weights: [V] of each feature, then the constant.
+    """
+    num_rows, fitted = float(counts.sum()), float(labels[counts].sum())
+    # Converted once, not in every sweep.
+    columns = [replace(column, values=column.values.astype(np.int64)) for column in columns]
+    if start is None:
+        weights = [np.zeros(column.size) for column in columns]
+        weights.append(np.array([np.log(fitted / (num_rows - fitted))]))
+    else:
+        weights = [values.copy() for values in start]
+    odds = np.full(len(labels), weights[-1][0])
+    for column, values in zip(columns, weights, strict=False):
+        odds += column.means(values)
+    loss = _loss(odds, labels, counts, weights)
+    settled, sums_h = False, [values[:0] for values in weights]
+    for _ in range(MAX_SWEEPS):
+        p = _probability(odds)
+        g, h = np.where(counts, labels - p, 0.0), np.where(counts, p * (1.0 - p), 0.0)
+        steps, moved = [], np.zeros(len(labels))
+        for i, (column, values) in enumerate(zip(columns, weights, strict=False)):
+            if not settled:
+                sums_h[i] = column.sums(h)
+            steps.append((column.sums(g) - VALUE_PRIOR * values) / (sums_h[i] + VALUE_PRIOR))
+            change = column.means(steps[-1])
+            moved += change
+            g -= h * change
+        steps.append(np.array([g.sum() / max(h.sum(), 1e-12)]))
+        moved += steps[-1][0]
+        scale, before = 1.0, loss
+        for _ in range(10):
+            tried = [values + scale * step for values, step in zip(weights, steps, strict=True)]
+            loss = _loss(odds + scale * moved, labels, counts, tried)
+            if loss <= before:
+                weights, odds = tried, odds + scale * moved
+                break
+            scale /= 2
+        # Sums of h hardly change any more then; g stays exact.
+        settled = before - loss < SETTLED
+        if before - loss < DONE:
+            return odds, weights
+    logger.warning("The additive model was not done after %d sweeps; single effects may show in pairs.", MAX_SWEEPS)
+    return odds, weights
+
+
+def _loss(odds: Floats, labels: Floats, counts: NDArray[np.bool_], weights: Sequence[Floats]) -> float:
+    """Mean log loss of the rows that count, with the penalty on the weights."""
+    penalty = VALUE_PRIOR / 2 * sum(float(values @ values) for values in weights[:-1])
+    return float(np.where(counts, log_losses(odds, labels), 0.0).sum() + penalty) / float(counts.sum())
+
+
+def _probability(odds: Floats) -> Floats:
+    return 1.0 / (1.0 + np.exp(-np.clip(odds, -700.0, 700.0)))
+
+
+def log_losses(odds: Floats, labels: Floats) -> Floats:
+    """Log losses of rows in nats, [R]."""
+    signed = np.where(labels > 0, -odds, odds)
+    # log(1 + e^x) without overflow, several times faster than logaddexp.
+    return np.maximum(signed, 0.0) + np.log1p(np.exp(-np.abs(signed)))

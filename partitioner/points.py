@@ -1,0 +1,101 @@
+"""Features as points in a plane whose distances follow their affinities, and the groups of points (DMT, section 3.3).
+
+Legend: F points, n dims (the paper's n, well below the embedding dim), T groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dmt.partitioner.search import Floats, Labels
+
+__all__ = ["Coordinates", "distances", "embed_distances", "group_points"]
+
+# SMACOF iterations. More lower the stress by well under 1 %, and the search on the distances corrects the points.
+MAX_ITERATIONS = 50
+# k-means-constrained rounds distances to 1/1000 before it solves the assignment: points are scaled to this extent.
+EXTENT = 1000.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Coordinates:
+    """Points found by `embed_distances`."""
+
+    points: Floats
+    """[F, n] coordinates, with their mean at the origin."""
+    stress: float
+    """Sum over pairs of (distance of the points - wanted distance)^2."""
+    wanted: float
+    """Sum over pairs of the squared wanted distances."""
+
+
+def distances(matrix: Floats, strategy: str) -> Floats:
+    """D = f(I) of the DMT paper (section 3.3): 1 - I for ``"coherent"``, I for ``"diverse"``; the diagonal is zero."""
+    assert strategy in ("coherent", "diverse"), f"TowerPartitioner checks the strategy, got {strategy!r}"
+    distance = 1.0 - matrix if strategy == "coherent" else matrix.copy()
+    np.fill_diagonal(distance, 0.0)
+    return distance
+
+
+def embed_distances(distance: Floats, *, dims: int, seed: int) -> Coordinates:
+    """Finds points whose pairwise Euclidean distances come as close as they can to given ones.
+
+    Minimises ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the unnumbered objective of the DMT paper's section 3.3, with
+    scikit-learn's SMACOF from the classical scaling. ``distance`` is [F, F], symmetric with a zero diagonal.
+
+    Example:
+        >>> found = embed_distances(np.array([[0.0, 3.0, 5.0], [3.0, 0.0, 4.0], [5.0, 4.0, 0.0]]), dims=2, seed=0)
+        >>> found.points.shape, found.stress < 1e-4
+        ((3, 2), True)
+    """
+    from scipy.spatial.distance import pdist, squareform
+
+    wanted = squareform(distance, checks=False)
+    if not wanted.any():  # one point, or all in one place
+        return Coordinates(points=np.zeros((len(distance), dims)), stress=0.0, wanted=0.0)
+    # Imported here, as scikit-learn takes half a second to load.
+    from sklearn.manifold import MDS
+
+    scale = float(wanted.max())
+    solver = MDS(dims, metric="precomputed", n_init=1, max_iter=MAX_ITERATIONS, init="random", normalized_stress=False)
+    points = solver.fit_transform(distance / scale, init=_classical_scaling(distance / scale, dims, seed)) * scale
+    points -= points.mean(axis=0)
+    stress = float(np.square(pdist(points) - wanted).sum())
+    return Coordinates(points=points, stress=stress, wanted=float(np.square(wanted).sum()))
+
+
+def _classical_scaling(distance: Floats, dims: int, seed: int) -> Floats:
+    """Torgerson's scaling, [F, n]: exact if D is Euclidean; axes that are not real are 0.
+
+    A little noise is added: points that coincide, or an axis of zeros, could never part.
+    """
+    from scipy.linalg import eigh
+
+    size = len(distance)
+    centred = np.square(distance) * -0.5
+    centred -= centred.mean(axis=0)
+    centred -= centred.mean(axis=1, keepdims=True)
+    points = 0.01 * np.random.default_rng(seed).standard_normal((size, dims))
+    count = min(dims, size)
+    values, vectors = eigh(centred, subset_by_index=[size - count, size - 1])
+    points[:, :count] += (vectors * np.sqrt(np.maximum(values, 0.0)))[:, ::-1]
+    return points
+
+
+def group_points(points: Floats, num_groups: int, *, sizes: tuple[int, int], seed: int) -> Labels:
+    """Groups points by constrained K-means (Bradley, Bennett and Demiriz, 2000): the paper's method.
+
+    ``points`` are [F, n], ``sizes`` the least and the most points of a group. Returns the [F] groups.
+    """
+    if num_groups in (1, len(points)):
+        return np.arange(len(points), dtype=np.int64) % num_groups
+    # Imported here: OR-tools, which solves the flow, takes longer to load than all the rest of this package.
+    from k_means_constrained import KMeansConstrained
+
+    extent = float(np.ptp(points, axis=0).max())
+    scaled = points * (EXTENT / extent) if extent > 0 else points
+    least, most = max(sizes[0], 0), min(sizes[1], len(points))
+    solver = KMeansConstrained(num_groups, size_min=least, size_max=most, n_init=1, random_state=seed)
+    return solver.fit(scaled).labels_.astype(np.int64)

@@ -1,0 +1,270 @@
+"""The partition report: two pictures of a `Partition` and one HTML page that says what they show."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from itertools import accumulate, pairwise
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import numpy as np
+
+from dmt import __version__
+from dmt.formatting import counted, human_bytes
+from dmt.partitioner.affinity import FeatureAffinity
+from dmt.partitioner.partition import Partition, share_within, tower_affinity
+from dmt.partitioner.verdict import Verdict, judge_balance, judge_meaning, judge_stress, quantities
+from dmt.plan.towers import TowerPlan
+from dmt.report import data_uri, render_page
+from dmt.report.style import INK, add_title, dress_axes, new_figure, save_figure, tower_badges
+
+__all__ = ["plot_affinity", "plot_coordinates", "strongest_rows", "write_partition_report"]
+
+# One hue that none of the tower colours has, light to dark, so that it survives a grey printer.
+_HEAT_COLORS = ("#FFFFFF", "#E6E8EE", "#B9BFCE", "#848DA6", "#4F5A78", "#1E2746")
+_DIAGONAL_COLOR = "#F1EFE8"
+# Above this number of features, pictures do not name them and the page's lists start closed.
+MOST_NAMED = 64
+_SHOWN_INTERACTIONS = 5
+_MEASURES = {
+    "cosine": "affinity  |mean cosine|",
+    "cka": "affinity  linear CKA",
+    "interactions": "interaction, nats per row",
+}
+_PACKAGES = ("numpy", "scikit-learn", "k-means-constrained", "matplotlib")
+
+
+def plot_affinity(
+    affinity: FeatureAffinity, plan: TowerPlan, path: str | os.PathLike[str], *, title: str | None = None
+) -> Path:
+    """Draws the matrix in the order of the plan, with the towers boxed and colour-coded (paper's Figure 9).
+
+    Up to 64 features are named on the axes. The colour scale ends at the largest value of two different features; the
+    diagonal is left blank, as it would outshine everything else. Returns the path written.
+
+    Args:
+        affinity: of the plan's features, in any order.
+        plan: the towers.
+        path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
+        title: heading; by default the strategy, the counts, and the mean affinity within and between towers.
+
+    Raises:
+        InputError: plan and affinity are not about the same features, the suffix is not a picture format, or the file
+            cannot be written.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Rectangle
+
+    matrix = affinity.permuted(plan.features).matrix.copy()
+    size = len(matrix)
+    np.fill_diagonal(matrix, np.nan)
+    top = float(np.nanmax(matrix)) if size > 1 else 0.0
+    # Rows need their height only where they are named.
+    side = min(14.0, max(6.0, 2.6 + 0.21 * size)) if size <= MOST_NAMED else 9.0
+    figure = new_figure(path, size=(side + 1.0, side), caller="plot_affinity")
+    axes = figure.add_subplot()
+    heat = LinearSegmentedColormap.from_list("affinity", _HEAT_COLORS).with_extremes(bad=_DIAGONAL_COLOR)
+    # Where there are more cells than pixels, a pixel is a mean of cells, not one picked from them.
+    image = axes.imshow(matrix, cmap=heat, vmin=0.0, vmax=top or 1.0, interpolation="antialiased")
+    bar = figure.colorbar(image, ax=axes, fraction=0.035, pad=0.02, aspect=32)
+    bar.set_label(_MEASURES[affinity.measure], fontsize=9)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=min(9.0, max(4.5, 37.0 * side / size)))
+    names = [_shown(name) for name in plan.features] if size <= MOST_NAMED else []
+    axes.set_xticks(range(len(names)), names, rotation=90)
+    axes.set_yticks(range(len(names)), names)
+    start = 0
+    for tower in tower_badges(plan):
+        extent = len(tower["features"])
+        box = Rectangle((start - 0.5, start - 0.5), extent, extent, fill=False, ec=tower["color"], lw=2.0, zorder=3)
+        axes.add_patch(box).set_clip_on(False)
+        _write_badge(axes, tower, (start + extent / 2 - 0.5, -0.5), offset=9.0)
+        start += extent
+    figure.suptitle(title or _default_title(affinity, plan), fontsize=11, x=0.02, ha="left", parse_math=False)
+    return save_figure(figure, path, caller="plot_affinity")
+
+
+def _default_title(affinity: FeatureAffinity, plan: TowerPlan) -> str:
+    counts = f"{counted(affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
+    if affinity.is_interactions:
+        share = share_within(affinity, plan)
+        return counts if share is None else f"{counts}\n{share:.0%} of the interaction within towers"
+    means = zip(("within", "between"), tower_affinity(affinity, plan), strict=True)
+    said = ", ".join(f"{word} towers {mean:.3f}" for word, mean in means if mean is not None)
+    return f"{counts}\nmean affinity {said}" if said else counts
+
+
+def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path:
+    """Draws the features where the embedding of their distances put them (DMT paper, section 3.3), tower by tower.
+
+    A line ties every point to the centre of its tower, so that membership does not depend on colours alone; up to 64
+    towers differ in colour or marker. Up to 64 features are named. Both axes have one scale, as only distances mean
+    something. Points in more than two dimensions are shown along the two principal axes. Returns the path written; its
+    suffix chooses the format.
+
+    Raises:
+        InputError: the suffix is not a picture format, or the file cannot be written.
+    """
+    from matplotlib.collections import LineCollection
+
+    figure = new_figure(path, size=(9.0, 9.0), caller="plot_coordinates")
+    axes: Any = figure.add_subplot()
+    centred = partition.points - partition.points.mean(axis=0)
+    dims = centred.shape[1]
+    if dims > 2:
+        centred = centred @ np.linalg.eigh(centred.T @ centred)[1][:, :-3:-1]
+    points = np.pad(centred, ((0, 0), (0, 2 - centred.shape[1])))
+    row = {name: i for i, name in enumerate(partition.affinity.features)}
+    for tower in tower_badges(partition.plan):
+        inside = points[[row[name] for name in tower["features"]]]
+        spokes = np.stack([inside, np.broadcast_to(inside.mean(axis=0), inside.shape)], axis=1)
+        axes.add_collection(LineCollection(list(spokes), colors=tower["color"], linewidths=0.8, alpha=0.5, zorder=1))
+        diameter = float(np.clip(60.0 / np.sqrt(len(points)), 2.6, 8.0))
+        style = {"color": tower["color"], "marker": tower["marker"], "edgecolors": "white", "linewidths": 0.3}
+        axes.scatter(inside[:, 0], inside[:, 1], s=diameter**2, zorder=2, **style)
+        _write_badge(axes, tower, tuple(inside.mean(axis=0)), offset=0.0)
+    for name, place in zip(row if len(points) <= MOST_NAMED else (), points, strict=False):
+        axes.annotate(_shown(name), place, xytext=(5, 3), textcoords="offset points", fontsize=7.5, color=INK)
+    dress_axes(axes, grid="both")
+    axes.set_aspect("equal", adjustable="datalim")
+    plan, meaning = partition.plan, "alike" if partition.plan.strategy == "coherent" else "unlike"
+    heading = f"{counted(len(plan.features), 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
+    axis = f"; first two of {dims} principal axes" if dims > 2 else ""
+    stress = f"normalized stress {partition.normalized_stress:.3f} (0 is perfect, above 0.2 is poor)"
+    add_title(axes, [heading, f"near = {meaning}; {stress}{axis}"])
+    return save_figure(figure, path, caller="plot_coordinates")
+
+
+def _write_badge(axes: Any, badge: dict[str, Any], place: tuple[float, float], *, offset: float) -> None:
+    """Writes the name of a tower (of one such as ``tower_12`` the number), so many points above a place."""
+    box = {"boxstyle": "round,pad=0.25", "facecolor": badge["color"], "edgecolor": "white", "linewidth": 0.6}
+    style = {"color": badge["ink"], "fontsize": 8, "fontweight": "bold", "ha": "center", "va": "center", "bbox": box}
+    text = _shown(badge["name"].removeprefix("tower_"))
+    where = {"xytext": (0.0, offset), "textcoords": "offset points", "annotation_clip": False, "zorder": 5}
+    axes.annotate(text, place, **where, **style)
+
+
+def _shown(name: str, most: int = 28) -> str:
+    """A name as it is drawn, in one line; of long names the middle is left out, as names tend to differ at the ends.
+
+    Example:
+        >>> _shown("user_id", 11), _shown("user_history_of_clicks", 11)
+        ('user_id', 'user...icks')
+    """
+    line, tail = "".join(letter if letter.isprintable() else " " for letter in name), (most - 3) // 2
+    return line if len(line) <= most else f"{line[: most - 3 - tail]}...{line[-tail:]}"
+
+
+def write_partition_report(
+    partition: Partition, folder: str | os.PathLike[str], *, links: Sequence[tuple[str, str]] = ()
+) -> Path:
+    """Writes ``report.html`` and its pictures into a folder, made if missing; returns the path of the page.
+
+    The page holds its pictures and loads nothing, so it can be sent on alone. Beside it lie ``affinity.png`` and, where
+    there are points, ``coordinates.png``. Files of the same names are replaced. ``links`` are addresses, relative to
+    the folder, and texts of other pages.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    target, plan, affinity = Path(folder), partition.plan, partition.affinity
+    measured = counted(affinity.num_samples or 0, "row" if affinity.is_interactions else "sample")
+    verdicts = [judge_meaning(partition), *([] if affinity.is_interactions else [judge_stress(partition)])]
+    columns, cells, below = _tower_table(partition)
+    pictures = [plot_affinity(affinity, plan, target / "affinity.png")]
+    if not affinity.is_interactions:
+        pictures.append(plot_coordinates(partition, target / "coordinates.png"))
+    towers = [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)]
+    counts = f"{counted(affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}"
+    context = {
+        "heading": f"{counts}, {plan.strategy}",
+        "measured": measured if affinity.num_samples else "",
+        "interactions": affinity.is_interactions,
+        "measure": affinity.measure,
+        "strategy": plan.strategy,
+        "links": list(links),
+        "notes": list(partition.notes),
+        "meaning": verdicts[0].sentence,
+        "cards": [_card(verdict) for verdict in (*verdicts, judge_balance(partition))],
+        "comparison": _comparison_cells(partition),
+        "strongest": strongest_rows(partition, _SHOWN_INTERACTIONS),
+        "columns": columns,
+        "towers": towers,
+        "below": below,
+        "few_features": affinity.num_features <= MOST_NAMED,
+        "column_shards": bool(plan.column_splits),
+        "pictures": [data_uri(picture) for picture in pictures],
+        "made": _made(partition),
+    }
+    return render_page(Path(__file__).with_name("report.html"), target / "report.html", context)
+
+
+def _card(verdict: Verdict) -> dict[str, str]:
+    return {"big": verdict.big, "what": verdict.what, "small": verdict.sentence}
+
+
+def _comparison_cells(partition: Partition) -> list[str]:
+    comparison = partition.comparison
+    digits = ".1%" if partition.affinity.is_interactions else ".4f"
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:{digits}}"
+
+    random = shown(comparison.within_random)
+    spread = "" if comparison.std_random is None else f" \u00b1 {shown(comparison.std_random)}"
+    return [shown(comparison.within), shown(comparison.between), shown(comparison.within_strided), random + spread]
+
+
+def strongest_rows(partition: Partition, count: int) -> list[tuple[str, str, str, str]]:
+    """For each of the strongest interactions its features, gain with error, share of the loss, and where they are."""
+    loss = partition.affinity.loss
+    tower_of = {name: tower.name for tower in partition.plan.towers for name in tower.features}
+    rows = []
+    for found in partition.affinity.strongest(count) if partition.affinity.is_interactions else []:
+        towers = {tower_of[name] for name in found.features}
+        place = towers.pop() if len(towers) == 1 else "in different towers"
+        gain = f"{found.gain:.5f} \u00b1 {found.error:.5f}"
+        rows.append((", ".join(found.features), gain, f"{found.gain / loss:.1%}" if loss else "-", place))
+    return rows
+
+
+def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]], dict[str, list[str]]]:
+    """Headings; the cells of each tower after its name; and those of the rows below all towers, by their name."""
+    known = quantities(partition)
+    columns = [[_amount(quantity.name, value) for value in quantity.values] for quantity in known]
+    ordered = partition.affinity.permuted(partition.plan.features).significant()
+    stops = accumulate((load.num_features for load in partition.loads), initial=0)
+    means = []
+    for start, stop in pairwise(stops):
+        block, pairs = ordered[start:stop, start:stop], (stop - start) * (stop - start - 1)
+        means.append(f"{float(block.sum() - np.trace(block)) / pairs:.4g}" if pairs else "-")
+    below = {
+        "mean": [_amount(quantity.name, sum(quantity.values) / len(quantity.values)) for quantity in known],
+        "largest / mean": ["-" if q.imbalance is None else f"{q.imbalance:.2f}" for q in known],
+    }
+    if any(quantity.limit is not None for quantity in known):
+        below["limit"] = ["-" if q.limit is None else _amount(q.name, q.limit) for q in known]
+    inside = "mean interaction within" if partition.affinity.is_interactions else "affinity within"
+    headings = ["tower", *(quantity.name for quantity in known), inside]
+    return headings, list(map(list, zip(*columns, means, strict=True))), below
+
+
+def _amount(quantity: str, value: float) -> str:
+    return human_bytes(value) if quantity == "bytes" else f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
+
+
+def _made(partition: Partition) -> list[tuple[str, str]]:
+    plan, affinity = partition.plan, partition.affinity
+    versions = [f"Python {python_version()}", f"dmt {__version__}", *(f"{name} {version(name)}" for name in _PACKAGES)]
+    kind, samples = ("Interactions", "Rows") if affinity.is_interactions else ("Affinity", "Samples")
+    return [
+        ("Command", plan.command or "not recorded"),
+        ("Seed", "none" if plan.seed is None else str(plan.seed)),
+        (kind, f"digest {plan.affinity.get('digest') or affinity.to_summary()['digest']}"),
+        (samples, "not recorded" if affinity.num_samples is None else f"{affinity.num_samples:,}"),
+        ("Versions", ", ".join(versions)),
+        ("Method", "gains on held-out rows" if affinity.is_interactions else "arXiv 2403.00877, section 3.3"),
+    ]

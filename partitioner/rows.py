@@ -1,0 +1,237 @@
+"""Rows for measuring interactions: batches read once and kept as columns of small numbers.
+
+Legend: R rows, F features, D dense columns, B rows of a batch, V values of a feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dmt.errors import InputError
+from dmt.plan.distinct import mix_bits
+
+__all__ = ["PARTS", "WHERE", "Column", "ReadRows", "read_rows"]
+
+# Ids of a bag that count, in its order; values that all rows together may have, 4 bytes each; raw values of all
+# features together.
+MOST_PER_BAG, MOST_KEPT, MOST_RAW = 5, 2**29, 2**27
+PARTS = 10
+"""A row is held out of split s where its hash is s modulo this."""
+_DENSE_BINS = 32
+WHERE = "FeatureAffinity.collect_interactions"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Column:
+    """The values of one feature, or the cells of several, in R rows, numbered from 0."""
+
+    values: NDArray[np.integer]
+    """[R], or of all bags one after the other."""
+    lengths: NDArray[np.integer] | None
+    """[R] values of each bag, at least one; None where every row has one."""
+    size: int
+    """V."""
+
+    @cached_property
+    def rows(self) -> NDArray[np.int64] | None:
+        """The row of each value of bags."""
+        return None if self.lengths is None else np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    @cached_property
+    def shares(self) -> NDArray[np.float64] | float:
+        """The share of each value in its row: 1 / length."""
+        return 1.0 if self.lengths is None else (1.0 / self.lengths)[self.rows]
+
+    def sums(self, of_rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[V] sums of a number of each row, [R], in the shares in which the row has the values."""
+        weights = of_rows if self.rows is None else of_rows[self.rows] * self.shares
+        return np.bincount(self.values, weights=weights, minlength=self.size).astype(np.float64, copy=False)
+
+    def means(self, of_values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[R] means of a number of each value, [V], over the values of each row."""
+        if self.lengths is None or self.rows is None:
+            return of_values[self.values]
+        found = np.bincount(self.rows, weights=of_values[self.values] * self.shares, minlength=len(self.lengths))
+        return found.astype(np.float64, copy=False)
+
+    def first(self, num_rows: int) -> Column:
+        """The first rows alone."""
+        if self.lengths is None:
+            return Column(values=self.values[:num_rows], lengths=None, size=self.size)
+        lengths = self.lengths[:num_rows]
+        return Column(values=self.values[: int(lengths.sum())], lengths=lengths, size=self.size)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReadRows:
+    """The rows as columns."""
+
+    features: tuple[str, ...]
+    columns: list[Column]
+    """Of the F features, then of the D dense columns in bins."""
+    labels: NDArray[np.float64]
+    """[R] 0 or 1."""
+    parts: NDArray[np.int64]
+    """[R] the part of each row, 0 to `PARTS` - 1: a hash of the seed, the number of its batch and its place there."""
+    pooling_factors: tuple[float, ...]
+    """Mean ids of each feature, all of every bag."""
+
+
+@dataclass(kw_only=True)
+class _Reader:
+    """One list entry for each batch."""
+
+    max_rows: int
+    num_rows: int = 0
+    num_dense: int = -1
+    """D; -1 before the first batch."""
+    labels: list[NDArray[np.float64]] = field(default_factory=list)
+    numbers: list[NDArray[np.uint64]] = field(default_factory=list)
+    dense: list[NDArray[np.float32]] = field(default_factory=list)
+    """[B, D]"""
+    values: dict[str, list[NDArray[np.int32]]] = field(default_factory=dict)
+    """Raw values, 0 for an empty bag."""
+    lengths: dict[str, list[NDArray[np.int32]]] = field(default_factory=dict)
+    """[B], at least 1."""
+    num_ids: dict[str, int] = field(default_factory=dict)
+
+    def add(self, index: int, batch: Any) -> None:
+        absent = [name for name in ("sparse_features", "labels") if not hasattr(batch, name)]
+        if absent:
+            raise InputError(
+                f"{WHERE}: batch {index} is a {type(batch).__name__} without {absent[0]}; it needs labels, "
+                "sparse_features and, where there are any, dense_features."
+            )
+        labels = _array(batch.labels).astype(np.float64)
+        weights = getattr(batch, "weights", None)
+        real = np.ones(labels.shape, np.bool_) if weights is None else _array(weights) > 0
+        if labels.ndim != 1 or real.shape != labels.shape:
+            raise InputError(
+                f"{WHERE}: batch {index} has labels of shape {list(labels.shape)} and weights of {list(real.shape)}; "
+                "give one number for each row."
+            )
+        wrong = labels[real & (labels != 0) & (labels != 1)]
+        if len(wrong):
+            raise InputError(f"{WHERE}: batch {index} has the label {wrong[0]:g}; labels must be 0 or 1.")
+        bags = _bags(batch.sparse_features, len(labels))
+        dense = getattr(batch, "dense_features", None)
+        columns = np.zeros((len(labels), 0), np.float32) if dense is None else _array(dense).astype(np.float32)
+        if not self.values:
+            self.values, self.lengths = {name: [] for name in bags}, {name: [] for name in bags}
+            self.num_ids, self.num_dense = dict.fromkeys(bags, 0), columns.shape[1]
+            self.max_rows = max(1, min(self.max_rows, MOST_KEPT // (len(bags) + self.num_dense)))
+        if list(bags) != list(self.values) or columns.shape != (len(labels), self.num_dense):
+            strange = sorted(set(bags) ^ set(self.values)) or [f"dense features of shape {list(columns.shape)}"]
+            raise InputError(
+                f"{WHERE}: batch {index} has other columns than the first, see {strange[0]!r}; all batches must have "
+                "the same, in one order."
+            )
+        other = [name for name, (lengths, _) in bags.items() if len(lengths) != len(labels)]
+        if other:
+            raise InputError(
+                f"{WHERE}: batch {index} has {len(labels)} labels, but feature {other[0]!r} {len(bags[other[0]][0])} "
+                "bags. Give one for each row."
+            )
+        kept = np.flatnonzero(real)[: self.max_rows - self.num_rows]
+        self.labels.append(labels[kept])
+        self.numbers.append((np.uint64(index) << np.uint64(32)) + kept.astype(np.uint64))
+        self.dense.append(columns[kept])
+        most_raw = int(np.clip(2 ** int(np.log2(MOST_RAW // len(bags))), 2**14, 2**22))
+        for name, (lengths, ids) in bags.items():
+            used, values = _shortened(lengths, ids, kept, most_raw)
+            self.values[name].append(values)
+            self.lengths[name].append(used)
+            self.num_ids[name] += int(lengths[kept].sum())
+        self.num_rows += len(kept)
+
+
+def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
+    """Reads batches until they end or there are enough rows.
+
+    Raises:
+        InputError: a batch has not what is needed, or other features than the first; a label is not 0 or 1.
+    """
+    reader = _Reader(max_rows=max_rows)
+    for index, batch in enumerate(batches):
+        reader.add(index, batch)
+        if reader.num_rows >= reader.max_rows:
+            break
+    numbers = np.concatenate([np.zeros(0, np.uint64), *reader.numbers])
+    hashes = mix_bits(numbers ^ mix_bits(np.array([seed], dtype=np.uint64) + np.uint64(1)))
+    dense = np.concatenate([np.zeros((0, max(reader.num_dense, 0)), np.float32), *reader.dense])
+    return ReadRows(
+        features=tuple(reader.values),
+        columns=[
+            *(_column(reader.values.pop(name), reader.lengths.pop(name)) for name in tuple(reader.values)),
+            *map(_dense_column, dense.T),
+        ],
+        labels=np.concatenate([np.zeros(0), *reader.labels]),
+        parts=(hashes % np.uint64(PARTS)).astype(np.int64),
+        pooling_factors=tuple(count / max(reader.num_rows, 1) for count in reader.num_ids.values()),
+    )
+
+
+def _array(tensor: Any) -> NDArray[Any]:
+    return tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)
+
+
+def _bags(sparse: Any, num_rows: int) -> Mapping[str, tuple[NDArray[Any], NDArray[Any]]]:
+    """Lengths and ids of each feature; plain arrays have one id for each row."""
+    if hasattr(sparse, "to_dict"):
+        return {name: (_array(bags.lengths()), _array(bags.values())) for name, bags in sparse.to_dict().items()}
+    if not isinstance(sparse, Mapping) or not sparse:
+        raise InputError(
+            f"{WHERE}: sparse_features is a {type(sparse).__name__}; give a KeyedJaggedTensor, or arrays of one id "
+            "for each row by the names of features."
+        )
+    ids = {name: _array(values) for name, values in sparse.items()}
+    for name, values in ids.items():
+        if values.shape != (num_rows,) or values.dtype.kind not in "iu":
+            raise InputError(
+                f"{WHERE}: feature {name!r} is {values.dtype} of shape {list(values.shape)}; it must be whole numbers "
+                f"of shape [{num_rows}], one for each label."
+            )
+    return {name: (np.ones(num_rows, np.int64), values) for name, values in ids.items()}
+
+
+def _shortened(
+    lengths: NDArray[Any], ids: NDArray[Any], kept: NDArray[np.int64], most: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lengths and raw values of the kept rows: of long bags the first ids, of empty ones the value 0."""
+    ids = ids.astype(np.int64)
+    hashed = (mix_bits(ids.view(np.uint64)) & np.uint64(most - 1)).view(np.int64)
+    raw = np.where((ids >= 0) & (ids < most), ids, hashed) + 1
+    if (lengths == 1).all():
+        return np.ones(len(kept), np.int32), raw[kept].astype(np.int32)
+    starts = (np.cumsum(lengths) - lengths)[kept]
+    used = np.clip(lengths[kept], 1, MOST_PER_BAG)
+    place = np.arange(used.sum()) - np.repeat(np.cumsum(used) - used, used)
+    empty = np.repeat(lengths[kept] == 0, used)
+    at = np.minimum(np.repeat(starts, used) + place, max(0, len(raw) - 1))
+    values = np.where(empty, 0, raw[at] if len(raw) else 0)
+    return used.astype(np.int32), values.astype(np.int32)
+
+
+def _column(values: Sequence[NDArray[np.int32]], lengths: Sequence[NDArray[np.int32]]) -> Column:
+    """Numbers the values of a feature by those that occur; what is seen once is one value, 0."""
+    raw, bags = np.concatenate(values), np.concatenate(lengths)
+    counts = np.bincount(raw)
+    number = np.cumsum(counts > 1) * (counts > 1)
+    is_single = not len(bags) or bags.max() == 1
+    size = int(number.max(initial=0)) + 1
+    return Column(values=number[raw].astype(np.int32), lengths=None if is_single else bags, size=size)
+
+
+def _dense_column(values: NDArray[np.float32]) -> Column:
+    """A dense column in bins of about equally many rows; NaN is a bin of its own."""
+    missing = np.isnan(values)
+    known = values[~missing]
+    edges = np.unique(np.quantile(known, np.linspace(0, 1, _DENSE_BINS + 1)[1:-1])) if len(known) else known
+    bins = np.where(missing, len(edges) + 1, np.searchsorted(edges, values, side="right"))
+    return Column(values=bins.astype(np.int32), lengths=None, size=len(edges) + 2)

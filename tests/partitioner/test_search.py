@@ -1,0 +1,223 @@
+"""The local search against sums made afresh, against every move and swap there is, and against every assignment."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dmt.errors import InputError
+from dmt.partitioner import search
+from dmt.partitioner.points import embed_distances, group_points
+from dmt.partitioner.problem import size_bounds
+from dmt.partitioner.search import Bounds, Costs, check_bounds, even_start, local_search, search_towers
+from tests.partitioner.instances import random_apart, random_bounds, random_labels, random_squares
+
+
+def bounds_of(rng, num_blocks):
+    """Weights other than 1, limits that are tight, features to part."""
+    loads = np.stack([rng.integers(1, 5, num_blocks), rng.uniform(0, 9, num_blocks), rng.uniform(1, 1e9, num_blocks)])
+    upper = np.array([loads[0].sum() / 2, loads[1].sum() / 2.5, loads[2].sum() / 2.5])
+    apart = random_apart(rng, num_blocks, 0.15)
+    return Bounds(loads=loads, lower=np.array([2.0, 0.0, 0.0]), upper=upper, apart=apart)
+
+
+def costs_of(rng, num_blocks, kind):
+    """Squared distances per feature, gains of pairs, or gains of pairs and triples."""
+    pairs = random_squares(rng, num_blocks)
+    if kind == "distances":
+        return Costs(pairs=pairs, per_feature=True)
+    triples = np.array(list(itertools.combinations(range(num_blocks), 3)))
+    triples = rng.permuted(triples[rng.permutation(len(triples))[: 3 * num_blocks]], axis=1)
+    if kind == "pairs":
+        triples = triples[:0]
+    return Costs(pairs=-pairs, per_feature=False, triples=triples, triple_costs=-3 * rng.random(len(triples)))
+
+
+KINDS = pytest.mark.parametrize("kind", ["distances", "pairs", "triples"])
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(2))
+def test_the_price_of_every_move_and_swap_is_what_it_changes(seed, kind):
+    rng = np.random.default_rng(seed)
+    bounds, costs, num_towers = bounds_of(rng, 11), costs_of(rng, 11, kind), 3
+    labels = random_labels(rng, 11, num_towers)
+    moves = search._MoveSearch(costs, labels, num_towers, bounds)
+    before = bounds.violation(labels, num_towers), costs.of(labels, bounds.weights)
+
+    def changes(changed):
+        after = bounds.violation(changed, num_towers), costs.of(changed, bounds.weights)
+        return pytest.approx(np.subtract(after, before), abs=1e-9)
+
+    blocks = np.arange(11)
+    move_limits, move_gains = moves._moves(blocks)
+    swap_limits, swap_gains = moves._swaps(blocks)
+    for block in blocks:
+        for tower in set(range(num_towers)) - {labels[block]}:
+            moved = labels.copy()
+            moved[block] = tower
+            assert (move_limits[block, tower], move_gains[block, tower]) == changes(moved)
+        for other in np.flatnonzero(labels != labels[block]):
+            swapped = labels.copy()
+            swapped[[block, other]] = labels[[other, block]]
+            assert (swap_limits[block, other], swap_gains[block, other]) == changes(swapped)
+
+
+@KINDS
+def test_the_sums_kept_up_to_date_are_those_made_afresh(kind):
+    rng = np.random.default_rng(1)
+    bounds, costs, num_towers = bounds_of(rng, 24), costs_of(rng, 24, kind), 4
+    kept = search._MoveSearch(costs, random_labels(rng, 24, num_towers), num_towers, bounds)
+    for _ in range(200):
+        block, other = rng.choice(24, 2, replace=False)
+        here, there = kept.labels[block], kept.labels[other]
+        if rng.random() < 0.5:
+            kept._relabel([(block, here, there), (other, there, here)])
+        elif kept.num_blocks[here] > 1:
+            kept._relabel([(block, here, int(rng.integers(num_towers)))])
+    fresh = search._MoveSearch(costs, kept.labels, num_towers, bounds)
+    names = ["to_tower", "pairs", "mass", "num_blocks", "loads", "excess", "conflicts"]
+    for name in [*names, *(["joining", "counted_twice"] if kind == "triples" else [])]:
+        np.testing.assert_allclose(getattr(kept, name), getattr(fresh, name), rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(4))
+def test_feasible_and_best_exactly_where_trying_all_assignments_says_so(seed, kind):
+    rng = np.random.default_rng(seed)
+    num_towers = 2 + seed % 2
+    bounds, costs = random_bounds(rng, 8, num_towers)[0], costs_of(rng, 8, kind)
+    found = search_towers(costs, [], num_towers=num_towers, bounds=bounds, seed=seed)
+    every = [np.array(labels) for labels in itertools.product(range(num_towers), repeat=8)]
+    used = [labels for labels in every if len(set(labels.tolist())) == num_towers]
+    best = min((bounds.violation(labels, num_towers), costs.of(labels, bounds.weights)) for labels in used)
+    assert len(set(found[2].tolist())) == num_towers
+    assert (found[0] == 0) == (best[0] == 0)
+    if best[0] == 0:
+        assert found[1] == pytest.approx(best[1], abs=1e-9)
+
+
+def test_held_limits_are_never_given_up():
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        start = random_labels(rng, 16, 4)
+        loads = np.stack([np.ones(16), rng.uniform(0, 1, 16), rng.uniform(0, 1e9, 16)])
+        free = Bounds(loads=loads, lower=np.array([1.0, 0, 0]), upper=np.full(3, np.inf))
+        # The start holds its limits exactly, with no room to spare in the fullest tower.
+        upper = free.tower_loads(start, 4).max(axis=1)
+        apart = random_apart(rng, 16, 0.3) & (start[:, None] != start[None, :])
+        bounds = Bounds(loads=loads, lower=np.array([4.0, 0, 0]), upper=upper, apart=apart)
+        costs = Costs(pairs=random_squares(rng, 16), per_feature=True)
+        improved = local_search(costs, start, num_towers=4, bounds=bounds)
+        assert bounds.violation(start, 4) == bounds.violation(improved, 4) == 0
+        assert costs.of(improved, bounds.weights) <= costs.of(start, bounds.weights)
+
+
+def test_the_cost_is_the_sum_of_squared_distances_to_the_centres():
+    rng = np.random.default_rng(0)
+    points, weights, labels = rng.normal(size=(12, 3)), rng.integers(1, 4, 12), random_labels(rng, 12, 4)
+    repeated, towers = np.repeat(points, weights, axis=0), np.repeat(labels, weights)
+    centred = [repeated[towers == t] - repeated[towers == t].mean(axis=0) for t in range(4)]
+    squared = np.square(points[:, None] - points).sum(axis=2)
+    wanted = sum(float(np.square(rows).sum()) for rows in centred)
+    assert Costs(pairs=squared, per_feature=True).of(labels, weights.astype(float)) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_excess_is_in_shares_of_each_resource_and_rounding_is_none():
+    loads = np.array([[1.0, 1.0, 2.0], [10.0, 30.0, 60.0]])
+    apart = np.zeros((3, 3), dtype=bool)
+    apart[0, 1] = apart[1, 0] = True
+    bounds = Bounds(loads=loads, lower=np.array([2.0, 0.0]), upper=np.array([3.0, 50.0]), apart=apart)
+    assert bounds.violation(np.array([0, 0, 1]), 2) == pytest.approx(1.1)  # 10 of 100 too much, and one pair to part
+    assert bounds.violation(np.array([0, 1, 1]), 2) == pytest.approx(0.25 + 0.4)  # one of 4 features short, 40 over
+    loads = np.stack([np.ones(6), np.full(6, 0.1)])
+    mean = loads[1].sum() / 6
+    assert mean < 0.1, "by rounding, each block is over its share"
+    assert Bounds(loads=loads, lower=np.array([1.0, 0.0]), upper=np.array([6.0, mean])).violation(np.arange(6), 6) == 0
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.4])
+def test_a_start_by_load_leaves_no_tower_empty(apart):
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        num_blocks = int(rng.integers(2, 9))
+        num_towers = int(rng.integers(2, num_blocks + 1))
+        bounds = random_bounds(rng, num_blocks, num_towers, apart=apart)[0]
+        assert len(set(even_start(bounds, num_towers).tolist())) == num_towers
+
+
+def test_exact_ties_end_the_search():
+    # All distances equal: every balanced assignment is as good, and a search that took ties would go in circles.
+    squared = np.full((30, 30), 0.1)
+    np.fill_diagonal(squared, 0)
+    bounds = Bounds(loads=np.full((1, 30), 1.0), lower=np.array([5.0]), upper=np.array([5.0]))
+    start = np.arange(30) % 6
+    costs = Costs(pairs=squared, per_feature=True)
+    assert local_search(costs, start, num_towers=6, bounds=bounds).tolist() == start.tolist()
+
+
+@pytest.mark.parametrize(
+    ("upper", "towers", "message"),
+    [
+        ([9, 9, 9], 4, "num_towers=4 exceeds the 3 features to place, and no tower may be empty"),
+        ([9, 4.9, 9], 2, r"feature 'b' needs 5 work, but a tower may have 4\.9 at most\. Raise max_work_ratio"),
+        ([9, 9, 3.5], 2, r"the features need 9 bytes in all, but 2 towers of at most 3\.5 hold 7"),
+        ([1, 9, 9], 2, r"the features need 3 features in all, but 2 towers of at most 1 hold 2\. Raise balance_ratio"),
+    ],
+)
+def test_limits_that_no_assignment_holds_are_refused_with_the_reason(upper, towers, message):
+    bounds = Bounds(
+        loads=np.array([[1, 1, 1], [1, 5, 1], [3, 3, 3.0]]), lower=np.zeros(3), upper=np.array(upper, float)
+    )
+    with pytest.raises(InputError, match=message):
+        check_bounds([["a"], ["b"], ["c"]], bounds, towers, "")
+
+
+def test_features_to_part_beyond_the_towers_are_refused():
+    apart = ~np.eye(3, dtype=bool)
+    bounds = Bounds(loads=np.ones((3, 3)), lower=np.zeros(3), upper=np.full(3, 9.0), apart=apart)
+    with pytest.raises(InputError, match=r"3 features must all be apart from each other \('a', 'b', 'c' \.\.\.\)"):
+        check_bounds([["a"], ["b"], ["c"]], bounds, 2, "")
+
+
+@pytest.mark.parametrize(
+    ("size", "towers", "ratio"), [(26, 8, 1.0), (26, 8, 2.5), (100, 7, 1.15), (9, 9, 3), (30, 4, 4)]
+)
+def test_every_pair_of_sizes_obeys_the_ratio_and_none_is_forgotten(size, towers, ratio):
+    pairs = size_bounds(size, towers, ratio)
+    assert pairs[0][0] == size // towers
+    for least in range(1, size // towers + 1):
+        most = min(size, int(ratio * least + 1e-9))
+        assert ((least, most) in pairs) == (most >= -(-size // towers)) or (least, most) == (size // towers, most)
+
+
+# --- points ----------------------------------------------------------------------------------------------------------
+
+
+def test_distances_of_a_plane_are_found_again():
+    points = np.random.default_rng(0).normal(size=(12, 2))
+    distance = np.sqrt(np.square(points[:, None] - points).sum(axis=2))
+    found = embed_distances(distance, dims=2, seed=0)
+    again = np.sqrt(np.square(found.points[:, None] - found.points).sum(axis=2))
+    np.testing.assert_allclose(again, distance, atol=1e-6)
+    assert found.stress < 1e-9 * found.wanted
+
+
+@pytest.mark.parametrize("dims", [1, 3, 9])
+def test_other_dimensions_and_degenerate_distances(dims):
+    distance = 1.0 - np.eye(4)
+    assert embed_distances(distance, dims=dims, seed=0).points.shape == (4, dims)
+    assert not embed_distances(np.zeros((4, 4)), dims=dims, seed=0).points.any()
+    assert embed_distances(np.zeros((1, 1)), dims=dims, seed=0).points.shape == (1, dims)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e9])
+def test_clear_groups_of_points_are_found_whatever_their_scale(scale):
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(4, 2)) * 10
+    group = np.arange(20) % 4
+    labels = group_points((centres[group] + rng.normal(size=(20, 2)) * 0.1) * scale, 4, sizes=(5, 5), seed=0)
+    assert all(len(set(labels[group == g].tolist())) == 1 for g in range(4))
+    assert np.bincount(labels).tolist() == [5, 5, 5, 5]
