@@ -343,6 +343,9 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
         (["partition", "--towers", "2", "--affinity", "a.npz", "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
         (["partition", "--towers", "0", "--affinity", "a.npz"], "num_towers=0 must be a whole number"),
         (["nonsense"], "No such command 'nonsense'"),
+        (["score", "runs/x"], "error: dmt score needs -o or --out. The Parquet file. Example: dmt score runs/towers"),
+        (["prepare", "demo"], "error: dmt prepare needs --out. The folder; it must not exist. Example: dmt prepare"),
+        (["what-if", "demo"], "error: dmt what-if needs --cluster. File of `dmt bench-comms`, or v100, a100, h100."),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], reason: str) -> None:

@@ -75,6 +75,12 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except InputError as error:
             click.echo(f"error: {printable(str(error))}", err=True)
+        except click.MissingParameter as error:
+            if error.ctx is None or not isinstance(error.param, click.Option):
+                raise
+            name, usage = " or ".join(error.param.opts), error.ctx.command.epilog
+            text = f"dmt {error.ctx.info_name} needs {name}. {error.param.help} {usage}"
+            click.echo(f"error: {text}", err=True)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in _FULL:
                 raise
