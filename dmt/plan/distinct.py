@@ -7,25 +7,16 @@ module reads them together, or of each feature alone where nothing is computed f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DistinctRows", "bag_hashes", "joint_hashes", "mix_bits"]
+__all__ = ["bag_hashes", "joint_hashes", "mix_bits"]
 
 Hashes = NDArray[np.uint64]
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio, odd: the step of SplitMix64
-
-
-class DistinctRows(NamedTuple):
-    """The distinct inputs of one group of features, in one batch or the mean of several."""
-
-    rows: float
-    """Distinct inputs."""
-    ids: tuple[float, ...]
-    """Ids in them, of each feature of the group."""
 
 
 def mix_bits(x: Hashes) -> Hashes:
