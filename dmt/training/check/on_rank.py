@@ -101,6 +101,8 @@ class RankReport:
     findings: tuple[Finding, ...]
     skipped: Mapping[str, str]
     """Reasons why checks were left out, by their names."""
+    outputs: tuple[float, float]
+    """The least and the largest logit of the first batches."""
     digests: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], str]
     """By (name, offsets, sizes): digest of every tensor, or shard of one, that the rank holds after training."""
     outputs: tuple[float, float]
@@ -136,6 +138,7 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
     return RankReport(
         findings=tuple(checks.findings),
         skipped=checks.skipped,
+        outputs=(min(checks.outputs), max(checks.outputs)),
         digests={
             (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape)): digest(part.tensor)
             for part in trained.parts
@@ -153,6 +156,7 @@ class _Checks:
         self._hot_rows: HotRows | None = None
         self.expected = self._meet_expected(table_layout(shard_model(run.job, mesh)))
         self.skipped: dict[str, str] = {}
+        self.outputs: list[float] = []
 
     def forward_and_gradients(self, config: TrainingConfig) -> None:
         """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
@@ -163,6 +167,7 @@ class _Checks:
         for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
             loss = watch.run(draw_batch(self.run, self.rank, index))
             self._compare_forward(watch.seen, index, name, config.sharding.precision.forward)
+            self.outputs += watch.seen.logits.detach().flatten().tolist()
             wanted = self.expected.seen[index][self.rank].logits
             self.outputs += [float(wanted.min()), float(wanted.max())]
             allowed = (_FP32_SUM + wide) * max(1.0, float(wanted.abs().max()))
@@ -183,10 +188,6 @@ class _Checks:
         table_error = max(_STEP[self.run.config.optimizer.sparse], 0.1 * dense_error)
         self._compare_weights("table weights", trained, table_error, "optimizer.sparse_lr")
         self._compare_weights("dense weights", trained, dense_error, "optimizer.dense_lr and tower_lr")
-        has_moved = any(not torch.equal(part.tensor.float(), part.of(expected.start)) for part in trained.parts)
-        must_move = any(not torch.equal(part.of(expected.weights), part.of(expected.start)) for part in trained.parts)
-        if must_move and not has_moved:
-            self._found("table weights", "every weight", float("nan"), 0.0, "training moved nothing")
         own = trained if self.exact == self.run.config else self._train(self.run.config)
         try:
             # With optimizer states, which no other check sees at the end of training.
