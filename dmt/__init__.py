@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from dmt.replicas.sync import ReplicaSync as ReplicaSync
     from dmt.sharding.planner import TowerShardingPlanner as TowerShardingPlanner
     from dmt.sharding.schemes import TablePlacement as TablePlacement
-    from dmt.sptt.clip import clip_grad_norm as clip_grad_norm
     from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder as SPTTEmbeddingBagCollectionSharder
     from dmt.sptt.mesh import TowerMesh as TowerMesh
     from dmt.sptt.micro_batches import MicroBatches as MicroBatches
     from dmt.sptt.micro_batches import run_in_micro_batches as run_in_micro_batches
     from dmt.sptt.precision import ExchangePrecision as ExchangePrecision
     from dmt.sptt.towers import TowerCollectionSharder as TowerCollectionSharder
+    from dmt.sptt.towers import clip_grad_norm as clip_grad_norm
     from dmt.traffic import TrafficMeter as TrafficMeter
 
 _HOME = {
@@ -43,7 +43,7 @@ _HOME = {
     "TowerShardingPlanner": "sharding.planner",
     "TowerTopology": "plan.topology",
     "TrafficMeter": "traffic",
-    "clip_grad_norm": "sptt.clip",
+    "clip_grad_norm": "sptt.towers",
     "run_in_micro_batches": "sptt.micro_batches",
 }
 __all__ = [*_HOME]

@@ -4,14 +4,14 @@ Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, 
 Where a host holds several towers, or a tower several hosts (``ranks_per_host``), only what leaves a host is counted.
 
 A rank of another tower is sent an output [N] of each of its bags and sends back its gradient; ids are 8 bytes each. A
-replicated row is sent to nobody; its gradient is summed inside each host and then between hosts, in a step that touched
-it (`dmt.sptt.hot_sum`): between two hosts each sends the rows that it touched itself, between more all of them send,
-2 (T - 1) / T times, the rows that any rank touched. Hence, with p B uses by a rank, a copy saves in a step
+replicated row is sent to nobody; its gradient is summed inside each host and then between hosts, in a step in which any
+rank touched it (`dmt.hot_rows.touched_sum`): all hosts send 2 (T - 1) / T times that row. Hence, with p B uses by a
+rank, a copy saves in a step
 
 - where every use is sent       (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t,
 - where each rank sends its distinct ids, the same with 1 - (1 - p)^B for p B,
 
-where the chance t that the row is touched is 1 - (1 - p)^(B L) between two hosts, and 1 - (1 - p)^(B W) otherwise.
+where the chance t that the row is touched is 1 - (1 - p)^(B W).
 Between many hosts that is the rule p B L > 1: more than one of the row's uses would leave a host. OPER's own rule,
 f * B > 1 for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts, and takes a
 row to be touched in every step.
@@ -70,7 +70,7 @@ def saved_bytes(
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
         >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
         >>> saved_bytes(RowCounts.of([1, 7, 7, 7]), table, topology, num_ids=4, distinct=False)
-        array([ 86.19389323, 367.78764323])
+        array([ 80.4281128 , 367.78666668])
     """
     away, sent, copied = _prices(table, topology)
     uses = counts.chances(num_ids) if distinct else num_ids * counts.counts / max(counts.total, 1)
@@ -186,9 +186,8 @@ def hot_load(
 def _sum_bytes(counts: RowCounts, table: TableSpec, topology: TowerTopology, *, num_ids: float) -> NDArray[np.float64]:
     """Returns the bytes between hosts that are expected for the sum of the gradients of each row's copies, [n]."""
     _, _, copied = _prices(table, topology)
-    hosts, ranks = _hosts_and_ranks(topology)
-    touching = ranks / hosts if hosts == 2 else ranks
-    return copied * counts.chances(num_ids * len(table.feature_names) * touching)
+    _, ranks = _hosts_and_ranks(topology)
+    return copied * counts.chances(num_ids * len(table.feature_names) * ranks)
 
 
 def _prices(table: TableSpec, topology: TowerTopology) -> tuple[float, int, int]:

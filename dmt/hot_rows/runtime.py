@@ -1,8 +1,8 @@
 """`HotRows`: the rows that pay on every rank of a flat model over SPTT, chosen again as data changes (OPER, section 4).
 
 Each rank counts the ids of its batches. At a refresh the counts of all ranks are summed, the rows that save bytes
-between hosts are chosen (`dmt.hot_rows.costs`), and the copies of `dmt.sptt.hot` change to them: rows that leave return
-to their tables with their optimizer states, rows that come are read from there.
+between hosts are chosen (`dmt.hot_rows.costs`), and the copies of `dmt.hot_rows.copies` change to them: rows that leave
+return to their tables with their optimizer states, rows that come are read from there.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import human_bytes, shorten
+from dmt.hot_rows.copies import HotCopies, HotGroups
 from dmt.hot_rows.costs import choose_rows, saved_bytes, why_not_chosen
 from dmt.hot_rows.profile import AccessProfile, RowCounts
-from dmt.plan.tables import table_specs
+from dmt.plan.tables import TableSpec, table_specs
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection
-from dmt.sptt.hot import HomeTable, HotCopies, HotGroups
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.options import refuse
+from dmt.sptt.rows import wrap
+from dmt.sptt.sharder import HomeTable
 
 __all__ = ["HotRows", "HotRowsState", "why_no_copies"]
 
@@ -58,6 +61,8 @@ class HotRowsState:
 
 # Steps that are counted before rows are chosen for the first time.
 _FIRST_STEPS = 100
+# Ids of a table that wait to be counted at least: 2 MB.
+_LEAST_COUNTED = 2**18
 # More batches than a pipeline or micro-batches take from one call of `step` to the next.
 _MOST_BATCHES_PER_STEP = 256
 
@@ -126,9 +131,9 @@ class HotRows:
         if len(self.left_out) == len(homes):
             name, reason = next(iter(self.left_out.items()))
             raise InputError(f"HotRows: no table can have copies; of table {name!r}, {reason}.")
-        specs = table_specs([home.config for home in homes.values()])
-        self._tables = [table for table in specs if table.name not in self.left_out]
-        self._extra_memory, self._budget = extra_memory, extra_memory * sum(table.num_bytes for table in specs)
+        self._tables = table_specs([home.config for name, home in homes.items() if name not in self.left_out])
+        sizes = (home.config.num_embeddings * home.config.embedding_dim * 4 for home in homes.values())
+        self._extra_memory, self._budget = extra_memory, extra_memory * sum(sizes)
         if profile is not None and (missing := [table.name for table in self._tables if table not in profile.tables]):
             raise InputError(
                 f"HotRows: the profile does not have table {missing[0]!r} as the model does ({len(missing)} such "
@@ -138,48 +143,30 @@ class HotRows:
         # A profile chooses as soon as a batch was counted.
         self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
         self._steps = self._batches = self._samples = self._batches_since_step = 0
-        self._counts = AccessProfile(self._tables)
-        topology = mesh.topology
+        self._counter = _Counter(self._tables)
         # Groups of their own: nothing else on them can come in another order on another rank.
-        groups = (*_host_groups(topology), topology.sharding_groups(), topology.replica_groups())
-        self._groups = HotGroups(*(mesh.new_group(ranks) for ranks in groups))
-        # Replicas count and choose together: data-parallel tables of all have one gradient.
-        self._everyone = mesh.new_group([list(range(topology.world_size))])
+        everyone = [list(range(mesh.topology.world_size))]
+        self._groups = HotGroups(*(mesh.new_group(ranks) for ranks in (*_host_groups(mesh.topology), everyone)))
+        self._everyone = self._groups.whole
         self._owned = self._owned_tables()
-        self.replicate({})
+        self._copies: HotCopies | None = None
+        self._module.before_lookup = self._count
 
     @property
     def rows(self) -> Rows:
         """Rows of each table that have copies, int64 [n], ascending; tables without are left out."""
-        return {name: rows.numpy().copy() for name, rows in self._copies.rows.items()}
+        return {} if self._copies is None else {name: rows.numpy().copy() for name, rows in self._copies.rows.items()}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights of this rank's copies; optimizer states come on top."""
-        return sum(4 * table.embedding_dim * len(self._copies.rows.get(table.name, ())) for table in self._tables)
+        rows = self.rows
+        return sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
 
     @property
     def reduced_bytes(self) -> dict[str, float]:
-        """Bytes that all ranks sent in the last step to sum the copies' gradients, by names of `dmt.traffic.Traffic`.
-
-        All replicas are assumed to send as much as this one. What a rank reads again after an averaging of the replicas
-        is not counted.
-        """
-        if not self._copies.rows:
-            return {}
-        topology = self._mesh.topology
-        sent = {kind: float(topology.num_replicas * number) for kind, number in self._copies.sum.sent.items()}
-        # Two flags in a ring, which leaves each host once.
-        hosts, ranks = self._groups.across.size(), self._groups.whole.size()
-        flags, leaving = 2 * 8 * (ranks - 1) / ranks * topology.num_replicas, hosts if hosts > 1 else 0
-        sent["dense"] += flags * leaving
-        sent["inside"] += flags * (ranks - leaving)
-        size, groups = self._copies.replica_bytes, topology.replica_groups()
-        of_replicas = 2 * (topology.num_replicas - 1) * len(groups) * size
-        share = topology.ring_share_across_hosts(groups)
-        sent["dense"] += share * of_replicas
-        sent["inside"] += (1 - share) * of_replicas
-        return sent
+        """Bytes that all ranks sent in the last step for the copies' gradients, by names of `dmt.traffic.Traffic`."""
+        return {} if self._copies is None else {kind: float(size) for kind, size in self._copies.sum.sent.items()}
 
     def step(self) -> None:
         """To be called after every training step: chooses rows when it is time. Collective over the job."""
@@ -211,14 +198,14 @@ class HotRows:
         self.not_chosen = why_not_chosen(profile, self._tables)
         # One rank chooses: processors of another kind may round a row's gain otherwise.
         tables = self._tables if self._everyone.rank() == 0 else []
-        topology, distinct, most = self._mesh.topology, self._module.unique, self._budget
+        topology, distinct, most = self._mesh.topology, self._is_unique, self._budget
         chosen, *_ = run_on_all_or_raise(
             lambda: choose_rows(profile, tables, topology, batch_size=batch_size, distinct=distinct, max_bytes=most),
             self._everyone,
         )
         self.replicate(chosen)
         # Counts of before would keep rows that nobody reads any more; even one step has thousands of ids.
-        self._counts = AccessProfile(self._tables)
+        self._counter = _Counter(self._tables)
         self._batches = self._samples = 0
 
     def replicate(self, rows: Mapping[str, Any]) -> None:
@@ -245,40 +232,39 @@ class HotRows:
             if of_table[0] < 0 or of_table[-1] >= num_rows:
                 worst = of_table[0] if of_table[0] < 0 else of_table[-1]
                 raise InputError(f"HotRows: table {name!r} has {num_rows} rows, and none has the number {worst}.")
-        run_on_all_or_raise(self._module.write_back, self._everyone)
-        self._copies = HotCopies(
-            self._module,
-            homes,
-            {name: torch.from_numpy(of_table) for name, of_table in wanted.items()},
-            groups=self._groups,
-            owned=self._owned,
-            count=self._count,
-        )
+        self._module.write_back()
+        self._copies = None
         if wanted:
+            rows = {name: torch.from_numpy(of_table) for name, of_table in wanted.items()}
+            self._copies = HotCopies(self._module, homes, rows, groups=self._groups, owned=self._owned)
             # At once: a check of the run may compare copies before any batch reads them.
             self._copies.read()
-        self._module.replicate(self._copies)
+        self._module.hot = self._copies
+        # Samples without cold ids share a row, else copies would save nothing; with equal inputs, they do anyhow.
+        shares_equal = self._module.encoder is not None and self._module.encoder.share == "equal"
+        split = None if self._copies is None else self._copies.split
+        wrap(self._module, take_out=split, share="equal" if shares_equal else "empty" if wanted else None)
 
     def restart(self) -> None:
         """Reads the copies from the tables again, for tables that were changed in place. Collective.
 
-        Raises:
-            InputError: what was changed had not been obtained since the last training step.
+        Change tensors that were obtained after the last training step: what copies have learned since goes to the
+        tables first.
         """
-        # What the copies have learned since they were written back is not lost.
-        run_on_all_or_raise(self._copies.write_back, self._everyone)
-        self._copies.read_again()
+        if self._copies is not None:
+            self._copies.write_back()
+            self._copies.read_again()
 
     def state(self) -> HotRowsState:
         """Returns what a run needs to go on as if it had not been interrupted; collective.
 
         Take it where a checkpoint of the model is taken. The first rank is given the counts of all, others none.
         """
-        summed = AccessProfile(self._tables)
+        mine, summed = self._counter.profile(), AccessProfile(self._tables)
         for table in self._tables:  # one by one: those of all tables and ranks may be many
-            for counts in gather_on_first(self._counts[table.name], self._everyone):
+            for counts in gather_on_first(mine[table.name], self._everyone):
                 summed.put(table.name, counts)
-        parts = gather_objects((self._batches, self._samples, self._counts.num_samples), self._everyone)
+        parts = gather_objects((self._batches, self._samples, mine.num_samples), self._everyone)
         batches, samples, summed.num_samples = map(sum, zip(*parts, strict=True))
         return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batches=batches, samples=samples)
 
@@ -296,11 +282,12 @@ class HotRows:
         # All on one rank: a choice sums over ranks.
         is_first = self._everyone.rank() == 0
         self._batches, self._samples = (state.batches, state.samples) if is_first else (0, 0)
-        self._counts = AccessProfile(self._tables)
+        loaded = AccessProfile(self._tables)
         if is_first:
-            self._counts.num_samples = state.counts.num_samples
+            loaded.num_samples = state.counts.num_samples
             for name in names:
-                self._counts.put(name, state.counts[name])
+                loaded.put(name, state.counts[name])
+        self._counter = _Counter(self._tables, loaded)
         rows = {name: of_table for name, of_table in state.rows.items() if name in names}
         num_bytes = sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
         # Without choices `replicate` may have made more copies than the budget of a choice allows.
@@ -317,41 +304,33 @@ class HotRows:
 
     def write_back(self) -> None:
         """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""
-        self._copies.write_back()
+        self._module.write_back()
 
-    def _count(self, ids: KeyedJaggedTensor) -> None:
+    def _count(self, ids: KeyedJaggedTensor, _: bool) -> None:
         if not self._module.training:
             return
         self._batches += 1
         self._samples += ids.stride()
         self._batches_since_step += 1
-        if self._batches_since_step == _MOST_BATCHES_PER_STEP and self._refresh_every is not None:
-            logger.warning(
-                "HotRows.step() was not called in %d training batches: no rows are chosen. Call it after every "
-                "training step, on every rank.",
-                _MOST_BATCHES_PER_STEP,
-            )
-        if not ids.stride() or self._refresh_every is None:  # TorchRec does not take an empty batch apart
+        if self._refresh_every is None:
             return
-        # The device is waited for once, not for every feature.
-        ends = np.cumsum(ids.length_per_key())[:-1]
-        by_feature = dict(zip(ids.keys(), np.split(ids.values().cpu().numpy(), ends), strict=True))
-        read = {}
-        for table in self._tables:
-            for feature in table.feature_names:
-                values = by_feature[feature]
-                read[feature] = values[(values >= 0) & (values < table.num_embeddings)]
-        self._counts.add(read, num_samples=ids.stride())
+        if self._batches_since_step > _MOST_BATCHES_PER_STEP:
+            raise InputError(
+                f"HotRows.step() was not called in {_MOST_BATCHES_PER_STEP} training batches: no rows are chosen. Call "
+                "it after every training step, on every rank."
+            )
+        if ids.stride():  # TorchRec does not take an empty batch apart
+            self._counter.add(ids)
 
     def _summed_counts(self, batch_size: int) -> AccessProfile:
         """Accesses on all ranks of those rows that may pay; of a row that pays, one rank has 1 / W at least."""
-        group, mine = self._everyone, self._counts
+        group, mine = self._everyone, self._counter.profile()
         names = [table.name for table in self._tables]
         parts = gather_objects(({name: mine[name].total for name in names}, mine.num_samples), group)
         summed = AccessProfile(self._tables)
         summed.num_samples = sum(samples for _, samples in parts)
         totals = {name: sum(of_rank[name] for of_rank, _ in parts) for name in names}
-        topology, distinct = self._mesh.topology, self._module.unique
+        topology, distinct = self._mesh.topology, self._is_unique
         candidates = {}
         for table in self._tables:
             own = mine[table.name]
@@ -366,12 +345,54 @@ class HotRows:
             summed.put(name, RowCounts(rows[name], sum(of_rank[name] for of_rank in counts), totals[name]))
         return summed
 
+    @property
+    def _is_unique(self) -> bool:
+        return self._module.encoder is not None and self._module.encoder.share == "equal"
+
     def _owned_tables(self) -> list[str]:
         """Tables whose learning rate this rank tells: it is the first that updates them."""
         mine = [name for collection in self._module.collections for name in collection.settings_now()]
         of_ranks, rank = gather_objects(mine, self._groups.whole), self._groups.whole.rank()
         before = {name for of_rank in of_ranks[:rank] for name in of_rank}
         return [name for name in mine if name not in before]
+
+
+class _Counter:
+    """Counts the ids of batches exactly, where they are: on a GPU nothing is copied to the host, batch by batch."""
+
+    def __init__(self, tables: Sequence[TableSpec], before: AccessProfile | None = None) -> None:
+        self._tables = tables
+        most = max(table.num_embeddings for table in tables)
+        self._total = AccessProfile(tables, most_rows=most)
+        if before is not None:
+            self._total.merge(before)
+        self._waiting: dict[str, list[Tensor]] = {table.name: [] for table in tables}
+
+    def add(self, ids: KeyedJaggedTensor) -> None:
+        """Keeps the ids of a batch, which are counted once more have come than the table has rows."""
+        self._total.num_samples += ids.stride()
+        by_feature = dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True))
+        for table in self._tables:
+            waiting = self._waiting[table.name]
+            waiting += [by_feature[feature] for feature in table.feature_names]
+            if sum(map(len, waiting)) > max(_LEAST_COUNTED, table.num_embeddings):
+                self._count(table)
+
+    def profile(self) -> AccessProfile:
+        """Returns the accesses of all ids so far."""
+        for table in self._tables:
+            self._count(table)
+        return self._total
+
+    def _count(self, table: TableSpec) -> None:
+        waiting = self._waiting[table.name]
+        if not waiting:
+            return
+        rows, counts = torch.cat(waiting).unique(return_counts=True)
+        waiting.clear()
+        is_row = (rows >= 0) & (rows < table.num_embeddings)
+        numbers = rows[is_row].long().cpu().numpy(), counts[is_row].cpu().numpy()
+        self._total.put(table.name, RowCounts(*numbers, int(numbers[1].sum())))
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
@@ -417,34 +438,27 @@ def _row_numbers(rows: Mapping[str, Any]) -> Rows:
 
 def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingBagCollection:
     found = [part for part in model.modules() if isinstance(part, SPTTModule)]
-    if any(not isinstance(part, ShardedSPTTEmbeddingBagCollection) for part in found):
-        raise InputError(
-            "HotRows: the model has tower modules, and with them copies save nothing: a tower sends its module's "
-            "outputs, whichever rows they were computed from. Leave HotRows out."
-        )
+    has_towers = any(not isinstance(part, ShardedSPTTEmbeddingBagCollection) for part in found)
+    routes = {part.id_route for part in found if part.id_route == "global"} or {"peer"}
+    refuse(hot_rows=True, has_towers=has_towers, id_route=routes.pop(), num_replicas=mesh.topology.num_replicas)
     if len(found) != 1:
         raise InputError(
             "HotRows needs a model with one collection that SPTTEmbeddingBagCollectionSharder has sharded; this one "
             f"has {len(found)}. Give it the DistributedModelParallel."
         )
     module = found[0]
-    if module.hot is not None:
+    if isinstance(getattr(module.before_lookup, "__self__", None), HotRows):
         raise InputError("HotRows: this model has a HotRows already; use that one.")
-    if module.id_route == "global":
-        raise InputError("HotRows needs id_route='peer'; the global route sends every sample's ids and outputs.")
     return module
 
 
 def _host_groups(topology: TowerTopology) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the ranks of each host, and those at the same place on all hosts, of each replica by itself."""
-    inside, across = [], []
-    for ranks in topology.sharding_groups():
-        hosts = [list(of_host) for _, of_host in itertools.groupby(ranks, key=topology.host)]
-        if len({len(of_host) for of_host in hosts}) > 1:
-            hosts = [[rank] for rank in ranks]
-        inside += hosts
-        across += [list(at_place) for at_place in zip(*hosts, strict=True)]
-    return inside, across
+    """Returns the ranks of each host, and those at the same place on all hosts."""
+    ranks = topology.sharding_groups()[0]
+    hosts = [list(of_host) for _, of_host in itertools.groupby(ranks, key=topology.host)]
+    if len({len(of_host) for of_host in hosts}) > 1:
+        hosts = [[rank] for rank in ranks]
+    return hosts, [list(at_place) for at_place in zip(*hosts, strict=True)]
 
 
 def _digest(profile: AccessProfile | None) -> Any:

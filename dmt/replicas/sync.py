@@ -18,6 +18,7 @@ collectives         all done when it ends                     mean(s) is compute
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,8 +26,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, run_on_all_or_raise, start_mean
+from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, start_mean
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.sptt.dataflow import SPTTModule
@@ -99,7 +101,8 @@ class ReplicaSync:
         self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states)
         self._steps = self._passes = 0
         for module in self._modules:
-            module.replicas_ready = self._before_tables_are_read
+            module.before_lookup = self._note_pass
+            module.after_lookup = functools.partial(_note_updates, module)
         self.restart()
 
     @property
@@ -120,11 +123,9 @@ class ReplicaSync:
         at a multiple of the interval. Collective over the replicas.
         """
         self._states.forget()
-        self._write_back()
         for one in self._tensors:
             broadcast_tensor(one.tensor, self._mesh.replica_group)
         self._steps, self._passes = steps, 0
-        self._read_again()
         self._set_drifted(False)
 
     def step(self) -> None:
@@ -177,7 +178,7 @@ class ReplicaSync:
                 "last checkpoint."
             )
 
-    def _before_tables_are_read(self, is_training_pass: bool) -> None:
+    def _note_pass(self, _: Any, is_training_pass: bool) -> None:
         self._passes += is_training_pass
         if self._passes > _MOST_PASSES_PER_STEP * len(self._modules):
             raise InputError(
@@ -191,7 +192,6 @@ class ReplicaSync:
 
     def _average(self) -> None:
         """Averages weights and states; delayed states are those of the sync before."""
-        self._write_back()
         for module in self._modules:
             for collection in module.collections:
                 collection.flush()
@@ -201,23 +201,6 @@ class ReplicaSync:
         self._weights.finish()
         if not self.delays_states:
             self._states.finish()
-        if self._mesh.topology.num_replicas > 1:
-            self._read_again()
-
-    def _write_back(self) -> None:
-        """Brings tables up to date with copies of their hot rows, on all ranks or, if that fails on one, on none."""
-        if any(module.hot is not None for module in self._modules):
-
-            def write_back() -> None:
-                for module in self._modules:
-                    module.write_back()
-
-            run_on_all_or_raise(write_back, self._mesh.global_group)
-
-    def _read_again(self) -> None:
-        """Tells copies of hot rows that the tables were averaged."""
-        for module in self._modules:
-            module.read_again()
 
 
 @dataclass
@@ -310,6 +293,16 @@ def moment_scales(model: nn.Module) -> dict[str, float]:
 def drifted(model: nn.Module) -> bool:
     """Returns whether the replicas of the model's tables have trained since they were last averaged."""
     return any(module.replicas_drifted for module in model.modules() if isinstance(module, SPTTModule))
+
+
+def _note_updates(module: SPTTModule, embeddings: Sequence[KeyedTensor]) -> None:
+    def note(_: Tensor) -> None:
+        module.replicas_drifted = True
+
+    for columns in (of_collection.values() for of_collection in embeddings):
+        if columns.requires_grad:
+            # Tables are updated in the backward pass, of whatever mode.
+            columns.register_hook(note)
 
 
 def _tower_modules(model: nn.Module) -> dict[str, SPTTModule]:

@@ -224,11 +224,8 @@ def why_not(
         return ""
     if num_ranks is not None and (reason := _nothing_to_cut(table, scheme, num_ranks)):
         return reason
-    if scheme == "row_wise" and id_route == "global" and _is_mean(table):
-        return (
-            "it has mean pooling, and with id_route='global' a rank sees the ids of its own rows only, never the "
-            "length of a bag to divide by"
-        )
+    if scheme == "row_wise" and id_route == "global":
+        return "with id_route='global' every holder of a part of a table is sent all its ids"
     if scheme == "data_parallel":
         if kind == "FP16":  # a gradient of 1e-7 would err by a sixth, and one of 1e-8 be lost
             return "its weights are FP16, and gradients of data-parallel tables would be too"

@@ -14,12 +14,11 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
-from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
-from dmt.sptt.hot import HomeTable
+from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.results import in_order, output_keys
-from dmt.sptt.rows import PartRows
-from dmt.sptt.sharder import SharderSettings, TowerSharder
+from dmt.sptt.rows import Piece, Rows, TowerOutput
+from dmt.sptt.sharder import HomeTable, SharderSettings, TowerSharder
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
 
@@ -110,7 +109,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         self.embedding = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
         self.build_input_dist([self.embedding])
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
+    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
         """Passes this tower's embeddings through, side by side as its ranks hold them: [samples, O = N]."""
         arrived = embeddings[0]
         return TowerOutput(arrived.values(), list(zip(arrived.keys(), arrived.length_per_key(), strict=True)))

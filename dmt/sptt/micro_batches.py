@@ -31,8 +31,9 @@ from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.sptt.id_routes import Deferred
+from dmt.sptt.options import refuse
 from dmt.sptt.results import CachedAwaitable, split_rows
-from dmt.sptt.rows import micro_batch_sizes
+from dmt.sptt.rows import part_sizes, wrap
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 
@@ -83,9 +84,9 @@ class MicroBatches:
         self._forward: Callable[..., Any] = module.forward
         self._restore = [_replace(module, "forward", self)]
         for part in self._sparse if num_micro_batches > 1 else []:
-            run = functools.partial(_run_in_parts, part, num=num_micro_batches)
+            run = functools.partial(_run_in_parts, part)
             self._restore.append(_replace(part, "compute_and_output_dist", run))
-        self._set_number(num_micro_batches)
+            wrap(part, num_parts=num_micro_batches)
 
     def detach(self) -> None:
         """Makes the module run on whole batches again, with the forward that it had.
@@ -100,11 +101,8 @@ class MicroBatches:
             )
         for restore in self._restore:
             restore()
-        self._set_number(1)
-
-    def _set_number(self, num: int) -> None:
         for part in self._sparse:
-            part.num_micro_batches = num
+            wrap(part, num_parts=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward micro-batch by micro-batch.
@@ -123,7 +121,7 @@ class MicroBatches:
                 f"given; its arguments hold {len(batch_sizes)} different ones. Call run_in_micro_batches with the "
                 "module that is given the sparse features."
             )
-        sizes = micro_batch_sizes(batch_sizes.pop(), self._num)
+        sizes = part_sizes(batch_sizes.pop(), self._num)
         owner = type(self._module).__name__
         parts = _split((args, kwargs), sizes, owner)
         servers = [_Server(part) for part in self._sparse]
@@ -158,9 +156,8 @@ class MicroBatches:
             raise InputError(f"num_micro_batches={self._num} must be at least 1.")
         if runs_already:
             raise InputError(f"This {own} runs in micro-batches already; detach() the first ones.")
-        # The global route brings samples to the ranks in another order.
-        if self._num > 1 and any(part.id_route == "global" for part in self._sparse):
-            raise InputError("Micro-batches need id_route='peer'; this model was sharded with id_route='global'.")
+        for part in self._sparse:
+            refuse(num_micro_batches=self._num, id_route=part.id_route)
 
 
 def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
@@ -176,16 +173,16 @@ def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
     return restore
 
 
-def _run_in_parts(module: SPTTModule, ctx: SPTTContext, dist_input: KJTList, *, num: int) -> ResultInParts:
+def _run_in_parts(module: SPTTModule, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
     """Stands in for ``compute_and_output_dist``: one lookup, then tower and exchange of each of K micro-batches."""
-    embeddings = module.look_up(ctx, module.arrived_ids(ctx, dist_input, num))
+    embeddings = module.look_up(ctx, dist_input)
     rows = [part.num_rows for part in ctx.parts]
     by_micro_batch = zip(*(split_rows(of_collection, rows) for of_collection in embeddings), strict=True)
     started = []
     for number, (part, of_part) in enumerate(zip(by_micro_batch, ctx.parts, strict=True)):
         # In flight while the tower computes the next.
         started.append(module.exchange_outputs(ctx, module.run_towers(part, of_part), number))
-    return ResultInParts(module.taken(ctx, started), module.finish)
+    return ResultInParts(module.columns(ctx, started), module.finish)
 
 
 class _Server:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +20,16 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
+from dmt.formatting import shorten
 from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, TableShard, shards_in_tower, why_not
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.options import refuse
 from dmt.sptt.precision import ExchangePrecision
+from dmt.sptt.rows import RowEncoder, wrap
 from dmt.sptt.tower_lookup import GroupShardedEBC
 
-if TYPE_CHECKING:
-    from dmt.sptt.hot import HotCopies
-
-__all__ = ["SharderSettings", "TowerSharder", "TowerState"]
+__all__ = ["Copies", "HomeTable", "SharderSettings", "TowerSharder", "TowerState"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -84,8 +85,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             raise InputError(f"id_route={id_route!r} is unknown; {known}")
         if not isinstance(unique, bool):
             raise InputError(f"unique={unique!r} must be True or False.")
-        if unique and id_route == "global":
-            raise InputError(f"unique={unique!r} needs id_route='peer'; the global route sends every sample's ids.")
+        refuse(unique=unique, id_route=id_route)
         if peer_precision is not None and not isinstance(peer_precision, ExchangePrecision):
             raise InputError(f"peer_precision={peer_precision!r} must be a dmt.ExchangePrecision, or None.")
         self.mesh = mesh
@@ -146,7 +146,10 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 if "id_route" in reason:
                     advice = "Use id_route='peer', or another scheme for this table"
                 raise InputError(f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. {advice}.")
-        return self.sharded(module, params, device)
+        made = self.sharded(module, params, device)
+        if self.unique:
+            wrap(made, share="equal")
+        return made
 
     def _check_agreement(
         self, module: Module, tables_by_tower: Sequence[Sequence[Any]], sharding: Mapping[str, ParameterSharding]
@@ -213,6 +216,31 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         )
 
 
+class Copies(Protocol):
+    """Copies of rows that learn in the place of their tables' own."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Live weights and states by name, the same bits on every rank."""
+
+    def write_back(self) -> None:
+        """Brings the tables up to date."""
+
+    def read_again(self) -> None:
+        """Tells that the tables were loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomeTable:
+    """A table of any tower, as every rank knows it."""
+
+    config: Any
+    """TorchRec's ``EmbeddingBagConfig``."""
+    scheme: str
+    settings: Mapping[str, Any]
+    """Settings of its fused optimizer, as its kernel has them."""
+
+
 class TowerState(PipelinedModule, FusedOptimizerModule):
     """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names."""
 
@@ -224,12 +252,30 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """The sharded collections of this rank's tower."""
         self.sharded_tables = model_parallel_tables(sharding)
         """Names of all towers' tables that are not data-parallel."""
-        self.replicas_ready: Callable[[bool], None] | None = None
-        """Returns when this rank's tables may be read; True: by a training pass. `dmt.ReplicaSync` sets it."""
-        self.hot: HotCopies | None = None
+        self.before_lookup: Callable[[Any, bool], None] | None = None
+        """Called before each lookup with the ids of the batch, and True by a training pass. Who watches a training sets
+        it: `dmt.ReplicaSync` or `dmt.HotRows`."""
+        self.after_lookup: Callable[[list[Any]], None] | None = None
+        """Called with the embeddings of each lookup. `dmt.ReplicaSync` sets it."""
+        if self.mesh.topology.num_replicas > 1:
+            self.before_lookup = self._refuse_lookup
+        self.hot: Copies | None = None
         """Rows that every rank has copies of. `dmt.hot_rows.runtime.HotRows` sets it."""
+        self.groups: list[list[Sequence[str]]] = []
+        """For each tower the groups of its features; all features of a group have as many rows."""
+        self.encoder: RowEncoder | None = None
+        """Sends rows in the place of samples. Another one holds from the next batch on; those on their way are sent
+        again."""
         self.replicas_drifted = False
         """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
+
+    @property
+    def rows_sent(self) -> dict[str, float]:
+        """Rows that this rank has sent for each sample so far, by the features that share them."""
+        if self.encoder is None or self.encoder.share is None:
+            return {}
+        names = [f"tower {i}: {shorten(group, ', ')}" for i, groups in enumerate(self.groups) for group in groups]
+        return dict(zip(names, self.encoder.rows_per_sample, strict=False))
 
     @abc.abstractmethod
     def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -239,15 +285,23 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
-        self._before_tables_are_read()
+        self.write_back()
         state: Any = OrderedDict() if destination is None else destination
         for name, part in self.parts(prefix.removesuffix(".")):
             part.state_dict(destination=state, prefix=f"{name}." if name else "", keep_vars=keep_vars)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's towers from a state dict with the keys of `state_dict`."""
-        self._before_tables_are_read()
+        """Loads this rank's towers from a state dict with the keys of `state_dict`.
+
+        Raises:
+            InputError: unknown keys, or ``assign=True``: kernels hold the tables' own memory.
+        """
+        if assign:
+            raise InputError(
+                "load_state_dict(assign=True) cannot replace the memory of sharded tables. Use assign=False."
+            )
+        self.write_back()
         missing: list[str] = []
         unexpected = set(state_dict)
         for name, part in self.parts():
@@ -307,10 +361,12 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         if self.hot is not None:
             self.hot.read_again()
 
-    def _before_tables_are_read(self) -> None:
-        if self.replicas_ready is not None:
-            self.replicas_ready(False)
-        self.write_back()
+    def _refuse_lookup(self, ids: Any, is_training_pass: bool) -> None:
+        raise InputError(
+            f"num_replicas={self.mesh.topology.num_replicas}, but nothing keeps the replicas equal: they would drift "
+            "apart. Make dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every training "
+            "step."
+        )
 
 
 class _TowerOptimizer(CombinedOptimizer):

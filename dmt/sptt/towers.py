@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.distributed.types import ParameterSharding
 from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt.collectives import broadcast_module, run_on_all_or_raise
+from dmt.collectives import broadcast_module, run_on_all_or_raise, sum_over_ranks
 from dmt.errors import InputError
 from dmt.plan.tables import feature_names
-from dmt.sptt.dataflow import Piece, SPTTModule, TowerOutput
+from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.results import in_order, output_keys, split_rows
-from dmt.sptt.rows import PartRows
+from dmt.sptt.rows import Piece, Rows, TowerOutput
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 from dmt.sptt.unique import why_not_per_sample
 
-__all__ = ["ShardedTowerCollection", "TowerCollectionSharder"]
+__all__ = ["ShardedTowerCollection", "TowerCollectionSharder", "clip_grad_norm"]
 
 
 class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
@@ -156,12 +158,12 @@ class ShardedTowerCollection(SPTTModule):
         self._first_features = {i: _features(module.towers[i])[0] for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
         columns = {i: _columns(module.towers[i]) for i in mine}
-        self._check_per_sample({} if sharder.assume_per_sample else columns)
+        self._check_per_sample(sharder.unique, {} if sharder.assume_per_sample else columns)
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
-    def _check_per_sample(self, columns: Mapping[int, Sequence[tuple[str, int]]]) -> None:
+    def _check_per_sample(self, is_unique: bool, columns: Mapping[int, Sequence[tuple[str, int]]]) -> None:
         """Raises `InputError` for towers whose samples cannot share rows, of those given with columns; collective."""
-        if not self.unique or self._target_device.type == "meta":
+        if not is_unique or self._target_device.type == "meta":
             return
 
         def reasons() -> dict[int, str]:
@@ -178,7 +180,7 @@ class ShardedTowerCollection(SPTTModule):
                 "unique=False; or pass assume_per_sample=True if it is meant."
             )
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: PartRows) -> TowerOutput:
+    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
         by_tower = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
         # Bags that only fill up reach no module: a batch norm would count them, and a norm of 0 has no gradient.
@@ -300,3 +302,71 @@ def _features(tower: EmbeddingTower) -> list[str]:
 
 def _tables(tower: EmbeddingTower) -> list[Any]:
     return list(tower.embedding.embedding_bag_configs())
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales gradients so that their norm over the dense part and *all* towers is ``max_norm`` at most; collective.
+
+    ``torch.nn.utils.clip_grad_norm_`` over ``model.parameters()`` gives every tower another norm, since a rank has its
+    own tower's parameters only, and copies of the dense part drift apart. Here every tower counts once, as in the
+    unsharded module. Call it on every rank after the backward pass and before the optimizer's step.
+
+    Tables are not part of it: their fused optimizers have updated them in the backward pass.
+
+    Args:
+        model: the sharded model; without towers, the norm is that of its dense part.
+        max_norm: largest norm that gradients keep, above 0.
+
+    Returns:
+        The norm before clipping, a scalar, the same on every rank.
+
+    Raises:
+        InputError: ``max_norm`` is not above 0, or the model's towers are on several meshes.
+
+    Example::
+
+        loss.backward()
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+    """
+    if not max_norm > 0:
+        raise InputError(f"clip_grad_norm: max_norm={max_norm!r} must be above 0.")
+    collections = [part for part in model.modules() if isinstance(part, ShardedTowerCollection)]
+    if len({id(part.mesh) for part in collections}) > 1:
+        raise InputError(
+            "clip_grad_norm: the model has towers on several meshes, so that no group of ranks holds each once. "
+            "Give all its tower collections one TowerMesh."
+        )
+    of_towers = {id(parameter) for part in collections for parameter in part.interactions.parameters()}
+    trained = [parameter for parameter in _dense_parameters(model) if parameter.grad is not None]
+    device = next((p.device for p in trained), torch.device("cpu"))
+    dense = _square((p for p in trained if id(p) not in of_towers), device)
+    total = dense
+    if collections:
+        # The peers of a rank hold one copy of each tower.
+        mesh = collections[0].mesh
+        own = _square((p for p in trained if id(p) in of_towers), device)
+        total = dense + sum_over_ranks(own.to(dense), mesh.peer_group)
+    norm = total.sqrt()
+    clip_grads_with_norm_(trained, max_norm, norm)
+    return norm
+
+
+def _square(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """Returns the square of the norm of gradients, float64, so that what ranks add up hardly rounds."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return get_total_norm(gradients).double().square()
+
+
+def _dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields what PyTorch's optimizers train, and does not ask for tables, which would have to be up to date."""
+    seen: set[int] = set()
+    for part in model.modules():
+        owner: nn.Module = part.interactions if isinstance(part, ShardedTowerCollection) else part
+        named = nn.Module.named_parameters(owner, recurse=owner is not part)
+        for _, parameter in () if isinstance(owner, SPTTModule) else in_backward_optimizer_filter(named):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter

@@ -7,8 +7,7 @@ carries rows instead of samples:
 
 ====== ==========================================================================================================
 ids    of each group the distinct inputs only (`distinct_inputs`); TorchRec's KJT all-to-all carries the
-       number of rows of every feature along, so both ends know all sizes from then on; in micro-batches, the
-       number of those first seen in each
+       number of rows of every feature along, so both ends know all sizes from then on
 a to d rows of all peers side by side; groups with fewer rows get empty bags at the end (`dmt.sptt.rows`),
        which never leave the tower
 f      only real rows are sent; the receiver copies each to its samples
@@ -25,20 +24,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from dmt.sptt.id_routes import Deferred
 
 __all__ = [
     "Bags",
     "DistinctInputs",
+    "add_rows",
     "distinct_inputs",
-    "hashes_of_features",
+    "samples_of_rows",
     "why_not_per_sample",
 ]
 
@@ -50,7 +55,7 @@ class DistinctInputs(NamedTuple):
     """The distinct inputs of a batch."""
 
     parts: list[list[int]]
-    """For each micro-batch the number of distinct inputs of each group that no earlier one has, [K][groups]."""
+    """[K][groups], for each part of the batch the distinct inputs of each group that no earlier one has."""
     inverse: Tensor
     """The row of each sample, [groups, B] int64. Rows are numbered by the first sample that has them."""
 
@@ -59,30 +64,21 @@ class DistinctInputs(NamedTuple):
         """Number of distinct inputs of each group."""
         return [sum(of_group) for of_group in zip(*self.parts, strict=True)]
 
-    @property
-    def is_identity(self) -> bool:
-        """True if every sample has a row of its own."""
-        return all(rows == self.inverse.shape[1] for rows in self.rows)
-
 
 def distinct_inputs(
-    ids: KeyedJaggedTensor,
-    sizes: Sequence[int],
-    *,
-    share: bool = True,
-    micro_batches: Sequence[int] | None = None,
+    ids: KeyedJaggedTensor, sizes: Sequence[int], *, share: bool = True, cuts: Sequence[int] | None = None
 ) -> tuple[KeyedJaggedTensor, DistinctInputs]:
     """Finds the samples of a batch that have equal inputs.
 
     Args:
         ids: ids of all features, those of a group one after the other.
         sizes: number of features of each group.
-        share: True: samples with equal inputs share a row; False: those without any id do.
-        micro_batches: number of samples of each; None: the batch is whole.
+        share: True: samples with equal inputs share a row; False: only those without any id do.
+        cuts: number of samples of each part of the batch; None: it is whole.
 
     Returns:
-        The ids of the first sample of each row, and the rows. A feature has a key for each micro-batch, one after the
-        other, with the rows first seen in it as its batch size.
+        The ids of the first sample of each row, and the rows. A feature has a key for each part, one after the other,
+        with the rows first seen in it as its batch size.
 
     Example:
         >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9, 7, 8]), lengths=torch.tensor([2, 1, 2]))
@@ -103,8 +99,7 @@ def distinct_inputs(
         is_empty = num_ids.new_zeros(first.shape).index_add_(0, group_of, num_ids) == 0
         first = torch.where(is_empty, is_empty.int().argmax(dim=1, keepdim=True), first)
     is_first = first == samples
-    cuts = [num_samples] if micro_batches is None else list(micro_batches)
-    blocks = is_first.split(cuts, dim=1)
+    blocks = is_first.split([num_samples] if cuts is None else list(cuts), dim=1)
     parts: list[list[int]] = torch.stack([block.sum(dim=1) for block in blocks]).tolist()
     distinct = DistinctInputs(parts, (is_first.cumsum(dim=1) - 1).gather(1, first))
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
@@ -120,6 +115,92 @@ def distinct_inputs(
         stride_per_key_per_rank=[[part[group]] for group in groups for part in parts],
     )
     return sent, distinct
+
+
+def samples_of_rows(
+    exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]], inverses: Sequence[Tensor]
+) -> list[Awaitable[Tensor]]:
+    """Copies the rows that several exchanges bring to the samples that share them; differentiable.
+
+    Args:
+        exchanges: bring for each part of the batch the rows [rows, width] of each piece that no earlier part has.
+        rows: their numbers, [K][pieces].
+        inverses: for each part the row of each of its samples among those of all parts, [pieces, samples] int64.
+
+    Returns:
+        Columns of the samples of each part, [samples, S]. One waits for its own exchange and those before it.
+    """
+    held = _HeldRows(exchanges, rows)
+    return [Deferred(functools.partial(held.samples, k, inverse)) for k, inverse in enumerate(inverses)]
+
+
+class _HeldRows:
+    """Rows that arrive part by part in one buffer for each piece, so that no part copies those before it again."""
+
+    def __init__(self, exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]]) -> None:
+        self._exchanges = list(exchanges)
+        self.ends = [[0, *itertools.accumulate(of_piece)] for of_piece in zip(*rows, strict=True)]
+        """For each piece the first row of each part, then the number of rows."""
+        self.rows: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        self._arrived: list[Tensor] = []  # what autograd orders the parts by: a part's rows come before their copies
+
+    def samples(self, part: int, inverse: Tensor) -> Tensor:
+        """Waits for the rows of a part and all before it, and copies them to its samples."""
+        while len(self._arrived) <= part:
+            k = len(self._arrived)
+            self._arrived.append(_Arrive.apply(self, k, *self._exchanges[k].wait()))
+        copied: Tensor = _Copy.apply(self, inverse, *self._arrived[: part + 1])
+        return copied
+
+    def part_of(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
+        """Returns the rows of a part of each piece."""
+        return [tensor[ends[part] : ends[part + 1]] for tensor, ends in zip(tensors, self.ends, strict=True)]
+
+
+class _Arrive(Function):
+    @staticmethod
+    def forward(ctx: Any, held: _HeldRows, part: int, *pieces: Tensor) -> Tensor:
+        ctx.held, ctx.part, ctx.dtype = held, part, pieces[0].dtype
+        if not part:
+            shapes = [(ends[-1], piece.shape[1]) for piece, ends in zip(pieces, held.ends, strict=True)]
+            held.rows = [pieces[0].new_empty(shape) for shape in shapes]
+        for place, piece in zip(held.part_of(held.rows, part), pieces, strict=True):
+            place.copy_(piece)
+        return pieces[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        # Complete: the copies of this part and of all after it have gone back.
+        gradients = ctx.held.part_of(ctx.held.gradients, ctx.part)
+        return None, None, *(gradient.to(ctx.dtype) for gradient in gradients)
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, held: _HeldRows, inverse: Tensor, *_: Tensor) -> Tensor:
+        ctx.held, ctx.inverse, ctx.num_parts = held, inverse, len(_)
+        return torch.cat([rows[samples] for rows, samples in zip(held.rows, inverse, strict=True)], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        held = ctx.held
+        if not held.gradients:
+            # In BF16 a sum of many would stop growing.
+            dtype = torch.promote_types(held.rows[0].dtype, torch.float32)
+            held.gradients = [torch.zeros_like(rows, dtype=dtype) for rows in held.rows]
+        blocks = gradients[0].split([rows.shape[1] for rows in held.rows], dim=1)
+        for total, samples, block in zip(held.gradients, ctx.inverse, blocks, strict=True):
+            add_rows(total, samples, block)
+        return None, None, *(gradients[0].new_empty(0) for _ in range(ctx.num_parts))
+
+
+def add_rows(total: Tensor, rows: Tensor, added: Tensor) -> None:
+    """Adds gradients [samples, width] to those of their rows, in place and in a fixed order, on a GPU too."""
+    if total.is_cuda:
+        total.index_put_((rows,), added.to(total.dtype), accumulate=True)
+    else:
+        total.index_add_(0, rows, added.to(total.dtype))
 
 
 class Bags:

@@ -16,6 +16,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import Kernel, Scheme
 from dmt.sharding.user_rules import CachePolicy
+from dmt.sptt.options import refusals
 from dmt.sptt.precision import ExchangePrecision
 from dmt.training.data.config import OF_SOURCE, DataConfig, Section
 from dmt.training.data.prepared import prepared_settings
@@ -228,11 +229,6 @@ class ShardingConfig(Section):
             raise InputError(
                 f"sharding.plan={self.plan!r} says where tables go; leave out sharding.scheme and sharding.tables."
             )
-        if self.unique and self.id_route == "global":
-            raise InputError(
-                f"sharding.unique={self.unique!r} needs sharding.id_route='peer'; the global route sends the ids of "
-                "every sample. Leave out one of them."
-            )
         return self
 
     @property
@@ -438,11 +434,15 @@ def _refusals(config: TrainingConfig) -> Iterator[Refusal]:
         "sharding.dataflow='flat', which would look up and send each micro-batch by itself. Set it to 'sptt', or leave "
         "micro_batches out.",
     )
-    yield (
-        train.micro_batches > 1 and sharding.id_route == "global",
-        f"train.micro_batches={train.micro_batches} needs sharding.id_route='peer', but this run has 'global', which "
-        "brings ids to the ranks in another order. Leave out one of them.",
-    )
+    if not is_flat:
+        yield from refusals(
+            id_route=sharding.id_route,
+            unique=sharding.unique,
+            num_micro_batches=train.micro_batches,
+            hot_rows=config.hot_rows.extra_memory > 0,
+            num_replicas=replicas,
+            has_towers=model.has_towers,
+        )
     yield (
         train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32",
         f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs train.dense_reduce='hierarchical', but "
@@ -464,7 +464,7 @@ def _refusals(config: TrainingConfig) -> Iterator[Refusal]:
 
 
 def _refusals_of_hot_rows(config: TrainingConfig) -> Iterator[Refusal]:
-    hot, model, sharding = config.hot_rows, config.model, config.sharding
+    hot, sharding = config.hot_rows, config.sharding
     for key, field in HotRowsConfig.model_fields.items():
         value = getattr(hot, key)
         yield (
@@ -473,16 +473,7 @@ def _refusals_of_hot_rows(config: TrainingConfig) -> Iterator[Refusal]:
             f"it to 0.01, or leave the {key} out.",
         )
     for is_wrong, what in (
-        (
-            model.has_towers,
-            f"a flat model, but {model.chosen}: towers send their modules' outputs, whichever rows those were computed "
-            "from",
-        ),
         (config.dataflow == "flat", "sharding.dataflow='sptt', but this run has 'flat'"),
-        (
-            sharding.id_route == "global",
-            "sharding.id_route='peer', but this run has 'global', which sends every sample",
-        ),
         (
             sharding.table_precision != "fp32",
             f"sharding.table_precision='fp32', but this run has {sharding.table_precision!r}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +14,14 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dmt import InputError, ReplicaSync, TowerCollectionSharder, TowerMesh, TowerShardingPlanner, TowerTopology
-from dmt.sptt import clip
-from dmt.sptt.clip import clip_grad_norm
-from dmt.sptt.towers import ShardedTowerCollection
+from dmt.hot_rows.copies import HotCopies
+from dmt.hot_rows.runtime import HotRows
+from dmt.sptt import towers
+from dmt.sptt.towers import ShardedTowerCollection, clip_grad_norm
 from dmt.testing import load_plain_state
+from tests.parity import loss_of, make_tables
 from tests.ranks import run_ranks
+from tests.sptt_case import Case, build, shard
 
 NUM_TOWERS, ROWS, BATCH = 3, 10, 4
 FEATURES = [f"f{i}" for i in range(NUM_TOWERS)]
@@ -125,4 +129,22 @@ def test_towers_on_several_meshes_are_refused() -> None:
 
 
 def test_a_rank_without_dense_gradients_adds_up_on_its_device() -> None:
-    assert clip._square([], torch.device("meta")).device.type == "meta"
+    assert towers._square([], torch.device("meta")).device.type == "meta"
+
+
+def copies_stay_on_rank(rank: int) -> bool:
+    """Clipping reads no table, so it does not bring tables up to date with the copies of their hot rows."""
+    case = Case(towers=2, ranks=1, kind="flat")
+    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
+    model = shard(case, build(case), mesh)
+    hot = HotRows(model, mesh, refresh_every=None)
+    hot.replicate({"t0": [1, 2]})
+    ids, labels = case.batches().draw(rank, 0, make_tables(list(case.dims)))
+    loss_of(model(ids)[1], labels).backward()
+    with patch.object(HotCopies, "write_back", side_effect=AssertionError("tables were read")):
+        return bool(clip_grad_norm(model, 1e-3) > 0)
+
+
+@pytest.mark.ranks
+def test_clipping_brings_no_table_up_to_date() -> None:
+    assert all(run_ranks(copies_stay_on_rank, 2))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
@@ -36,7 +37,7 @@ from dmt.collectives import gather_objects
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.dataflow import SPTTContext
-from dmt.sptt.id_routes import GlobalIdRoute, GlobalInputDist, PeerInputDist, WantedIds
+from dmt.sptt.id_routes import GlobalIdRoute, GlobalInputDist, PeerInputDist
 from dmt.testing import gather_plain_state
 from tests import sptt_case
 from tests.parity import EPS, LR, Batches, PipelinedBatch, Trained, load_ramps, make_tables
@@ -46,7 +47,7 @@ from tests.seeds import some_slow
 pytestmark = pytest.mark.ranks
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": LR, "eps": EPS}
 Layout = tuple[tuple[tuple[str, ...], ...], ...]
-MIX: tuple[str, ...] = ("rows", "whole", "columns", "rows", "reversed")
+MIX: tuple[str, ...] = ("whole", "columns", "whole", "reversed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,6 @@ def placed_tables(case: Case) -> list[list[list[Placed]]]:
                     "whole": TablePlacement(scheme="table_wise", ranks=(number % case.ranks,)),
                     "columns": TablePlacement(scheme="column_wise", ranks=everyone),
                     "reversed": TablePlacement(scheme="column_wise", ranks=everyone[::-1]),
-                    "rows": TablePlacement(scheme="row_wise", ranks=everyone),
-                    "data": TablePlacement(scheme="data_parallel", ranks=everyone),
                 }[kind]
                 table = EmbeddingBagConfig(
                     name=f"t{number}",
@@ -198,7 +197,7 @@ def both_routes_on_rank(rank: int, case: Case) -> float:
         arrived = KJTListSplitsAwaitable([to_owners(ids)], context).wait().wait()[0]
         sizes = context.sharding_contexts[0].batch_size_per_rank
         assert sizes == [case.batches().sizes[r] for r in dist.get_process_group_ranks(mesh.sharding_group)]
-        pending = route.look_up(arrived, sizes)
+        pending = route.look_up(context, KJTList([arrived]), lambda _, arrived_ids: arrived_ids)
         got = [value for lazy in pending for value in by_name(lazy)]
         assert [key for key, _ in got] == [key for key, _ in expected]
         assert all(torch.equal(x, y) for (_, x), (_, y) in zip(got, expected, strict=True))
@@ -221,18 +220,17 @@ def both_routes_on_rank(rank: int, case: Case) -> float:
 CASES = {
     "whole-2x2": Case(towers=2, ranks=2, layout=((("whole", "whole"),), (("whole", "whole"),)), max_bag=1),
     "columns-2x2": Case(towers=2, ranks=2, layout=((("columns",),), (("reversed", "columns"),))),
-    "rows-2x2": Case(towers=2, ranks=2, layout=((("rows",),), (("rows", "rows"),))),
     "mix-2x3-uneven-batches": Case(towers=2, ranks=3, layout=((MIX,), (MIX[:3],)), sizes=(2, 5, 1, 4, 3, 6)),
     "mix-3x2-weighted": Case(
         towers=3, ranks=2, layout=((MIX[:2],), (MIX[2:],), (("whole",),)), weighted=True, sizes=(1, 2, 3, 4, 5, 6)
     ),
     "mix-1x2": Case(towers=1, ranks=2, layout=((MIX,),)),
-    "mix-2x1": Case(towers=2, ranks=1, layout=((MIX,), (("rows",),)), sizes=(3, 1)),
+    "mix-2x1": Case(towers=2, ranks=1, layout=((MIX,), (("whole",),)), sizes=(3, 1)),
     "one-rank": Case(towers=1, ranks=1, layout=((MIX,),)),
     "two-logical-towers": Case(
-        towers=2, ranks=2, layout=((("rows", "whole"), ("columns",), ("rows",)), (MIX,)), sizes=(3, 4, 1, 2)
+        towers=2, ranks=2, layout=((("whole", "whole"), ("columns",), ("whole",)), (MIX,)), sizes=(3, 4, 1, 2)
     ),
-    "shared-feature": Case(towers=2, ranks=2, layout=((MIX,), (("whole", "rows"), ("columns",))), shared=True),
+    "shared-feature": Case(towers=2, ranks=2, layout=((MIX,), (("whole", "whole"), ("columns",))), shared=True),
     "idle-rank": Case(towers=2, ranks=2, layout=((("whole",),), (MIX,))),
     "mean": Case(towers=2, ranks=2, layout=((("whole", "columns"),), (("reversed",),)), pooling="MEAN"),
     "replicas": Case(towers=2, ranks=2, replicas=2, layout=((MIX,), (MIX[:3],)), sizes=(1, 2, 3, 4, 5, 4, 3, 2)),
@@ -241,7 +239,7 @@ CASES = {
 
 
 # The mixes have their schemes.
-SLOW = ("whole-2x2", "columns-2x2", "rows-2x2", "modules-2x2")
+SLOW = ("whole-2x2", "columns-2x2", "modules-2x2")
 
 
 @pytest.mark.parametrize("name", some_slow(CASES, SLOW))
@@ -251,14 +249,14 @@ def test_both_routes_give_the_same_bits(name: str) -> None:
 
 
 def test_bags_may_all_be_empty() -> None:
-    case = Case(towers=2, ranks=2, layout=((MIX,), (("rows", "whole"),)), max_bag=0, weighted=True)
+    case = Case(towers=2, ranks=2, layout=((MIX,), (("columns", "whole"),)), max_bag=0, weighted=True)
     assert run_ranks(both_routes_on_rank, 4, case) == [0.0] * 4
 
 
 def peer_order_on_rank(rank: int, towers: int, ranks: int) -> list[int]:
     mesh = TowerMesh(TowerTopology(num_towers=towers, ranks_per_tower=ranks))
     world = towers * ranks
-    wanted = [[WantedIds(f"f{owner}")] for owner in range(world)]
+    wanted = [[f"f{owner}"] for owner in range(world)]
     exchange = GlobalInputDist(mesh.sharding_group, wanted, [f"f{i}" for i in range(world)], num_towers=towers)
     # Rank r sends r + 1 samples, each with the id r.
     ids = KeyedJaggedTensor(
@@ -283,7 +281,7 @@ def refusal_on_rank(rank: int) -> None:
     mesh, towers = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)), TowerPlan.from_lists([["f0"], ["f1"]])
     for pooling, scheme, why in (
         (PoolingType.SUM, "data_parallel", "id_route='global' sends every rank's ids"),
-        (PoolingType.MEAN, "row_wise", "it has mean pooling, and with id_route='global'"),
+        (PoolingType.SUM, "row_wise", "with id_route='global' every holder"),
     ):
         tables = [
             EmbeddingBagConfig(
@@ -323,9 +321,8 @@ def bytes_on_rank(rank: int, kind: str) -> tuple[int, int]:
     return across[0], across[1]
 
 
-# Per sample and feature a length and an id of 8 bytes; a few sizes more. Both shards of a column-wise table get
-# both; of a row-wise table both get a length, one the id.
-@pytest.mark.parametrize(("kind", "numbers"), [("whole", 2), ("columns", 4), ("rows", 3)])
+# Per sample and feature a length and an id of 8 bytes; a few sizes more. Both shards of a column-wise table get both.
+@pytest.mark.parametrize(("kind", "numbers"), [("whole", 2), ("columns", 4)])
 def test_what_crosses_hosts_is_what_the_routes_need(kind: str, numbers: int) -> None:
     peer, owners = run_ranks(bytes_on_rank, 4, kind)[0]
     samples = 4 * 50 * 2  # each with the two features of the other host
@@ -362,12 +359,12 @@ def train_on_rank(rank: int, case: sptt_case.Case) -> None:
 
 
 TRAINED = {
-    "modules-2x2": sptt_case.Case(towers=2, ranks=2, scheme="mixed-model-parallel", dims=(8, 24, 8, 8), max_bag=3),
+    "modules-2x2": sptt_case.Case(towers=2, ranks=2, scheme="column_wise", dims=(8, 24, 8, 8), max_bag=3),
     "flat-2x3": sptt_case.Case(
-        towers=2, ranks=3, scheme="mixed-model-parallel", kind="flat", dims=(8, 16, 8, 12), sizes=(2, 5, 1, 4, 3, 6)
+        towers=2, ranks=3, scheme="column_wise", kind="flat", dims=(8, 16, 8, 12), sizes=(2, 5, 1, 4, 3, 6)
     ),
     "two-towers-on-one-host": sptt_case.Case(
-        towers=2, ranks=2, plan=((0,), (3,), (1, 2)), placement=(1, 0, 1), scheme="row_wise", weighted=True, max_bag=3
+        towers=2, ranks=2, plan=((0,), (3,), (1, 2)), placement=(1, 0, 1), scheme="table_wise", weighted=True, max_bag=3
     ),
 }
 
@@ -388,7 +385,7 @@ def sharder_refusals_on_rank(rank: int) -> None:
         case = sptt_case.Case(
             towers=1, ranks=2, kind=kind, plan=((0, 1, 2, 3),), scheme="mixed", id_route="global", dims=(8, 8, 8, 8)
         )
-        with pytest.raises(InputError, match="Table 't3' in tower 0 is pinned data_parallel, but id_route='global'"):
+        with pytest.raises(InputError, match="Table 't1' in tower 0 is pinned row_wise, but with id_route='global'"):
             sptt_case.shard(case, sptt_case.build(case), mesh)
 
 

@@ -156,7 +156,7 @@ def check_constructor(mesh: TowerMesh, rank: int) -> None:
     with pytest.raises(InputError, match="holds a ShardedEmbeddingBagCollection, which would look up and send K times"):
         run_in_micro_batches(theirs, num_micro_batches=2)
     routed = shard(replace(TWO, id_route="global"), build(TWO), mesh)
-    with pytest.raises(InputError, match="Micro-batches need id_route='peer'"):
+    with pytest.raises(InputError, match="micro_batches=2 needs id_route='peer'"):
         run_in_micro_batches(routed, num_micro_batches=2)
     assert "forward" not in vars(routed.module)
     run_in_micro_batches(routed, num_micro_batches=1)
@@ -343,13 +343,13 @@ def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Te
     run_in_micro_batches(model.module.model, num_micro_batches=2)
     optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "embedding_bags" not in n], lr=0.05)
     sent = []
-    send = PeerInputDist.forward
+    send = PeerInputDist.send
 
     def counted(self: PeerInputDist, ids: KeyedJaggedTensor) -> Any:
         sent.append(ids)
         return send(self, ids)
 
-    PeerInputDist.forward = counted  # type: ignore[method-assign]
+    PeerInputDist.send = counted  # type: ignore[method-assign]
     batches = iter([PipelinedBatch(*drawn(rank, step)) for step in range(4)])
     losses = []
     if pipelined:
@@ -365,7 +365,7 @@ def piped(mesh: TowerMesh, rank: int, *, pipelined: bool) -> tuple[list[torch.Te
             loss.backward()
             optimizer.step()
             losses.append(logits.detach())
-    PeerInputDist.forward = send  # type: ignore[method-assign]
+    PeerInputDist.send = send  # type: ignore[method-assign]
     return losses, gather_plain_state(model), len(sent)
 
 

@@ -2,7 +2,7 @@
 
 `make test` runs a pairwise cover: every value of a factor meets every value of each other one in some case. `make
 parity` runs all cases. Batches are even and uneven in turn, optimizers take turns too. What the global route refuses
-(data-parallel tables, mean-pooled row-wise ones) is tested in test_id_routes.py.
+(data-parallel and row-wise tables) is tested in test_id_routes.py.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ TOPOLOGIES = {
 def carried(case: Case) -> bool:
     """Whether the case's id route carries its tables."""
     schemes = MIXES.get(case.scheme, (case.scheme,)) if case.ranks > 1 else ("table_wise",)
-    return case.id_route == "peer" or not (
-        "data_parallel" in schemes or (case.pooling == "MEAN" and "row_wise" in schemes)
-    )
+    return case.id_route == "peer" or not {"data_parallel", "row_wise"} & set(schemes)
 
 
 def cases_of(towers: int, ranks: int) -> list[Case]:

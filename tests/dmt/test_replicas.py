@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 from unittest.mock import patch
 
@@ -17,8 +17,6 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology
 from dmt.errors import ReplicaMismatchError
-from dmt.hot_rows.runtime import HotRows
-from dmt.sptt.hot import HotCopies
 from dmt.sptt.state import TableTensor, checksum, table_tensors
 from dmt.testing import PlainTraining, load_plain_state, table_layout
 from dmt.testing.plain import table_name
@@ -26,7 +24,7 @@ from dmt.testing.state import LocalPart, join_parts
 from tests.parity import EPS, LR, loss_of, make_tables, plain_training, share, train_plainly
 from tests.ranks import run_ranks
 from tests.seeds import some_slow
-from tests.sptt_case import TOLERANCE, Case, build, hot_rows, shard
+from tests.sptt_case import TOLERANCE, Case, build, shard
 
 STEPS = 7
 
@@ -64,13 +62,6 @@ TWO_TWO_TWO = [
     Replicated(replicas=2, case=MIXED, interval=2, delayed=True, placement="intra_host"),
     Replicated(replicas=2, case=MIXED, interval=3, c=1, placement="intra_host"),
 ]
-HOT = Case(towers=2, ranks=2, kind="flat", scheme="mixed", hot=True)
-WITH_COPIES = [
-    Replicated(replicas=2, case=HOT, interval=3, c=0.5, warmup=True, placement="intra_host"),
-    Replicated(replicas=2, case=replace(HOT, max_bag=2, unique=True), interval=2, delayed=True),
-    Replicated(replicas=4, case=Case(towers=2, ranks=1, kind="flat", hot=True), c=3),
-    Replicated(replicas=3, case=Case(towers=2, ranks=1, kind="flat", hot=True), delayed=True),
-]
 OTHERS = [
     Replicated(replicas=4, case=Case(towers=2, ranks=1), c=3),
     Replicated(replicas=4, case=Case(towers=1, ranks=2, plan=((0, 1, 2, 3),), scheme="row_wise"), interval=2),
@@ -85,15 +76,12 @@ SLOW = [
     TWO_TWO_TWO[5],
     OTHERS[0],
     OTHERS[1],
-    WITH_COPIES[0],
-    WITH_COPIES[3],
 ]
 
 
 def label(case: Replicated) -> str:
     mesh = f"{case.replicas}x{case.case.towers}x{case.case.ranks}"
     flags = ["delayed"] if case.delayed else []
-    flags += ["hot"] if case.case.hot else []
     return "-".join([mesh, case.placement, f"c={case.c}", f"N={case.interval}", *flags, case.case.kind])
 
 
@@ -118,7 +106,7 @@ def sharded(case: Replicated, mesh: TowerMesh) -> tuple[DistributedModelParallel
 
 
 def own_tables(model: DistributedModelParallel) -> list[TableTensor]:
-    module = next(m for m in model.modules() if hasattr(m, "replicas_ready"))
+    module = next(m for m in model.modules() if hasattr(m, "replicas_drifted"))
     return table_tensors(module)
 
 
@@ -161,7 +149,6 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
     stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)] if case.warmup else []
     fused = WarmupOptimizer(model.fused_optimizer, stages, lr=LR)
     tables = make_tables(list(case.case.dims), pooling=case.case.pooling)
-    hot = HotRows(model, mesh, refresh_every=None) if case.case.hot else None
     batches = Case(**{**vars(case.case), "sizes": case.case.sizes or (5,) * case.world}).batches()
     worst: dict[str, float] = {}
     weights = [one for one in own_tables(model) if one.is_weight]
@@ -170,8 +157,6 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
     before = {one.name: one.tensor.clone() for one in own_tables(model)}
     for step in range(STEPS):
         ids, labels = batches.draw(rank, step, tables)
-        if hot is not None and step in (0, 3):
-            hot.replicate(hot_rows(case.case, hot, tables, step))
         dense.zero_grad()
         fused.zero_grad()
         logits = model(ids)[1]
@@ -186,8 +171,6 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
         if rank == 0:
             train_plainly(oracle, *([batches.draw(r, step, tables) for r in of] for of in sharding_ranks))
         share(oracle)
-        if hot is not None:
-            hot.write_back()
         for one in own_tables(model):
             kind = "weight" if one.is_weight else "moment"
             worst[kind] = max(worst.get(kind, 0.0), difference(one, oracle, mesh, places))
@@ -202,33 +185,11 @@ def algorithm_1_on_rank(rank: int, case: Replicated) -> dict[str, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", some_slow([*TWO_TWO_TWO, *OTHERS, *WITH_COPIES], SLOW), ids=label)
+@pytest.mark.parametrize("case", some_slow([*TWO_TWO_TWO, *OTHERS], SLOW), ids=label)
 def test_every_replica_follows_algorithm_1(case: Replicated) -> None:
     for rank, worst in enumerate(run_ranks(algorithm_1_on_rank, case.world, case)):
         # The bound of training against the plain model; averaging adds less than one unit in the last place a sync.
         assert max(worst.values()) < TOLERANCE, (rank, worst)
-
-
-def copies_fault_on_rank(rank: int, case: Replicated) -> list[float]:
-    faults: list[tuple[Any, str, Any]] = [
-        (ReplicaSync, "_write_back", lambda _: None),
-        (ReplicaSync, "_read_again", lambda _: None),
-        (HotCopies, "_mean_over_replicas", lambda _, gradient, flags: flags.tolist()),
-    ]
-    found = []
-    for owner, name, broken in faults:
-        with patch.object(owner, name, broken), patch(f"{__name__}.STEPS", 4):
-            try:
-                found.append(max(algorithm_1_on_rank(rank, case).values()))
-            except (InputError, ReplicaMismatchError):
-                found.append(1.0)
-    return found
-
-
-@pytest.mark.ranks
-def test_copies_that_are_not_averaged_fail_the_comparison() -> None:
-    of_ranks = run_ranks(copies_fault_on_rank, 8, Replicated(replicas=2, case=HOT, interval=2))
-    assert all(max(of_fault) > 2 * TOLERANCE for of_fault in zip(*of_ranks, strict=True)), of_ranks
 
 
 def one_step(model: DistributedModelParallel, dense: Any, case: Replicated, rank: int, step: int) -> None:

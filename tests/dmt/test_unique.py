@@ -17,7 +17,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import dmt.sptt.dataflow
 import dmt.sptt.rows
 import dmt.sptt.unique
 from dmt import (
@@ -30,8 +29,8 @@ from dmt import (
     run_in_micro_batches,
 )
 from dmt.sptt.dataflow import SPTTModule
-from dmt.sptt.rows import PartRows, filled_up, micro_batch_sizes, rows_by_part, taken_rows
-from dmt.sptt.unique import DistinctInputs, distinct_inputs, why_not_per_sample
+from dmt.sptt.rows import RowCode, part_sizes, rows_of_parts
+from dmt.sptt.unique import DistinctInputs, distinct_inputs, samples_of_rows, why_not_per_sample
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic, TrafficMeter
 from tests.parity import FUSED, SumTowerModule, TowerModel, loss_of, make_tables
@@ -85,8 +84,8 @@ def test_rows_are_the_distinct_inputs_in_the_order_of_their_first_samples(
     with pytest.MonkeyPatch.context() as patch:
         if all_hashes_are_equal:  # then only the comparison tells inputs apart, and some rows are sent twice
             patch.setattr(dmt.sptt.unique, "_mix", lambda numbers: numbers * 0)
-        cut = micro_batch_sizes(ids.stride(), num_micro_batches)
-        sent, distinct = distinct_inputs(ids, sizes, micro_batches=cut)
+        cut = part_sizes(ids.stride(), num_micro_batches)
+        sent, distinct = distinct_inputs(ids, sizes, cuts=cut)
     before, by_key = bags_of(ids), bags_of(sent)
     after = [list(itertools.chain(*by_key[i : i + len(cut)])) for i in range(0, len(by_key), len(cut))]
     blocks = distinct.inverse.split(cut, dim=1)
@@ -121,10 +120,12 @@ def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
         lengths=torch.ones(8, dtype=torch.int64),
         stride_per_key_per_rank=strides,
     )
-    parts = [PartRows(arrived, sent=[]) for arrived in rows_by_part(ids, [1, 1], 2)]
+    code = RowCode(ids, [[1, 0], [2, 1]], None, [1, 2], None)
+    filled, parts = rows_of_parts(code, ids, [[["a"], ["b"]]], 0)
     assert [part.arrived for part in parts] == [[[1, 2], [1, 1]], [[0, 1], [1, 1]]]
+    assert [part.sent for part in parts] == [[[1, 0]], [[2, 1]]]
     assert [part.num_rows for part in parts] == [3, 2]
-    assert bags_of(filled_up(ids, parts, [1, 1])) == [
+    assert bags_of(filled) == [
         [((0, 0.0),), ((1, 0.0),), (), ((2, 0.0),), ()],
         [((3, 0.0),), ((4, 0.0),), ((5, 0.0),), ((6, 0.0),), ((7, 0.0),)],
     ]
@@ -173,12 +174,14 @@ def test_rows_train_as_samples_do(name: str) -> None:
 def with_fault(fault: str) -> pytest.MonkeyPatch:
     patch = pytest.MonkeyPatch()
     if fault == "wrong inverse":
-        taken = dmt.sptt.dataflow.taken_rows
-        patch.setattr(dmt.sptt.dataflow, "taken_rows", lambda parts, inverse: taken(parts, inverse.roll(1, dims=1)))
+        copied = dmt.sptt.rows.samples_of_rows
+        patch.setattr(
+            dmt.sptt.rows, "samples_of_rows", lambda *a: copied(a[0], a[1], [own.roll(1, dims=1) for own in a[2]])
+        )
     elif fault == "gradients not summed":
-        patch.setattr(dmt.sptt.rows.F, "embedding", first_gradient)
+        patch.setattr(dmt.sptt.unique, "add_rows", lambda total, rows, added: total.index_copy_(0, rows, added))
     elif fault == "stale inverse":
-        found = dmt.sptt.dataflow.distinct_inputs
+        found = dmt.sptt.rows.distinct_inputs
         seen: list[DistinctInputs] = []
 
         def stale(*args: Any, **kwargs: Any) -> tuple[KeyedJaggedTensor, DistinctInputs]:
@@ -187,27 +190,8 @@ def with_fault(fault: str) -> pytest.MonkeyPatch:
             last = torch.tensor(distinct.rows).unsqueeze(1) - 1
             return ids, DistinctInputs(distinct.parts, torch.minimum(seen[0].inverse, last))
 
-        patch.setattr(dmt.sptt.dataflow, "distinct_inputs", stale)
+        patch.setattr(dmt.sptt.rows, "distinct_inputs", stale)
     return patch
-
-
-class _FirstGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(positions)
-        ctx.num_rows = len(rows)
-        return rows[positions]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (positions,) = ctx.saved_tensors
-        rows = gradients[0].new_zeros(ctx.num_rows, gradients[0].shape[-1])
-        rows[positions.flatten()] = gradients[0].flatten(0, -2)  # of one sample only
-        return None, rows
-
-
-def first_gradient(positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return _FirstGradient.apply(positions, rows)
 
 
 def fault_on_rank(rank: int, case: Case, fault: str) -> str | None:
@@ -298,11 +282,32 @@ class Arrived:
 def test_gradients_of_many_samples_are_summed_in_fp32() -> None:
     """In BF16 a sum of ones stops at 256."""
     rows = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    taken = taken_rows([Arrived(rows)], torch.zeros(1, 4096, dtype=torch.int64))
+    (pending,) = samples_of_rows([Arrived(rows)], [[1]], [torch.zeros(1, 4096, dtype=torch.int64)])  # type: ignore[list-item]
+    taken = pending.wait()
     assert taken.dtype == torch.bfloat16
     taken.backward(torch.ones_like(taken))
     assert rows.grad is not None
     assert rows.grad.tolist() == [[4096.0, 4096.0]]
+
+
+def test_rows_of_several_parts_are_copied_once_and_their_gradients_join() -> None:
+    """Part k has a row of its own and reads those before it; no part copies the rows of another one again."""
+    parts = [torch.full((1, 2), float(k), requires_grad=True) for k in range(4)]
+    inverses = [torch.arange(k + 1).unsqueeze(0) for k in range(4)]
+    copied: list[int] = []
+    place = torch.Tensor.copy_
+
+    def counted(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        copied.append(len(other))
+        return place(own, other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", counted)
+        found = [one.wait() for one in samples_of_rows([Arrived(p) for p in parts], [[1]] * 4, inverses)]  # type: ignore[list-item]
+    assert copied == [1] * 4
+    assert [one[:, 0].tolist() for one in found] == [[0.0], [0.0, 1.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]]
+    torch.cat(found).sum().backward()
+    assert [part.grad.tolist() for part in parts if part.grad is not None] == [[[4.0 - k] * 2] for k in range(4)]
 
 
 class Normed(nn.Module):

@@ -119,8 +119,7 @@ class OnAStream:
 
 def test_a_stream_is_told_of_the_ids_of_both_hops_and_of_the_rows() -> None:
     made: list[Any] = [OnAStream() for _ in range(5)]
-    distinct: Any = type("Distinct", (), {"inverse": made[4]})
-    context = SPTTContext(in_tower=[(made[0], made[1]), (made[2], made[3])], distinct=distinct)
+    context = SPTTContext(in_tower=[(made[0], made[1]), (made[2], made[3])], code=made[4])
     stream: Any = "the current one"
     context.record_stream(stream)
     assert [part.streams for part in made] == [[stream]] * 5

@@ -43,7 +43,6 @@ def config_of(folder: Path, name: str, **sections: dict[str, Any]) -> TrainingCo
     return small("dlrm", "sptt", synthetic=data, train=train, **sections)
 
 
-REPLICAS = {"topology": {"num_replicas": 2, "ranks_per_tower": 1}, "replicas": {"sync_every": 2}}
 PROFILED = {"sharding": {"unique": True}, "optimizer": {"sparse": "adagrad"}}
 
 
@@ -75,11 +74,9 @@ def runs_on_rank(rank: int, folder: str, sections: dict[str, Any]) -> tuple[dict
     "sections",
     [
         {},
-        # Daily, copies with replicas are held to Algorithm 1 by tests/dmt/test_replicas.py.
-        pytest.param(REPLICAS, marks=pytest.mark.slow),
         pytest.param(PROFILED, marks=pytest.mark.slow),
     ],
-    ids=["2x2", "2x2x1", "unique"],
+    ids=["2x2", "unique"],
 )
 def test_a_run_with_hot_rows_learns_the_same_and_sends_less(tmp_path: Path, sections: dict[str, Any]) -> None:
     hot, unlike, apart = run_ranks(runs_on_rank, 4, str(tmp_path), sections)[0]
@@ -208,9 +205,8 @@ def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "sections",
-    # As above; `dmt check` of replicas without copies is in tests/training/check.
-    [{"sharding": {"unique": True}}, pytest.param(REPLICAS, marks=pytest.mark.slow)],
-    ids=["unique", "replicas"],
+    [{"sharding": {"unique": True}}],
+    ids=["unique"],
 )
 def test_dmt_check_copies_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, dict[str, Any]]
@@ -229,10 +225,11 @@ def test_dmt_check_copies_rows(
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"arch": "dmt-dlrm"}}, "needs a flat model, but .*: towers send their modules' outputs"),
+        ({"model": {"arch": "dmt-dlrm"}}, "hot rows need a flat model; towers send their modules' outputs"),
         ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt', but this run has 'flat'"),
-        ({"sharding": {"dataflow": "sptt", "id_route": "global"}}, "needs sharding.id_route='peer'"),
+        ({"sharding": {"dataflow": "sptt", "id_route": "global"}}, "hot rows need id_route='peer'"),
         ({"sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "needs sharding.table_precision='fp32'"),
+        ({"sharding": {"dataflow": "sptt"}, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
         ({"hot_rows": {"extra_memory": 0.0, "profile": "x"}}, "hot_rows.profile='x' needs hot_rows.extra_memory"),
         ({"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
     ],

@@ -186,7 +186,7 @@ def test_a_check_trains_with_them_and_sends_dense_gradients_in_fp32(tmp_path: Pa
         ),
         (
             ["sharding.id_route=global", "train.micro_batches=4"],
-            r"train\.micro_batches=4 needs sharding\.id_route='peer', but this run has 'global'.* Leave out one",
+            r"micro_batches=4 needs id_route='peer'; the global route .* Leave out one",
         ),
         (["train.micro_batches=0"], r"train\.micro_batches: .* greater than or equal to 1 \(got 0\)"),
         (

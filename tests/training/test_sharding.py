@@ -92,7 +92,6 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict
         ({"tables": {"t_C1": "table_wise"}}, r"sharding\.tables=.* needs the tower dataflow"),
         ({"id_route": "global"}, r"sharding\.id_route='global' needs the tower dataflow"),
         ({"unique": True}, r"sharding\.unique=True needs the tower dataflow"),
-        ({"unique": True, "id_route": "global"}, r"sharding\.unique=True needs sharding\.id_route='peer'"),
         ({"intra_tower_gb_per_s": 20.0}, r"sharding\.intra_tower_gb_per_s=20\.0 needs the tower dataflow"),
         ({"memory_gb_per_s": 20.0}, r"sharding\.memory_gb_per_s=20\.0 needs the tower dataflow"),
         ({"collective_latency_us": 0.0}, r"sharding\.collective_latency_us=0\.0 needs the tower dataflow"),

@@ -2,10 +2,10 @@
 
 The ids of a batch are split before they are sent (`HotCopies.split`): those of hot rows are looked up in this rank's
 copies, the others go the usual way, and the result is the sum of both. A bag whose ids are all hot is sent as an empty
-one, and all empty bags of a feature share a row (`dmt.sptt.unique`), so that hot rows cost next to nothing between
-hosts. What remains is the gradient of the copies, summed inside each host first and then once between hosts.
+one, and all empty bags of a feature share a row (`dmt.sptt.rows`), so that hot rows cost next to nothing between hosts.
+What remains is the gradient of the copies, summed inside each host first and then once between hosts.
 
-The tables stay the truth. `HotCopies.write_back` brings weights and optimizer states of the hot rows there before
+The tables remain authoritative. `HotCopies.write_back` brings weights and optimizer states of the hot rows there before
 anyone is given the tensors of a table; no rank needs another for it, because each has all copies. `HotCopies.read`
 copies them from the tables, bit by bit. In between the tables' own rows rest: their ids do not come.
 
@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
@@ -26,35 +25,17 @@ from torch.distributed import ProcessGroup
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import start_sum, sum_over_ranks
+from dmt.collectives import start_sum
 from dmt.errors import InputError
+from dmt.hot_rows.touched_sum import TouchedRowsSum
 from dmt.sharding.data_parallel import UpdateSettings
-from dmt.sptt.dataflow import Piece, SPTTModule
-from dmt.sptt.hot_sum import TouchedRowsSum
-from dmt.sptt.state import checksum, table_tensors
+from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.rows import Piece
+from dmt.sptt.sharder import HomeTable
+from dmt.sptt.state import table_tensors
 from dmt.sptt.tower_lookup import DataParallelTables
 
-__all__ = ["HomeTable", "HotBags", "HotCopies", "HotGroups"]
-
-_CHANGED = (
-    "HotRows: rows that have copies were changed in their tables, which the copies do not know of. After loading or "
-    "changing weights in place, call restart() of the HotRows on every rank."
-)
-_CHANGED_TOO = (
-    "HotRows: rows were changed in place through tensors that were obtained before the last steps, so they lack what "
-    "their copies have learned in these. Get the tensors again through state_dict() before changing them."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HomeTable:
-    """A table of any tower, as every rank knows it."""
-
-    config: Any
-    """TorchRec's ``EmbeddingBagConfig``."""
-    scheme: str
-    settings: Mapping[str, Any]
-    """Settings of its fused optimizer, as its kernel has them."""
+__all__ = ["HotBags", "HotCopies", "HotGroups"]
 
 
 class HotGroups(NamedTuple):
@@ -65,9 +46,7 @@ class HotGroups(NamedTuple):
     across: ProcessGroup
     """One rank of each host."""
     whole: ProcessGroup
-    """All ranks of a replica, whose copies are equal."""
-    replicas: ProcessGroup
-    """Ranks at the same place in all replicas; this one alone without replicas."""
+    """All ranks."""
 
 
 class HotBags(NamedTuple):
@@ -80,17 +59,26 @@ class HotBags(NamedTuple):
     """First id of each bag, then the number of ids, int64 [F * B + 1], of the features that have hot rows."""
     weights: Tensor | None
 
+    def columns(self, pieces: Sequence[Piece]) -> Tensor:
+        """Looks the ids up, see `HotCopies.columns`."""
+        return self.copies.columns(self, pieces)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps their memory until a stream has done its work."""
+        for part in (self.ids, self.offsets, self.weights):
+            if part is not None:
+                part.record_stream(stream)
+
 
 class HotCopies:
-    """Copies of some rows of each table on this rank, the same on all ranks of the sharding group.
+    """Copies of some rows of each table on this rank, the same on all ranks.
 
     Args:
         module: the sharded collection.
         tables: all its tables, by name.
-        rows: for each table with hot rows their numbers, int64 [n], ascending, not empty.
+        rows: for each table with hot rows, one at least, their numbers, int64 [n], ascending, not empty.
         groups: the ranks.
         owned: tables whose learning rate this rank tells the others; each is owned by one rank.
-        count: called with all ids of each batch that comes to its forward pass.
     """
 
     def __init__(
@@ -101,14 +89,11 @@ class HotCopies:
         *,
         groups: HotGroups,
         owned: Collection[str],
-        count: Callable[[KeyedJaggedTensor], None],
     ) -> None:
         self.rows = dict(rows)
-        self.count = count
         self._module = module
         self._groups = groups
         self._owned = [name for name in rows if name in owned]
-        self._is_replicated = [tables[name].scheme != "data_parallel" for name in rows]
         self._device = device = module.device
         table_of = {feature: table.config for table in tables.values() for feature in table.config.feature_names}
         self._features = [feature for feature in module.features if table_of[feature].name in rows]
@@ -118,9 +103,7 @@ class HotCopies:
         # A row's number among those of all tables; hot rows of all tables are found in one sorted list.
         first_rows = dict(zip(tables, (sizes.cumsum(0) - sizes).tolist(), strict=True))
         in_order = sorted(rows, key=lambda name: first_rows[name])
-        self._keys = torch.cat(
-            [torch.empty(0, dtype=torch.int64), *(rows[name] + first_rows[name] for name in in_order)]
-        ).to(device)
+        self._keys = torch.cat([rows[name] + first_rows[name] for name in in_order]).to(device)
         counts = torch.tensor([len(rows[name]) for name in in_order], dtype=torch.int64)
         first_copy = dict(zip(in_order, (counts.cumsum(0) - counts).tolist(), strict=True))
         names = [table_of[feature].name for feature in module.features]
@@ -133,36 +116,22 @@ class HotCopies:
             )
         )
         self._is_hot_feature = torch.tensor([name in rows for name in names], device=device)
-        self._parts: list[_HomePart] = []
-        self._sums: list[int] = []
-        self._is_newer = self._is_exposed = self._is_changed = False
+        self._is_newer = self._was_cut_short = False
         self._must_read = True
         self._tensors: dict[tuple[str, str], Tensor] = {}
-        if rows:
-            self._lookup = self._make_lookup(tables, in_order)
-            self._parts = self._home_parts()
+        self._lookup = self._make_lookup(tables, in_order)
+        self._parts = self._home_parts()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Live weights [n, N] and optimizer states of all copies, by name; the same bits on every rank of a replica."""
-        topology = self._module.mesh.topology
-        where = f" in replica {self._module.mesh.replica}" if topology.num_replicas > 1 else ""
-        return {f"the hot rows of {table}.{part}{where}": tensor for (table, part), tensor in self._tensors.items()}
+        """Live weights [n, N] and optimizer states of all copies, by name; the same bits on every rank."""
+        return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
 
-    @property
-    def replica_bytes(self) -> int:
-        """Bytes that a rank contributes to a step's mean over replicas: gradients of data-parallel tables' rows."""
-        shared = [self._spans[name] for name, own in zip(self.rows, self._is_replicated, strict=True) if not own]
-        numbers = sum(span.stop - span.start for span in shared)
-        return 4 * (numbers + 2) if shared and self._groups.replicas.size() > 1 else 0
-
-    def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags | None]:
+    def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags]:
         """Takes the ids of hot rows out of a batch, features in the order in which they are sent; no gradient.
 
-        Returns the cold ids, in as many bags, and the hot ones; None if there are no copies.
+        Returns the cold ids, in as many bags, and the hot ones.
         """
-        if not self.rows:
-            return ids, None
         self._lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
         lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()
@@ -193,18 +162,9 @@ class HotCopies:
         """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
 
         Collective the first time, and the first time after `read_again`.
-
-        Raises:
-            InputError: rows of a table on this rank were changed in place since they were handed out. With gradients it
-                is raised in the backward pass instead, on all ranks: none must wait for one that has left.
         """
         if self._must_read:
             self.read()
-        elif self._is_exposed:
-            self._is_changed = self._home_changed()
-            if self._is_changed and not torch.is_grad_enabled():
-                raise InputError(_CHANGED)
-            self._is_exposed = self._is_changed
         found = self._lookup(bags.ids, bags.offsets, bags.weights)
         if found.requires_grad:
             # It also keeps these copies alive as long as something may go back to them.
@@ -216,18 +176,14 @@ class HotCopies:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Brings the tables of this rank up to date, for someone who is given their tensors.
-
-        Raises:
-            InputError: rows of a table on this rank were changed in place, and so were their copies by training.
-        """
-        if self._is_newer:
-            if self._home_changed():
-                raise InputError(_CHANGED_TOO)
-            for part in self._parts:
-                part.write()
-            self._note_home()
-        self._is_exposed = True
+        """Brings the tables of this rank up to date, for someone who is given their tensors."""
+        if not self._is_newer:
+            return
+        self._flush()
+        for part in self._parts:
+            part.write()
+        self._flush()
+        self._is_newer = False
 
     def read_again(self) -> None:
         """Tells that tables were loaded; the copies are read before they are used next. Every rank calls it."""
@@ -249,8 +205,7 @@ class HotCopies:
         ]
         for work in works:
             work.wait()
-        self._must_read = self._is_newer = self._is_exposed = self._is_changed = False
-        self._note_home()
+        self._must_read = self._is_newer = False
 
     def _make_lookup(self, tables: Mapping[str, HomeTable], names: Sequence[str]) -> DataParallelTables:
         specs = [(len(self.rows[name]), tables[name].config.embedding_dim) for name in names]
@@ -278,8 +233,6 @@ class HotCopies:
 
         lookup = DataParallelTables(kernel, weights, settings, start_mean)
         states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
-        self._spans = {name: slice(ends[i], ends[i + 1]) for i, name in enumerate(names)}
-        """Numbers of each table among those of the gradient."""
         self.sum = TouchedRowsSum(specs, self._groups.inside, self._groups.across, device=self._device)
         """Sum of the copies' gradients over ranks."""
         self._weights = kernel.weights.detach()
@@ -322,46 +275,28 @@ class HotCopies:
         names, told = list(self.rows), torch.zeros(len(self.rows), 2)
         for name in self._owned:
             told[names.index(name)] = torch.tensor(now[name])
+        num_ranks = self._groups.whole.size()
+        cut_short = torch.tensor([float(self._was_cut_short)])
         # In flight while the rest of the backward pass runs.
-        end_sum = self.sum.start(gradient.view(-1), told.to(gradient).flatten())
+        end_sum = self.sum.start(gradient.view(-1), torch.cat([told.flatten(), cut_short]).to(gradient))
 
         def end(is_update: bool) -> None:
             summed, of_each = end_sum()
-            gradient.copy_(summed.view_as(gradient)).div_(self._groups.whole.size())
-            # Known at the end of the pass only.
-            flags = sum_over_ranks(gradient.new_tensor([self._is_changed, not is_update]), self._groups.whole)
-            (changed, unfinished), num_ranks = self._mean_over_replicas(gradient, flags), self._groups.whole.size()
-            if changed:
-                raise InputError(_CHANGED)
+            gradient.copy_(summed.view_as(gradient)).div_(num_ranks)
+            *settings, unfinished = of_each.tolist()
+            # Known at the end of a pass only, it goes with the sum of the next one.
+            self._was_cut_short = not is_update
             if 0 < unfinished < num_ranks:
                 raise InputError(
-                    "HotRows: the backward pass of a batch raised an error on some ranks only, which would not have "
+                    "HotRows: the backward pass of the batch before raised an error on some ranks only, which have not "
                     "updated their copies. Go on from the last checkpoint."
                 )
-            if not is_update:
-                return
-            of_tables = zip(names, of_each.view(-1, 2).tolist(), strict=True)
-            self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in of_tables})
-            self._is_newer = True
+            if is_update:
+                pairs = zip(names, settings[::2], settings[1::2], strict=True)
+                self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, rate, n in pairs})
+                self._is_newer = True
 
         return end
-
-    def _mean_over_replicas(self, gradient: Tensor, flags: Tensor) -> list[float]:
-        """Averages, in place, the gradients of data-parallel tables' rows, which train alike in all replicas.
-
-        Returns the flags, sums over this replica's ranks, as means over replicas where there is anything to average.
-        """
-        flat, count = gradient.view(-1), self._groups.replicas.size()
-        shared = [flat[self._spans[name]] for name, own in zip(self.rows, self._is_replicated, strict=True) if not own]
-        if count == 1 or not shared:
-            return list(flags.tolist())
-        # With the flags: a replica that raises an error must not leave the others waiting.
-        *means, flags = (sum_over_ranks(torch.cat([*shared, flags]), self._groups.replicas) / count).split(
-            [*map(len, shared), len(flags)]
-        )
-        for part, mean in zip(shared, means, strict=True):
-            part.copy_(mean)
-        return list(flags.tolist())
 
     def _check_in_use(self, _: Tensor) -> None:
         if self._module.hot is not self:
@@ -373,15 +308,6 @@ class HotCopies:
     def _flush(self) -> None:
         for collection in self._module.collections:
             collection.flush()
-
-    def _note_home(self) -> None:
-        self._flush()
-        self._sums = [part.home_sum() for part in self._parts]
-        self._is_newer = False
-
-    def _home_changed(self) -> bool:
-        self._flush()
-        return self._sums != [part.home_sum() for part in self._parts]
 
 
 class _HomePart(NamedTuple):
@@ -399,9 +325,6 @@ class _HomePart(NamedTuple):
 
     def write(self) -> None:
         self.home[self.rows] = self._part_of_copy()[self.places]
-
-    def home_sum(self) -> int:
-        return checksum(self.home[self.rows])
 
     def _part_of_copy(self) -> Tensor:
         return self.copy[:, self.columns] if self.copy.dim() > 1 else self.copy
