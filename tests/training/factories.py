@@ -1,4 +1,4 @@
-"""Factories of a flat model whose steps draw random bits, and of one that returns probabilities."""
+"""A factory of a flat model whose steps draw random bits."""
 
 from __future__ import annotations
 
@@ -27,22 +27,3 @@ class Dropped(nn.Module):
 
 def make(tables: list[EmbeddingBagConfig], num_dense: int, device: torch.device | None) -> nn.Module:
     return Dropped(tables, num_dense, device)
-
-
-class Probable(nn.Module):
-    """A model that returns probabilities, which is wrong."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
-        """Returns probabilities [B, 1]."""
-        logits: Tensor = self.model(dense, ids)
-        return logits.sigmoid()
-
-
-def probable(tables: list[EmbeddingBagConfig], num_dense: int, device: torch.device | None) -> nn.Module:
-    model = Dropped(tables, num_dense, device)
-    model.dropout = nn.Dropout(0.0)
-    return Probable(model)

@@ -172,9 +172,6 @@ def _titles(run: CheckedRun) -> dict[str, str]:
 
 
 def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
-    lows, highs = zip(*(report.outputs for report in reports), strict=True)
-    if run.config.model.factory and (text := probability_warning(run.config.model.factory, min(lows), max(highs))):
-        yield text
     widths = {table.name: table.embedding_dim for table in run.job.split_tables}
     held = [(table_name(name), sizes[1]) for report in reports for name, _, sizes in report.digests if is_table(name)]
     if (factory := run.config.model.factory) is not None:

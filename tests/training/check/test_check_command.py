@@ -92,16 +92,6 @@ def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.ranks
-@pytest.mark.usefixtures("_shared_ranks")
-def test_a_model_that_returns_probabilities_is_noticed(tmp_path: Path) -> None:
-    model = {"factory": "tests.training.factories:probable", "in_towers": False}
-    config = small(dataflow="sptt", model=model, topology={"ranks_per_tower": 1})
-    run = CliRunner().invoke(main, ["check", write(config, tmp_path), "--json"])
-    assert run.exit_code == 0, run.output
-    assert "The model must return logits: take the sigmoid out of it" in json.loads(run.stdout)["notes"][0]
-
-
 # Daily, replicas with delayed states are checked in test_faults.py and what makes a run smaller in test_shrink.py.
 @pytest.mark.ranks
 @pytest.mark.slow
