@@ -87,7 +87,6 @@ def load(folder: str, source: str, name: str) -> dict[str, Any]:
     restored = restore(Path(folder) / source, job.model, job.optimizer, mesh=job.mesh)
     assert restored is not None
     assert (restored.step, restored.progress) == (STEPS, {"row": 7, "of": source})
-    job.optimizer.set_step(restored.step)
     found = job.snapshot()
     job.train(range(STEPS, STEPS + 1))
     return {**found, "next": {"weights": job.weights(), "moments": job.moments()}}
