@@ -147,7 +147,7 @@ class TowerPlan:
         if missing:
             raise InputError(
                 f"{_quote('Feature', missing)} in no tower ({len(known)} features, {len(known) - len(missing)} "
-                "placed). Add to the tower plan or drop from the model."
+                f"placed).{did_you_mean(missing[0], unknown)} Add to the tower plan or drop from the model."
             )
         if unknown:
             raise InputError(

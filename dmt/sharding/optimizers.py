@@ -15,6 +15,7 @@ __all__ = [
     "FBGEMM_NAMES",
     "FUSED_DEFAULTS",
     "MomentScale",
+    "check_fused_params",
     "check_moment_scale",
     "data_parallel_obstacle",
     "moment_scale_of",
@@ -44,6 +45,14 @@ _NOT_THE_UPDATE = ("output_dtype", "cache_", "bounds_check", "enforce_hbm", "pre
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
     """Our name of the optimizer in ``fused_params``; None for another one."""
     return _NAMES.get(str(settings.get("optimizer", _FBGEMM_DEFAULT)))
+
+
+def check_fused_params(settings: Mapping[str, Any]) -> None:
+    """Raises `InputError` for PyTorch's name of the learning rate, which FBGEMM would refuse or ignore."""
+    if "lr" in settings:
+        raise InputError(
+            f"fused_params has lr={settings['lr']!r}, which is PyTorch's name; FBGEMM's is learning_rate. Rename it."
+        )
 
 
 def data_parallel_obstacle(settings: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, ShardLoad, StepWorkload
 from dmt.sharding.packing import Option, Packing, Problem, pack
 from dmt.sharding.plan import RankLoad, TableSharding, TowerLoad, TowerShardingPlan, imbalance_of
-from dmt.sharding.schemes import SCHEMES, Kernel, Scheme, TablePlacement, column_shards, row_shards
+from dmt.sharding.schemes import SCHEMES, Kernel, Scheme, TablePlacement, check_columns, column_shards, row_shards
 from dmt.sharding.user_rules import Allowed, ShardingRules, Tiers
 
 __all__ = ["plan_tables"]
@@ -79,6 +79,8 @@ def _check_names(tables_by_tower: Sequence[Sequence[Any]], model: CostModel) -> 
             f"num_towers={model.topology.num_towers}. Give one list of tables for each tower of the mesh."
         )
     tables = [table for tower in tables_by_tower for table in tower]
+    for table in tables:
+        check_columns(table)
     model.workload.check_features(set(feature_names(table_specs(tables, one_table_per_feature=False))))
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Scheme",
     "TablePlacement",
     "TableShard",
+    "check_columns",
     "column_shards",
     "column_widths",
     "row_shards",
@@ -139,6 +140,15 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
             f"{list(range(num_ranks))}."
         )
     return table_shards(table, placement)
+
+
+def check_columns(table: Any) -> None:
+    """Raises `InputError` for a table whose rows FBGEMM's kernels cannot read."""
+    if table.embedding_dim % _COLUMN_QUANTUM:
+        raise InputError(
+            f"Table {table.name!r} has embedding_dim={table.embedding_dim}; FBGEMM's kernels take multiples of "
+            f"{_COLUMN_QUANTUM}. Use the next one."
+        )
 
 
 def row_shards(num_embeddings: int, num_shards: int) -> list[int]:

@@ -21,8 +21,17 @@ from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_g
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
-from dmt.sharding.optimizers import MomentScale, check_moment_scale, moment_scale_of, moment_scaled
-from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, TableShard, shards_in_tower, why_not
+from dmt.sharding.optimizers import MomentScale, check_fused_params, check_moment_scale, moment_scale_of, moment_scaled
+from dmt.sharding.schemes import (
+    ID_ROUTES,
+    SCHEMES,
+    IdRoute,
+    TablePlacement,
+    TableShard,
+    check_columns,
+    shards_in_tower,
+    why_not,
+)
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.options import refuse
 from dmt.sptt.precision import ExchangePrecision
@@ -79,6 +88,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         unique: bool = False,
     ) -> None:
         super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        check_fused_params(fused_params or {})
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
         if id_route not in ID_ROUTES:
             known = f"use one of {list(ID_ROUTES)}.{did_you_mean(str(id_route), ID_ROUTES)}"
@@ -93,6 +103,13 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         self.peer_precision = peer_precision or ExchangePrecision()
         self.moment_scale = moment_scale
         self.unique = unique
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Called by TorchRec's planner, which knows no towers: refused."""
+        raise InputError(
+            f"{type(self).__name__} needs a plan: DistributedModelParallel(model, plan=TowerShardingPlanner("
+            "mesh.topology).plan(model, sharders), sharders=sharders)."
+        )
 
     @abc.abstractmethod
     def tables_by_tower(self, module: Module) -> list[list[Any]]:
@@ -443,6 +460,7 @@ def _shards(sharding: ParameterSharding) -> list[Any]:
 def _check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: int, num_ranks: int) -> None:
     """Raises `InputError` unless a tower of ``num_ranks`` ranks can carry out a table's sharding."""
     where = f"Table {table.name!r} in tower {tower}"
+    check_columns(table)
     if sharding is None:
         raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
     scheme: Any = sharding.sharding_type

@@ -69,6 +69,8 @@ def test_plan_against_the_model() -> None:
     plan = TowerPlan.from_lists([["item_id", "brand"], ["user_id"]])
     with pytest.raises(InputError, match=r"Features 'shop', 'city' are in no tower \(5 features, 3 placed\)"):
         plan.check_features(["item_id", "brand", "user_id", "shop", "city"])
+    with pytest.raises(InputError, match=r"Feature 'user_id' is in no tower .*placed\)\. Did you mean 'usr_id'\?"):
+        TowerPlan.from_lists([["usr_id"]]).check_features(["user_id"])
     with pytest.raises(InputError, match=r"Feature 'brand' is in the tower plan but not in the model.*'brands'"):
         TowerPlan.from_lists([["brand", "brands"]]).check_features(["brands"])
 

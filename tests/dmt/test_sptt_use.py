@@ -320,6 +320,22 @@ def test_wrong_use_is_refused_with_names() -> None:
     run_ranks(wrong_use_on_rank, 4)
 
 
+def mistakes_of_an_hour_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=1))
+    plan = TowerPlan.from_lists([["f0"]])
+    sharder = SPTTEmbeddingBagCollectionSharder(mesh, plan)
+    with pytest.raises(InputError, match=r"fused_params has lr=0\.1, .* FBGEMM's is learning_rate"):
+        SPTTEmbeddingBagCollectionSharder(mesh, plan, fused_params={"lr": 0.1})
+    with pytest.raises(InputError, match=r"Table 't0' has embedding_dim=10; FBGEMM's kernels take multiples of 4"):
+        TowerShardingPlanner(mesh.topology).plan(FlatModel(make_tables([10])), [sharder])
+    with pytest.raises(InputError, match=r"Sharder needs a plan: .*plan=TowerShardingPlanner\(mesh\.topology\)\.plan"):
+        DistributedModelParallel(FlatModel(make_tables([8])), device=CPU, sharders=[sharder])
+
+
+def test_mistakes_of_the_first_hour_are_named() -> None:
+    run_ranks(mistakes_of_an_hour_on_rank, 1)
+
+
 def disagreement_on_rank(rank: int) -> None:
     mesh = TowerMesh(TWO_BY_TWO)
     order = [["f0"], ["f1"]] if rank < 3 else [["f1"], ["f0"]]
