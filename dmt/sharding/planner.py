@@ -93,15 +93,14 @@ class TowerShardingPlanner:
 
         Returns:
             TorchRec's plan, for ``DistributedModelParallel(model, plan=plan, sharders=sharders)``. Its ranks are local
-            to the towers; ``print(plan)`` shows those of the whole job.
+            to the towers.
 
         Raises:
             InputError: no module fits a tower sharder, a collection of tables fits none, a rule names no table, tables
                 do not fit (see `plan_tables`), or TorchRec cannot place its own.
         """
         modules = self._modules(model, sharders)
-        explained = self._explain(modules, sharders)
-        placements, towers = explained.placements, {table.name: table.tower for table in explained.tables}
+        placements = self._explain(modules, sharders).placements
         plan = {path: EmbeddingModuleShardingPlan() for path in modules}
         for path, tables_by_tower in modules.items():
             for table in (table for tables in tables_by_tower for table in tables):
@@ -110,7 +109,7 @@ class TowerShardingPlanner:
                     table, placement, device_type=self.device_type, cache_policy=self.rules.tiers.cache_policy
                 )
         others = self._plan_others(_others(model, sharders, modules), sharders)
-        return _TowersPlan({**plan, **others}, self.topology, towers, frozenset(modules))
+        return ShardingPlan(plan={**plan, **others})
 
     def _plan_others(self, others: Mapping[str, nn.Module], sharders: Sequence[Any]) -> dict[str, Any]:
         """Plans modules of TorchRec's sharders over all ranks, by path."""
@@ -175,41 +174,6 @@ class TowerShardingPlanner:
                 raise InputError("TowerShardingPlanner: none of the sharders is dmt's. Use TorchRec's own planner.")
             raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
         return modules
-
-
-class _TowersPlan(ShardingPlan):
-    """TorchRec's plan with ranks local to their towers; printed, it shows those of the whole job."""
-
-    def __init__(
-        self, plan: dict[str, Any], topology: TowerTopology, towers: Mapping[str, int], paths: frozenset[str]
-    ) -> None:
-        super().__init__(plan=plan)
-        self._topology, self._towers, self._paths = topology, towers, paths
-
-    def __str__(self) -> str:
-        shown: dict[str, Any] = {}
-        for path, module in self.plan.items():
-            shown[path] = EmbeddingModuleShardingPlan()
-            for name, table in cast("dict[str, ParameterSharding]", module).items():
-                # Tables of TorchRec's own modules are placed on ranks of the job already.
-                ours = name in self._towers and path in self._paths
-                shown[path][name] = self._with_global_ranks(name, table) if ours else table
-        replicas = self._topology.num_replicas
-        note = f"ranks of the first of {replicas} replicas\n" if replicas > 1 else ""
-        return note + str(ShardingPlan(plan=shown))
-
-    def _with_global_ranks(self, name: str, table: ParameterSharding) -> ParameterSharding:
-        def rank(local: int) -> int:
-            return self._topology.rank(0, self._towers[name], local)
-
-        spec = table.sharding_spec
-        if isinstance(spec, EnumerableShardingSpec):
-            shards = []
-            for shard in spec.shards:
-                local, device = str(shard.placement).removeprefix("rank:").split("/")
-                shards.append(replace(shard, placement=f"rank:{rank(int(local))}/{device}"))
-            spec = EnumerableShardingSpec(shards)
-        return replace(table, ranks=[rank(local) for local in table.ranks or ()], sharding_spec=spec)
 
 
 def _sharder_of(module: nn.Module, sharders: Sequence[Any]) -> Any:

@@ -123,20 +123,3 @@ def test_the_optimizer_of_the_sharder_decides_memory_and_data_parallel_tables() 
         planned("lamb", pinned={"t*": "data_parallel"})
     with pytest.raises(InputError, match=r"workload\.optimizer='sgd', but .* fused_params have optimizer adam"):
         planned("adam", workload=StepWorkload(optimizer="sgd"))
-
-
-def test_a_printed_plan_shows_the_ranks_of_the_whole_job() -> None:
-    topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2)
-    pins = {"t_a": "row_wise", "t_b": TablePlacement(scheme="table_wise", ranks=(1,)), "t_d": "data_parallel"}
-    plan = TowerShardingPlanner(topology, pinned=pins).plan(nn.Sequential(collection("a", "b", "c", "d")), [Sharder()])
-    assert plan.plan["0"]["t_b"].ranks == [1]  # DistributedModelParallel takes them inside the tower
-    shown = str(plan)
-    assert shown.startswith("ranks of the first of 2 replicas\n")
-    (t_b,) = (line.split() for line in shown.splitlines() if line.startswith("t_b") and "rank:" in line)
-    assert t_b[-1] == "rank:3/cpu"  # tower 1 has ranks 2 and 3
-    ranks = {
-        line.split()[0]: line.rpartition("[")[2].strip()
-        for line in shown.splitlines()
-        if "dense" in line or "fused" in line
-    }
-    assert (ranks["t_a"], ranks["t_b"], ranks["t_d"]) == ("0, 1]", "3]", "2, 3]")
