@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
+from dmt.plan.distinct import mix_bits
 
 __all__ = ["HASH_KEY", "FractionError", "hash_rows"]
 
@@ -67,15 +68,8 @@ def _hash_values(dictionary: pa.Array, feature: str, num_embeddings: int) -> NDA
 
     hashed = hash_array(words, hash_key=HASH_KEY, categorize=False)
     salt = hash_array(np.array([feature], dtype=object), hash_key=HASH_KEY, categorize=False)[0]
-    rows = 1 + (_mix_bits(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
+    rows = 1 + (mix_bits(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
     return np.where(missing, 0, rows)
-
-
-def _mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64: every bit of the result depends on every bit of a number."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _text(values: pa.Array, feature: str) -> pa.Array:
