@@ -79,6 +79,20 @@ sorted(steps)[-keep:] => sorted(steps)[:keep]
 if size != expected: => if size < expected:
 if _order(path)[0] == step), default=0) => if _order(path)[0] != step), default=0)
 doomed = path.with_name(f".{path.name}.partial") => doomed = path.with_name(f"{path.name}.partial")
+## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"
+rows = 1 + (_mix_bits(hashed ^ salt) => rows = 1 + (_mix_bits(hashed)
+np.append(_hash_values(dictionary, feature, num_embeddings), 0) => np.append(_hash_values(dictionary, feature, num_embeddings), 1)
+x ^ (x >> np.uint64(31)) => x ^ (x >> np.uint64(32))
+## dmt/training/data/vocabulary.py :: tests/training/data/test_prepare.py -k "frequen or vocabular or deal"
+known = np.where(self.keys[place] == keys, self.rows[place], _RARE) => known = self.rows[place]
+return _FIRST + len(self.keys) => return len(self.keys)
+np.lexsort((keys, -numbers)) => np.lexsort((keys, numbers))
+## dmt/sptt/unique.py :: tests/dmt/test_unique.py -m "not slow and not ranks"
+(is_first.cumsum(dim=1) - 1).gather(1, first) => is_first.cumsum(dim=1).gather(1, first)
+begins[:, 1:] = hashes[:, 1:] != hashes[:, :-1] => begins[:, 1:] = hashes[:, 1:] > hashes[:, 1:]
+kept = is_first[group_of].flatten() => kept = is_first[group_of].flip(0).flatten()
+## dmt/sptt/unique.py :: tests/test_house.py -k "docstring and unique"
+return ~differ => return differ
 """
 
 
