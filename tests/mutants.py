@@ -76,12 +76,12 @@ if not is_finite(chunk) => if is_finite(chunk)
 os.fsync(self._file.fileno()) => pass
 ## dmt/training/checkpoints/folder.py :: tests/training/checkpoints/test_folder.py
 sorted(steps)[-keep:] => sorted(steps)[:keep]
-if size != expected: => if size < expected:
+elif record_of(folder / name) != manifest.files[name]: => elif record_of(folder / name) == {}:
 if _order(path)[0] == step), default=0) => if _order(path)[0] != step), default=0)
 doomed = path.with_name(f".{path.name}.partial") => doomed = path.with_name(f"{path.name}.partial")
 ## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"
 rows = 1 + (_mix_bits(hashed ^ salt) => rows = 1 + (_mix_bits(hashed)
-np.append(_hash_values(dictionary, feature, num_embeddings), 0) => np.append(_hash_values(dictionary, feature, num_embeddings), 1)
+feature, num_embeddings), 0)[codes] => feature, num_embeddings), 1)[codes]
 x ^ (x >> np.uint64(31)) => x ^ (x >> np.uint64(32))
 ## dmt/training/data/vocabulary.py :: tests/training/data/test_prepare.py -k "frequen or vocabular or deal"
 known = np.where(self.keys[place] == keys, self.rows[place], _RARE) => known = self.rows[place]

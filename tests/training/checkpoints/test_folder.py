@@ -54,6 +54,24 @@ def test_a_course_that_was_given_up_is_deleted(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000020", "step-00000025"]
 
 
+def test_a_checkpoint_whose_deletion_is_killed_is_deleted_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, keep=2)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder_module.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path / "step-00000002", keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
+    prepare(tmp_path)
+    assert names(tmp_path) == ["step-00000002"]
+
+
 def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step-by-step.txt").touch()
     (tmp_path / ".step-notes").mkdir()
