@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "fused_kernels",
     "fused_settings",
     "group_env",
+    "group_timeout",
     "host_groups",
     "in_backward_pass",
     "key_mismatch",
@@ -45,6 +47,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.model_parallel.DistributedModelParallel": "_load_state_dict _dmp_wrapped_module",
     "torch.nn.modules.module": "_IncompatibleKeys",
     "torch.distributed": "_remote_device",
+    "torch.distributed.ProcessGroup": "_get_backend _device_types",
+    "torch._C._distributed_c10d.Backend.Options": "_timeout",
     "torch.ops.aten": "_assert_async",
     "torch": "_foreach_norm",
     "torch.autograd.Variable": "_execution_engine",
@@ -168,6 +172,13 @@ def group_env(group: ProcessGroup) -> ShardingEnv:
     env = ShardingEnv.from_local(group.size(), group.rank())
     env.process_group = group
     return env
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """Returns how long a collective of a group waits for the other ranks."""
+    devices: Any = group._device_types
+    timeout: timedelta = group._get_backend(devices[0]).options._timeout
+    return timeout
 
 
 @contextmanager

@@ -66,7 +66,17 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
         """Checks the plan against the table configs, and returns those that each mesh tower holds."""
-        return self.plan.tables_by_tower(module.embedding_bag_configs())
+        tables = module.embedding_bag_configs()
+        try:
+            return self.plan.tables_by_tower(tables)
+        except InputError as error:
+            planned = {feature for tower in self.plan.towers for feature in tower.features}
+            if not set(feature_names(tables)) < planned:
+                raise
+            raise InputError(
+                f"{error} A tower plan is for one EmbeddingBagCollection: where a model has several, merge their "
+                "tables into one and read its result by key."
+            ) from error
 
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Returns the table weights, by table name."""

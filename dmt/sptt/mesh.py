@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from dmt._torchrec import group_timeout
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
@@ -51,6 +52,7 @@ class TowerMesh:
         check_agreement("TowerMesh", {"topology": topology}, world)
         topology.check_world_size(dist.get_world_size())
         self.topology = topology
+        self.global_group = world
         self.rank = dist.get_rank()
         self.replica, self.tower, self.local = topology.coordinates(self.rank)
         self.tower_group = self.new_group(topology.tower_groups())
@@ -58,19 +60,19 @@ class TowerMesh:
         self.sharding_group = self.new_group(topology.sharding_groups())
         self.replica_group = self.new_group(topology.replica_groups())
         self.tower_module_group = self.new_group(topology.tower_module_groups())
-        self.global_group = world
         self.tags: Iterator[int] = itertools.count(1)
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """Creates several groups that cover all ranks, and returns the one of this rank; collective."""
-        # new_group is collective over the whole job: every rank creates every group, its own or not.
-        mine = None
-        for ranks in groups:
-            group = dist.new_group(ranks)
-            if self.rank in ranks:
-                mine = group
+        """Creates the one of several groups that this rank is in, with the timeout of the job's; collective.
+
+        Each rank makes its own group only: 128 towers of 8 ranks have 1,289 groups.
+        """
+        mine = next((ranks for ranks in groups if self.rank in ranks), None)
         assert mine is not None, f"rank {self.rank} is in none of the groups {groups}"
-        return mine
+        group: dist.ProcessGroup = dist.new_group(
+            mine, timeout=group_timeout(self.global_group), use_local_synchronization=True
+        )
+        return group
 
     def tower_ranks(self) -> list[int]:
         """Global ranks of this rank's tower group, by local index."""

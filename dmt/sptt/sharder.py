@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -144,8 +145,15 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         run_on_all_or_raise(lambda: tables_by_tower.extend(self.tables_by_tower(module)), self.mesh.global_group)
         self._check_agreement(module, tables_by_tower, params)
         parameters, topology = self.shardable_parameters(module), self.mesh.topology
+        bags = [part for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
+        is_weighted = any(part.is_weighted() for part in bags)
         for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
             _check_sharding(table, params.get(table.name), tower=tower, num_ranks=topology.ranks_per_tower)
+            if is_weighted and table.pooling is PoolingType.MEAN:
+                raise InputError(
+                    f"Table {table.name!r} in tower {tower} has mean pooling of weighted bags, which the unsharded "
+                    "module refuses too. Use PoolingType.SUM, and divide the weights."
+                )
             if not parameters[table.name].requires_grad:
                 # TorchRec's sharded tables train nevertheless.
                 raise InputError(

@@ -1,0 +1,135 @@
+"""What a user can get wrong at the tower dataflow: each case with a part of the message that names it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt import InputError, SPTTEmbeddingBagCollectionSharder, TowerMesh, TowerPlan, TowerShardingPlanner, TowerTopology
+from dmt._torchrec import group_timeout
+from dmt.sptt.options import REFUSALS, Options, refuse
+from tests.parity import FUSED, make_tables
+from tests.ranks import run_ranks
+from tests.sptt_case import Case, build, shard
+
+CPU = torch.device("cpu")
+FLAT = Case(towers=2, ranks=1, kind="flat")
+PLAN = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
+
+
+def ids_of(dtype: torch.dtype) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f0", "f1", "f2", "f3"], torch.ones(8, dtype=dtype), lengths=torch.ones(8).long())
+
+
+def model_of(case: Case, mesh: TowerMesh) -> DistributedModelParallel:
+    torch.manual_seed(0)
+    return shard(case, build(case), mesh)
+
+
+def after_int32(mesh: TowerMesh) -> Any:
+    model = model_of(FLAT, mesh)
+    model(ids_of(torch.int32))
+    return model(ids_of(torch.int64))
+
+
+def sharded(mesh: TowerMesh, model: nn.Module, *, planned: bool = True, weighted: bool = False) -> Any:
+    sharders = [SPTTEmbeddingBagCollectionSharder(mesh, PLAN, fused_params=FUSED)]
+    plan = TowerShardingPlanner(mesh.topology).plan(model, sharders) if planned else None
+    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+
+
+def two_collections(mesh: TowerMesh) -> Any:
+    tables = make_tables([8, 8, 8, 8])
+    return sharded(mesh, nn.ModuleList([EmbeddingBagCollection(tables[:2]), EmbeddingBagCollection(tables[2:])]))
+
+
+def weighted_means(mesh: TowerMesh) -> Any:
+    return sharded(mesh, nn.Sequential(EmbeddingBagCollection(make_tables([8] * 4, pooling="MEAN"), is_weighted=True)))
+
+
+def assigned(mesh: TowerMesh) -> Any:
+    sparse: Any = model_of(FLAT, mesh).module.sparse_arch
+    return sparse.load_state_dict(sparse.state_dict(), assign=True)
+
+
+CASES: dict[str, tuple[Callable[[TowerMesh], Any], str]] = {
+    "floats as ids": (lambda mesh: model_of(FLAT, mesh)(ids_of(torch.float32)), r"ids of torch.float32; ids must be"),
+    "int64 after int32": (after_int32, r"ids of torch.int64, but the first batch had torch.int32"),
+    "means of weighted bags": (weighted_means, r"'t0' in tower 0 has mean pooling of weighted bags"),
+    "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
+    "two collections": (two_collections, r"A tower plan is for one EmbeddingBagCollection: where a model has several"),
+}
+
+
+def cases_on_rank(rank: int) -> dict[str, str]:
+    mesh, told = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1)), {}
+    for name, (attempt, _) in CASES.items():
+        try:
+            attempt(mesh)
+        except InputError as error:
+            told[name] = str(error)
+    return told
+
+
+@pytest.mark.ranks
+def test_wrong_use_is_named_on_every_rank() -> None:
+    for told in run_ranks(cases_on_rank, 2):
+        for name, (_, message) in CASES.items():
+            with pytest.raises(InputError, match=message):
+                raise InputError(told.get(name, f"{name} was not refused"))
+
+
+def without_plan_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=1))
+    tables = make_tables([8])
+    sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0"]]))]
+    with pytest.raises(InputError, match=r"SPTTEmbeddingBagCollectionSharder needs a plan: .*TowerShardingPlanner"):
+        DistributedModelParallel(nn.Sequential(EmbeddingBagCollection(tables)), device=CPU, sharders=sharders)
+
+
+@pytest.mark.ranks
+def test_a_missing_plan_is_named() -> None:
+    run_ranks(without_plan_on_rank, 1)
+
+
+def groups_on_rank(rank: int) -> int:
+    made: list[dist.ProcessGroup] = []
+    new_group = dist.new_group
+
+    def counted(*args: Any, **options: Any) -> Any:
+        made.append(new_group(*args, **options))
+        return made[-1]
+
+    with patch.object(dist, "new_group", counted):
+        mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2))
+    assert {group_timeout(group) for group in made} == {group_timeout(mesh.global_group)}
+    return len(made)
+
+
+@pytest.mark.ranks
+def test_a_rank_makes_its_own_groups_only_with_the_timeout_of_the_job() -> None:
+    assert run_ranks(groups_on_rank, 8) == [5] * 8
+
+
+def test_each_pair_of_options_is_refused_once_or_goes_together() -> None:
+    on = {"id_route": "global", "unique": True, "num_micro_batches": 2, "hot_rows": True}
+    on |= {"num_replicas": 2, "has_towers": True}
+    refused = set()
+    for one, other in itertools.combinations(on, 2):
+        lines = [message for holds, message in REFUSALS if holds(Options(**{one: on[one], other: on[other]}))]
+        assert len(lines) <= 1
+        if lines:
+            refused.add((one, other))
+            with pytest.raises(InputError, match="Leave out one of them"):
+                refuse(**{one: on[one], other: on[other]})
+    assert len(refused) == len(REFUSALS), "a line of the table never holds for a pair"
